@@ -1,0 +1,126 @@
+"""Checks of public arguments at trace time: each error names the argument, what it is and the rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_grouped._config import config
+from jax_grouped.group_layout import canonical_sizes
+
+_FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+_PRECISIONS = {
+    None: jax.lax.Precision.DEFAULT,
+    "default": jax.lax.Precision.DEFAULT,
+    "high": jax.lax.Precision.HIGH,
+    "highest": jax.lax.Precision.HIGHEST,
+}
+
+
+def check_dtype(name: str, dtype: DTypeLike) -> None:
+    """Raises TypeError unless `dtype` is one that the matmuls take."""
+    if jnp.dtype(dtype) not in _FLOAT_TYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {jnp.dtype(dtype).name}.")
+
+
+def check_tokens(name: str, x: jax.Array) -> None:
+    """Raises unless `x` is a `[T, features]` array of a supported type."""
+    check_dtype(f"{name}'s type", x.dtype)
+    if x.ndim != 2:
+        raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
+
+
+def check_kernel(name: str, kernel: jax.Array, tokens_name: str, tokens: jax.Array) -> None:
+    """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
+    check_dtype(f"{name}'s type", kernel.dtype)
+    if kernel.ndim != 3:
+        raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
+    if kernel.shape[1] != tokens.shape[1]:
+        raise ValueError(
+            f"{name}.shape[1] must equal {tokens_name}.shape[1] (K), "
+            f"got {name} {kernel.shape} and {tokens_name} {tokens.shape}."
+        )
+
+
+def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
+    """Raises unless `bias` is the `[G, N]` of the kernel's `[G, K, N]`."""
+    check_dtype("bias's type", bias.dtype)
+    expected = (kernel.shape[0], kernel.shape[2])
+    if bias.shape != expected:
+        raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
+
+
+def canonical_groups(
+    group_sizes: jax.Array, group_offset: jax.Array | int | None, kernel_name: str, kernel: jax.Array, capacity: int
+) -> tuple[jax.Array, jax.Array]:
+    """`group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
+
+    Raises:
+        TypeError: either is not of an integer type.
+        ValueError: a shape does not fit the kernel's number of groups; with `config.check`, also a value.
+    """
+    num_groups = kernel.shape[0]
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be of an integer type, got {group_sizes.dtype.name}.")
+    if group_sizes.ndim != 1:
+        raise ValueError(f"group_sizes must have shape [E], got {group_sizes.shape}.")
+    if group_offset is None and group_sizes.shape[0] != num_groups:
+        raise ValueError(
+            f"group_sizes must have one entry per group of {kernel_name}, which holds {num_groups}, "
+            f"got {group_sizes.shape[0]} (a longer one needs group_offset)."
+        )
+    if group_sizes.shape[0] < num_groups:
+        raise ValueError(
+            f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {group_sizes.shape[0]}."
+        )
+    if config.check:
+        _check_values(group_sizes, capacity)
+    return canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0])
+
+
+def _canonical_offset(group_offset: jax.Array | int | None, total: int) -> jax.Array:
+    if group_offset is None:
+        return jnp.zeros((1,), jnp.int32)
+    offset = jnp.asarray(group_offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"group_offset must be of an integer type, got {offset.dtype.name}.")
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
+    offset = offset.reshape(1)
+    if offset.dtype == jnp.int32:
+        return offset
+    limits = jnp.iinfo(offset.dtype)
+    return jnp.clip(offset, max(limits.min, -total), min(limits.max, total)).astype(jnp.int32)
+
+
+def canonical_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
+    """One `jax.lax.Precision` from whatever `jax.lax.dot` accepts, a pair of them included.
+
+    Raises:
+        ValueError: it names something else, a `DotAlgorithmPreset` for example.
+    """
+    if isinstance(precision, tuple) and len(precision) == 2:
+        return max(canonical_precision(precision[0]), canonical_precision(precision[1]), key=lambda p: p.value)
+    if isinstance(precision, jax.lax.Precision):
+        return precision
+    key = precision.lower() if isinstance(precision, str) else precision
+    if key in _PRECISIONS:
+        return _PRECISIONS[key]
+    raise ValueError(f"precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), got {precision!r}.")
+
+
+def _check_values(group_sizes: jax.Array, capacity: int) -> None:
+    """Raises ValueError on the host if a size is negative or the sizes exceed the rows, even in a traced program."""
+
+    def check(sizes: np.ndarray) -> None:
+        total = int(np.sum(sizes, dtype=np.int64))
+        if np.any(sizes < 0) or total > capacity:
+            raise ValueError(
+                f"group_sizes must not be negative and must add up to at most {capacity} rows, "
+                f"got {sizes.tolist()} with sum {total}."
+            )
+
+    if isinstance(group_sizes, jax.core.Tracer):
+        jax.debug.callback(check, group_sizes)
+    else:
+        check(np.asarray(group_sizes))

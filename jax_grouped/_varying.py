@@ -1,0 +1,30 @@
+"""Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def _varying_axes(x: jax.Array) -> frozenset:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Marks every array as varying over all the mesh axes over which any of them varies.
+
+    The transpose of the mark is a sum over the added axes, so a kernel that is replicated while the tokens are split
+    gets the sum of all devices' gradients, as with every operation of JAX.
+    """
+    axes = frozenset().union(*(_varying_axes(x) for x in arrays))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying_axes(x), key=str))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(vary(x) for x in arrays)
+
+
+def zeros_varying_like(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Array:
+    """Zeros that vary over the same mesh axes as `like`: the initial carry of a loop that `like` flows into."""
+    zeros, _ = vary_alike(jnp.zeros(shape, dtype), like)
+    return zeros

@@ -1,0 +1,112 @@
+"""The `cuda` backend: the operations as XLA custom calls."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_grouped.backends.extension import require_usable as require_usable
+from jax_grouped.backends.spec import MatmulSpec
+from jax_grouped.group_layout import FEATURE_ALIGNMENT, bias_grad_tiles, matmul_scratch_bytes, round_up
+
+#: Names of the custom calls in a lowered program. `jax.export` needs them:
+#: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
+CUSTOM_CALL_TARGETS = ("jax_grouped_matmul", "jax_grouped_matmul_accumulate", "jax_grouped_bias_grad")
+
+#: cuBLASLt's own recommendation for Hopper.
+WORKSPACE_BYTES = 32 * 1024 * 1024
+
+
+def _call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
+    """A custom call whose results vary over the same mesh axes as its arguments (which are alike)."""
+    varying = jax.typeof(args[0]).manual_axis_type
+    typed = [jax.ShapeDtypeStruct(r.shape, r.dtype, manual_axis_type=varying) for r in results]
+    # Batching is a rule of the primitive above this call, so it never reaches the call itself.
+    return jax.ffi.ffi_call(target, typed, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
+
+
+def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Zero-fills feature axes up to `FEATURE_ALIGNMENT`; rows must start on 16-byte boundaries."""
+    padding = [(0, round_up(size, FEATURE_ALIGNMENT) - size if axis in axes else 0) for axis, size in enumerate(x.shape)]
+    return jnp.pad(x, padding) if any(after for _, after in padding) else x
+
+
+def _matmul16(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    spec: MatmulSpec,
+    accumulator: jax.Array | None = None,
+) -> jax.Array:
+    """One cuBLASLt grouped matmul of bfloat16 or float16 operands, optionally added onto `accumulator`."""
+    out = jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)
+    scratch = jax.ShapeDtypeStruct((matmul_scratch_bytes(spec.num_groups),), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
+    args = (a, b, group_sizes, group_offset)
+    if accumulator is None:
+        call = functools.partial(_call, "jax_grouped_matmul", [out, scratch, workspace], *args)
+    else:
+        results = [out, scratch, workspace]
+        call = functools.partial(_call, "jax_grouped_matmul_accumulate", results, *args, accumulator, aliases={4: 0})
+    return call(product=spec.product)[0]
+
+
+def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Splits float32 into bfloat16 parts, largest first, whose sum is `x` to about 8 bits per part."""
+    parts = []
+    for _ in range(count):
+        # XLA may drop a round trip through bfloat16 as excess precision, but never a reduce_precision.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        # Infinity minus itself would hide an overflow behind NaN in the parts that follow.
+        x = jnp.where(jnp.isfinite(part), x - part, 0.0)
+    return parts
+
+
+def _matmul32(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, spec: MatmulSpec
+) -> jax.Array:
+    """A grouped matmul of float32 operands as bfloat16 products, the smallest first, accumulated in float32.
+
+    Of the products of parts `i` and `j`, those with `i + j` below the number of parts matter: 3 for two parts,
+    6 for three.
+    """
+    count = 3 if spec.precision == jax.lax.Precision.HIGHEST else 2
+    a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
+    pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
+    out = None
+    product = MatmulSpec(spec.product, spec.num_groups, jnp.float32)
+    for i, j in pairs:
+        out = _matmul16(a_parts[i], b_parts[j], group_sizes, group_offset, product, out)
+    assert out is not None
+    return out.astype(spec.out_dtype)
+
+
+def grouped_matmul(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec
+) -> jax.Array:
+    """One of the three products of `MatmulSpec`, accumulated in float32."""
+    shape = spec.out_shape(a.shape, b.shape)
+    a = _pad_features(a, (1,))
+    b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
+    if a.dtype == jnp.float32:
+        out = _matmul32(a, b, group_sizes, group_offset, spec)
+    else:
+        direct = spec.out_dtype in (a.dtype, jnp.float32)
+        gemm = MatmulSpec(spec.product, spec.num_groups, spec.out_dtype if direct else jnp.float32)
+        out = _matmul16(a, b, group_sizes, group_offset, gemm).astype(spec.out_dtype)
+    return out[tuple(slice(size) for size in shape)]
+
+
+def grouped_bias_grad(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike
+) -> jax.Array:
+    """The sum of each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
+    capacity, features = dy.shape
+    out = jax.ShapeDtypeStruct((num_groups, features), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((bias_grad_tiles(capacity, num_groups), features), jnp.float32)
+    dbias, _ = _call("jax_grouped_bias_grad", [out, partial_sums], dy, group_sizes, group_offset)
+    return dbias.astype(out_dtype)

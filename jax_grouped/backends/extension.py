@@ -1,0 +1,119 @@
+"""The compiled extension: whether it is there, whether this machine can run it, and what to do if not."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+#: The first cuBLASLt whose grouped matmul is right in every use this library makes of it.
+CUBLAS_NEEDED = (13, 8)
+
+#: Compute capability of the first GPU that cuBLASLt's grouped matmul runs on.
+COMPUTE_CAPABILITY_NEEDED = (9, 0)
+
+_INSTALL = "JAX_GROUPED_CUDA=on python3 -m pip install --force-reinstall --no-deps ."
+_UPGRADE_CUBLAS = 'python3 -m pip install --upgrade "nvidia-cublas>=13.8,<14"'
+_USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
+
+
+@functools.cache
+def load() -> ModuleType | None:
+    """The extension module with its custom calls registered, or None if this installation was built without it."""
+    try:
+        module = importlib.import_module("jax_grouped._cuda")
+    except ModuleNotFoundError:
+        return None
+    module.set_cublaslt_hint(str(_packaged_cublaslt() or ""))
+    for name, handler in module.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return module
+
+
+def _packaged_cublaslt() -> Path | None:
+    """The cuBLASLt of the `nvidia-cublas` package, the one that JAX's CUDA plugin loads."""
+    try:
+        files = importlib.metadata.files("nvidia-cublas") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == "libcublasLt.so.13":
+            return Path(str(file.locate()))
+    return None
+
+
+def cuda_devices() -> list[jax.Device]:
+    """The NVIDIA GPUs that JAX sees; empty on a machine without one or with a CPU-only JAX."""
+    try:
+        return [device for device in jax.devices("cuda") if device.platform == "gpu"]
+    except RuntimeError:
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Why the `cuda` backend cannot run, and the one thing to do about it."""
+
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found} {self.remedy}"
+
+
+def _version(number: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in number)
+
+
+def compute_capability(device: jax.Device) -> tuple[int, ...]:
+    """The compute capability of a GPU, for example `(9, 0)`."""
+    return tuple(int(part) for part in device.compute_capability.split("."))
+
+
+def cublas_version() -> tuple[int, ...] | None:
+    """The version of the cuBLASLt that the custom calls use, or None if there is no extension or no library."""
+    module = load()
+    number = module.cublaslt_version() if module else 0
+    # cuBLASLt encodes 13.10.0 as 131000.
+    return (number // 10000, number // 100 % 100, number % 100) if number else None
+
+
+def find_problem() -> Problem | None:
+    """What keeps the `cuda` backend from running on the GPUs of this process, or None if nothing does."""
+    if load() is None:
+        return Problem(
+            "jax_grouped was installed without its CUDA extension.",
+            f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA}).",
+        )
+    for device in cuda_devices():
+        if compute_capability(device) < COMPUTE_CAPABILITY_NEEDED:
+            return Problem(
+                f"{device.device_kind} has compute capability {device.compute_capability}; the cuda backend needs "
+                f"{_version(COMPUTE_CAPABILITY_NEEDED)} (Hopper) or newer.",
+                f"Use another GPU, or {_USE_XLA}.",
+            )
+    version = cublas_version()
+    if version is None or version < CUBLAS_NEEDED:
+        found = f"cuBLAS {_version(version)} is loaded" if version else "no cuBLASLt library (libcublasLt.so.13) is found"
+        return Problem(f"{found}; the cuda backend needs {_version(CUBLAS_NEEDED)} or newer.", f"Run: {_UPGRADE_CUBLAS}")
+    return None
+
+
+@functools.cache
+def _problem_once() -> Problem | None:
+    return find_problem()
+
+
+def require_usable() -> None:
+    """Raises if this process has an NVIDIA GPU that the custom calls cannot run on.
+
+    Without a GPU there is nothing to check: the program is being lowered for another machine.
+
+    Raises:
+        RuntimeError: naming what was found, what is needed and what to do.
+    """
+    if cuda_devices() and (problem := _problem_once()):
+        raise RuntimeError(str(problem))

@@ -1,0 +1,90 @@
+"""The `xla` backend: every operation in plain JAX, for any platform. It is also what the tests trust."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_grouped._varying import zeros_varying_like
+from jax_grouped.backends.spec import MatmulSpec
+from jax_grouped.group_layout import GroupRows, group_rows
+
+
+def _tile_rows(capacity: int, num_groups: int) -> int:
+    """Rows per tile: about a group's share, so that few tiles are cut short and few rows are padding."""
+    share = max(1, capacity // num_groups)
+    return min(capacity, max(16, min(256, 2 ** math.ceil(math.log2(share)))))
+
+
+class _Tiles:
+    """Covers the rows of all groups with tiles of equal height, none of which crosses a group.
+
+    The count is a traced value, so a loop over tiles does work in proportion to the rows that are really there.
+    """
+
+    def __init__(self, rows: GroupRows, capacity: int):
+        self.height = _tile_rows(capacity, rows.sizes.shape[0])
+        self._rows = rows
+        self._capacity = capacity
+        self._ends = jnp.cumsum((rows.sizes + self.height - 1) // self.height)
+
+    @property
+    def count(self) -> jax.Array:
+        return self._ends[-1]
+
+    def at(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The tile's group, first row to read, and which of its rows (`bool[height, 1]`) are the tile's own."""
+        group = jnp.searchsorted(self._ends, tile, side="right").astype(jnp.int32)
+        size = self._rows.sizes[group]
+        tiles_before = self._ends[group] - (size + self.height - 1) // self.height
+        first = self._rows.starts[group] + (tile - tiles_before) * self.height
+        # The last rows of the array may be fewer than a tile: read earlier ones too and leave them alone.
+        start = jnp.minimum(first, self._capacity - self.height)
+        row = start + jnp.arange(self.height, dtype=jnp.int32)
+        mask = (row >= first) & (row < self._rows.starts[group] + size)
+        return group, start, mask[:, None]
+
+
+def grouped_matmul(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec
+) -> jax.Array:
+    """One of the three products of `MatmulSpec`, accumulated in float32."""
+    capacity = a.shape[0]
+    tiles = _Tiles(group_rows(group_sizes, group_offset, spec.num_groups, capacity), capacity)
+    contract = {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[spec.product]
+
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(
+            lhs, rhs, (contract, ((), ())), precision=spec.precision, preferred_element_type=jnp.float32
+        )
+
+    def rows_of(array: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, start, tiles.height)
+
+    def write_rows(tile: jax.Array, out: jax.Array) -> jax.Array:
+        group, start, mask = tiles.at(tile)
+        product = dot(rows_of(a, start), b[group]).astype(out.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, product, rows_of(out, start)), start, axis=0)
+
+    def add_kernel(tile: jax.Array, out: jax.Array) -> jax.Array:
+        group, start, mask = tiles.at(tile)
+        lhs = jnp.where(mask, rows_of(a, start), jnp.zeros((), a.dtype))
+        rhs = jnp.where(mask, rows_of(b, start), jnp.zeros((), b.dtype))
+        return out.at[group].add(dot(lhs, rhs))
+
+    shape = spec.out_shape(a.shape, b.shape)
+    if spec.product == "wgrad":
+        out = zeros_varying_like(shape, jnp.float32, a)
+        return jax.lax.fori_loop(0, tiles.count, add_kernel, out).astype(spec.out_dtype)
+    out = zeros_varying_like(shape, spec.out_dtype, a)
+    return jax.lax.fori_loop(0, tiles.count, write_rows, out)
+
+
+def grouped_bias_grad(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike
+) -> jax.Array:
+    """The sum of each group's rows, `[T, N] -> [G, N]`: a kernel gradient whose tokens have one feature, 1."""
+    spec = MatmulSpec("wgrad", num_groups, out_dtype, jax.lax.Precision.HIGHEST)
+    ones = jnp.ones_like(dy[:, :1])
+    return grouped_matmul(ones, dy, group_sizes, group_offset, spec=spec)[:, 0]
