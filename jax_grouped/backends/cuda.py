@@ -1,6 +1,5 @@
 """The `cuda` backend: the operations as XLA custom calls."""
 
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax_grouped.group_layout import FEATURE_ALIGNMENT, bias_grad_tiles, matmul_
 
 #: Names of the custom calls in a lowered program. `jax.export` needs them:
 #: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
-CUSTOM_CALL_TARGETS = ("jax_grouped_matmul", "jax_grouped_matmul_accumulate", "jax_grouped_bias_grad")
+CUSTOM_CALL_TARGETS = ("jax_grouped_matmul", "jax_grouped_bias_grad")
 
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
@@ -45,13 +44,10 @@ def _matmul16(
     out = jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)
     scratch = jax.ShapeDtypeStruct((matmul_scratch_bytes(spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    args = (a, b, group_sizes, group_offset)
-    if accumulator is None:
-        call = functools.partial(_call, "jax_grouped_matmul", [out, scratch, workspace], *args)
-    else:
-        results = [out, scratch, workspace]
-        call = functools.partial(_call, "jax_grouped_matmul_accumulate", results, *args, accumulator, aliases={4: 0})
-    return call(product=spec.product)[0]
+    args, aliases = (a, b, group_sizes, group_offset), {}
+    if accumulator is not None:
+        args, aliases = (*args, accumulator), {4: 0}
+    return _call("jax_grouped_matmul", [out, scratch, workspace], *args, aliases=aliases, product=spec.product)[0]
 
 
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
@@ -108,5 +104,6 @@ def grouped_bias_grad(
     capacity, features = dy.shape
     out = jax.ShapeDtypeStruct((num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((bias_grad_tiles(capacity, num_groups), features), jnp.float32)
-    dbias, _ = _call("jax_grouped_bias_grad", [out, partial_sums], dy, group_sizes, group_offset)
+    starts = jax.ShapeDtypeStruct((2, num_groups + 1), jnp.int32)
+    dbias = _call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
     return dbias.astype(out_dtype)

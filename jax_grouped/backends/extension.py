@@ -27,7 +27,7 @@ def load() -> ModuleType | None:
         module = importlib.import_module("jax_grouped._cuda")
     except ModuleNotFoundError:
         return None
-    module.set_cublaslt_hint(str(_packaged_cublaslt() or ""))
+    module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return module

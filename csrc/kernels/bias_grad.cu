@@ -1,0 +1,168 @@
+#include "csrc/kernels/bias_grad.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/common/group_layout.cuh"
+
+namespace jax_grouped {
+namespace {
+
+constexpr int kScanThreads = 512;
+constexpr int kColumnThreads = 32;
+constexpr int kLanes = 8;
+constexpr int kSumThreads = 128;
+
+// Starts of the local groups, with one more entry for the end of the last.
+struct Starts {
+  int32_t* row;
+  int32_t* tile;
+};
+
+__global__ void __launch_bounds__(kScanThreads) FindTiles(Groups groups, Starts starts) {
+  using Scan = cub::BlockScan<int32_t, kScanThreads>;
+  __shared__ typename Scan::TempStorage storage;
+  const RowRange local = LocalRows<kScanThreads>(groups);
+  ForEachGroup<kScanThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
+    starts.row[group] = static_cast<int32_t>(rows.begin);
+    if (group == groups.num_groups - 1) starts.row[group + 1] = static_cast<int32_t>(rows.end);
+  });
+  __syncthreads();
+
+  int32_t running = 0;
+  for (int32_t chunk = 0; chunk <= groups.num_groups; chunk += kScanThreads) {
+    const int32_t group = chunk + static_cast<int32_t>(threadIdx.x);
+    int32_t tiles = 0;
+    if (group < groups.num_groups) {
+      tiles = (starts.row[group + 1] - starts.row[group] + kBiasGradRows - 1) / kBiasGradRows;
+    }
+    int32_t start;
+    int32_t total;
+    Scan(storage).ExclusiveSum(tiles, start, total);
+    if (group <= groups.num_groups) starts.tile[group] = running + start;
+    running += total;
+    __syncthreads();
+  }
+}
+
+// The group whose tiles include `tile`: the last one that starts at or before it.
+__device__ int32_t FindGroup(const Starts& starts, int32_t num_groups, int32_t tile) {
+  int32_t low = 0;
+  int32_t high = num_groups;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    (starts.tile[middle] <= tile ? low : high) = middle;
+  }
+  return low;
+}
+
+__device__ float ToFloat(float x) { return x; }
+__device__ float ToFloat(__half x) { return __half2float(x); }
+__device__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T, int kVector>
+struct alignas(sizeof(T) * kVector) Vector {
+  T element[kVector];
+};
+
+// One block sums a tile's rows over kColumnThreads * kVector columns.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kColumnThreads* kLanes)
+    SumTiles(const T* __restrict__ dy, int32_t num_groups, int64_t features, Starts starts,
+             float* __restrict__ partial_sums) {
+  __shared__ float lane_sums[kLanes][kColumnThreads][kVector];
+  const int32_t tile = static_cast<int32_t>(blockIdx.x);
+  if (tile >= starts.tile[num_groups]) return;
+
+  const int32_t group = FindGroup(starts, num_groups, tile);
+  const int64_t begin = starts.row[group] + static_cast<int64_t>(tile - starts.tile[group]) * kBiasGradRows;
+  const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(starts.row[group + 1]));
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kVector;
+
+  float sum[kVector] = {};
+  if (column < features) {
+#pragma unroll 4
+    for (int64_t row = begin + threadIdx.y; row < end; row += kLanes) {
+      const auto values = *reinterpret_cast<const Vector<T, kVector>*>(dy + row * features + column);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[i] += ToFloat(values.element[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) lane_sums[threadIdx.y][threadIdx.x][i] = sum[i];
+  __syncthreads();
+
+  // The threads of a block share out its columns again, neighbours side by side.
+  const int thread = static_cast<int>(threadIdx.y) * kColumnThreads + static_cast<int>(threadIdx.x);
+  const int64_t first_column = static_cast<int64_t>(blockIdx.y) * kColumnThreads * kVector;
+  for (int i = thread; i < kColumnThreads * kVector && first_column + i < features; i += kColumnThreads * kLanes) {
+    float total = 0.0f;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) total += lane_sums[lane][i / kVector][i % kVector];
+    partial_sums[tile * features + first_column + i] = total;
+  }
+}
+
+__global__ void __launch_bounds__(kSumThreads)
+    AddTiles(const float* __restrict__ partial_sums, int64_t features, Starts starts, float* __restrict__ dbias) {
+  const int64_t group = blockIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
+  if (column >= features) return;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int32_t tile = starts.tile[group]; tile < starts.tile[group + 1]; ++tile) {
+    sum += partial_sums[tile * features + column];
+  }
+  dbias[group * features + column] = sum;
+}
+
+template <typename T, int kVector>
+void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
+                    float* partial_sums) {
+  const auto tiles = static_cast<unsigned>(BiasGradTiles(groups.capacity, groups.num_groups));
+  const auto columns = static_cast<unsigned>(RoundUp(features, kColumnThreads * kVector) / (kColumnThreads * kVector));
+  SumTiles<T, kVector><<<dim3(tiles, columns), dim3(kColumnThreads, kLanes), 0, stream>>>(
+      static_cast<const T*>(dy), groups.num_groups, features, starts, partial_sums);
+}
+
+// Loads of 16 bytes where every row starts on such a boundary, of single elements otherwise.
+template <typename T>
+void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
+                    float* partial_sums) {
+  constexpr int kVector = 16 / sizeof(T);
+  if (features % kVector == 0) {
+    LaunchSumTiles<T, kVector>(stream, groups, dy, features, starts, partial_sums);
+  } else {
+    LaunchSumTiles<T, 1>(stream, groups, dy, features, starts, partial_sums);
+  }
+}
+
+}  // namespace
+
+Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
+                      float* partial_sums, int32_t* starts, float* dbias) {
+  const Starts found{starts, starts + groups.num_groups + 1};
+  FindTiles<<<1, kScanThreads, 0, stream>>>(groups, found);
+  switch (type) {
+    case CUDA_R_16BF:
+      LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, found, partial_sums);
+      break;
+    case CUDA_R_16F:
+      LaunchSumTiles<__half>(stream, groups, dy, features, found, partial_sums);
+      break;
+    case CUDA_R_32F:
+      LaunchSumTiles<float>(stream, groups, dy, features, found, partial_sums);
+      break;
+    default:
+      return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
+  }
+  const auto columns = static_cast<unsigned>(RoundUp(features, kSumThreads) / kSumThreads);
+  AddTiles<<<dim3(static_cast<unsigned>(groups.num_groups), columns), kSumThreads, 0, stream>>>(partial_sums, features,
+                                                                                             found, dbias);
+  return Status::FromCuda(cudaGetLastError(), "Launching the bias gradient");
+}
+
+}  // namespace jax_grouped

@@ -1,0 +1,29 @@
+// The gradient of a grouped bias: the sum of each group's rows.
+
+#ifndef JAX_GROUPED_CSRC_KERNELS_BIAS_GRAD_H_
+#define JAX_GROUPED_CSRC_KERNELS_BIAS_GRAD_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/common/status.h"
+
+namespace jax_grouped {
+
+// Writes dbias[g][n], the sum of dy[t][n] over the tokens t of local group g, in float32.
+//
+// The order of additions is fixed: a group's rows in tiles of kBiasGradRows; within a tile each of 8 lanes adds every
+// eighth row, then lanes are added in order; then tiles in order.
+//
+//   dy            [groups.capacity, features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
+//   partial_sums  [BiasGradTiles(groups.capacity, groups.num_groups), features], scratch
+//   starts        [2, groups.num_groups + 1], scratch
+Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
+                      float* partial_sums, int32_t* starts, float* dbias);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_KERNELS_BIAS_GRAD_H_

@@ -1,0 +1,38 @@
+// The kernel that turns group sizes on the device into the arguments of a grouped matmul.
+
+#ifndef JAX_GROUPED_CSRC_KERNELS_MATMUL_SETUP_H_
+#define JAX_GROUPED_CSRC_KERNELS_MATMUL_SETUP_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/common/status.h"
+
+namespace jax_grouped {
+
+// One of the matrices A, B and D, for all groups. Column-major with `rows` rows, as cuBLASLt sees it.
+struct Operand {
+  void* base;
+  int32_t element_bytes;
+  int32_t rows;     // also the leading dimension
+  int32_t columns;  // of every group; 0 if a group's columns are its tokens
+};
+
+// Memory to zero, from a 16-byte boundary on; the bytes up to the next such boundary after its end belong to it, too.
+struct Region {
+  void* base;
+  int64_t bytes;
+};
+
+// In one launch, writes pointers, sizes and scalars (alpha = 1, beta) of every local group to `scratch`; zeros to
+// `workspace`; and, with `zero_rest`, zeros to the tokens of D that belong to no local group. D then has a row size that
+// is a multiple of 16 bytes.
+Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, const Operand& a, const Operand& b,
+                         const Operand& d, float beta, bool zero_rest, const Region& workspace,
+                         const MatmulScratch& scratch);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_KERNELS_MATMUL_SETUP_H_

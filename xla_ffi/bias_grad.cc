@@ -1,0 +1,52 @@
+#include <cstdint>
+
+#include "csrc/kernels/bias_grad.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode.h"
+#include "xla_ffi/handlers.h"
+
+namespace jax_grouped {
+namespace {
+
+constexpr char kOp[] = "jax_grouped_bias_grad";
+
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+
+ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32 group_sizes, S32 group_offset, ffi::Result<F32> dbias,
+                   ffi::Result<F32> partial_sums, ffi::Result<S32> starts) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
+  const auto type = FloatType(dy.element_type());
+  if (!type) return Invalid(kOp, "dy must be bfloat16, float16 or float32.");
+  const int64_t tokens = dy.dimensions()[0];
+  const int64_t features = dy.dimensions()[1];
+  const int64_t num_groups = dbias->dimensions()[0];
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias.shape[1]", dbias->dimensions()[1], features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of partial_sums",
+                                         static_cast<int64_t>(partial_sums->element_count()),
+                                         BiasGradTiles(tokens, num_groups) * features));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()), 2 * (num_groups + 1)));
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kOp, group_sizes, group_offset, num_groups, tokens, &groups));
+  return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
+                                     starts->typed_data(), dbias->typed_data()));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(execute, Execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .Ret<F32>()
+                           .Ret<F32>()
+                           .Ret<S32>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame) { return execute(frame); }
+
+}  // namespace jax_grouped

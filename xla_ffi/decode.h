@@ -1,0 +1,79 @@
+// What the handlers share: buffers to csrc's types, and errors that name the op, the argument and both values.
+
+#ifndef JAX_GROUPED_XLA_FFI_DECODE_H_
+#define JAX_GROUPED_XLA_FFI_DECODE_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/common/status.h"
+#include "xla/ffi/api/ffi.h"
+
+#define JAX_GROUPED_RETURN_IF_ERROR(expression)                                         \
+  do {                                                                                  \
+    if (::xla::ffi::Error error = (expression); error.failure()) return error;          \
+  } while (false)
+
+namespace jax_grouped {
+
+namespace ffi = ::xla::ffi;
+
+inline ffi::Error ToError(const char* op, const Status& status) {
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(op) + ": " + status.message());
+}
+
+inline ffi::Error Invalid(const char* op, const std::string& what) {
+  return ffi::Error::InvalidArgument(std::string(op) + ": " + what);
+}
+
+// Fails unless `got` is `expected`, which is what the op needs `what` to be.
+inline ffi::Error CheckEqual(const char* op, const char* what, int64_t got, int64_t expected) {
+  if (got == expected) return ffi::Error::Success();
+  return Invalid(op, std::string(what) + " must be " + std::to_string(expected) + ", got " + std::to_string(got) + ".");
+}
+
+template <typename Buffer>
+ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer, int64_t rank) {
+  return CheckEqual(op, (std::string("the rank of ") + argument).c_str(),
+                    static_cast<int64_t>(buffer.dimensions().size()), rank);
+}
+
+inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16:
+      return CUDA_R_16BF;
+    case ffi::F16:
+      return CUDA_R_16F;
+    case ffi::F32:
+      return CUDA_R_32F;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The groups of a call from its two integer arguments and the static numbers around them.
+inline ffi::Error DecodeGroups(const char* op, const ffi::Buffer<ffi::S32>& sizes, const ffi::Buffer<ffi::S32>& offset,
+                               int64_t num_groups, int64_t capacity, Groups* groups) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "group_sizes", sizes, 1));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(op, "the size of group_offset", static_cast<int64_t>(offset.element_count()), 1));
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  if (sizes.dimensions()[0] > kMost || num_groups > kMost || capacity > kMost) {
+    return Invalid(op, "at most 2^31 - 1 groups and tokens are supported, got " + std::to_string(num_groups) +
+                           " groups and " + std::to_string(capacity) + " tokens.");
+  }
+  *groups = Groups{sizes.typed_data(), offset.typed_data(), static_cast<int32_t>(sizes.dimensions()[0]),
+                   static_cast<int32_t>(num_groups), capacity};
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_XLA_FFI_DECODE_H_

@@ -1,0 +1,21 @@
+// The custom calls. `Initialize` runs outside graph capture, `Execute` may be captured.
+
+#ifndef JAX_GROUPED_XLA_FFI_HANDLERS_H_
+#define JAX_GROUPED_XLA_FFI_HANDLERS_H_
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_grouped {
+
+// jax_grouped_matmul(a, b, group_sizes, group_offset[, accumulator]) {product} -> (d, scratch, workspace)
+//
+// An accumulator is aliased to d, and the product is added to it.
+XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
+
+// jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
+XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_XLA_FFI_HANDLERS_H_

@@ -1,0 +1,160 @@
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/cublaslt/grouped_matmul.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode.h"
+#include "xla_ffi/handlers.h"
+
+namespace jax_grouped {
+namespace {
+
+constexpr char kOp[] = "jax_grouped_matmul";
+
+using S32 = ffi::Buffer<ffi::S32>;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+// The buffers of a call as XLA hands them over, in the order of the custom call.
+struct Call {
+  ffi::AnyBuffer a;
+  ffi::AnyBuffer b;
+  S32 group_sizes;
+  S32 group_offset;
+  ffi::AnyBuffer d;
+  ffi::AnyBuffer scratch;
+  ffi::AnyBuffer workspace;
+};
+
+std::optional<Product> ToProduct(std::string_view name) {
+  if (name == "fprop") return Product::kFprop;
+  if (name == "dgrad") return Product::kDgrad;
+  if (name == "wgrad") return Product::kWgrad;
+  return std::nullopt;
+}
+
+ffi::Error CheckTypes(const Call& call, MatmulProblem* problem) {
+  const auto operand = FloatType(call.a.element_type());
+  if (!operand || *operand == CUDA_R_32F) return Invalid(kOp, "a must be bfloat16 or float16.");
+  if (call.b.element_type() != call.a.element_type()) return Invalid(kOp, "a and b must have one type.");
+  const auto result = FloatType(call.d.element_type());
+  if (!result || (*result != *operand && *result != CUDA_R_32F)) {
+    return Invalid(kOp, "the result must have the type of a and b, or be float32.");
+  }
+  problem->operand_type = *operand;
+  problem->result_type = *result;
+  return ffi::Error::Success();
+}
+
+// Fills in the features and checks that the other shapes follow from them.
+ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
+  const bool is_wgrad = problem->product == Product::kWgrad;
+  const ffi::AnyBuffer& kernel = is_wgrad ? call.d : call.b;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "a", call.a, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, is_wgrad ? "the result" : "b", kernel, 3));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, is_wgrad ? "b" : "the result", is_wgrad ? call.b : call.d, 2));
+
+  problem->tokens = call.a.dimensions()[0];
+  problem->num_groups = kernel.dimensions()[0];
+  problem->in_features = kernel.dimensions()[1];
+  problem->out_features = kernel.dimensions()[2];
+  const int64_t a_features = problem->product == Product::kDgrad ? problem->out_features : problem->in_features;
+  const int64_t other_features = problem->product == Product::kDgrad ? problem->in_features : problem->out_features;
+  const ffi::AnyBuffer& other = is_wgrad ? call.b : call.d;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "a.shape[1]", call.a.dimensions()[1], a_features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the other token array's shape[0]", other.dimensions()[0], problem->tokens));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the other token array's shape[1]", other.dimensions()[1], other_features));
+
+  for (const int64_t features : {problem->in_features, problem->out_features}) {
+    if (features % kFeatureAlignment != 0 || features > std::numeric_limits<int32_t>::max()) {
+      return Invalid(kOp, "feature sizes must be multiples of " + std::to_string(kFeatureAlignment) +
+                              " below 2^31, got " + std::to_string(features) + ".");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeProblem(const Call& call, std::string_view product, MatmulProblem* problem) {
+  const auto known = ToProduct(product);
+  if (!known) return Invalid(kOp, "product must be fprop, dgrad or wgrad, got " + std::string(product) + ".");
+  problem->product = *known;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckTypes(call, problem));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckShapes(call, problem));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the bytes of scratch", static_cast<int64_t>(call.scratch.size_bytes()),
+                                         static_cast<int64_t>(MatmulScratch::Bytes(problem->num_groups))));
+  return CheckEqual(kOp, "the bytes of workspace", static_cast<int64_t>(call.workspace.size_bytes()),
+                    static_cast<int64_t>(kWorkspaceBytes));
+}
+
+ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes, S32 group_offset,
+                      ffi::RemainingArgs, Result d, Result scratch, Result workspace, std::string_view product) {
+  MatmulProblem problem{};
+  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
+  return ToError(kOp, PrepareGroupedMatmul(device, problem));
+}
+
+// The result's own buffer, if the call brings an accumulator.
+ffi::Error DecodeAccumulator(const ffi::RemainingArgs& rest, const ffi::AnyBuffer& d, bool* accumulate) {
+  *accumulate = rest.size() > 0;
+  if (!*accumulate) return ffi::Error::Success();
+  const auto accumulator = rest.get<ffi::AnyBuffer>(0);
+  if (!accumulator.has_value()) return accumulator.error();
+  if (accumulator->untyped_data() == d.untyped_data()) return ffi::Error::Success();
+  return Invalid(kOp, "the accumulator must be aliased to the result.");
+}
+
+ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
+                   S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
+                   std::string_view product) {
+  MatmulProblem problem{};
+  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(
+      DecodeGroups(kOp, group_sizes, group_offset, problem.num_groups, problem.tokens, &groups));
+  bool accumulate = false;
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeAccumulator(rest, *d, &accumulate));
+  const MatmulBuffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), scratch->untyped_data(),
+                              workspace->untyped_data()};
+  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, buffers, accumulate));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(initialize, Initialize,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("product"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(execute, Execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("product"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame) { return initialize(frame); }
+XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) { return execute(frame); }
+
+}  // namespace jax_grouped

@@ -1,0 +1,46 @@
+// The extension module jax_grouped._cuda: the custom calls' handlers, and what there is to know about cuBLASLt.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "csrc/cublaslt/grouped_matmul.h"
+#include "csrc/cublaslt/library.h"
+#include "xla_ffi/handlers.h"
+
+namespace nb = nanobind;
+
+namespace jax_grouped {
+namespace {
+
+using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
+
+nb::capsule Capsule(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+}
+
+// Custom call name -> execution stage -> handler, as jax.ffi.register_ffi_target takes them.
+nb::dict Handlers() {
+  nb::dict matmul;
+  matmul["initialize"] = Capsule(MatmulInitialize);
+  matmul["execute"] = Capsule(MatmulExecute);
+  nb::dict bias_grad;
+  bias_grad["execute"] = Capsule(BiasGradExecute);
+  nb::dict handlers;
+  handlers["jax_grouped_matmul"] = matmul;
+  handlers["jax_grouped_bias_grad"] = bias_grad;
+  return handlers;
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, m) {
+  m.def("handlers", &Handlers);
+  m.def("set_cublaslt_path", &SetCublasLtPath, nb::arg("path"));
+  m.def("cublaslt_version", &CublasLtVersion);
+  m.def("describe_plans", &DescribePlans);
+}
+
+}  // namespace jax_grouped
