@@ -112,9 +112,10 @@ def canonical_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
 def _check_values(group_sizes: jax.Array, capacity: int) -> None:
     """Raises ValueError on the host if a size is negative or the sizes exceed the rows, even in a traced program."""
 
-    def check(sizes: np.ndarray) -> None:
-        total = int(np.sum(sizes, dtype=np.int64))
-        if np.any(sizes < 0) or total > capacity:
+    def check(group_sizes: jax.Array) -> None:
+        sizes = np.asarray(group_sizes).astype(object)  # Python's integers can't wrap.
+        total = sum(sizes)
+        if min(sizes, default=0) < 0 or total > capacity:
             raise ValueError(
                 f"group_sizes must not be negative and must add up to at most {capacity} rows, "
                 f"got {sizes.tolist()} with sum {total}."
@@ -123,4 +124,4 @@ def _check_values(group_sizes: jax.Array, capacity: int) -> None:
     if isinstance(group_sizes, jax.core.Tracer):
         jax.debug.callback(check, group_sizes)
     else:
-        check(np.asarray(group_sizes))
+        check(group_sizes)

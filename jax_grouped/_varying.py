@@ -1,11 +1,13 @@
 """Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
-def _varying_axes(x: jax.Array) -> frozenset:
+def _varying_axes(x: jax.Array) -> frozenset[Any]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 

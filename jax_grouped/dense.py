@@ -62,7 +62,7 @@ def grouped_dense(
     bias = jnp.asarray(bias)
     _checks.check_bias(bias, kernel)
     x, kernel, bias, sizes, offset = vary_alike(x, kernel, bias, sizes, offset)
-    return _add_bias(_product(x, kernel, sizes, offset, spec, kernel.dtype), bias, sizes, offset, bias.dtype)
+    return _add_bias(_product(x, kernel, sizes, offset, spec, kernel.dtype), bias, sizes, offset)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -103,28 +103,48 @@ def _product_backward(spec: MatmulSpec, kernel_dtype: jnp.dtype, residuals: Any,
 _product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _add_bias(
-    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, bias_dtype: jnp.dtype
-) -> jax.Array:
+@jax.custom_vjp
+def _add_bias(y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array) -> jax.Array:
     """Adds each row's bias. Elementwise on purpose: XLA fuses it into whatever reads the result, and saves a pass."""
-    del bias_dtype
     rows = group_rows(group_sizes, group_offset, bias.shape[0], y.shape[0])
     group, valid = row_groups(rows, y.shape[0])
     return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))
 
 
 def _add_bias_forward(
-    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, bias_dtype: jnp.dtype
+    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array
 ) -> tuple[jax.Array, Any]:
-    # The bias itself is kept for its number of groups only; it is small.
-    return _add_bias(y, bias, group_sizes, group_offset, bias_dtype), (bias, group_sizes, group_offset)
+    # The bias is kept for its shape and type only; it is small.
+    return _add_bias(y, bias, group_sizes, group_offset), (bias, group_sizes, group_offset)
 
 
-def _add_bias_backward(bias_dtype: jnp.dtype, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     bias, group_sizes, group_offset = residuals
-    # Rows outside every group need no mask: the product's own rule ignores them.
-    return dy, primitives.grouped_bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias_dtype), None, None
+    # Rows outside every group need no mask in dy: the product's own rule ignores them.
+    return dy, _bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias.dtype), None, None
 
 
 _add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _bias_grad(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
+) -> jax.Array:
+    return primitives.grouped_bias_grad(dy, group_sizes, group_offset, num_groups, dtype)
+
+
+def _bias_grad_forward(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
+) -> tuple[jax.Array, Any]:
+    zeros = jnp.zeros_like(dy)
+    return _bias_grad(dy, group_sizes, group_offset, num_groups, dtype), (zeros, group_sizes, group_offset)
+
+
+def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    del num_groups, dtype
+    zeros, group_sizes, group_offset = residuals
+    return _add_bias(zeros, gradient, group_sizes, group_offset), None, None
+
+
+_bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

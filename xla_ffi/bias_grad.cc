@@ -22,7 +22,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32 group_sizes, S32 
   const int64_t tokens = dy.dimensions()[0];
   const int64_t features = dy.dimensions()[1];
   const int64_t num_groups = dbias->dimensions()[0];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias.shape[1]", dbias->dimensions()[1], features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias's shape[1]", dbias->dimensions()[1], features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of partial_sums",
                                          static_cast<int64_t>(partial_sums->element_count()),
                                          BiasGradTiles(tokens, num_groups) * features));

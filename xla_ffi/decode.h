@@ -15,9 +15,9 @@
 #include "csrc/common/status.h"
 #include "xla/ffi/api/ffi.h"
 
-#define JAX_GROUPED_RETURN_IF_ERROR(expression)                                         \
-  do {                                                                                  \
-    if (::xla::ffi::Error error = (expression); error.failure()) return error;          \
+#define JAX_GROUPED_RETURN_IF_ERROR(expression)                                \
+  do {                                                                         \
+    if (::xla::ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
 namespace jax_grouped {
@@ -34,15 +34,14 @@ inline ffi::Error Invalid(const char* op, const std::string& what) {
 }
 
 // Fails unless `got` is `expected`, which is what the op needs `what` to be.
-inline ffi::Error CheckEqual(const char* op, const char* what, int64_t got, int64_t expected) {
+inline ffi::Error CheckEqual(const char* op, const std::string& what, int64_t got, int64_t expected) {
   if (got == expected) return ffi::Error::Success();
-  return Invalid(op, std::string(what) + " must be " + std::to_string(expected) + ", got " + std::to_string(got) + ".");
+  return Invalid(op, what + " must be " + std::to_string(expected) + ", got " + std::to_string(got) + ".");
 }
 
 template <typename Buffer>
 ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer, int64_t rank) {
-  return CheckEqual(op, (std::string("the rank of ") + argument).c_str(),
-                    static_cast<int64_t>(buffer.dimensions().size()), rank);
+  return CheckEqual(op, std::string("the rank of ") + argument, static_cast<int64_t>(buffer.dimensions().size()), rank);
 }
 
 inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {

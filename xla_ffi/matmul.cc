@@ -64,9 +64,10 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   const int64_t a_features = problem->product == Product::kDgrad ? problem->out_features : problem->in_features;
   const int64_t other_features = problem->product == Product::kDgrad ? problem->in_features : problem->out_features;
   const ffi::AnyBuffer& other = is_wgrad ? call.b : call.d;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "a.shape[1]", call.a.dimensions()[1], a_features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the other token array's shape[0]", other.dimensions()[0], problem->tokens));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the other token array's shape[1]", other.dimensions()[1], other_features));
+  const std::string other_name = is_wgrad ? "b" : "the result";
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "a's shape[1]", call.a.dimensions()[1], a_features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, other_name + "'s shape[0]", other.dimensions()[0], problem->tokens));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, other_name + "'s shape[1]", other.dimensions()[1], other_features));
 
   for (const int64_t features : {problem->in_features, problem->out_features}) {
     if (features % kFeatureAlignment != 0 || features > std::numeric_limits<int32_t>::max()) {

@@ -97,16 +97,25 @@ ColumnMajor ToColumnMajor(const MatmulProblem& problem, const MatmulBuffers& buf
   void* second = const_cast<void*>(buffers.b);
   switch (problem.product) {
     case Product::kFprop:
-      return {{second, operand_bytes, out, in}, {first, operand_bytes, in, 0}, {buffers.d, result_bytes, out, 0},
-              CUBLAS_OP_N, CUBLAS_OP_N};
+      return {{second, operand_bytes, out, in},
+              {first, operand_bytes, in, 0},
+              {buffers.d, result_bytes, out, 0},
+              CUBLAS_OP_N,
+              CUBLAS_OP_N};
     case Product::kDgrad:
-      return {{second, operand_bytes, out, in}, {first, operand_bytes, out, 0}, {buffers.d, result_bytes, in, 0},
-              CUBLAS_OP_T, CUBLAS_OP_N};
+      return {{second, operand_bytes, out, in},
+              {first, operand_bytes, out, 0},
+              {buffers.d, result_bytes, in, 0},
+              CUBLAS_OP_T,
+              CUBLAS_OP_N};
     case Product::kWgrad:
       break;
   }
-  return {{second, operand_bytes, out, 0}, {first, operand_bytes, in, 0}, {buffers.d, result_bytes, out, in},
-          CUBLAS_OP_N, CUBLAS_OP_T};
+  return {{second, operand_bytes, out, 0},
+          {first, operand_bytes, in, 0},
+          {buffers.d, result_bytes, out, in},
+          CUBLAS_OP_N,
+          CUBLAS_OP_T};
 }
 
 // The descriptors of one call. They hold addresses of the call's scratch memory, so they are made anew each time.
@@ -133,10 +142,10 @@ Status SetPreference(const CublasLt& library, cublasLtMatmulPreference_t prefere
 
 Status InitLayout(const CublasLt& library, const MatmulScratch& scratch, int matrix, cudaDataType_t type,
                   int64_t num_groups, cublasLtMatrixLayoutOpaque_t* layout) {
-  return library.Check(library.GroupedMatrixLayoutInit(layout, sizeof(*layout), type, static_cast<int>(num_groups),
-                                                       scratch.Rows(matrix), scratch.Columns(matrix),
-                                                       scratch.LeadingDimensions(matrix)),
-                       "cublasLtGroupedMatrixLayoutInit");
+  return library.Check(
+      library.GroupedMatrixLayoutInit(layout, sizeof(*layout), type, static_cast<int>(num_groups), scratch.Rows(matrix),
+                                      scratch.Columns(matrix), scratch.LeadingDimensions(matrix)),
+      "cublasLtGroupedMatrixLayoutInit");
 }
 
 Status InitDescriptors(const CublasLt& library, const MatmulProblem& problem, const ColumnMajor& operands,
@@ -186,18 +195,19 @@ Status ChooseAlgorithm(const CublasLt& library, cublasLtHandle_t handle, const M
       library.Check(library.MatmulPreferenceInit(&preference, sizeof(preference)), "cublasLtMatmulPreferenceInit"));
   JAX_GROUPED_RETURN_IF_FAILED(
       SetPreference(library, &preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspaceBytes}));
-  for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     JAX_GROUPED_RETURN_IF_FAILED(SetPreference(library, &preference, attribute, kAlignmentBytes));
   }
   JAX_GROUPED_RETURN_IF_FAILED(SetAverages(library, problem, &preference));
 
   cublasLtMatmulHeuristicResult_t result{};
   int found = 0;
-  JAX_GROUPED_RETURN_IF_FAILED(library.Check(
-      library.MatmulAlgoGetHeuristic(handle, &descriptors.matmul, &descriptors.a, &descriptors.b, &descriptors.d,
-                                     &descriptors.d, &preference, 1, &result, &found),
-      "cublasLtMatmulAlgoGetHeuristic"));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      library.Check(library.MatmulAlgoGetHeuristic(handle, &descriptors.matmul, &descriptors.a, &descriptors.b,
+                                                   &descriptors.d, &descriptors.d, &preference, 1, &result, &found),
+                    "cublasLtMatmulAlgoGetHeuristic"));
   if (found == 0) return Status::Failed("cuBLASLt has no algorithm for this grouped matmul on this GPU.");
   *plan = Plan{result.algo, result.workspaceSize};
   return Status::Ok();
@@ -215,9 +225,7 @@ const char* Name(Product product) {
   return "wgrad";
 }
 
-const char* Name(cudaDataType_t type) {
-  return type == CUDA_R_32F ? "f32" : type == CUDA_R_16BF ? "bf16" : "f16";
-}
+const char* Name(cudaDataType_t type) { return type == CUDA_R_32F ? "f32" : type == CUDA_R_16BF ? "bf16" : "f16"; }
 
 int32_t AlgorithmAttribute(const CublasLt& library, const Plan& plan, cublasLtMatmulAlgoConfigAttributes_t attribute) {
   int32_t value = -1;
@@ -249,20 +257,20 @@ Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem
   const ColumnMajor operands = ToColumnMajor(problem, buffers);
   const MatmulScratch scratch(buffers.scratch, problem.num_groups);
   const bool zero_rest = problem.product != Product::kWgrad && !accumulate;
-  // XLA lends the workspace's memory to other buffers between calls, and cuBLASLt releases up to 13.7 are known to trust
-  // what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on an H200
-  // uses more than 0.2 MB.
+  // XLA lends the workspace's memory to other buffers between calls, and cuBLASLt releases up to 13.7 are known to
+  // trust what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on
+  // an H200 uses more than 0.2 MB.
   const Region workspace{buffers.workspace, static_cast<int64_t>(plan.workspace_bytes)};
   JAX_GROUPED_RETURN_IF_FAILED(LaunchMatmulSetup(stream, groups, operands.a, operands.b, operands.d,
                                                  accumulate ? 1.0f : 0.0f, zero_rest, workspace, scratch));
   Descriptors descriptors;
   JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(*library, problem, operands, scratch, &descriptors));
   // C is D itself: with beta = 1 the product is added in place, with beta = 0 it is not read.
-  return library->Check(
-      library->Matmul(handle, &descriptors.matmul, scratch.Alpha(), scratch.Pointers(0), &descriptors.a,
-                      scratch.Pointers(1), &descriptors.b, scratch.Beta(), scratch.Pointers(2), &descriptors.d,
-                      scratch.Pointers(2), &descriptors.d, &plan.algorithm, buffers.workspace, plan.workspace_bytes, stream),
-      "cublasLtMatmul");
+  return library->Check(library->Matmul(handle, &descriptors.matmul, scratch.Alpha(), scratch.Pointers(0),
+                                        &descriptors.a, scratch.Pointers(1), &descriptors.b, scratch.Beta(),
+                                        scratch.Pointers(2), &descriptors.d, scratch.Pointers(2), &descriptors.d,
+                                        &plan.algorithm, buffers.workspace, plan.workspace_bytes, stream),
+                        "cublasLtMatmul");
 }
 
 std::vector<std::string> DescribePlans() {

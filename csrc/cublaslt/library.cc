@@ -80,9 +80,8 @@ size_t CublasLtVersion() { return LoadedOnce() ? LoadedOnce()->GetVersion() : 0;
 Status GetCublasLt(const CublasLt** library) {
   const size_t version = CublasLtVersion();
   if (version < kCublasLtNeeded) {
-    const std::string found = version == 0 ? std::string(kSoname) + " is not found" : "cuBLASLt " +
-                                                                                          VersionString(version) +
-                                                                                          " is loaded";
+    const std::string found =
+        version == 0 ? std::string(kSoname) + " is not found" : "cuBLASLt " + VersionString(version) + " is loaded";
     return Status::Failed(found + ", " + VersionString(kCublasLtNeeded) +
                           " or newer is needed: python3 -m pip install --upgrade 'nvidia-cublas>=13.8,<14'.");
   }

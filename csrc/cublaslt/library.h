@@ -32,8 +32,8 @@ struct CublasLt {
 // The first release whose grouped matmul is right in every use made of it here: 13.8.0.
 constexpr size_t kCublasLtNeeded = 130800;
 
-// Names the file to load if no cuBLASLt is loaded yet; empty for the loader's own search. Has an effect before the first
-// call of the functions below only.
+// Names the file to load if no cuBLASLt is loaded yet; empty for the loader's own search. Has an effect before the
+// first call of the functions below only.
 void SetCublasLtPath(std::string path);
 
 // The version of the library, as 131000 for 13.10.0, or 0 if there is none.

@@ -161,7 +161,7 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
   }
   const auto columns = static_cast<unsigned>(RoundUp(features, kSumThreads) / kSumThreads);
   AddTiles<<<dim3(static_cast<unsigned>(groups.num_groups), columns), kSumThreads, 0, stream>>>(partial_sums, features,
-                                                                                             found, dbias);
+                                                                                                found, dbias);
   return Status::FromCuda(cudaGetLastError(), "Launching the bias gradient");
 }
 

@@ -20,8 +20,7 @@ __device__ void WriteGroup(const Operand& operand, int matrix, int32_t group, Ro
   // An empty group may start one past the last row: its pointer is never read, but it stays inside the array.
   const int64_t token = rows.end > rows.begin ? rows.begin : 0;
   const int64_t column = is_tokens ? token : static_cast<int64_t>(group) * operand.columns;
-  scratch.Pointers(matrix)[group] =
-      static_cast<char*>(operand.base) + column * operand.rows * operand.element_bytes;
+  scratch.Pointers(matrix)[group] = static_cast<char*>(operand.base) + column * operand.rows * operand.element_bytes;
   scratch.Rows(matrix)[group] = operand.rows;
   scratch.Columns(matrix)[group] = is_tokens ? static_cast<int32_t>(rows.end - rows.begin) : operand.columns;
   scratch.LeadingDimensions(matrix)[group] = operand.rows;

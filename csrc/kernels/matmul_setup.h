@@ -27,8 +27,8 @@ struct Region {
 };
 
 // In one launch, writes pointers, sizes and scalars (alpha = 1, beta) of every local group to `scratch`; zeros to
-// `workspace`; and, with `zero_rest`, zeros to the tokens of D that belong to no local group. D then has a row size that
-// is a multiple of 16 bytes.
+// `workspace`; and, with `zero_rest`, zeros to the tokens of D that belong to no local group. D then has a row size
+// that is a multiple of 16 bytes.
 Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, const Operand& a, const Operand& b,
                          const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch);

@@ -28,8 +28,10 @@ def _call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, al
 
 def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Zero-fills feature axes up to `FEATURE_ALIGNMENT`; rows must start on 16-byte boundaries."""
-    padding = [(0, round_up(size, FEATURE_ALIGNMENT) - size if axis in axes else 0) for axis, size in enumerate(x.shape)]
-    return jnp.pad(x, padding) if any(after for _, after in padding) else x
+    missing = [
+        round_up(x.shape[axis], FEATURE_ALIGNMENT) - x.shape[axis] if axis in axes else 0 for axis in range(x.ndim)
+    ]
+    return jnp.pad(x, [(0, rows) for rows in missing]) if any(missing) else x
 
 
 def _matmul16(
@@ -44,9 +46,11 @@ def _matmul16(
     out = jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)
     scratch = jax.ShapeDtypeStruct((matmul_scratch_bytes(spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    args, aliases = (a, b, group_sizes, group_offset), {}
+    args = [a, b, group_sizes, group_offset]
+    aliases = {}
     if accumulator is not None:
-        args, aliases = (*args, accumulator), {4: 0}
+        aliases[len(args)] = 0
+        args.append(accumulator)
     return _call("jax_grouped_matmul", [out, scratch, workspace], *args, aliases=aliases, product=spec.product)[0]
 
 

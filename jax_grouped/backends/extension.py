@@ -97,13 +97,15 @@ def find_problem() -> Problem | None:
             )
     version = cublas_version()
     if version is None or version < CUBLAS_NEEDED:
-        found = f"cuBLAS {_version(version)} is loaded" if version else "no cuBLASLt library (libcublasLt.so.13) is found"
-        return Problem(f"{found}; the cuda backend needs {_version(CUBLAS_NEEDED)} or newer.", f"Run: {_UPGRADE_CUBLAS}")
+        found = f"cuBLAS {_version(version)} is loaded" if version else "no cuBLASLt (libcublasLt.so.13) is found"
+        needed = f"the cuda backend needs {_version(CUBLAS_NEEDED)} or newer."
+        return Problem(f"{found}; {needed}", f"Run: {_UPGRADE_CUBLAS}")
     return None
 
 
 @functools.cache
-def _problem_once() -> Problem | None:
+def problem_once() -> Problem | None:
+    """`find_problem`, asked once per process: neither GPUs nor libraries change while it runs."""
     return find_problem()
 
 
@@ -115,5 +117,5 @@ def require_usable() -> None:
     Raises:
         RuntimeError: naming what was found, what is needed and what to do.
     """
-    if cuda_devices() and (problem := _problem_once()):
+    if cuda_devices() and (problem := problem_once()):
         raise RuntimeError(str(problem))

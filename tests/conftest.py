@@ -1,0 +1,40 @@
+"""The backends to test, several CPU devices, and what becomes of tests marked `gpu` on a machine without a GPU.
+
+They are skipped there unless they were asked for: `pytest -m gpu` and `pytest --require-gpu` fail instead.
+"""
+
+import re
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+import jax_grouped as jg
+from jax_grouped.backends.extension import cuda_devices
+
+# Before anything asks JAX for a device: sharding can then be tested on one CPU.
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test once per backend, on JAX's default device."""
+    with jg.config.override(backend="xla" if request.param == "xla" else "auto"):
+        yield request.param
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail if JAX sees no GPU; `-m gpu` implies it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked_for = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr"))
+    if (config.getoption("--require-gpu") or asked_for) and not cuda_devices():
+        raise pytest.UsageError("GPU tests were asked for, but JAX sees no NVIDIA GPU.")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not cuda_devices():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and JAX sees none"))

@@ -1,0 +1,78 @@
+"""The custom calls check what they are given: a program written by hand gets an error, not a fault."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_grouped.backends import cuda, extension
+from jax_grouped.group_layout import matmul_scratch_bytes
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    cuda.require_usable()
+
+
+def matmul(
+    a: tuple[int, ...] = (32, 16),
+    b: tuple[int, ...] = (4, 16, 24),
+    d: tuple[int, ...] = (32, 24),
+    a_type: jax.typing.DTypeLike = BF16,
+    d_type: jax.typing.DTypeLike = BF16,
+    scratch: int = matmul_scratch_bytes(4),
+    workspace: int = cuda.WORKSPACE_BYTES,
+    product: str = "fprop",
+    offset: tuple[int, ...] = (1,),
+) -> jax.Array:
+    results = [
+        jax.ShapeDtypeStruct(d, d_type),
+        jax.ShapeDtypeStruct((scratch,), jnp.uint8),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    ]
+    call = jax.ffi.ffi_call("jax_grouped_matmul", results, vmap_method="sequential")
+    arguments = (jnp.ones(a, a_type), jnp.ones(b, BF16), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
+    return call(*arguments, product=product)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(a=(32, 16, 1)), "the rank of a must be 2, got 3."),
+        (dict(b=(16, 24)), "the rank of b must be 3, got 2."),
+        (dict(a=(32, 8)), "a's shape[1] must be 16, got 8."),
+        (dict(d=(31, 24)), "the result's shape[0] must be 32, got 31."),
+        (dict(d=(32, 16)), "the result's shape[1] must be 24, got 16."),
+        (dict(b=(4, 16, 20), d=(32, 20)), "feature sizes must be multiples of 8 below 2^31, got 20."),
+        (dict(a_type=F32), "a must be bfloat16 or float16."),
+        (dict(a_type=jnp.float16), "a and b must have one type."),
+        (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
+        (dict(scratch=16), f"the bytes of scratch must be {matmul_scratch_bytes(4)}, got 16."),
+        (dict(workspace=16), f"the bytes of workspace must be {cuda.WORKSPACE_BYTES}, got 16."),
+        (dict(product="up"), "product must be fprop, dgrad or wgrad, got up."),
+        (dict(offset=(2,)), "the size of group_offset must be 1, got 2."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_matmul_refuses(change: dict, message: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"jax_grouped_matmul: {message}")):
+        jax.block_until_ready(matmul(**change))
+
+
+def test_matmul_accepts_what_the_library_gives_it() -> None:
+    assert float(matmul()[0, 0]) == 16
+
+
+def test_algorithms_are_chosen_once_and_can_be_listed() -> None:
+    matmul()
+    module = extension.load()
+    assert module is not None
+    lines = module.describe_plans()
+    matmul()
+    assert module.describe_plans() == lines
+    assert any("fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line for line in lines)

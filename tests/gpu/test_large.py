@@ -1,0 +1,76 @@
+"""Arrays of more than 2^31 elements and thousands of groups, checked where a 32-bit offset would go wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_grouped as jg
+from benchmarks import shapes
+from tests import oracle
+
+pytestmark = pytest.mark.gpu
+
+
+def random(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+@jax.jit
+def products(x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+    y, vjp = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
+    return y, *vjp(dy)
+
+
+def test_token_arrays_of_more_than_2_31_elements() -> None:
+    tokens, in_features, features = 70_000, 16, 32_768
+    sizes = np.array([30_000, 5, 39_000], np.int32)  # and a tail of 995 rows
+    assert tokens * features > 2**31
+    x, kernel = random(0, tokens, in_features), random(1, 3, in_features, features)
+    dy = random(2, tokens, features).at[int(sizes.sum()) :].set(jnp.nan)
+    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes))
+
+    group_of = np.repeat([0, 1, 2], sizes)
+    for row in (0, 29_999, 30_000, 30_004, 30_005, 65_535, 65_536, 69_004):
+        weights = np.asarray(kernel[group_of[row]], np.float64)
+        assert oracle.relative_error(y[row], np.asarray(x[row], np.float64) @ weights) < 4e-3, f"y, row {row}"
+        assert oracle.relative_error(dx[row], np.asarray(dy[row], np.float64) @ weights.T) < 4e-3, f"dx, row {row}"
+    assert not bool(jnp.any(y[69_005:]))
+    assert not bool(jnp.any(dx[69_005:]))
+    rows = slice(30_005, 69_005)
+    columns = slice(features - 64, features)
+    expected = np.asarray(x[rows], np.float64).T @ np.asarray(dy[rows, columns], np.float64)
+    assert oracle.relative_error(dkernel[2][:, columns], expected) < 4e-3
+
+
+def test_kernels_of_more_than_2_31_elements() -> None:
+    groups, features = 2100, 1024
+    assert groups * features * features > 2**31
+    sizes = np.full(groups, 2, np.int32)
+    sizes[[0, 1, groups - 2]] = [0, 5, 0]
+    tokens = int(sizes.sum()) + 3
+    x, dy = random(0, tokens, features), random(1, tokens, features)
+    kernel = random(2, groups, features, features)
+    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes))
+
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    for group in (0, 1, 2, 2047, 2048, groups - 2, groups - 1):
+        rows = slice(starts[group], starts[group + 1])
+        weights = np.asarray(kernel[group], np.float64)
+        x_rows, dy_rows = np.asarray(x[rows], np.float64), np.asarray(dy[rows], np.float64)
+        assert oracle.relative_error(y[rows], x_rows @ weights) < 4e-3, f"y, group {group}"
+        assert oracle.relative_error(dx[rows], dy_rows @ weights.T) < 4e-3, f"dx, group {group}"
+        assert oracle.relative_error(dkernel[group], x_rows.T @ dy_rows) < 4e-3, f"dkernel, group {group}"
+
+
+@pytest.mark.parametrize("groups", [1024, 4096])
+@pytest.mark.parametrize("skew", ["lognormal", "alternate_empty", "one_hot"])
+def test_thousands_of_groups(groups: int, skew: str) -> None:
+    shape = shapes.Shape("many", groups, tokens=10_007, K=64, N=72)
+    sizes = shapes.group_sizes(shape, skew)
+    x, dy, kernel = random(0, shape.tokens, shape.K), random(1, shape.tokens, shape.N), random(2, groups, 64, 72)
+    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes))
+    x64, dy64, kernel64 = (np.asarray(a, np.float64) for a in (x, dy, kernel))
+    oracle.assert_groups_close(y, oracle.fprop(x64, kernel64, sizes), sizes, groups, 4e-3)
+    oracle.assert_groups_close(dx, oracle.dgrad(dy64, kernel64, sizes), sizes, groups, 4e-3)
+    oracle.assert_kernels_close(dkernel, oracle.wgrad(x64, dy64, sizes, groups), 4e-3)

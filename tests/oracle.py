@@ -1,0 +1,85 @@
+"""What the operations mean, row by row, in NumPy and float64."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+def local_groups(
+    group_sizes: np.ndarray, num_groups: int, capacity: int, offset: int = 0
+) -> Iterator[tuple[int, slice]]:
+    """Every local group with its rows: negative sizes count as 0, and rows past the capacity do not exist."""
+    start = 0
+    for index, size in enumerate(group_sizes.tolist()):
+        end = min(start + max(size, 0), capacity)
+        if 0 <= index - offset < num_groups:
+            yield index - offset, slice(start, end)
+        start = end
+
+
+def fprop(x: np.ndarray, kernel: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
+    """`y [T, N]` of `x [T, K]` and `kernel [G, K, N]`."""
+    y = np.zeros((x.shape[0], kernel.shape[2]))
+    for group, rows in local_groups(group_sizes, kernel.shape[0], x.shape[0], offset):
+        y[rows] = x[rows].astype(np.float64) @ kernel[group].astype(np.float64)
+    return y
+
+
+def dgrad(dy: np.ndarray, kernel: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
+    """`dx [T, K]` of `dy [T, N]` and `kernel [G, K, N]`."""
+    return fprop(dy, kernel.swapaxes(1, 2), group_sizes, offset)
+
+
+def wgrad(x: np.ndarray, dy: np.ndarray, group_sizes: np.ndarray, num_groups: int, offset: int = 0) -> np.ndarray:
+    """`dkernel [G, K, N]` of `x [T, K]` and `dy [T, N]`."""
+    dkernel = np.zeros((num_groups, x.shape[1], dy.shape[1]))
+    for group, rows in local_groups(group_sizes, num_groups, x.shape[0], offset):
+        dkernel[group] = x[rows].astype(np.float64).T @ dy[rows].astype(np.float64)
+    return dkernel
+
+
+def bias_grad(dy: np.ndarray, group_sizes: np.ndarray, num_groups: int, offset: int = 0) -> np.ndarray:
+    """`dbias [G, N]` of `dy [T, N]`."""
+    dbias = np.zeros((num_groups, dy.shape[1]))
+    for group, rows in local_groups(group_sizes, num_groups, dy.shape[0], offset):
+        dbias[group] = dy[rows].astype(np.float64).sum(axis=0)
+    return dbias
+
+
+def add_bias(y: np.ndarray, bias: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
+    """`y [T, N]` plus each row's `bias [G, N]`; rows outside every local group stay as they are."""
+    y = y.copy()
+    for group, rows in local_groups(group_sizes, bias.shape[0], y.shape[0], offset):
+        y[rows] += bias[group].astype(np.float64)
+    return y
+
+
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """The Frobenius norm of the difference over that of `expected` (over 1 if that is 0); infinite on any NaN."""
+    got = np.asarray(got, np.float64)
+    if got.shape != expected.shape or not np.all(np.isfinite(got)):
+        return float("inf")
+    scale = np.linalg.norm(expected) or 1.0
+    return float(np.linalg.norm(got - expected) / scale)
+
+
+def assert_groups_close(
+    got: np.ndarray, expected: np.ndarray, group_sizes: np.ndarray, num_groups: int, tolerance: float, offset: int = 0
+) -> None:
+    """Checks token arrays group by group, so that a group of small numbers can't hide behind one of large numbers, and
+    that all other rows are zero."""
+    assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
+    covered = np.zeros(got.shape[0], bool)
+    for group, rows in local_groups(group_sizes, num_groups, got.shape[0], offset):
+        covered[rows] = True
+        error = relative_error(got[rows], expected[rows])
+        assert error <= tolerance, f"group {group}, rows {rows}: relative error {error:.3g} > {tolerance:.3g}"
+    assert np.all(np.asarray(got, np.float64)[~covered] == 0), "rows outside every group are not all zero"
+
+
+def assert_kernels_close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    """Checks arrays with a leading group axis, group by group."""
+    assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
+    for group in range(got.shape[0]):
+        error = relative_error(got[group], expected[group])
+        assert error <= tolerance, f"group {group}: relative error {error:.3g} > {tolerance:.3g}"

@@ -1,0 +1,133 @@
+"""Bad arguments raise at trace time, in a sentence that names the argument, what it is and the rule."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_grouped as jg
+from jax_grouped.backends import cuda, extension
+
+X = jnp.ones((6, 4))
+KERNEL = jnp.ones((2, 4, 3))
+SIZES = jnp.array([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(lhs=X.astype(jnp.int8)), TypeError, "lhs's type must be bfloat16, float16 or float32, got int8."),
+        (dict(rhs=KERNEL.astype(jnp.int32)), TypeError, "rhs's type must be bfloat16, float16 or float32, got int32."),
+        (dict(lhs=X[0]), ValueError, "lhs must have shape [T, K], got (4,)."),
+        (dict(rhs=KERNEL[0]), ValueError, "rhs must have shape [G, K, N], got (4, 3)."),
+        (
+            dict(rhs=KERNEL[:, :2]),
+            ValueError,
+            "rhs.shape[1] must equal lhs.shape[1] (K), got rhs (2, 2, 3) and lhs (6, 4).",
+        ),
+        (dict(group_sizes=SIZES * 1.0), TypeError, "group_sizes must be of an integer type, got float32."),
+        (dict(group_sizes=SIZES[None]), ValueError, "group_sizes must have shape [E], got (1, 2)."),
+        (
+            dict(group_sizes=jnp.array([1, 2, 3])),
+            ValueError,
+            "group_sizes must have one entry per group of rhs, which holds 2, got 3 (a longer one needs group_offset).",
+        ),
+        (
+            dict(group_sizes=SIZES[:1], group_offset=0),
+            ValueError,
+            "group_sizes must have at least the 2 groups of rhs, got 1.",
+        ),
+        (dict(group_offset=1.0), TypeError, "group_offset must be of an integer type, got float32."),
+        (dict(group_offset=SIZES), ValueError, "group_offset must be a scalar or have shape [1], got (2,)."),
+        (
+            dict(preferred_element_type=jnp.int32),
+            TypeError,
+            "preferred_element_type must be bfloat16, float16 or float32, got int32.",
+        ),
+        (
+            dict(precision="BF16_BF16_F32"),
+            ValueError,
+            "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), got 'BF16_BF16_F32'.",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_ragged_dot_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        jg.ragged_dot(**(dict(lhs=X, rhs=KERNEL, group_sizes=SIZES) | arguments))
+
+
+def test_grouped_dense_rejects_a_bias_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=re.escape("bias must have shape [G, N] = (2, 3), got (3,).")):
+        jg.grouped_dense(X, KERNEL, SIZES, jnp.ones(3))
+
+
+def test_unknown_backend_is_refused_and_the_earlier_one_stays() -> None:
+    before = jg.config.backend
+    with pytest.raises(ValueError, match=re.escape("backend (JAX_GROUPED_BACKEND) must be one of ('auto', 'xla')")):
+        jg.config.backend = "gpu"
+    assert jg.config.backend == before
+
+
+@pytest.mark.parametrize("sizes", [[-1, 3], [4, 3]], ids=["negative", "past the rows"])
+def test_checked_group_sizes_raise(sizes: list[int]) -> None:
+    message = "group_sizes must not be negative and must add up to at most 6 rows"
+    with jg.config.override(check=True):
+        with pytest.raises(ValueError, match=message):
+            jg.ragged_dot(X, KERNEL, jnp.array(sizes))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(jax.jit(jg.ragged_dot)(X, KERNEL, jnp.array(sizes)))
+            jax.effects_barrier()
+
+
+def test_checked_group_sizes_pass() -> None:
+    with jg.config.override(check=True):
+        y = jax.jit(jg.ragged_dot)(X, KERNEL, SIZES)
+        jax.effects_barrier()
+    assert float(y.sum()) == 5 * 3 * 4
+
+
+class _Device:
+    device_kind = "NVIDIA Example"
+
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+
+
+class _Extension:
+    def __init__(self, version: int):
+        self._version = version
+
+    def cublaslt_version(self) -> int:
+        return self._version
+
+
+@pytest.mark.parametrize(
+    ("module", "capability", "message"),
+    [
+        (None, "9.0", "jax_grouped was installed without its CUDA extension. From a checkout of jax_grouped, run: "),
+        (_Extension(131000), "8.0", "NVIDIA Example has compute capability 8.0; the cuda backend needs 9.0 (Hopper)"),
+        (_Extension(130101), "9.0", "cuBLAS 13.1.1 is loaded; the cuda backend needs 13.8 or newer. Run: python3 -m "),
+        (_Extension(0), "9.0", "no cuBLASLt (libcublasLt.so.13) is found; the cuda backend needs 13.8"),
+    ],
+    ids=["no extension", "old GPU", "old cuBLAS", "no cuBLAS"],
+)
+def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, module: _Extension | None, capability: str, message: str
+) -> None:
+    monkeypatch.setattr(extension, "load", lambda: module)
+    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(capability)])
+    extension.problem_once.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+            cuda.require_usable()
+    finally:
+        extension.problem_once.cache_clear()
+
+
+def test_a_gpu_that_can_run_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "load", lambda: _Extension(131000))
+    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device("9.0")])
+    assert extension.find_problem() is None

@@ -1,0 +1,61 @@
+"""The row ranges of groups, against a plain loop."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_grouped import group_layout
+from tests import oracle
+
+INT32 = st.one_of(st.integers(0, 12), st.integers(-(2**31), 2**31 - 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(INT32, min_size=1, max_size=9),
+    offset=st.one_of(st.integers(-4, 10), INT32),
+    num_groups=st.integers(1, 9),
+    capacity=st.integers(1, 40),
+)
+def test_row_ranges_match_a_plain_loop(sizes: list[int], offset: int, num_groups: int, capacity: int) -> None:
+    group_sizes = np.array(sizes, np.int32)
+    rows = group_layout.group_rows(
+        jnp.array(group_sizes), jnp.array([offset], jnp.int32), num_groups=num_groups, capacity=capacity
+    )
+    expected_sizes = np.zeros(num_groups, np.int32)
+    expected_group = np.full(capacity, -1)
+    for group, span in oracle.local_groups(group_sizes, num_groups, capacity, offset):
+        expected_sizes[group] = span.stop - span.start
+        expected_group[span] = group
+        if expected_sizes[group]:
+            assert rows.starts[group] == span.start
+    np.testing.assert_array_equal(rows.sizes, expected_sizes)
+
+    group, valid = group_layout.row_groups(rows, capacity)
+    np.testing.assert_array_equal(np.where(valid, group, -1), expected_group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("int8", [3, -1], [3, 0]),
+        ("uint8", [3, 255], [3, 10]),
+        ("uint32", [2**32 - 1, 2], [10, 2]),
+        ("int32", [-5, 2**31 - 1], [-5, 2**31 - 1]),
+    ],
+)
+def test_sizes_of_any_integer_type_become_int32_without_wrapping(
+    dtype: str, values: list[int], expected: list[int]
+) -> None:
+    got = group_layout.canonical_sizes(jnp.array(values, dtype), capacity=10)
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 5, 1025])
+def test_scratch_holds_every_array_at_a_16_byte_boundary(num_groups: int) -> None:
+    size = group_layout.matmul_scratch_bytes(num_groups)
+    assert size % 16 == 0
+    assert size >= 3 * 8 * num_groups + 9 * 4 * num_groups + 8

@@ -1,0 +1,107 @@
+"""What a program for a GPU looks like, lowered on whatever machine runs the tests."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jax_grouped as jg
+from jax_grouped.group_layout import matmul_scratch_bytes
+
+
+def struct(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(function, *arguments, platform: str = "cuda") -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+def custom_calls(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "stablehlo.custom_call @jax_grouped" in line]
+
+
+def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jg.grouped_dense(x, kernel, sizes, bias).astype(jnp.float32).sum()
+
+
+X, KERNEL, BIAS, SIZES = struct((32, 16)), struct((4, 16, 24)), struct((4, 24)), struct((4,), jnp.int32)
+
+
+def test_forward_is_one_custom_call() -> None:
+    calls = custom_calls(lowered(jg.ragged_dot, X, KERNEL, SIZES))
+    assert len(calls) == 1
+    assert 'product = "fprop"' in calls[0]
+    assert f"tensor<{matmul_scratch_bytes(4)}xui8>" in calls[0]
+    assert "has_side_effect" not in calls[0]
+
+
+def test_backward_is_one_custom_call_per_gradient() -> None:
+    text = lowered(jax.grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
+    products = re.findall(r'product = "(\w+)"', text)
+    assert sorted(products) == ["dgrad", "wgrad"], "the forward product is needed by no gradient"
+    assert text.count("@jax_grouped_bias_grad") == 1
+
+
+@pytest.mark.parametrize(("argnum", "product"), [(0, "dgrad"), (1, "wgrad")])
+def test_gradients_that_nobody_asks_for_are_not_computed(argnum: int, product: str) -> None:
+    text = lowered(jax.grad(loss, argnums=argnum), X, KERNEL, BIAS, SIZES)
+    assert re.findall(r'product = "(\w+)"', text) == [product]
+    assert "@jax_grouped_bias_grad" not in text
+
+
+def test_master_weights_get_their_gradient_straight_from_the_matmul() -> None:
+    text = lowered(jax.grad(loss, argnums=1), X, struct((4, 16, 24), jnp.float32), BIAS, SIZES)
+    (call,) = custom_calls(text)
+    assert "-> (tensor<4x16x24xf32>" in call
+    name = call.split(":")[0].strip()
+    assert f"return {name}#0" in text, "no cast or other operation may follow the matmul"
+
+
+@pytest.mark.parametrize(("precision", "products"), [(None, 3), ("high", 3), ("highest", 6)])
+def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: int) -> None:
+    text = lowered(
+        lambda x, kernel, sizes: jg.ragged_dot(x, kernel, sizes, precision=precision),
+        *(struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES),
+    )
+    calls = custom_calls(text)
+    assert len(calls) == products
+    assert all("tensor<32x16xbf16>" in call and "tensor<32x24xf32>" in call for call in calls)
+    accumulating = [call for call in calls if "output_operand_alias" in call]
+    assert len(accumulating) == products - 1
+    # A plain conversion there and back is one XLA may remove, and the low parts with it.
+    assert "stablehlo.reduce_precision" in text
+
+
+def test_odd_features_are_padded_for_16_byte_rows() -> None:
+    (call,) = custom_calls(lowered(jg.ragged_dot, struct((32, 13)), struct((4, 13, 3)), SIZES))
+    assert "tensor<32x16xbf16>" in call
+    assert "tensor<4x16x8xbf16>" in call
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
+def test_other_platforms_get_plain_xla(platform: str) -> None:
+    text = lowered(jax.grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES, platform=platform)
+    assert not custom_calls(text)
+
+
+def test_the_xla_backend_can_be_chosen_for_a_gpu() -> None:
+    with jg.config.override(backend="xla"):
+        assert not custom_calls(lowered(lambda *args: jg.ragged_dot(*args), X, KERNEL, SIZES))
+
+
+def test_one_export_serves_several_platforms() -> None:
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
+    exported = export.export(jax.jit(loss), platforms=["cpu", "cuda"], disabled_checks=checks)(X, KERNEL, BIAS, SIZES)
+    reloaded = export.deserialize(exported.serialize())
+    args = (jnp.ones((32, 16), jnp.bfloat16), jnp.ones((4, 16, 24), jnp.bfloat16), jnp.ones((4, 24), jnp.bfloat16))
+    sizes = jnp.array([3, 0, 9, 1])
+    if jax.default_backend() == "cpu":
+        assert float(reloaded.call(*args, sizes)) == 13 * 24 * 17
+
+
+def test_exported_custom_calls_are_the_published_ones() -> None:
+    text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
+    assert set(re.findall(r"stablehlo.custom_call @(jax_grouped\w+)", text)) == set(jg.CUSTOM_CALL_TARGETS)

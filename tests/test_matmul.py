@@ -1,0 +1,173 @@
+"""`ragged_dot` and `grouped_dense`, forward and backward, against NumPy in float64."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_grouped as jg
+from benchmarks import shapes
+from tests import oracle
+
+#: Relative Frobenius error per group that the result's own rounding and float32 accumulation explain.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
+
+#: Largest ratio of an expert's magnitude to 1 for which float16 stays finite.
+MAGNITUDE = {"bfloat16": 1e2, "float16": 4.0, "float32": 1e2}
+
+
+@functools.cache
+def _forward_and_backward(backend: str) -> jax.stages.Wrapped:
+    """One compilation per backend and shape; the sizes are data."""
+    del backend
+
+    def call(x, kernel, bias, dy, sizes, offset):
+        def dense(x, kernel, bias):
+            return jg.grouped_dense(x, kernel, sizes, bias, group_offset=offset, precision="highest")
+
+        y, vjp = jax.vjp(dense, x, kernel, bias)
+        return y, *vjp(dy)
+
+    return jax.jit(call)
+
+
+def check(backend: str, shape: shapes.Shape, sizes: np.ndarray, dtype: str, offset: int = 0) -> None:
+    """Compares y, dx, dkernel and dbias, group by group."""
+    numpy_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    local = np.zeros(shape.tokens, bool)
+    for _, rows in oracle.local_groups(sizes, shape.num_groups, shape.tokens, offset):
+        local[rows] = True
+    whole = dataclasses.replace(shape, num_groups=len(sizes))
+    at = shapes.operands(whole, sizes, numpy_dtype, magnitude=MAGNITUDE[dtype])
+    x, dy = (np.where(local[:, None], a, np.array(np.nan, numpy_dtype)) for a in (at.x, at.dy))
+    kernel, bias = at.kernel[: shape.num_groups], at.bias[: shape.num_groups]
+
+    arrays = [jnp.asarray(a) for a in (x, kernel, bias, dy, sizes, np.array([offset], np.int32))]
+    y, dx, dkernel, dbias = _forward_and_backward(backend)(*arrays)
+
+    tolerance = TOLERANCE[dtype]
+    expected_y = oracle.add_bias(oracle.fprop(x, kernel, sizes, offset), bias, sizes, offset)
+    # The product is rounded before the bias is added, so a sum that cancels keeps the product's error.
+    oracle.assert_groups_close(y, expected_y, sizes, shape.num_groups, 3 * tolerance, offset)
+    expected_dx = oracle.dgrad(dy, kernel, sizes, offset)
+    oracle.assert_groups_close(dx, expected_dx, sizes, shape.num_groups, tolerance, offset)
+    oracle.assert_kernels_close(dkernel, oracle.wgrad(x, dy, sizes, shape.num_groups, offset), tolerance)
+    oracle.assert_kernels_close(dbias, oracle.bias_grad(dy, sizes, shape.num_groups, offset), tolerance)
+
+
+@pytest.mark.parametrize("skew", shapes.TEST_SKEWS)
+@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name)
+def test_float32_matches_numpy(backend: str, shape: shapes.Shape, skew: str) -> None:
+    check(backend, shape, shapes.group_sizes(shape, skew), "float32")
+
+
+@pytest.mark.parametrize("skew", ["lognormal", "tail", "hostile"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name)
+def test_16_bit_types_match_numpy(backend: str, shape: shapes.Shape, dtype: str, skew: str) -> None:
+    check(backend, shape, shapes.group_sizes(shape, skew), dtype)
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 2, 4, 7, 2**31 - 1, -(2**31)])
+def test_group_offset_selects_the_groups_of_a_longer_list(backend: str, offset: int) -> None:
+    shape = shapes.Shape("local", num_groups=3, tokens=130, K=24, N=40)
+    sizes = np.array([20, 0, 31, 7, 1, 44, 13], np.int32)
+    check(backend, shape, sizes, "float32", offset)
+
+
+def test_every_pattern_of_empty_groups(backend: str) -> None:
+    shape = shapes.Shape("patterns", num_groups=6, tokens=64, K=16, N=24)
+    for pattern in itertools.product([0, 9], repeat=shape.num_groups):
+        check(backend, shape, np.array(pattern, np.int32), "bfloat16")
+
+
+@pytest.mark.parametrize(("tokens", "in_features", "features", "groups"), [(0, 4, 3, 2), (6, 0, 3, 2), (6, 4, 0, 2)])
+def test_arrays_without_elements(backend: str, tokens: int, in_features: int, features: int, groups: int) -> None:
+    x, kernel = jnp.ones((tokens, in_features)), jnp.ones((groups, in_features, features))
+    sizes = jnp.array([1, 2])
+    y, vjp = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
+    dx, dkernel = vjp(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dkernel.shape) == ((tokens, features), x.shape, kernel.shape)
+    assert not any(np.any(array) for array in (y, dx, dkernel))
+
+
+def test_same_inputs_give_the_same_bits(backend: str) -> None:
+    shape = shapes.shape("aligned")
+    sizes = shapes.group_sizes(shape, "lognormal")
+    at = shapes.operands(shape, sizes, ml_dtypes.bfloat16)
+    arrays = [jnp.asarray(a) for a in (at.x, at.kernel, at.bias, at.dy, sizes, np.zeros(1, np.int32))]
+    first = _forward_and_backward(backend)(*arrays)
+    for _ in range(5):
+        again = _forward_and_backward(backend)(*arrays)
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(first, again, strict=True))
+
+
+INPUT_TYPES = ["bfloat16", "float16", "float32"]
+
+
+@pytest.mark.parametrize("preferred", [None, "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("lhs", "rhs"), list(itertools.product(INPUT_TYPES, repeat=2)))
+def test_ragged_dot_has_the_types_of_jax(backend: str, lhs: str, rhs: str, preferred: str | None) -> None:
+    x, kernel, sizes = jnp.ones((6, 8), lhs), jnp.ones((2, 8, 4), rhs), jnp.array([2, 3])
+    expected = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=preferred)
+    got = jg.ragged_dot(x, kernel, sizes, preferred_element_type=preferred)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("skew", ["equal", "lognormal", "tail", "empty_adjacent"])
+def test_ragged_dot_and_its_gradients_equal_those_of_jax(backend: str, skew: str) -> None:
+    shape = shapes.shape("aligned")
+    sizes = jnp.asarray(shapes.group_sizes(shape, skew))
+    at = shapes.operands(shape, np.asarray(sizes), tail=0.0)
+
+    def gradients(function) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(lambda x, kernel: function(x, kernel, sizes, precision="highest"), at.x, at.kernel)
+        return y, *vjp(jnp.asarray(at.dy))
+
+    for got, expected in zip(gradients(jg.ragged_dot), gradients(jax.lax.ragged_dot), strict=True):
+        assert oracle.relative_error(got, np.asarray(expected, np.float64)) < 1e-5
+
+
+def test_float32_inputs_keep_more_than_bfloat16_would(backend: str) -> None:
+    shape = shapes.shape("aligned")
+    sizes = shapes.group_sizes(shape, "equal")
+    at = shapes.operands(shape, sizes, magnitude=1.0)
+    expected = oracle.fprop(at.x, at.kernel, sizes)
+    for precision, bound in [("default", 2e-5), ("highest", 2e-6)]:
+        y = jg.ragged_dot(at.x, at.kernel, jnp.asarray(sizes), precision=precision)
+        # A GPU's own float32 matmuls run in TF32 by default, which the xla backend leaves to XLA.
+        tf32 = backend == "xla" and precision == "default" and jax.default_backend() == "gpu"
+        assert oracle.relative_error(y, expected) < (1e-3 if tf32 else bound)
+
+
+@pytest.mark.parametrize("kernel_type", INPUT_TYPES)
+def test_gradients_come_in_each_arguments_own_type(backend: str, kernel_type: str) -> None:
+    shape = shapes.shape("aligned")
+    sizes = shapes.group_sizes(shape, "lognormal")
+    at = shapes.operands(shape, sizes, ml_dtypes.bfloat16, magnitude=2.0)
+    kernel = jnp.asarray(at.kernel).astype(kernel_type)
+
+    y, vjp = jax.vjp(
+        lambda x, kernel: jg.grouped_dense(x, kernel, jnp.asarray(sizes), preferred_element_type=jnp.float32),
+        *(jnp.asarray(at.x), kernel),
+    )
+    dx, dkernel = vjp(jnp.asarray(at.dy).astype(jnp.float32))
+    assert (y.dtype, dx.dtype, dkernel.dtype) == (jnp.float32, jnp.bfloat16, kernel_type)
+    kernel_used = np.asarray(kernel.astype(jnp.bfloat16))
+    oracle.assert_groups_close(y, oracle.fprop(at.x, kernel_used, sizes), sizes, shape.num_groups, 1e-5)
+    # An unrounded float32 gradient is the point: it would be off by 2e-3 if it had passed through bfloat16.
+    tolerance = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}[kernel_type]
+    oracle.assert_kernels_close(dkernel, oracle.wgrad(at.x, at.dy, sizes, shape.num_groups), tolerance)
+
+
+def test_infinities_stay_visible_in_their_rows_only(backend: str) -> None:
+    x = jnp.ones((6, 8)).at[1, 3].set(jnp.inf)
+    y = jg.ragged_dot(x, jnp.ones((2, 8, 4)), jnp.array([3, 2]))
+    finite = np.isfinite(np.asarray(y)).all(axis=1)
+    np.testing.assert_array_equal(finite, [True, False, True, True, True, True])

@@ -1,0 +1,157 @@
+"""The operations under JAX's transformations: each must give what the plain call gives."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jax_grouped as jg
+
+GROUPS, TOKENS, IN, OUT = 5, 48, 16, 24
+SIZES = jnp.array([7, 0, 21, 1, 13])
+
+
+@pytest.fixture(autouse=True)
+def _backend(backend: str) -> None:
+    """Every test of this module runs on every backend."""
+
+
+def operands(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (TOKENS, IN)).at[int(SIZES.sum()) :].set(jnp.nan)
+    return x, jax.random.normal(keys[1], (GROUPS, IN, OUT)), jax.random.normal(keys[2], (GROUPS, OUT))
+
+
+def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array = SIZES) -> jax.Array:
+    return jg.grouped_dense(x, kernel, sizes, bias, precision="highest")
+
+
+def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array = SIZES) -> jax.Array:
+    return jnp.sum(jnp.sin(dense(x, kernel, bias, sizes)))
+
+
+def assert_trees_close(got: object, expected: object, tolerance: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
+
+
+GRADIENT = jax.grad(loss, argnums=(0, 1, 2))
+
+
+def test_derivatives_of_first_and_second_order_match_differences() -> None:
+    x, kernel, bias = operands()
+    # Tails are poisoned for the other tests; numerical differences need numbers.
+    check_grads(loss, (jnp.nan_to_num(x), kernel, bias), order=2, modes=["rev"], atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))],
+    ids=["jit", "remat", "jit of remat"],
+)
+def test_gradient_survives(transform: Callable) -> None:
+    transformed = jax.grad(transform(loss), argnums=(0, 1, 2))
+    assert_trees_close(transformed(*operands()), GRADIENT(*operands()))
+
+
+def test_value_and_grad_gives_both() -> None:
+    value, gradient = jax.jit(jax.value_and_grad(loss))(*operands())
+    assert_trees_close(value, loss(*operands()))
+    assert_trees_close(gradient, GRADIENT(*operands())[0])
+
+
+def test_scan_over_microbatches_adds_gradients() -> None:
+    batches = [operands(seed) for seed in range(3)]
+    _, kernel, bias = batches[0]
+    xs = jnp.stack([x for x, _, _ in batches])
+
+    def step(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return total + jax.grad(loss, argnums=1)(x, kernel, bias), None
+
+    got, _ = jax.jit(lambda xs: jax.lax.scan(step, jnp.zeros_like(kernel), xs))(xs)
+    assert_trees_close(got, sum(GRADIENT(x, kernel, bias)[1] for x in xs))
+
+
+@pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
+def test_vmap_equals_a_loop(kernel_axis: int | None) -> None:
+    xs = jnp.stack([operands(seed)[0] for seed in range(3)])
+    _, kernel, bias = operands()
+    kernels = kernel if kernel_axis is None else jnp.stack([kernel, -kernel, 2 * kernel])
+    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros_like(SIZES).at[1].set(42)])
+    axes = (0, kernel_axis, None, 0)
+    got = jax.vmap(GRADIENT, axes)(xs, kernels, bias, sizes)
+    for i in range(3):
+        expected = GRADIENT(xs[i], kernels if kernel_axis is None else kernels[i], bias, sizes[i])
+        assert_trees_close(tuple(g[i] for g in got), expected)
+
+
+def test_donated_tokens_give_the_same_result() -> None:
+    x, kernel, bias = operands()
+    expected = dense(x, kernel, bias)
+    step = jax.jit(lambda x, kernel: jg.ragged_dot(x, kernel, SIZES, precision="highest")[:, :IN], donate_argnums=0)
+    assert_trees_close(step(jnp.array(x), kernel) + 0, (expected - dense(x, 0 * kernel, bias))[:, :IN], 1e-4)
+
+
+def test_eval_shape_and_ahead_of_time_compilation() -> None:
+    shape = jax.eval_shape(dense, *operands())
+    assert (shape.shape, shape.dtype) == ((TOKENS, OUT), jnp.float32)
+    assert_trees_close(jax.jit(dense).lower(*operands()).compile()(*operands()), dense(*operands()))
+
+
+def _mesh(devices: int) -> Mesh:
+    if jax.device_count() < devices:
+        pytest.skip(f"needs {devices} devices")
+    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> None:
+    mesh = _mesh(devices)
+    xs = jnp.concatenate([operands(seed)[0] for seed in range(devices)])
+    sizes = jnp.tile(SIZES, devices)
+    _, kernel, bias = operands()
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=(P("data"), P(), P()))
+    def sharded(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        return GRADIENT(x, kernel, bias, sizes)
+
+    dx, dkernel, dbias = sharded(xs, kernel, bias, sizes)
+    parts = [GRADIENT(operands(seed)[0], kernel, bias) for seed in range(devices)]
+    assert_trees_close(dx, jnp.concatenate([part[0] for part in parts]))
+    assert_trees_close(dkernel, sum(part[1] for part in parts), 1e-4)
+    assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
+
+
+def test_expert_shards_with_group_offset_add_up_to_the_whole() -> None:
+    devices = 4
+    mesh = _mesh(devices)
+    x = operands()[0]
+    kernel = jax.random.normal(jax.random.key(1), (2 * devices, IN, OUT))
+    sizes = jnp.array([3, 9, 0, 5, 8, 1, 7, 4])
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    def sharded(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+        offset = 2 * jax.lax.axis_index("data")
+        y = jg.ragged_dot(x, kernel, sizes, precision="highest", group_offset=offset)
+        return jax.lax.psum(y, "data")
+
+    assert_trees_close(sharded(x, kernel, sizes), jg.ragged_dot(x, kernel, sizes, precision="highest"))
+
+
+def test_pmap_runs_every_device_on_its_own_tokens() -> None:
+    devices = min(4, jax.device_count())
+    xs = jnp.stack([operands(seed)[0] for seed in range(devices)])
+    _, kernel, bias = operands()
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(jax.grad(loss, argnums=1)(x, kernel, bias), "data")
+
+    got = jax.pmap(step, axis_name="data", devices=jax.devices()[:devices])(xs)
+    expected = sum(GRADIENT(x, kernel, bias)[1] for x in xs) / devices
+    assert_trees_close(got, jnp.broadcast_to(expected, got.shape), 1e-4)
