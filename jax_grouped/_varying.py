@@ -1,10 +1,8 @@
-"""Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
+"""A helper for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 
 def _varying_axes(x: jax.Array) -> frozenset[Any]:
@@ -24,9 +22,3 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(vary(x) for x in arrays)
-
-
-def zeros_varying_like(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Array:
-    """Zeros that vary over the same mesh axes as `like`: the initial carry of a loop that `like` flows into."""
-    zeros, _ = vary_alike(jnp.zeros(shape, dtype), like)
-    return zeros

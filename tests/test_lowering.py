@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped.group_layout import matmul_scratch_bytes
@@ -79,6 +81,16 @@ def test_odd_features_are_padded_for_16_byte_rows() -> None:
     (call,) = custom_calls(lowered(jg.ragged_dot, struct((32, 13)), struct((4, 13, 3)), SIZES))
     assert "tensor<32x16xbf16>" in call
     assert "tensor<4x16x8xbf16>" in call
+
+
+def test_shard_map_with_its_checks_on_reaches_the_custom_calls() -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    specs = (P("data"), P(), P(), P())
+    sharded = jax.shard_map(jax.grad(loss, argnums=(1, 2)), mesh=mesh, in_specs=specs, out_specs=P())
+    x = struct((16 * jax.device_count(), 16), jnp.float32)
+    text = lowered(sharded, x, struct((4, 16, 24), jnp.float32), BIAS, SIZES)
+    assert text.count("@jax_grouped_matmul") == 3
+    assert text.count("@jax_grouped_bias_grad") == 1
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])

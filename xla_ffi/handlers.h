@@ -9,7 +9,7 @@ namespace jax_grouped {
 
 // jax_grouped_matmul(a, b, group_sizes, group_offset[, accumulator]) {product} -> (d, scratch, workspace)
 //
-// An accumulator is aliased to d, and the product is added to it.
+// With an accumulator, which is meant to be aliased to d, the product is added to it.
 XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 

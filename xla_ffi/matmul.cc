@@ -98,14 +98,26 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 gr
   return ToError(kOp, PrepareGroupedMatmul(device, problem));
 }
 
-// The result's own buffer, if the call brings an accumulator.
-ffi::Error DecodeAccumulator(const ffi::RemainingArgs& rest, const ffi::AnyBuffer& d, bool* accumulate) {
+// Makes the result hold the accumulator, if the call brings one. It is the result's own buffer, except where XLA has
+// the result written straight into a slice of a larger array, as it does with the results of a loop.
+ffi::Error LoadAccumulator(cudaStream_t stream, const ffi::RemainingArgs& rest, const ffi::AnyBuffer& d,
+                           bool* accumulate) {
   *accumulate = rest.size() > 0;
   if (!*accumulate) return ffi::Error::Success();
   const auto accumulator = rest.get<ffi::AnyBuffer>(0);
   if (!accumulator.has_value()) return accumulator.error();
   if (accumulator->untyped_data() == d.untyped_data()) return ffi::Error::Success();
-  return Invalid(kOp, "the accumulator must be aliased to the result.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the bytes of the accumulator",
+                                         static_cast<int64_t>(accumulator->size_bytes()),
+                                         static_cast<int64_t>(d.size_bytes())));
+  return ToError(kOp, Status::FromCuda(cudaMemcpyAsync(d.untyped_data(), accumulator->untyped_data(), d.size_bytes(),
+                                                       cudaMemcpyDeviceToDevice, stream),
+                                       "Copying the accumulator"));
+}
+
+ffi::Error CheckAlignment(const char* argument, const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return ffi::Error::Success();
+  return Invalid(kOp, std::string(argument) + " must start on a 16-byte boundary.");
 }
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
@@ -117,8 +129,11 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(
       DecodeGroups(kOp, group_sizes, group_offset, problem.num_groups, problem.tokens, &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("a", a.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("b", b.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("the result", d->untyped_data()));
   bool accumulate = false;
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeAccumulator(rest, *d, &accumulate));
+  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(stream, rest, *d, &accumulate));
   const MatmulBuffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), scratch->untyped_data(),
                               workspace->untyped_data()};
   return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, buffers, accumulate));

@@ -19,11 +19,8 @@ WORKSPACE_BYTES = 32 * 1024 * 1024
 
 
 def _call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
-    """A custom call whose results vary over the same mesh axes as its arguments (which are alike)."""
-    varying = jax.typeof(args[0]).manual_axis_type
-    typed = [jax.ShapeDtypeStruct(r.shape, r.dtype, manual_axis_type=varying) for r in results]
-    # Batching is a rule of the primitive above this call, so it never reaches the call itself.
-    return jax.ffi.ffi_call(target, typed, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
+    # Batching is a rule of the primitive that this call implements, so it never reaches the call itself.
+    return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
 
 
 def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

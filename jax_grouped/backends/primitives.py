@@ -62,8 +62,8 @@ def _define(
         cuda.require_usable()
         return cuda_impl(*args, **static)
 
-    mlir.register_lowering(primitive, mlir.lower_fun(on_xla, multiple_results=False))
-    mlir.register_lowering(primitive, mlir.lower_fun(on_cuda, multiple_results=False), platform="cuda")
+    mlir.register_lowering(primitive, _lowering(on_xla))
+    mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
 
     def batch(args: Sequence[jax.Array], axes: Sequence[int | None], **params: Any) -> tuple[jax.Array, int]:
         moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
@@ -78,6 +78,22 @@ def _define(
 
     batching.primitive_batchers[primitive] = batch
     return primitive
+
+
+def _lowering(implementation: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A lowering rule from a plain function, which sees shapes and types only.
+
+    Inside `jax.shard_map`, values also know the mesh axes over which they vary. That is checked by now, and the mesh is
+    out of reach while a rule runs, so an implementation could make no array that varies alike.
+    """
+    rule = mlir.lower_fun(implementation, multiple_results=False)
+
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        avals_in = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        avals_out = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
+        return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args, **params)
+
+    return lower
 
 
 def _matmul_aval(a: Any, b: Any, group_sizes: Any, group_offset: Any, *, spec: MatmulSpec) -> Any:

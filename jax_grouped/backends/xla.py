@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped._varying import zeros_varying_like
 from jax_grouped.backends.spec import MatmulSpec
 from jax_grouped.group_layout import GroupRows, group_rows
 
@@ -75,9 +74,9 @@ def grouped_matmul(
 
     shape = spec.out_shape(a.shape, b.shape)
     if spec.product == "wgrad":
-        out = zeros_varying_like(shape, jnp.float32, a)
+        out = jnp.zeros(shape, jnp.float32)
         return jax.lax.fori_loop(0, tiles.count, add_kernel, out).astype(spec.out_dtype)
-    out = zeros_varying_like(shape, spec.out_dtype, a)
+    out = jnp.zeros(shape, spec.out_dtype)
     return jax.lax.fori_loop(0, tiles.count, write_rows, out)
 
 

@@ -1,0 +1,40 @@
+"""The implementations that are measured. Each loads its library only when asked for."""
+
+import textwrap
+from collections.abc import Callable
+
+from benchmarks.cases import Case
+from benchmarks.peers import jax_peers, torch_peer
+from benchmarks.timing import Work
+
+Prepare = Callable[[Case], Work]
+
+OURS = "jax_grouped"
+
+_LINE = 120
+
+#: What loads each peer. A loader raises if the peer can't run here; the message says why.
+LOADERS: dict[str, Callable[[], Prepare]] = {
+    OURS: jax_peers.load_jax_grouped,
+    "jax.lax.ragged_dot": jax_peers.load_lax,
+    "transformer_engine.jax": jax_peers.load_transformer_engine,
+    "torch._grouped_mm": torch_peer.load_grouped_mm,
+}
+
+
+def load(names: list[str]) -> tuple[dict[str, Prepare], dict[str, str]]:
+    """The peers that can run here, and for each of the others the reason why it can't."""
+    peers, reasons = {}, {}
+    for name in names:
+        try:
+            peers[name] = LOADERS[name]()
+        except Exception as error:  # Libraries fail to import in many ways.
+            reasons[name] = first_line(error)
+    return peers, reasons
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line that a table can hold."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return textwrap.shorten(text, _LINE, placeholder=" ...")

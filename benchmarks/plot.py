@@ -1,0 +1,48 @@
+"""Results as a picture: one panel per operation, a bar per peer for every shape and skew."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import cublaslt_rates
+from benchmarks.records import Record, Row
+
+
+def plot(record: Record, path: Path) -> None:
+    """Draws TFLOP/s into a PNG file. On the device they hold for, cuBLASLt's own rates are drawn as well."""
+    ops = list(dict.fromkeys(row.op for row in record.rows))
+    peers = list(dict.fromkeys(row.peer for row in record.rows))
+    groups = len({(row.shape.name, row.skew) for row in record.rows})
+    figure = Figure(figsize=(max(6.0, 2 + 0.3 * groups * (len(peers) + 1)), 1 + 2.8 * len(ops)), layout="constrained")
+    on_reference = cublaslt_rates.DEVICE in record.device
+    for axes, op in zip(figure.subplots(len(ops), squeeze=False)[:, 0], ops, strict=True):
+        _panel(axes, [row for row in record.rows if row.op == op], peers, on_reference)
+        axes.set_title(op)
+    shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
+    versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
+    figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Axes, rows: list[Row], peers: list[str], on_reference: bool) -> None:
+    groups = list(dict.fromkeys((row.shape.name, row.skew) for row in rows))
+    width = 0.8 / len(peers)
+    for index, peer in enumerate(peers):
+        bars = [(groups.index((row.shape.name, row.skew)), row.tflops or 0.0) for row in rows if row.peer == peer]
+        places = [place - 0.4 + (index + 0.5) * width for place, _ in bars]
+        axes.bar(places, [height for _, height in bars], width, label=peer)
+    if on_reference:
+        known = [(i, cublaslt_rates.RATES.get((*group, rows[0].op))) for i, group in enumerate(groups)]
+        marks = [(i, rate) for i, rate in known if rate]
+        axes.hlines(
+            [rate for _, rate in marks],
+            [i - 0.42 for i, _ in marks],
+            [i + 0.42 for i, _ in marks],
+            colors="black",
+            label="cuBLASLt alone",
+        )
+        axes.axhline(cublaslt_rates.DENSE_BF16, color="gray", linestyle="dashed", label="dense 8192³")
+    axes.set_xticks(range(len(groups)), [f"{shape}\n{skew}" for shape, skew in groups], fontsize="small")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

@@ -1,0 +1,119 @@
+"""Results as data: one row per measurement, and what it was measured with, kept in JSON."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+from pathlib import Path
+
+import jax
+
+from benchmarks import cublaslt_rates
+from benchmarks.cases import Case
+from benchmarks.shapes import Shape
+from benchmarks.timing import Timing
+from jax_grouped.backends.extension import cublas_version, cuda_devices
+
+_PACKAGES = ("jax_grouped", "jax", "jaxlib", "numpy", "torch", "transformer_engine", "nvidia-cublas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement, or why there is none.
+
+    Attributes:
+        shape: the static sizes.
+        skew, seed: what the group sizes follow from.
+        dtype: of the operands.
+        op: the operation.
+        peer: who ran it.
+        milliseconds, fastest, slowest: per call: the median of the blocks, and the outermost of them.
+        calls: per block.
+        tflops: TFLOP/s over the useful operations.
+        of_dense: fraction of the rate of a dense product on the same kind of device.
+        of_cublaslt: fraction of the rate of a bare cuBLASLt call on the same kind of device.
+        kernel_share: fraction of the time in the product's own kernel, if the device's clock was read.
+        difference: relative Frobenius norm of the difference from this library's result.
+        reason: why figures are missing.
+    """
+
+    shape: Shape
+    skew: str
+    seed: int
+    dtype: str
+    op: str
+    peer: str
+    milliseconds: float | None = None
+    fastest: float | None = None
+    slowest: float | None = None
+    calls: int | None = None
+    tflops: float | None = None
+    of_dense: float | None = None
+    of_cublaslt: float | None = None
+    kernel_share: float | None = None
+    difference: float | None = None
+    reason: str | None = None
+
+    @property
+    def case(self) -> tuple[str, str, str]:
+        """What rows of different peers share."""
+        return self.shape.name, self.skew, self.op
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A run: its rows, and what they depend on besides."""
+
+    date: str
+    device: str
+    versions: dict[str, str]
+    settings: dict[str, float | int | str | None]
+    rows: list[Row]
+
+    def write(self, path: Path) -> None:
+        """Writes all of it as JSON, replacing the file in one step."""
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """The record that `write` left there."""
+        fields = json.loads(path.read_text())
+        rows = [Row(**{**row, "shape": Shape(**row["shape"])}) for row in fields["rows"]]
+        return cls(**{**fields, "rows": rows})
+
+
+def new_record(settings: dict[str, float | int | str | None]) -> Record:
+    """A record of this process, still without rows."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Record(date, jax.devices()[0].device_kind, _versions(), settings, [])
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if cuda_devices() and (loaded := cublas_version()):
+        versions["cuBLASLt"] = ".".join(map(str, loaded))
+    return versions
+
+
+def with_timing(row: Row, timing: Timing, case: Case, device: str) -> Row:
+    """The row with everything that follows from the time that its case took on that device."""
+    tflops = case.useful_operations / timing.milliseconds / 1e9
+    on_reference = cublaslt_rates.DEVICE in device
+    rate = cublaslt_rates.RATES.get(row.case) if on_reference else None
+    return dataclasses.replace(
+        row,
+        milliseconds=timing.milliseconds,
+        fastest=timing.fastest,
+        slowest=timing.slowest,
+        calls=timing.calls,
+        tflops=tflops,
+        of_dense=tflops / cublaslt_rates.DENSE_BF16 if on_reference else None,
+        of_cublaslt=tflops / rate if rate else None,
+    )
