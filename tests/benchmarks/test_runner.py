@@ -11,6 +11,7 @@ import pytest
 from benchmarks import cublaslt_rates, peers
 from benchmarks.__main__ import main
 from benchmarks.cases import OPS, Case, make_case, random_inputs, relative_difference
+from benchmarks.device_clock import DeviceClock
 from benchmarks.records import Record, Row, with_timing
 from benchmarks.runner import Plan, run
 from benchmarks.shapes import SHAPES
@@ -240,3 +241,13 @@ def test_speeds_are_relative_to_the_named_peer() -> None:
     assert "2.00x" in ours
     assert "1.00x" in torch
     assert lax.endswith("out of memory")
+
+
+@pytest.mark.gpu
+def test_the_device_clock_finds_the_product_in_a_profile() -> None:
+    shape = SHAPES["aligned"]
+    work = peers.LOADERS["jax_grouped"]()(make_case(shape, "equal", "fprop", random_inputs(shape, 0), 0))
+    clock = DeviceClock(work)
+    seconds = clock.block(5)
+    assert 0 < seconds < work.block(5) + 1
+    assert 0 < clock.kernel_share <= 1
