@@ -15,7 +15,7 @@ CUBLAS_NEEDED = (13, 8)
 #: Compute capability of the first GPU that cuBLASLt's grouped matmul runs on.
 COMPUTE_CAPABILITY_NEEDED = (9, 0)
 
-_INSTALL = "JAX_GROUPED_CUDA=on python3 -m pip install --force-reinstall --no-deps ."
+_INSTALL = "JAX_GROUPED_CUDA=on python3 -m pip install --no-deps -e ."
 _UPGRADE_CUBLAS = 'python3 -m pip install --upgrade "nvidia-cublas>=13.8,<14"'
 _USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
 
@@ -27,6 +27,10 @@ def load() -> ModuleType | None:
         module = importlib.import_module("jax_grouped._cuda")
     except ModuleNotFoundError:
         return None
+    except ImportError as error:
+        raise ImportError(
+            f"The CUDA extension of jax_grouped does not load: {error}. To rebuild it: {_INSTALL}"
+        ) from None
     module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
