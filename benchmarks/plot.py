@@ -33,15 +33,11 @@ def _panel(axes: Axes, rows: list[Row], peers: list[str], on_reference: bool) ->
         places = [place - 0.4 + (index + 0.5) * width for place, _ in bars]
         axes.bar(places, [height for _, height in bars], width, label=peer)
     if on_reference:
-        known = [(i, cublaslt_rates.RATES.get((*group, rows[0].op))) for i, group in enumerate(groups)]
-        marks = [(i, rate) for i, rate in known if rate]
-        axes.hlines(
-            [rate for _, rate in marks],
-            [i - 0.42 for i, _ in marks],
-            [i + 0.42 for i, _ in marks],
-            colors="black",
-            label="cuBLASLt alone",
-        )
+        compared = {(row.shape.name, row.skew) for row in rows if row.of_cublaslt}
+        marks = {i: cublaslt_rates.RATES[*group, rows[0].op] for i, group in enumerate(groups) if group in compared}
+        if marks:
+            starts, ends = [i - 0.42 for i in marks], [i + 0.42 for i in marks]
+            axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
         axes.axhline(cublaslt_rates.DENSE_BF16, color="gray", linestyle="dashed", label="dense 8192³")
     axes.set_xticks(range(len(groups)), [f"{shape}\n{skew}" for shape, skew in groups], fontsize="small")
     axes.set_ylabel("TFLOP/s")

@@ -102,11 +102,15 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def with_timing(row: Row, timing: Timing, case: Case, device: str) -> Row:
-    """The row with everything that follows from the time that its case took on that device."""
+def with_timing(row: Row, timing: Timing, case: Case, device: str, *, device_clock: bool) -> Row:
+    """The row with everything that follows from the time that its case took on that device.
+
+    Its share of cuBLASLt's rate is left out without `device_clock`: those rates hold for short blocks and the device's
+    clock, and a chip that is kept busy for longer runs slower.
+    """
     tflops = case.useful_operations / timing.milliseconds / 1e9
     on_reference = cublaslt_rates.DEVICE in device
-    rate = cublaslt_rates.RATES.get(row.case) if on_reference else None
+    rate = cublaslt_rates.RATES.get(row.case) if on_reference and device_clock else None
     return dataclasses.replace(
         row,
         milliseconds=timing.milliseconds,

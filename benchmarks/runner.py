@@ -57,7 +57,9 @@ def _rows(plan: Plan, case: Case, skew: str) -> Iterator[Row]:
             if expected is not None and name != OURS:
                 row = dataclasses.replace(row, difference=relative_difference(work.results(), expected, case))
             timed = DeviceClock(work) if plan.device_clock else work
-            row = with_timing(row, measure(timed, plan.seconds, plan.calls), case, device)
+            row = with_timing(
+                row, measure(timed, plan.seconds, plan.calls), case, device, device_clock=plan.device_clock
+            )
             if isinstance(timed, DeviceClock):
                 row = dataclasses.replace(row, kernel_share=timed.kernel_share)
         except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.

@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):
 
 __version__ = importlib.metadata.version("jax_grouped")
 
-__all__ = ["CUSTOM_CALL_TARGETS", "config", "grouped_dense", "linen", "ragged_dot"]
+__all__ = ["CUSTOM_CALL_TARGETS", "config", "grouped_dense", "ragged_dot"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -88,10 +88,11 @@ def _lowering(implementation: Callable[..., jax.Array]) -> Callable[..., Any]:
     """
     rule = mlir.lower_fun(implementation, multiple_results=False)
 
+    def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
+        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
     def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        avals_in = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-        avals_out = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_out]
-        return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args, **params)
+        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args, **params)
 
     return lower
 

@@ -191,13 +191,15 @@ def test_fractions_are_given_on_the_device_they_hold_for() -> None:
     took = case.useful_operations / 712e9
     timing = Timing(took, took, took, 1)
 
-    on_h200 = with_timing(a_row(), timing, case, "NVIDIA H200")
-    elsewhere = with_timing(a_row(), timing, case, "cpu")
+    on_h200 = with_timing(a_row(), timing, case, "NVIDIA H200", device_clock=True)
+    elsewhere = with_timing(a_row(), timing, case, "cpu", device_clock=True)
+    kept_busy = with_timing(a_row(), timing, case, "NVIDIA H200", device_clock=False)
 
     assert on_h200.tflops == pytest.approx(712)
     assert on_h200.of_cublaslt == pytest.approx(1)
     assert on_h200.of_dense == pytest.approx(712 / 798)
     assert elsewhere.of_cublaslt is None
+    assert kept_busy.of_cublaslt is None
     assert elsewhere.of_dense is None
 
 
