@@ -3,6 +3,7 @@
 They are skipped there unless they were asked for: `pytest -m gpu` and `pytest --require-gpu` fail instead.
 """
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -13,7 +14,8 @@ import pytest
 import jax_grouped as jg
 from jax_grouped.backends.extension import cuda_devices
 
-# Before anything asks JAX for a device: sharding can then be tested on one CPU.
+# All before anything asks JAX for a device. Several test processes may share one GPU; sharding is tested on one CPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
