@@ -1,5 +1,6 @@
 """The custom calls check what they are given: a program written by hand gets an error, not a fault."""
 
+import pathlib
 import re
 
 import jax
@@ -76,3 +77,9 @@ def test_algorithms_are_chosen_once_and_can_be_listed() -> None:
     matmul()
     assert module.describe_plans() == lines
     assert any("fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line for line in lines)
+
+
+def test_cublaslt_is_the_copy_that_jax_loads() -> None:
+    jax.block_until_ready(matmul() @ jnp.ones((24, 24), BF16))
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    assert len(set(re.findall(r"\S*/libcublasLt\.so\S*", maps))) == 1
