@@ -29,9 +29,19 @@ def _devices() -> list[str]:
     return [f"{count} x {description}" for description, count in counts.items()]
 
 
+def _extension() -> str:
+    try:
+        return "built" if extension.load() else "not built"
+    except ImportError as error:
+        return f"does not load: {error}"
+
+
 def _cublas() -> str:
     needed = ".".join(str(part) for part in extension.CUBLAS_NEEDED)
-    version = extension.cublas_version()
+    try:
+        version = extension.cublas_version()
+    except ImportError:
+        version = None
     found = ".".join(str(part) for part in version) if version else "not loaded"
     return f"{found} ({needed} or newer needed)"
 
@@ -53,7 +63,7 @@ def report() -> str:
     rows = [(package, [_version(package)]) for package in _PACKAGES]
     rows.append(("python", [platform.python_version()]))
     rows.append(("devices", _devices()))
-    rows.append(("extension", ["built" if extension.load() else "not built"]))
+    rows.append(("extension", [_extension()]))
     rows.append(("cuBLASLt", [_cublas()]))
     rows.append(("backend", choose_backend()))
     width = max(len(name) for name, _ in rows) + 2

@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped._config import config
 from jax_grouped.group_layout import canonical_sizes
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+#: JAX's names of precisions.
 _PRECISIONS = {
-    None: jax.lax.Precision.DEFAULT,
-    "default": jax.lax.Precision.DEFAULT,
-    "high": jax.lax.Precision.HIGH,
-    "highest": jax.lax.Precision.HIGHEST,
+    **dict.fromkeys(["default", "fastest", "bfloat16"], jax.lax.Precision.DEFAULT),
+    **dict.fromkeys(["high", "tensorfloat32", "bfloat16_3x"], jax.lax.Precision.HIGH),
+    **dict.fromkeys(["highest", "float32"], jax.lax.Precision.HIGHEST),
 }
 
 
@@ -51,7 +51,7 @@ def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
 
 
 def canonical_groups(
-    group_sizes: jax.Array, group_offset: jax.Array | int | None, kernel_name: str, kernel: jax.Array, capacity: int
+    group_sizes: ArrayLike, group_offset: ArrayLike | None, kernel_name: str, kernel: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
     """`group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
 
@@ -60,6 +60,7 @@ def canonical_groups(
         ValueError: a shape does not fit the kernel's number of groups; with `config.check`, also a value.
     """
     num_groups = kernel.shape[0]
+    group_sizes = _integers(group_sizes)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be of an integer type, got {group_sizes.dtype.name}.")
     if group_sizes.ndim != 1:
@@ -78,10 +79,21 @@ def canonical_groups(
     return canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0])
 
 
-def _canonical_offset(group_offset: jax.Array | int | None, total: int) -> jax.Array:
+def _integers(values: ArrayLike) -> jax.Array:
+    """A JAX array of `values`. 64-bit values of the host that JAX would wrap become the nearest of 32 bits."""
+    if isinstance(values, jax.Array):
+        return values
+    array = np.asarray(values)
+    if array.dtype in (np.int64, np.uint64):
+        limits = np.iinfo(np.int32)
+        array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
+    return jnp.asarray(array)
+
+
+def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     if group_offset is None:
         return jnp.zeros((1,), jnp.int32)
-    offset = jnp.asarray(group_offset)
+    offset = _integers(group_offset)
     if not jnp.issubdtype(offset.dtype, jnp.integer):
         raise TypeError(f"group_offset must be of an integer type, got {offset.dtype.name}.")
     if offset.shape not in ((), (1,)):
@@ -94,18 +106,20 @@ def _canonical_offset(group_offset: jax.Array | int | None, total: int) -> jax.A
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
-    """One `jax.lax.Precision` from whatever `jax.lax.dot` accepts, a pair of them included.
+    """One `jax.lax.Precision` from one, a pair of them (the higher counts), a name, or None for JAX's default.
 
     Raises:
-        ValueError: it names something else, a `DotAlgorithmPreset` for example.
+        ValueError: it is something else, a `DotAlgorithmPreset` for example.
     """
-    if isinstance(precision, tuple) and len(precision) == 2:
+    if isinstance(precision, tuple | list) and len(precision) == 2:
         return max(canonical_precision(precision[0]), canonical_precision(precision[1]), key=lambda p: p.value)
+    if precision is None:
+        # JAX defines this attribute at run time.
+        precision = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
     if isinstance(precision, jax.lax.Precision):
         return precision
-    key = precision.lower() if isinstance(precision, str) else precision
-    if key in _PRECISIONS:
-        return _PRECISIONS[key]
+    if isinstance(precision, str) and precision.lower() in _PRECISIONS:
+        return _PRECISIONS[precision.lower()]
     raise ValueError(f"precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), got {precision!r}.")
 
 

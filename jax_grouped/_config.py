@@ -1,16 +1,34 @@
 """Settings of the library, read from the environment once and changeable at run time."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
+
+import jax
 
 _BACKENDS = ("auto", "xla")
 
 
-class Config:
-    """Settings that apply to every operation traced after they are set.
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    backend: str
+    check: bool
 
-    A function that `jax.jit` has already compiled keeps the settings it was traced with.
+    def __post_init__(self) -> None:
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend (JAX_GROUPED_BACKEND) must be one of {_BACKENDS}, got {self.backend!r}.")
+
+
+# Part of the key of JAX's own caches, so that a function traced under one setting isn't reused under another.
+_override = jax.make_user_context(default_value=None)
+
+
+class Config:
+    """Settings of all operations.
+
+    Setting an attribute holds for the process and makes JAX forget what it has compiled. `override` holds for a `with`
+    block in its thread.
 
     Attributes:
         backend: `"auto"` picks the `cuda` backend when lowering for CUDA and the `xla` backend for any other
@@ -20,29 +38,43 @@ class Config:
     """
 
     def __init__(self) -> None:
-        self.backend = os.environ.get("JAX_GROUPED_BACKEND", "auto")
-        self.check = os.environ.get("JAX_GROUPED_CHECK", "0") not in ("", "0")
+        self._of_process = _Settings(
+            backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
+            check=os.environ.get("JAX_GROUPED_CHECK", "0") not in ("", "0"),
+        )
+
+    @property
+    def _settings(self) -> _Settings:
+        return _override.value or self._of_process
+
+    def _change(self, settings: _Settings) -> None:
+        if settings != self._of_process:
+            self._of_process = settings
+            jax.clear_caches()
 
     @property
     def backend(self) -> str:
-        return self._backend
+        return self._settings.backend
 
     @backend.setter
     def backend(self, value: str) -> None:
-        if value not in _BACKENDS:
-            raise ValueError(f"backend (JAX_GROUPED_BACKEND) must be one of {_BACKENDS}, got {value!r}.")
-        self._backend = value
+        self._change(dataclasses.replace(self._of_process, backend=value))
+
+    @property
+    def check(self) -> bool:
+        return self._settings.check
+
+    @check.setter
+    def check(self, value: bool) -> None:
+        self._change(dataclasses.replace(self._of_process, check=value))
 
     @contextlib.contextmanager
     def override(self, *, backend: str | None = None, check: bool | None = None) -> Iterator[None]:
-        """Sets the given settings inside a `with` block and restores the earlier ones after it."""
-        earlier = (self.backend, self.check)
-        try:
-            self.backend = earlier[0] if backend is None else backend
-            self.check = earlier[1] if check is None else check
+        """Replaces the given settings inside a `with` block, in this thread."""
+        now = self._settings
+        changed = _Settings(now.backend if backend is None else backend, now.check if check is None else check)
+        with _override(changed):
             yield
-        finally:
-            self.backend, self.check = earlier
 
 
 config = Config()

@@ -6,23 +6,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import MatmulSpec
 from jax_grouped.group_layout import group_rows, row_groups
-from jax_grouped.matmul import grouped_matmul
+from jax_grouped.matmul import grouped_matmul, with_gradient
 
 
 def grouped_dense(
     x: jax.Array,
     kernel: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: ArrayLike,
     bias: jax.Array | None = None,
     *,
-    group_offset: jax.Array | None = None,
+    group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
@@ -49,7 +49,7 @@ def grouped_dense(
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit.
     """
-    x, kernel, group_sizes = jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(group_sizes)
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     _checks.check_tokens("x", x)
     _checks.check_kernel("kernel", kernel, "x", x)
     out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
@@ -92,8 +92,8 @@ def _product_forward(
 
 def _product_backward(spec: MatmulSpec, kernel_dtype: jnp.dtype, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, kernel, group_sizes, group_offset = residuals
-    dy = dy.astype(x.dtype)
     dgrad = dataclasses.replace(spec, product="dgrad", out_dtype=x.dtype)
+    x, kernel, dy = with_gradient(x, kernel, dy)
     wgrad = dataclasses.replace(spec, product="wgrad", out_dtype=kernel_dtype)
     dx = grouped_matmul(dy, kernel, group_sizes, group_offset, dgrad)
     dkernel = grouped_matmul(x, dy, group_sizes, group_offset, wgrad)
@@ -106,6 +106,8 @@ _product.defvjp(_product_forward, _product_backward)
 @jax.custom_vjp
 def _add_bias(y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array) -> jax.Array:
     """Adds each row's bias. Elementwise on purpose: XLA fuses it into whatever reads the result, and saves a pass."""
+    if 0 in (*y.shape, *bias.shape):
+        return y
     rows = group_rows(group_sizes, group_offset, bias.shape[0], y.shape[0])
     group, valid = row_groups(rows, y.shape[0])
     return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))

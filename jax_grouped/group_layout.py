@@ -62,13 +62,25 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
 def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The local group of every row (`int32[capacity]`) and whether the row belongs to any (`bool[capacity]`)."""
     row = jnp.arange(capacity, dtype=jnp.int32)
-    last = rows.starts.shape[0] - 1
     # Groups past the end of `group_sizes` start at 0, so ends, made monotonic, are searched instead of starts.
     ends = jax.lax.associative_scan(jnp.maximum, rows.starts + rows.sizes)
-    # Unrolled, the search is elementwise in `row` and fuses with whatever uses it.
-    group = jnp.minimum(jnp.searchsorted(ends, row, side="right", method="scan_unrolled"), last).astype(jnp.int32)
+    group = jnp.minimum(_count_not_above(ends, row), ends.shape[0] - 1)
     start = rows.starts[group]
     return group, (row >= start) & (row < start + rows.sizes[group])
+
+
+def _count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
+    """How many of the sorted `ends` are at most `row`, for every row.
+
+    `jnp.searchsorted` would do, but fails inside a `jax.shard_map` over some of a mesh's axes. Elementwise in `row`,
+    the search fuses with whatever uses it.
+    """
+    count = jnp.zeros_like(row)
+    for bit in reversed(range(ends.shape[0].bit_length())):
+        probe = count + (1 << bit)
+        fits = (probe <= ends.shape[0]) & (ends[jnp.minimum(probe, ends.shape[0]) - 1] <= row)
+        count = jnp.where(fits, probe, count)
+    return count
 
 
 def matmul_scratch_bytes(num_groups: int) -> int:

@@ -6,12 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import MatmulSpec, Product
+
+
+def with_gradient(a: jax.Array, b: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The operands of a product and the gradient of its result, in the one type that the backward products take.
+
+    That is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
+    with float16 operands such a gradient is multiplied in float32.
+    """
+    wide = a.dtype == jnp.float16 and gradient.dtype != jnp.float16
+    dtype = jnp.float32 if wide else a.dtype
+    return a.astype(dtype), b.astype(dtype), gradient.astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -21,7 +32,7 @@ def grouped_matmul(
     """The product that `spec` names, differentiable in `a` and `b` any number of times.
 
     The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`;
-    an incoming gradient of another type is converted to the operands' type first.
+    see `with_gradient` for an incoming gradient of another type.
     """
     return primitives.grouped_matmul(a, b, group_sizes, group_offset, spec)
 
@@ -34,10 +45,11 @@ def _forward(
 
 def _backward(spec: MatmulSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     a, b, group_sizes, group_offset = residuals
-    g = gradient.astype(a.dtype)
+    out_dtype = a.dtype
+    a, b, g = with_gradient(a, b, gradient)
 
     def product(name: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        inner = MatmulSpec(name, spec.num_groups, a.dtype, spec.precision)
+        inner = MatmulSpec(name, spec.num_groups, out_dtype, spec.precision)
         return grouped_matmul(lhs, rhs, group_sizes, group_offset, inner)
 
     match spec.product:
@@ -56,10 +68,10 @@ grouped_matmul.defvjp(_forward, _backward)
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    group_sizes: ArrayLike,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    group_offset: jax.Array | None = None,
+    group_offset: ArrayLike | None = None,
 ) -> jax.Array:
     """Multiplies each group of rows by its own matrix; a drop-in replacement for `jax.lax.ragged_dot`.
 
@@ -70,14 +82,17 @@ def ragged_dot(
     Accumulation is in float32. With 16-bit inputs every product is exact. With float32 inputs the `cuda` backend
     multiplies bfloat16 parts of them: two parts and three products by default (relative error about 2^-16 of the sum
     of absolute products, finer than TF32), three parts and six products with `precision=HIGHEST` (about 2^-23, as
-    float32 itself). There, an infinity in `lhs` or `rhs` may come out as NaN.
+    float32 itself). There, an infinity in `lhs` or `rhs` may come out as NaN. Gradients are computed likewise; with
+    bfloat16 inputs, a float32 gradient of the result is rounded to bfloat16 first. Derivatives are those of reverse
+    mode (`jax.grad`, `jax.vjp`), of any order.
 
     Args:
         lhs: `[T, K]`, bfloat16, float16 or float32.
-        rhs: `[G, K, N]`, likewise. If the types differ, both are promoted as `jax.numpy` does.
+        rhs: `[G, K, N]`, likewise. If the types differ, both are converted to the smallest type that holds both.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers. Negative ones count as 0, and rows past
             `T` do not exist.
-        precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or string; matters for float32 inputs only.
+        precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters
+            for float32 inputs only. Default: `jax.default_matmul_precision`.
         preferred_element_type: type of the result, one of the three types above. Default: the promoted input type.
         group_offset: scalar or `[1]` integer: `rhs` holds the groups `[group_offset, group_offset + G)`. The result is
             zero in the rows of other groups.
@@ -89,7 +104,7 @@ def ragged_dot(
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit.
     """
-    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     _checks.check_tokens("lhs", lhs)
     _checks.check_kernel("rhs", rhs, "lhs", lhs)
     sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
@@ -100,14 +115,11 @@ def ragged_dot(
     return grouped_matmul(lhs, rhs, sizes, offset, spec)
 
 
-def _result_type(lhs: DTypeLike, rhs: DTypeLike, preferred: DTypeLike | None) -> np.dtype:
+def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> np.dtype:
     """The result type that `jax.lax.ragged_dot` gives for these types."""
     if preferred is not None:
         _checks.check_dtype("preferred_element_type", preferred)
-    like = jax.eval_shape(
-        functools.partial(jax.lax.ragged_dot, preferred_element_type=preferred),
-        jax.ShapeDtypeStruct((1, 1), lhs),
-        jax.ShapeDtypeStruct((1, 1, 1), rhs),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-    )
-    return like.dtype
+        return jnp.dtype(preferred)
+    if {lhs, rhs} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
+        return jnp.dtype(jnp.bfloat16)
+    return jnp.promote_types(lhs, rhs)

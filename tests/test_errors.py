@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped.backends import cuda, extension
@@ -109,10 +111,11 @@ class _Extension:
     [
         (None, "9.0", "jax_grouped was installed without its CUDA extension. From a checkout of jax_grouped, run: "),
         (_Extension(131000), "8.0", "NVIDIA Example has compute capability 8.0; the cuda backend needs 9.0 (Hopper)"),
+        (_Extension(131000), "12.0", "NVIDIA Example has compute capability 12.0; the cuda backend needs 9.0 (Hopper)"),
         (_Extension(130101), "9.0", "cuBLAS 13.1.1 is loaded; the cuda backend needs 13.8 or newer. Run: python3 -m "),
         (_Extension(0), "9.0", "no cuBLASLt (libcublasLt.so.13) is found; the cuda backend needs 13.8"),
     ],
-    ids=["no extension", "old GPU", "old cuBLAS", "no cuBLAS"],
+    ids=["no extension", "old GPU", "new GPU", "old cuBLAS", "no cuBLAS"],
 )
 def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, module: _Extension | None, capability: str, message: str
@@ -131,3 +134,19 @@ def test_a_gpu_that_can_run_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(extension, "load", lambda: _Extension(131000))
     monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device("9.0")])
     assert extension.find_problem() is None
+
+
+def test_an_extension_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(extension, "load", load)
+    message = "The CUDA extension of jax_grouped does not load: undefined symbol. From a checkout"
+    assert str(extension.find_problem()).startswith(message)
+
+
+def test_arrays_on_explicit_mesh_axes_are_refused() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=re.escape("call it inside jax.shard_map")):
+        jg.ragged_dot(x, KERNEL, SIZES)

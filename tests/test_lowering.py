@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AxisType
@@ -77,6 +78,23 @@ def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: 
     assert "stablehlo.reduce_precision" in text
 
 
+def test_the_default_matmul_precision_of_jax_counts() -> None:
+    with jax.default_matmul_precision("float32"):
+        text = lowered(jg.ragged_dot, struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES)
+    assert len(custom_calls(text)) == 6
+
+
+def test_a_number_of_tokens_can_be_left_open() -> None:
+    (tokens,) = export.symbolic_shape("tokens")
+    x = jnp.ones((5, 16))
+    exported = export.export(jax.jit(jg.ragged_dot), platforms=["cpu"])(
+        struct((tokens, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES
+    )
+    arguments = (x, jnp.ones((4, 16, 24)), jnp.array([1, 0, 2, 1]))
+    y = exported.call(*jax.device_put(arguments, jax.devices("cpu")[0]))
+    np.testing.assert_array_equal(y[:, 0], [16, 16, 16, 16, 0])
+
+
 def test_odd_features_are_padded_for_16_byte_rows() -> None:
     (call,) = custom_calls(lowered(jg.ragged_dot, struct((32, 13)), struct((4, 13, 3)), SIZES))
     assert "tensor<32x16xbf16>" in call
@@ -100,8 +118,11 @@ def test_other_platforms_get_plain_xla(platform: str) -> None:
 
 
 def test_the_xla_backend_can_be_chosen_for_a_gpu() -> None:
-    with jg.config.override(backend="xla"):
-        assert not custom_calls(lowered(lambda *args: jg.ragged_dot(*args), X, KERNEL, SIZES))
+    # One function traced under both settings: neither may be served what the other left in a cache.
+    for _ in range(2):
+        assert len(custom_calls(lowered(jg.ragged_dot, X, KERNEL, SIZES))) == 1
+        with jg.config.override(backend="xla"):
+            assert not custom_calls(lowered(jg.ragged_dot, X, KERNEL, SIZES))
 
 
 def test_one_export_serves_several_platforms() -> None:

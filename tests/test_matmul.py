@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +62,14 @@ def check(backend: str, shape: shapes.Shape, sizes: np.ndarray, dtype: str, offs
 
 
 @pytest.mark.parametrize("skew", shapes.TEST_SKEWS)
-@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
 def test_float32_matches_numpy(backend: str, shape: shapes.Shape, skew: str) -> None:
     check(backend, shape, shapes.group_sizes(shape, skew), "float32")
 
 
 @pytest.mark.parametrize("skew", ["lognormal", "tail", "hostile"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", shapes.TEST_SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
 def test_16_bit_types_match_numpy(backend: str, shape: shapes.Shape, dtype: str, skew: str) -> None:
     check(backend, shape, shapes.group_sizes(shape, skew), dtype)
 
@@ -171,3 +172,38 @@ def test_infinities_stay_visible_in_their_rows_only(backend: str) -> None:
     y = jg.ragged_dot(x, jnp.ones((2, 8, 4)), jnp.array([3, 2]))
     finite = np.isfinite(np.asarray(y)).all(axis=1)
     np.testing.assert_array_equal(finite, [True, False, True, True, True, True])
+
+
+def test_no_groups_give_zeros(backend: str) -> None:
+    x, kernel, bias, sizes = jnp.ones((6, 8)), jnp.ones((0, 8, 4)), jnp.ones((0, 4)), jnp.ones(0, jnp.int32)
+    y, vjp = jax.vjp(lambda x, bias: jg.grouped_dense(x, kernel, sizes, bias), x, bias)
+    dx, dbias = vjp(jnp.ones_like(y))
+    assert (y.shape, dx.shape, dbias.shape) == ((6, 4), (6, 8), (0, 4))
+    assert not np.any(y)
+    assert not np.any(dx)
+
+
+@pytest.mark.parametrize(
+    "sizes", [np.array([2**32 + 1, 1]), np.array([2**63, 1], np.uint64), [2**40, 1]], ids=["int64", "uint64", "list"]
+)
+def test_64_bit_sizes_of_the_host_do_not_wrap(backend: str, sizes: np.ndarray | list[int]) -> None:
+    y = jg.ragged_dot(jnp.ones((6, 8)), jnp.ones((2, 8, 4)) * jnp.array([1.0, 2.0])[:, None, None], sizes)
+    np.testing.assert_array_equal(y, np.full((6, 4), 8.0))
+    far = jg.ragged_dot(jnp.ones((6, 8)), jnp.ones((2, 8, 4)), [2, 2], group_offset=2**31)
+    assert not np.any(far)
+
+
+@pytest.mark.parametrize("function", [jg.ragged_dot, jg.grouped_dense])
+def test_a_float32_gradient_beyond_float16_does_not_overflow(backend: str, function: Callable[..., jax.Array]) -> None:
+    x, kernel = jnp.ones((4, 8), jnp.float16), jnp.full((1, 8, 8), 1e-3, jnp.float16)
+    y, vjp = jax.vjp(lambda x: function(x, kernel, jnp.array([4]), preferred_element_type=jnp.float32), x)
+    (dx,) = vjp(jnp.full_like(y, 1e5))
+    assert dx.dtype == jnp.float16
+    np.testing.assert_allclose(dx, 800, rtol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_the_largest_float32_values_stay_finite(backend: str, precision: str) -> None:
+    x = jnp.zeros((4, 8)).at[:, 0].set(jnp.finfo(jnp.float32).max)
+    y = jg.ragged_dot(x, jnp.full((1, 8, 8), 0.5), jnp.array([4]), precision=precision)
+    np.testing.assert_allclose(y, 0.5 * float(jnp.finfo(jnp.float32).max), rtol=1e-4)

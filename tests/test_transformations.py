@@ -96,6 +96,12 @@ def test_donated_tokens_give_the_same_result() -> None:
     assert_trees_close(step(jnp.array(x), kernel) + 0, (expected - dense(x, 0 * kernel, bias))[:, :IN], 1e-4)
 
 
+def test_disabled_jit_gives_the_same_result() -> None:
+    with jax.disable_jit():
+        y = dense(*operands())
+    assert_trees_close(y, dense(*operands()))
+
+
 def test_eval_shape_and_ahead_of_time_compilation() -> None:
     shape = jax.eval_shape(dense, *operands())
     assert (shape.shape, shape.dtype) == ((TOKENS, OUT), jnp.float32)
@@ -125,6 +131,14 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dx, jnp.concatenate([part[0] for part in parts]))
     assert_trees_close(dkernel, sum(part[1] for part in parts), 1e-4)
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
+
+
+def test_shard_map_over_some_axes_of_a_mesh() -> None:
+    mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    sharded = jax.shard_map(
+        dense, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"), axis_names={"data"}
+    )
+    assert_trees_close(jax.jit(sharded)(*operands(), SIZES), dense(*operands()))
 
 
 def test_expert_shards_with_group_offset_add_up_to_the_whole() -> None:

@@ -69,9 +69,10 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, other_name + "'s shape[0]", other.dimensions()[0], problem->tokens));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, other_name + "'s shape[1]", other.dimensions()[1], other_features));
 
+  if (problem->num_groups == 0 || problem->tokens == 0) return Invalid(kOp, "groups and tokens must not be 0.");
   for (const int64_t features : {problem->in_features, problem->out_features}) {
-    if (features % kFeatureAlignment != 0 || features > std::numeric_limits<int32_t>::max()) {
-      return Invalid(kOp, "feature sizes must be multiples of " + std::to_string(kFeatureAlignment) +
+    if (features == 0 || features % kFeatureAlignment != 0 || features > std::numeric_limits<int32_t>::max()) {
+      return Invalid(kOp, "feature sizes must be positive multiples of " + std::to_string(kFeatureAlignment) +
                               " below 2^31, got " + std::to_string(features) + ".");
     }
   }

@@ -169,19 +169,24 @@ Status InitDescriptors(const CublasLt& library, const MatmulProblem& problem, co
   return InitLayout(library, scratch, 2, problem.result_type, groups, &descriptors->d);
 }
 
-// The hints are 64-bit: cuBLASLt refuses the 32-bit values that its header describes.
-Status SetAverages(const CublasLt& library, const MatmulProblem& problem, cublasLtMatmulPreference_t preference) {
+// Tells the heuristic the average of a size that it can't see. 13.10 takes 64 bits and refuses the 32 that its header
+// names; another release may do as the header says. Without the hint, the choice is merely less informed.
+void SetAverage(const CublasLt& library, cublasLtMatmulPreference_t preference,
+                cublasLtMatmulPreferenceAttributes_t attribute, int64_t value) {
+  if (SetPreference(library, preference, attribute, value).ok()) return;
+  (void)SetPreference(library, preference, attribute, static_cast<uint32_t>(value));
+}
+
+void SetAverages(const CublasLt& library, const MatmulProblem& problem, cublasLtMatmulPreference_t preference) {
   const int64_t tokens = std::max<int64_t>(1, problem.tokens / problem.num_groups);
   int64_t rows = problem.out_features;
   int64_t columns = tokens;
   int64_t reduction = problem.in_features;
   if (problem.product == Product::kDgrad) std::swap(rows, reduction);
   if (problem.product == Product::kWgrad) std::swap(columns, reduction);
-  JAX_GROUPED_RETURN_IF_FAILED(
-      SetPreference(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_DESC_D_AVERAGE_ROWS, rows));
-  JAX_GROUPED_RETURN_IF_FAILED(
-      SetPreference(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_DESC_D_AVERAGE_COLS, columns));
-  return SetPreference(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_AVERAGE_REDUCTION_DIM, reduction);
+  SetAverage(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_DESC_D_AVERAGE_ROWS, rows);
+  SetAverage(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_DESC_D_AVERAGE_COLS, columns);
+  SetAverage(library, preference, CUBLASLT_MATMUL_PREF_GROUPED_AVERAGE_REDUCTION_DIM, reduction);
 }
 
 Status ChooseAlgorithm(const CublasLt& library, cublasLtHandle_t handle, const MatmulProblem& problem, Plan* plan) {
@@ -200,7 +205,7 @@ Status ChooseAlgorithm(const CublasLt& library, cublasLtHandle_t handle, const M
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     JAX_GROUPED_RETURN_IF_FAILED(SetPreference(library, &preference, attribute, kAlignmentBytes));
   }
-  JAX_GROUPED_RETURN_IF_FAILED(SetAverages(library, problem, &preference));
+  SetAverages(library, problem, &preference);
 
   cublasLtMatmulHeuristicResult_t result{};
   int found = 0;

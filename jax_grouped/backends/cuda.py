@@ -54,9 +54,12 @@ def _matmul16(
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
     """Splits float32 into bfloat16 parts, largest first, whose sum is `x` to about 8 bits per part."""
     parts = []
+    largest = float(jnp.finfo(jnp.bfloat16).max)
     for _ in range(count):
         # XLA may drop a round trip through bfloat16 as excess precision, but never a reduce_precision.
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        # The largest float32 values would round to infinity; what is cut off goes into the next part.
+        part = jnp.where(jnp.isfinite(x), jnp.clip(part, -largest, largest), part)
         parts.append(part.astype(jnp.bfloat16))
         # Infinity minus itself would hide an overflow behind NaN in the parts that follow.
         x = jnp.where(jnp.isfinite(part), x - part, 0.0)

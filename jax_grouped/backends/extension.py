@@ -12,8 +12,8 @@ import jax
 #: The first cuBLASLt whose grouped matmul is right in every use this library makes of it.
 CUBLAS_NEEDED = (13, 8)
 
-#: Compute capability of the first GPU that cuBLASLt's grouped matmul runs on.
-COMPUTE_CAPABILITY_NEEDED = (9, 0)
+#: Compute capabilities of the GPUs that the extension is compiled for.
+COMPUTE_CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell B200"}
 
 _INSTALL = "JAX_GROUPED_CUDA=on python3 -m pip install --no-deps -e ."
 _UPGRADE_CUBLAS = 'python3 -m pip install --upgrade "nvidia-cublas>=13.8,<14"'
@@ -22,15 +22,15 @@ _USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
 
 @functools.cache
 def load() -> ModuleType | None:
-    """The extension module with its custom calls registered, or None if this installation was built without it."""
+    """The extension module with its custom calls registered, or None if this installation was built without it.
+
+    Raises:
+        ImportError: it was built but does not load.
+    """
     try:
         module = importlib.import_module("jax_grouped._cuda")
     except ModuleNotFoundError:
         return None
-    except ImportError as error:
-        raise ImportError(
-            f"The CUDA extension of jax_grouped does not load: {error}. To rebuild it: {_INSTALL}"
-        ) from None
     module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
@@ -87,18 +87,17 @@ def cublas_version() -> tuple[int, ...] | None:
 
 def find_problem() -> Problem | None:
     """What keeps the `cuda` backend from running on the GPUs of this process, or None if nothing does."""
-    if load() is None:
-        return Problem(
-            "jax_grouped was installed without its CUDA extension.",
-            f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA}).",
-        )
+    rebuild = f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA})."
+    try:
+        if load() is None:
+            return Problem("jax_grouped was installed without its CUDA extension.", rebuild)
+    except ImportError as error:
+        return Problem(f"The CUDA extension of jax_grouped does not load: {error}.", rebuild)
     for device in cuda_devices():
-        if compute_capability(device) < COMPUTE_CAPABILITY_NEEDED:
-            return Problem(
-                f"{device.device_kind} has compute capability {device.compute_capability}; the cuda backend needs "
-                f"{_version(COMPUTE_CAPABILITY_NEEDED)} (Hopper) or newer.",
-                f"Use another GPU, or {_USE_XLA}.",
-            )
+        if compute_capability(device) not in COMPUTE_CAPABILITIES:
+            needed = " or ".join(f"{_version(number)} ({name})" for number, name in COMPUTE_CAPABILITIES.items())
+            found = f"{device.device_kind} has compute capability {device.compute_capability}"
+            return Problem(f"{found}; the cuda backend needs {needed}.", f"Use another GPU, or {_USE_XLA}.")
     version = cublas_version()
     if version is None or version < CUBLAS_NEEDED:
         found = f"cuBLAS {_version(version)} is loaded" if version else "no cuBLASLt (libcublasLt.so.13) is found"

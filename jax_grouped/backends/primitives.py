@@ -40,6 +40,7 @@ def _define(
 
     def abstract_eval(first: Any, *rest: Any, backend: str, **static: Any) -> Any:
         del backend
+        _refuse_sharded_types(first, *rest)
         shape, dtype = out_aval(first, *rest, **static)
         sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(shape)))
         return first.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
@@ -50,7 +51,12 @@ def _define(
     def jitted(**params: Any) -> Callable[..., jax.Array]:
         return jax.jit(functools.partial(primitive.bind, **params))
 
-    primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
+    def impl(*args: jax.Array, **params: Any) -> jax.Array:
+        # Also under `jax.disable_jit`: a primitive has no steps that could be run one by one.
+        with jax.disable_jit(False):
+            return jitted(**params)(*args)
+
+    primitive.def_impl(impl)
 
     def on_xla(*args: jax.Array, backend: str, **static: Any) -> jax.Array:
         del backend
@@ -78,6 +84,16 @@ def _define(
 
     batching.primitive_batchers[primitive] = batch
     return primitive
+
+
+def _refuse_sharded_types(*avals: Any) -> None:
+    """Raises if an argument's type says how it is sharded, as on a mesh with explicit axes."""
+    for aval in avals:
+        if any(axis is not None for axis in aval.sharding.spec):
+            raise ValueError(
+                f"jax_grouped takes no array whose type is sharded over explicit mesh axes, got {aval}: "
+                "call it inside jax.shard_map, where every device sees its own rows."
+            )
 
 
 def _lowering(implementation: Callable[..., jax.Array]) -> Callable[..., Any]:

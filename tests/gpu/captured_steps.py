@@ -1,7 +1,7 @@
 """One jitted forward-and-backward step, run many times with other group sizes each time.
 
-`python3 -m tests.gpu.captured_steps OUT` writes to the JSON file OUT a digest of every step's results and what a
-profile of some steps saw. Whether XLA captures the step into a graph is up to the XLA_FLAGS of the process.
+`python3 -m tests.gpu.captured_steps OUT STEPS` writes to the JSON file OUT a digest of the results of STEPS steps and
+what a profile of some of them saw. Whether XLA captures the step into a graph is up to the XLA_FLAGS of the process.
 """
 
 import collections
@@ -18,7 +18,6 @@ import numpy as np
 import jax_grouped as jg
 from benchmarks import shapes
 
-STEPS = 1000
 PROFILED_STEPS = 20
 SHAPE = shapes.Shape("captured", num_groups=16, tokens=2048, K=256, N=512)
 
@@ -54,14 +53,14 @@ def profile(arguments: tuple[jax.Array, ...], all_sizes: list[jax.Array]) -> dic
     return collections.Counter(event.name for plane in data.planes for line in plane.lines for event in line.events)
 
 
-def main(out: str) -> None:
+def main(out: str, steps: int) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     arguments = (
         jax.random.normal(keys[0], (SHAPE.tokens, SHAPE.K), jnp.bfloat16),
         jax.random.normal(keys[1], (SHAPE.num_groups, SHAPE.K, SHAPE.N)) * 0.05,
         jax.random.normal(keys[2], (SHAPE.num_groups, SHAPE.N), jnp.bfloat16),
     )
-    all_sizes = [jnp.asarray(changing_sizes(index)) for index in range(STEPS)]
+    all_sizes = [jnp.asarray(changing_sizes(index)) for index in range(steps)]
     digests = []
     for sizes in all_sizes:
         digest = hashlib.sha256()
@@ -75,4 +74,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

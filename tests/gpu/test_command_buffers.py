@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.captured_steps import PROFILED_STEPS, STEPS
+from tests.gpu.captured_steps import PROFILED_STEPS
 
 pytestmark = pytest.mark.gpu
 
-FORCED = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-OFF = "--xla_gpu_enable_command_buffer="
+STEPS = 1000
 
 
-def run(xla_flags: str, out: pathlib.Path) -> dict[str, Any]:
+def run(commands: str, out: pathlib.Path, steps: int) -> dict[str, Any]:
+    """Runs steps in a process of their own, in which XLA captures these kinds of commands, however few they are."""
+    xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
     environment = {**os.environ, "XLA_FLAGS": xla_flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.gpu.captured_steps", str(out)]
+    command = [sys.executable, "-m", "tests.gpu.captured_steps", str(out), str(steps)]
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
@@ -28,12 +29,12 @@ def run(xla_flags: str, out: pathlib.Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(FORCED, tmp_path_factory.mktemp("captured") / "steps.json")
+    return run("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", tmp_path_factory.mktemp("captured") / "steps.json", STEPS)
 
 
 @pytest.fixture(scope="module")
 def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(OFF, tmp_path_factory.mktemp("uncaptured") / "steps.json")
+    return run("", tmp_path_factory.mktemp("uncaptured") / "steps.json", STEPS)
 
 
 def occurrences(run: dict[str, Any], *parts: str) -> int:
@@ -46,9 +47,13 @@ def test_every_launch_gives_the_uncaptured_result(captured: dict[str, Any], unca
     assert len(set(captured["digests"])) > STEPS / 2, "the sizes must matter for the comparison to mean anything"
 
 
-def test_steps_are_graph_launches(captured: dict[str, Any], uncaptured: dict[str, Any]) -> None:
+def test_steps_are_graph_launches(captured: dict[str, Any], uncaptured: dict[str, Any], tmp_path: pathlib.Path) -> None:
     assert occurrences(captured, "GraphLaunch") >= PROFILED_STEPS, sorted(captured["events"])
     assert occurrences(uncaptured, "GraphLaunch") == 0
+    # With nothing else allowed into a graph, what is launched can only be the custom calls.
+    calls_only = run("CUSTOM_CALL", tmp_path / "steps.json", PROFILED_STEPS)
+    assert occurrences(calls_only, "GraphLaunch") >= PROFILED_STEPS, sorted(calls_only["events"])
+    assert calls_only["digests"] == uncaptured["digests"][:PROFILED_STEPS]
     # Were nothing recorded, the next test would pass whatever happened.
     assert occurrences(uncaptured, "MatmulSetup") >= PROFILED_STEPS
 
