@@ -14,7 +14,9 @@ def plot(record: Record, path: Path) -> None:
     ops = list(dict.fromkeys(row.op for row in record.rows))
     peers = list(dict.fromkeys(row.peer for row in record.rows))
     groups = len({(row.shape.name, row.skew) for row in record.rows})
-    figure = Figure(figsize=(max(6.0, 2 + 0.3 * groups * (len(peers) + 1)), 1 + 2.8 * len(ops)), layout="constrained")
+    # Wide enough for the names of the groups, however few their bars are.
+    width = max(6.0, 2 + groups * max(0.95, 0.3 * (len(peers) + 1)))
+    figure = Figure(figsize=(width, 1 + 2.8 * len(ops)), layout="constrained")
     on_reference = cublaslt_rates.DEVICE in record.device
     for axes, op in zip(figure.subplots(len(ops), squeeze=False)[:, 0], ops, strict=True):
         _panel(axes, [row for row in record.rows if row.op == op], peers, on_reference)
