@@ -82,9 +82,9 @@ def ragged_dot(
     Accumulation is in float32. With 16-bit inputs every product is exact. With float32 inputs the `cuda` backend
     multiplies bfloat16 parts of them: two parts and three products by default (relative error about 2^-16 of the sum
     of absolute products, finer than TF32), three parts and six products with `precision=HIGHEST` (about 2^-23, as
-    float32 itself). There, an infinity in `lhs` or `rhs` may come out as NaN. Gradients are computed likewise; with
-    bfloat16 inputs, a float32 gradient of the result is rounded to bfloat16 first. Derivatives are those of reverse
-    mode (`jax.grad`, `jax.vjp`), of any order.
+    float32 itself). There, an infinity in `lhs` or `rhs` may come out as NaN. Gradients are computed likewise. A
+    float32 gradient of the result is rounded to bfloat16 if the inputs are bfloat16, and multiplied in float32 if they
+    are float16, whose range it may exceed. Derivatives are those of reverse mode (`jax.grad`, `jax.vjp`), of any order.
 
     Args:
         lhs: `[T, K]`, bfloat16, float16 or float32.
