@@ -153,7 +153,10 @@ class MoELanguageModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the mean balance loss."""
-        x = nn.Embed(VOCABULARY, self.d_model, dtype=self.dtype, name="embed")(tokens)
+        # As a product, because the gradient of a look-up is a scatter-add: with so few rows for all tokens, a GPU's
+        # atomics would queue up there, and add in another order in every run.
+        table = nn.Embed(VOCABULARY, self.d_model, name="embed").embedding
+        x = jax.nn.one_hot(tokens, VOCABULARY, dtype=self.dtype) @ table.astype(self.dtype)
         balance_losses = []
         for layer in range(self.num_layers):
             attention = CausalAttention(self.num_heads, self.dtype, name=f"attention_{layer}")
