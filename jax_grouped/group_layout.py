@@ -1,7 +1,7 @@
 """Where each group lies: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
 
-Every rule of clamping, capacity and alignment on the Python side lives here; its counterpart for device code is
-`csrc/common/group_layout.cuh`.
+Every rule of clamping, capacity and alignment on the Python side lives here; its counterpart in C++ is
+`csrc/common/group_layout.h`, with `group_layout.cuh` for device code.
 """
 
 from typing import NamedTuple

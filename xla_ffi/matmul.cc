@@ -117,7 +117,7 @@ ffi::Error LoadAccumulator(cudaStream_t stream, const ffi::RemainingArgs& rest, 
 }
 
 ffi::Error CheckAlignment(const char* argument, const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return ffi::Error::Success();
+  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
   return Invalid(kOp, std::string(argument) + " must start on a 16-byte boundary.");
 }
 

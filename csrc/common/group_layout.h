@@ -17,8 +17,11 @@
 
 namespace jax_grouped {
 
-// Feature sizes of the 16-bit products are multiples of this, so that every row starts on a 16-byte boundary.
-constexpr int64_t kFeatureAlignment = 8;
+// Arrays and their rows start on such a boundary; cuBLASLt is told so, and checks nothing.
+constexpr uint32_t kAlignmentBytes = 16;
+
+// Feature sizes of the 16-bit products are multiples of this, which gives their rows that alignment.
+constexpr int64_t kFeatureAlignment = kAlignmentBytes / 2;
 
 // Rows that one partial sum of the bias gradient covers.
 constexpr int kBiasGradRows = 128;

@@ -13,9 +13,6 @@
 namespace jax_grouped {
 namespace {
 
-// Every row starts on such a boundary, and cuBLASLt is told so.
-constexpr uint32_t kAlignmentBytes = 16;
-
 struct Plan {
   cublasLtMatmulAlgo_t algorithm;
   size_t workspace_bytes;

@@ -28,7 +28,7 @@ def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     missing = [
         round_up(x.shape[axis], FEATURE_ALIGNMENT) - x.shape[axis] if axis in axes else 0 for axis in range(x.ndim)
     ]
-    return jnp.pad(x, [(0, rows) for rows in missing]) if any(missing) else x
+    return jnp.pad(x, [(0, features) for features in missing]) if any(missing) else x
 
 
 def _matmul16(

@@ -29,7 +29,8 @@ class _Tiles:
         self.height = _tile_rows(capacity, rows.sizes.shape[0])
         self._rows = rows
         self._capacity = capacity
-        self._ends = jnp.cumsum((rows.sizes + self.height - 1) // self.height)
+        self._counts = (rows.sizes + self.height - 1) // self.height
+        self._ends = jnp.cumsum(self._counts)
 
     @property
     def count(self) -> jax.Array:
@@ -39,7 +40,7 @@ class _Tiles:
         """The tile's group, first row to read, and which of its rows (`bool[height, 1]`) are the tile's own."""
         group = jnp.sum(self._ends <= tile, dtype=jnp.int32)
         size = self._rows.sizes[group]
-        tiles_before = self._ends[group] - (size + self.height - 1) // self.height
+        tiles_before = self._ends[group] - self._counts[group]
         first = self._rows.starts[group] + (tile - tiles_before) * self.height
         # The last rows of the array may be fewer than a tile: read earlier ones too and leave them alone.
         start = jnp.minimum(first, self._capacity - self.height)
