@@ -7,10 +7,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jax_grouped._config import config as config
+from jax_grouped.arrays import GroupedQuantized as GroupedQuantized
+from jax_grouped.arrays import KernelCache as KernelCache
+from jax_grouped.arrays import ScaledArray as ScaledArray
 from jax_grouped.backends import extension
 from jax_grouped.backends.cuda import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.dense import grouped_dense as grouped_dense
 from jax_grouped.matmul import ragged_dot as ragged_dot
+from jax_grouped.quantize import grouped_dequantize as grouped_dequantize
+from jax_grouped.quantize import grouped_quantize as grouped_quantize
+from jax_grouped.quantize import quantize_kernel as quantize_kernel
+from jax_grouped.recipes import DelayedScaling as DelayedScaling
+from jax_grouped.recipes import Float8BlockScaling as Float8BlockScaling
+from jax_grouped.recipes import Float8CurrentScaling as Float8CurrentScaling
+from jax_grouped.recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from jax_grouped.recipes import ScalingMode as ScalingMode
 
 if TYPE_CHECKING:
     from jax_grouped import linen as linen
@@ -22,7 +33,23 @@ with contextlib.suppress(ImportError):
 
 __version__ = importlib.metadata.version("jax_grouped")
 
-__all__ = ["CUSTOM_CALL_TARGETS", "config", "grouped_dense", "ragged_dot"]
+__all__ = [
+    "CUSTOM_CALL_TARGETS",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "GroupedQuantized",
+    "KernelCache",
+    "MXFP8BlockScaling",
+    "ScaledArray",
+    "ScalingMode",
+    "config",
+    "grouped_dense",
+    "grouped_dequantize",
+    "grouped_quantize",
+    "quantize_kernel",
+    "ragged_dot",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,12 +1,17 @@
 """Checks of public arguments at trace time: each error names the argument, what it is and the rule."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped._config import config
-from jax_grouped.group_layout import canonical_sizes
+from jax_grouped.arrays import ScaledArray
+from jax_grouped.backends.spec import Activation
+from jax_grouped.group_layout import FP8_ALIGNMENT, canonical_sizes
+from jax_grouped.recipes import ScalingMode, canonical_fp8
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 #: JAX's names of precisions.
@@ -60,11 +65,7 @@ def canonical_groups(
         ValueError: a shape does not fit the kernel's number of groups; with `config.check`, also a value.
     """
     num_groups = kernel.shape[0]
-    group_sizes = _integers(group_sizes)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be of an integer type, got {group_sizes.dtype.name}.")
-    if group_sizes.ndim != 1:
-        raise ValueError(f"group_sizes must have shape [E], got {group_sizes.shape}.")
+    group_sizes = _checked_sizes(group_sizes)
     if group_offset is None and group_sizes.shape[0] != num_groups:
         raise ValueError(
             f"group_sizes must have one entry per group of {kernel_name}, which holds {num_groups}, "
@@ -74,9 +75,32 @@ def canonical_groups(
         raise ValueError(
             f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {group_sizes.shape[0]}."
         )
+    return _canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0])
+
+
+def canonical_sizes_of(group_sizes: ArrayLike, capacity: int) -> jax.Array:
+    """`group_sizes` as `int32[G]`.
+
+    Raises:
+        TypeError: it is not of an integer type.
+        ValueError: it has another shape; with `config.check`, also a value that does not fit.
+    """
+    return _canonical_sizes(_checked_sizes(group_sizes), capacity)
+
+
+def _checked_sizes(group_sizes: ArrayLike) -> jax.Array:
+    group_sizes = _integers(group_sizes)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be of an integer type, got {group_sizes.dtype.name}.")
+    if group_sizes.ndim != 1:
+        raise ValueError(f"group_sizes must have shape [E], got {group_sizes.shape}.")
+    return group_sizes
+
+
+def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     if config.check:
         _check_values(group_sizes, capacity)
-    return canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0])
+    return canonical_sizes(group_sizes, capacity)
 
 
 def _integers(values: ArrayLike) -> jax.Array:
@@ -139,3 +163,95 @@ def _check_values(group_sizes: jax.Array, capacity: int) -> None:
         jax.debug.callback(check, group_sizes)
     else:
         check(group_sizes)
+
+
+def check_quantizable(name: str, x: jax.Array, group_sizes: ArrayLike | None) -> None:
+    """Raises unless `x` is `[T, C]` with group sizes, or `[E, K, C]` without, of a supported type."""
+    check_dtype(f"{name}'s type", x.dtype)
+    if group_sizes is None and x.ndim != 3:
+        raise ValueError(f"{name} must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
+    if group_sizes is not None and x.ndim != 2:
+        raise ValueError(f"{name} must have shape [T, C] where group_sizes is given, got {x.shape}.")
+
+
+def check_stack(name: str, kernel: jax.Array) -> None:
+    """Raises unless `kernel` is a `[E, K, N]` array of a supported type."""
+    check_dtype(f"{name}'s type", kernel.dtype)
+    if kernel.ndim != 3:
+        raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
+
+
+def check_fp8_features(name: str, shape: tuple[int, ...], features: int) -> None:
+    """Raises ValueError unless so many features, which follow from this shape, are ones that FP8 matmuls take."""
+    if features % FP8_ALIGNMENT:
+        raise ValueError(
+            f"quantized features must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
+            "pad the feature axis with zeros."
+        )
+
+
+def check_scaled(scaled: ScaledArray) -> None:
+    """Raises unless the arrays have the types and shapes that their layout tells."""
+    layout = scaled.layout
+    canonical_fp8("scaled.data's type", scaled.data.dtype)
+    scale_dtype = jnp.dtype(jnp.float8_e8m0fnu if layout.mode == ScalingMode.MX else jnp.float32)
+    if scaled.scale_inv.dtype != scale_dtype:
+        raise TypeError(
+            f"scaled.scale_inv must be {scale_dtype.name} with {layout.mode}, got {scaled.scale_inv.dtype.name}."
+        )
+    for name, array, shape in (
+        ("data", scaled.data, layout.data_shape),
+        ("scale_inv", scaled.scale_inv, layout.scale_shape),
+        ("group_sizes", scaled.group_sizes, (layout.num_groups,)),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}.")
+
+
+def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:
+    """Raises ValueError or TypeError unless the activation is a known one and its operands fit each other."""
+    if activation is None:
+        if activation_input is not None:
+            raise ValueError("activation_input needs an activation.")
+        return
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {get_args(Activation)} or None, got {activation!r}.")
+    if activation_input is None:
+        if activation == "silu_mul" and x.shape[-1] % 2:
+            raise ValueError(f"silu_mul needs an even number of features, gate and up, got x {x.shape}.")
+        return
+    expected = (*x.shape[:-1], 2 * x.shape[-1] if activation == "silu_mul" else x.shape[-1])
+    if activation_input.dtype != x.dtype:
+        raise TypeError(f"activation_input must have the type of x, {x.dtype.name}, got {activation_input.dtype.name}.")
+    if activation_input.shape != expected:
+        raise ValueError(f"activation_input must have shape {expected} for x {x.shape}, got {activation_input.shape}.")
+
+
+def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
+    """`scale` as `float32[num_groups]`.
+
+    Raises:
+        TypeError: it is not of float32.
+        ValueError: it has another shape.
+    """
+    scale = jnp.asarray(scale)
+    if scale.dtype != jnp.float32:
+        raise TypeError(f"scale must be float32, got {scale.dtype.name}.")
+    if scale.shape != (num_groups,):
+        raise ValueError(f"scale must have one entry per group, shape ({num_groups},), got {scale.shape}.")
+    return scale
+
+
+def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
+    """`flag` as `bool[1]`.
+
+    Raises:
+        TypeError: it is not boolean.
+        ValueError: it is not one value.
+    """
+    flag = jnp.asarray(flag)
+    if flag.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")
+    if flag.size != 1:
+        raise ValueError(f"{name} must be a scalar, got shape {flag.shape}.")
+    return flag.reshape(1)

@@ -4,16 +4,31 @@ Every rule of clamping, capacity and alignment on the Python side lives here; it
 `csrc/common/group_layout.h`, with `group_layout.cuh` for device code.
 """
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.recipes import ScalingMode
+
 #: Feature sizes of the 16-bit products are multiples of this, so that every row starts on a 16-byte boundary.
 FEATURE_ALIGNMENT = 8
 
+#: Feature sizes of quantized arrays are multiples of this, and so are the padded rows of columnwise data.
+FP8_ALIGNMENT = 16
+
 #: Rows that one partial sum of the bias gradient covers.
 BIAS_GRAD_ROWS = 128
+
+#: Elements along each side of a scaling block, and of one of the MX format.
+BLOCK = 128
+MX_BLOCK = 32
+
+#: A scale is found from how many units of so many rows lie before its group.
+GROUP_UNITS = (4, 16, 32, 128, 512)
 
 
 class GroupRows(NamedTuple):
@@ -64,12 +79,12 @@ def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
     row = jnp.arange(capacity, dtype=jnp.int32)
     # Groups past the end of `group_sizes` start at 0, so ends, made monotonic, are searched instead of starts.
     ends = jax.lax.associative_scan(jnp.maximum, rows.starts + rows.sizes)
-    group = jnp.minimum(_count_not_above(ends, row), ends.shape[0] - 1)
+    group = jnp.minimum(count_not_above(ends, row), ends.shape[0] - 1)
     start = rows.starts[group]
     return group, (row >= start) & (row < start + rows.sizes[group])
 
 
-def _count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
+def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
     """How many of the sorted `ends` are at most `row`, for every row.
 
     `jnp.searchsorted` would do, but fails inside a `jax.shard_map` over some of a mesh's axes. Elementwise in `row`,
@@ -91,6 +106,189 @@ def matmul_scratch_bytes(num_groups: int) -> int:
     return pointers + sizes + scalars
 
 
+def group_table_size(num_groups: int) -> int:
+    """How many `int32` the device needs to tell where groups and their regions lie (`GroupTable` in C++)."""
+    return (1 + len(GROUP_UNITS)) * (num_groups + 1)
+
+
+def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
+    """Bytes of device memory for the windows and the group table of a quantization (`QuantizeScratchBytes` in C++)."""
+    chunks = QuantizedLayout(ScalingMode.TENSOR, False, capacity, 0, num_groups).units(FP8_ALIGNMENT)
+    windows = -(-chunks // 8)
+    return windows * (32 + 2 * 8 * 48) + 4 * group_table_size(num_groups)
+
+
 def bias_grad_tiles(capacity: int, num_groups: int) -> int:
     """How many row tiles of `BIAS_GRAD_ROWS` rows, none of which crosses a group, any group sizes can need."""
     return capacity // BIAS_GRAD_ROWS + num_groups
+
+
+def unit_starts(rows: GroupRows, unit: int) -> jax.Array:
+    """How many units of `unit` rows the groups before each one have, the last unit of a group cut short; `int32[G+1]`.
+
+    The additional entry is the number of all units.
+    """
+    ends = jnp.cumsum(-(-rows.sizes // unit), dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedLayout:
+    """Where the data and scales of one quantized array lie.
+
+    Rowwise data is `[T, C]`. Columnwise data has, for each group of `m` rows, a region `[C, round_up(m, 16)]`, which is
+    zero past the group's rows. Scales have one region per group in the order of the groups, every region a multiple of
+    16 bytes (`TENSOR`: one number). What a region has past its group's scales is zero. Nothing reads, and `cuda` does
+    not write, what the arrays have past the last region.
+
+    | mode       | scales of a rowwise group                   | scales of a columnwise group                  |
+    |------------|---------------------------------------------|-----------------------------------------------|
+    | `TENSOR`   | one                                         | one                                           |
+    | `BLOCK_1D` | `[ceil(C / 128), round_up(m, 4)]`           | `[ceil(m / 128), C]`                          |
+    | `BLOCK_2D` | `[ceil(m / 128), round_up(ceil(C/128), 4)]` | `[ceil(C / 128), round_up(ceil(m/128), 4)]`   |
+    | `MX`       | `[round_up(m, 16), ceil(C / 32)]`           | `[C, ceil(m / 32)]`                           |
+
+    With `swizzled_scales`, `MX` scales are in the order that Blackwell's matmul reads: tiles of 128 outer by 4 inner
+    blocks, row by row; in a tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. cuBLAS documentation,
+    "1D block scaling factors layout".
+
+    A stack of equal groups has the same regions, and its arrays have the group axis in front.
+
+    Attributes:
+        mode: which elements share a scale.
+        columnwise: the orientation.
+        tokens: `T`, rows of all groups together.
+        features: `C`.
+        num_groups: how many groups.
+        stack_rows: rows of every group of a stack; None if the device knows the sizes.
+        swizzled_scales: see above.
+    """
+
+    mode: ScalingMode
+    columnwise: bool
+    tokens: int
+    features: int
+    num_groups: int
+    stack_rows: int | None = None
+    swizzled_scales: bool = False
+
+    def units(self, unit: int) -> int:
+        """How many units of `unit` rows, none of which crosses a group, any group sizes can need."""
+        if self.stack_rows is not None:
+            return self.num_groups * -(-self.stack_rows // unit)
+        groups = min(self.num_groups, self.tokens)
+        return groups + (self.tokens - groups) // unit if groups else 0
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """`[T, C]` or flat regions; `[E, K, C]` or `[E, C, round_up(K, 16)]` for a stack."""
+        if self.stack_rows is None:
+            return (FP8_ALIGNMENT * self.units(FP8_ALIGNMENT) * self.features,) if self.columnwise else self._tokens
+        if self.columnwise:
+            return (self.num_groups, self.features, round_up(self.stack_rows, FP8_ALIGNMENT))
+        return (self.num_groups, self.stack_rows, self.features)
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        return self.tokens, self.features
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Flat regions, or one region per group of a stack."""
+        if self.mode == ScalingMode.TENSOR:
+            return (self.num_groups,)
+        if self.stack_rows is None:
+            return (math.prod(self._region(self.units)),)
+        rows = self.stack_rows
+        return (self.num_groups, *self._region(lambda unit: -(-rows // unit)))
+
+    def _region(self, units: Callable[[int], int]) -> tuple[int, ...]:
+        """The shape of a region whose group has so many units of rows."""
+        feature_blocks = -(-self.features // BLOCK)
+        match self.mode, self.columnwise:
+            case ScalingMode.BLOCK_1D, False:
+                return feature_blocks, 4 * units(4)
+            case ScalingMode.BLOCK_1D, True:
+                return units(128), self.features
+            case ScalingMode.BLOCK_2D, False:
+                return units(128), round_up(feature_blocks, 4)
+            case ScalingMode.BLOCK_2D, True:
+                return feature_blocks, 4 * units(512)
+            case _ if self.swizzled_scales:
+                return (512 * feature_blocks * units(128),)
+            case _, False:
+                return 16 * units(16), -(-self.features // MX_BLOCK)
+            case _:
+                return self.features, units(32)
+
+    def row_scales(self, rows: GroupRows, group: jax.Array, row: jax.Array) -> jax.Array:
+        """Positions of the scales of rowwise data in the flat array.
+
+        Args:
+            rows: of the groups.
+            group: `int32[n]`, the groups of some rows.
+            row: `int32[n]`, these rows, counted in their groups.
+
+        Returns:
+            `int32[n, blocks]`, a position for every block of a row: of 32 elements with `MX`, of 128 otherwise; one
+            column with `TENSOR`.
+        """
+        if self.mode == ScalingMode.TENSOR:
+            return group[:, None]
+        feature_blocks = -(-self.features // BLOCK)
+
+        def before(unit: int) -> jax.Array:
+            return unit_starts(rows, unit)[group][:, None]
+
+        size, row = rows.sizes[group][:, None], row[:, None]
+        block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
+        match self.mode:
+            case ScalingMode.BLOCK_1D:
+                return feature_blocks * 4 * before(4) + block * ((size + 3) // 4 * 4) + row
+            case ScalingMode.BLOCK_2D:
+                return round_up(feature_blocks, 4) * (before(128) + row // 128) + block
+            case _ if self.swizzled_scales:
+                tile = feature_blocks * (before(128) + row // 128) + block // 4
+                return _in_tile(tile, row % 128, block % 4)
+            case _:
+                return block.shape[0] * (16 * before(16) + row) + block
+
+    def column_scales(self, rows: GroupRows, group: jax.Array, row: jax.Array) -> jax.Array:
+        """Positions of the scales of columnwise data in the flat array.
+
+        As `row_scales`, but of the blocks that hold the given rows, for every feature (`int32[n, C]`), or for every 128
+        features with `BLOCK_2D`.
+        """
+        if self.mode == ScalingMode.TENSOR:
+            return group[:, None]
+        feature_blocks = -(-self.features // BLOCK)
+
+        def before(unit: int) -> jax.Array:
+            return unit_starts(rows, unit)[group][:, None]
+
+        def blocks(unit: int) -> jax.Array:
+            return (rows.sizes[group][:, None] + unit - 1) // unit
+
+        row = row[:, None]
+        feature = jnp.arange(self.features, dtype=jnp.int32)
+        match self.mode:
+            case ScalingMode.BLOCK_1D:
+                return self.features * (before(128) + row // 128) + feature
+            case ScalingMode.BLOCK_2D:
+                block = jnp.arange(feature_blocks, dtype=jnp.int32)
+                return 4 * (feature_blocks * before(512) + block * blocks(512)) + row // 128
+            case _ if self.swizzled_scales:
+                tile = feature_blocks * before(128) + feature // 128 * blocks(128) + row // 128
+                return _in_tile(tile, feature % 128, row % 128 // MX_BLOCK)
+            case _:
+                return self.features * before(32) + feature * blocks(32) + row // MX_BLOCK
+
+    @property
+    def block(self) -> int:
+        """Elements along the quantized axis that share a scale."""
+        return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
+
+
+def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
+    """The byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
+    return 512 * tile + outer % 32 * 16 + outer // 32 * 4 + inner

@@ -136,5 +136,8 @@ def test_one_export_serves_several_platforms() -> None:
 
 
 def test_exported_custom_calls_are_the_published_ones() -> None:
-    text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
+    def round_trip(x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jg.grouped_dequantize(jg.grouped_quantize(x, sizes, jg.ScalingMode.TENSOR).rowwise)
+
+    text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES) + lowered(round_trip, X, SIZES)
     assert set(re.findall(r"stablehlo.custom_call @(jax_grouped\w+)", text)) == set(jg.CUSTOM_CALL_TARGETS)

@@ -16,6 +16,15 @@ XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 // jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
 XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame);
 
+// jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...]) {...} ->
+//     ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
+//
+// The attributes say which of these there are. Previous results are meant to be aliased to the results.
+XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame);
+
+// jax_grouped_dequantize(data, scale_inv, group_sizes, group_offset) {...} -> (out, group table)
+XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame);
+
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_XLA_FFI_HANDLERS_H_

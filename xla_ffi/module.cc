@@ -28,9 +28,15 @@ nb::dict Handlers() {
   matmul["execute"] = Capsule(MatmulExecute);
   nb::dict bias_grad;
   bias_grad["execute"] = Capsule(BiasGradExecute);
+  nb::dict quantize;
+  quantize["execute"] = Capsule(QuantizeExecute);
+  nb::dict dequantize;
+  dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict handlers;
   handlers["jax_grouped_matmul"] = matmul;
   handlers["jax_grouped_bias_grad"] = bias_grad;
+  handlers["jax_grouped_quantize"] = quantize;
+  handlers["jax_grouped_dequantize"] = dequantize;
   return handlers;
 }
 

@@ -53,6 +53,12 @@ __device__ RowRange LocalRows(const Groups& groups) {
   return result;
 }
 
+// Groups that one thread visits when kThreads share them out in runs.
+template <int kThreads>
+__device__ int32_t GroupsPerThread(int32_t num_groups) {
+  return (num_groups + kThreads - 1) / kThreads;
+}
+
 // Calls visit(i, rows) for every local group i, each from one thread. For the whole block. `begin` is the first row of
 // the first local group.
 template <int kThreads, typename Visit>
@@ -61,20 +67,170 @@ __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   __shared__ typename Scan::TempStorage storage;
 
   const int64_t first = FirstGroup(groups);
-  int64_t running = begin;
-  for (int32_t chunk = 0; chunk < groups.num_groups; chunk += kThreads) {
-    const int32_t i = chunk + static_cast<int32_t>(threadIdx.x);
-    const int64_t size = i < groups.num_groups ? GroupSize(groups, first + i) : 0;
-    int64_t start;
-    int64_t total;
-    Scan(storage).ExclusiveSum(size, start, total);
-    start += running;
-    if (i < groups.num_groups) {
-      visit(i, RowRange{min(start, groups.capacity), min(start + size, groups.capacity)});
-    }
-    running += total;
-    __syncthreads();
+  const int32_t run = GroupsPerThread<kThreads>(groups.num_groups);
+  const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
+  const int32_t run_end = min(run_begin + run, groups.num_groups);
+  int64_t rows = 0;
+  for (int32_t i = run_begin; i < run_end; ++i) rows += GroupSize(groups, first + i);
+  int64_t start;
+  Scan(storage).ExclusiveSum(rows, start);
+  start += begin;
+  for (int32_t i = run_begin; i < run_end; ++i) {
+    const int64_t end = start + GroupSize(groups, first + i);
+    visit(i, RowRange{min(start, groups.capacity), min(end, groups.capacity)});
+    start = end;
   }
+}
+
+struct UnitCounts {
+  int32_t count[kNumUnits];
+};
+
+struct AddUnitCounts {
+  __device__ UnitCounts operator()(const UnitCounts& a, const UnitCounts& b) const {
+    UnitCounts sum;
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) sum.count[i] = a.count[i] + b.count[i];
+    return sum;
+  }
+};
+
+// Fills the table. For the whole block.
+template <int kThreads>
+__device__ void FillGroupTable(const Groups& groups, const GroupTable& table) {
+  using Scan = cub::BlockScan<UnitCounts, kThreads>;
+  __shared__ typename Scan::TempStorage storage;
+
+  // Only with an offset are there rows before the local groups.
+  const int64_t begin = FirstGroup(groups) > 0 ? LocalRows<kThreads>(groups).begin : 0;
+  ForEachGroup<kThreads>(groups, begin, [&](int32_t group, RowRange rows) {
+    table.FirstRow()[group] = static_cast<int32_t>(rows.begin);
+    if (group == groups.num_groups - 1) table.FirstRow()[group + 1] = static_cast<int32_t>(rows.end);
+  });
+  __syncthreads();
+
+  const auto count_units = [&](int32_t group) {
+    const int32_t size = table.FirstRow()[group + 1] - table.FirstRow()[group];
+    UnitCounts counts;
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) {
+      const int rows = UnitRows(static_cast<Unit>(i));
+      counts.count[i] = (size + rows - 1) / rows;
+    }
+    return counts;
+  };
+  const int32_t run = GroupsPerThread<kThreads>(groups.num_groups);
+  const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
+  const int32_t run_end = min(run_begin + run, groups.num_groups);
+  UnitCounts counts{};
+  for (int32_t group = run_begin; group < run_end; ++group) counts = AddUnitCounts()(counts, count_units(group));
+  UnitCounts before;
+  Scan(storage).ExclusiveScan(counts, before, UnitCounts{}, AddUnitCounts());
+  const auto write = [&](int32_t group) {
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) table.UnitsBefore(static_cast<Unit>(i))[group] = before.count[i];
+  };
+  for (int32_t group = run_begin; group < run_end; ++group) {
+    write(group);
+    before = AddUnitCounts()(before, count_units(group));
+    if (group == groups.num_groups - 1) write(group + 1);
+  }
+  __syncthreads();
+}
+
+// The group whose units include `unit`, among the groups [low, high): the last one that starts at or before it, so
+// never an empty one. `unit` is not before the first of them, and before the end of the last.
+__device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t high, int32_t unit) {
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    (starts[middle] <= unit ? low : high) = middle;
+  }
+  return low;
+}
+
+// Up to 16 consecutive rows of one group: what columnwise data is made of. Chunks are counted through all groups.
+struct alignas(16) Chunk {
+  int32_t group;
+  int32_t group_rows;
+  int32_t row;        // its first row, counted in the group
+  int32_t first_row;  // and in the array
+  int32_t rows;       // how many it has
+  UnitCounts before;  // units before the group
+  int32_t filler[2];  // chunks are copied whole
+
+  __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
+};
+
+// The chunk of that index, which is in one of the groups [low, high).
+__device__ inline Chunk LoadChunk(const GroupTable& table, int32_t index, int32_t low, int32_t high) {
+  const int32_t group = FindGroup(table.UnitsBefore(Unit::k16), low, high, index);
+  Chunk chunk{};
+  chunk.group = group;
+#pragma unroll
+  for (int i = 0; i < kNumUnits; ++i) chunk.before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
+  const int32_t group_begin = table.FirstRow()[group];
+  chunk.group_rows = table.FirstRow()[group + 1] - group_begin;
+  chunk.row = (index - chunk.Before(Unit::k16)) * kFp8Alignment;
+  chunk.first_row = group_begin + chunk.row;
+  chunk.rows = min(kFp8Alignment, chunk.group_rows - chunk.row);
+  return chunk;
+}
+
+// The static part of where scales lie.
+struct ScaleLayout {
+  int64_t features;
+  bool swizzled;
+
+  __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
+};
+
+// The byte of a block in a 128 x 4 tile of swizzled scales.
+__device__ inline int64_t InSwizzledTile(int64_t tile, int outer, int inner) {
+  return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
+}
+
+// Position of the scale of one row of a chunk in rowwise data. `block` counts along the features.
+template <ScalingMode kMode>
+__device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chunk, int row_in_chunk, int32_t block) {
+  const int32_t row = chunk.row + row_in_chunk;
+  switch (kMode) {
+    case ScalingMode::kTensor:
+      return chunk.group;
+    case ScalingMode::kBlock1D:
+      return layout.FeatureBlocks() * 4 * chunk.Before(Unit::k4) + block * RoundUp(chunk.group_rows, 4) + row;
+    case ScalingMode::kBlock2D:
+      return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(Unit::k128) + row / kBlock) + block;
+    case ScalingMode::kMx:
+      break;
+  }
+  if (layout.swizzled) {
+    const int64_t tile = layout.FeatureBlocks() * (chunk.Before(Unit::k128) + row / kBlock) + block / 4;
+    return InSwizzledTile(tile, row % kBlock, block % 4);
+  }
+  return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(Unit::k16)) + row) + block;
+}
+
+// Position of the scale of a chunk's rows in columnwise data, for one feature, or one block of features with kBlock2D.
+template <ScalingMode kMode>
+__device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
+  switch (kMode) {
+    case ScalingMode::kTensor:
+      return chunk.group;
+    case ScalingMode::kBlock1D:
+      return layout.features * (chunk.Before(Unit::k128) + chunk.row / kBlock) + feature;
+    case ScalingMode::kBlock2D:
+      return 4 * (layout.FeatureBlocks() * chunk.Before(Unit::k512) + feature * CeilDiv(chunk.group_rows, 4 * kBlock)) +
+             chunk.row / kBlock;
+    case ScalingMode::kMx:
+      break;
+  }
+  if (layout.swizzled) {
+    const int64_t tile = layout.FeatureBlocks() * chunk.Before(Unit::k128) +
+                         feature / kBlock * CeilDiv(chunk.group_rows, kBlock) + chunk.row / kBlock;
+    return InSwizzledTile(tile, static_cast<int>(feature % kBlock), chunk.row % kBlock / kMxBlock);
+  }
+  return layout.features * chunk.Before(Unit::k32) + feature * CeilDiv(chunk.group_rows, kMxBlock) +
+         chunk.row / kMxBlock;
 }
 
 }  // namespace jax_grouped

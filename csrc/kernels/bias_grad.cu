@@ -48,17 +48,6 @@ __global__ void __launch_bounds__(kScanThreads) FindTiles(Groups groups, Starts 
   }
 }
 
-// The group whose tiles include `tile`: the last one that starts at or before it.
-__device__ int32_t FindGroup(const Starts& starts, int32_t num_groups, int32_t tile) {
-  int32_t low = 0;
-  int32_t high = num_groups;
-  while (high - low > 1) {
-    const int32_t middle = (low + high) / 2;
-    (starts.tile[middle] <= tile ? low : high) = middle;
-  }
-  return low;
-}
-
 __device__ float ToFloat(float x) { return x; }
 __device__ float ToFloat(__half x) { return __half2float(x); }
 __device__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -77,7 +66,7 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
   const int32_t tile = static_cast<int32_t>(blockIdx.x);
   if (tile >= starts.tile[num_groups]) return;
 
-  const int32_t group = FindGroup(starts, num_groups, tile);
+  const int32_t group = FindGroup(starts.tile, 0, num_groups, tile);
   const int64_t begin = starts.row[group] + static_cast<int64_t>(tile - starts.tile[group]) * kBiasGradRows;
   const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(starts.row[group + 1]));
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kVector;
@@ -107,13 +96,14 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
 }
 
 __global__ void __launch_bounds__(kSumThreads)
-    AddTiles(const float* __restrict__ partial_sums, int64_t features, Starts starts, float* __restrict__ dbias) {
+    AddTiles(const float* __restrict__ partial_sums, int64_t features, const int32_t* __restrict__ tile_starts,
+             float* __restrict__ dbias) {
   const int64_t group = blockIdx.x;
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
   if (column >= features) return;
   float sum = 0.0f;
 #pragma unroll 8
-  for (int32_t tile = starts.tile[group]; tile < starts.tile[group + 1]; ++tile) {
+  for (int32_t tile = tile_starts[group]; tile < tile_starts[group + 1]; ++tile) {
     sum += partial_sums[tile * features + column];
   }
   dbias[group * features + column] = sum;
@@ -123,7 +113,7 @@ template <typename T, int kVector>
 void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
                     float* partial_sums) {
   const auto tiles = static_cast<unsigned>(BiasGradTiles(groups.capacity, groups.num_groups));
-  const auto columns = static_cast<unsigned>(RoundUp(features, kColumnThreads * kVector) / (kColumnThreads * kVector));
+  const auto columns = static_cast<unsigned>(CeilDiv(features, kColumnThreads * kVector));
   SumTiles<T, kVector><<<dim3(tiles, columns), dim3(kColumnThreads, kLanes), 0, stream>>>(
       static_cast<const T*>(dy), groups.num_groups, features, starts, partial_sums);
 }
@@ -142,6 +132,13 @@ void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, i
 
 }  // namespace
 
+void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const int32_t* tile_starts,
+                    int64_t num_groups, float* dbias) {
+  const auto columns = static_cast<unsigned>(CeilDiv(features, kSumThreads));
+  AddTiles<<<dim3(static_cast<unsigned>(num_groups), columns), kSumThreads, 0, stream>>>(partial_sums, features,
+                                                                                         tile_starts, dbias);
+}
+
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
                       float* partial_sums, int32_t* starts, float* dbias) {
   const Starts found{starts, starts + groups.num_groups + 1};
@@ -159,9 +156,7 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
     default:
       return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
   }
-  const auto columns = static_cast<unsigned>(RoundUp(features, kSumThreads) / kSumThreads);
-  AddTiles<<<dim3(static_cast<unsigned>(groups.num_groups), columns), kSumThreads, 0, stream>>>(partial_sums, features,
-                                                                                                found, dbias);
+  LaunchAddTiles(stream, partial_sums, features, found.tile, groups.num_groups, dbias);
   return Status::FromCuda(cudaGetLastError(), "Launching the bias gradient");
 }
 

@@ -24,6 +24,10 @@ namespace jax_grouped {
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
                       float* partial_sums, int32_t* starts, float* dbias);
 
+// dbias[g][n] = the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order.
+void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const int32_t* tile_starts,
+                    int64_t num_groups, float* dbias);
+
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_CSRC_KERNELS_BIAS_GRAD_H_

@@ -12,13 +12,19 @@ from jax_grouped.group_layout import FEATURE_ALIGNMENT, bias_grad_tiles, matmul_
 
 #: Names of the custom calls in a lowered program. `jax.export` needs them:
 #: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
-CUSTOM_CALL_TARGETS = ("jax_grouped_matmul", "jax_grouped_bias_grad")
+CUSTOM_CALL_TARGETS = (
+    "jax_grouped_matmul",
+    "jax_grouped_bias_grad",
+    "jax_grouped_quantize",
+    "jax_grouped_dequantize",
+)
 
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
 
-def _call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
+def call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
+    """The custom call `target`; `aliases` says which arguments share memory with which results."""
     # Batching is a rule of the primitive that this call implements, so it never reaches the call itself.
     return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
 
@@ -48,7 +54,7 @@ def _matmul16(
     if accumulator is not None:
         aliases[len(args)] = 0
         args.append(accumulator)
-    return _call("jax_grouped_matmul", [out, scratch, workspace], *args, aliases=aliases, product=spec.product)[0]
+    return call("jax_grouped_matmul", [out, scratch, workspace], *args, aliases=aliases, product=spec.product)[0]
 
 
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
@@ -109,5 +115,5 @@ def grouped_bias_grad(
     out = jax.ShapeDtypeStruct((num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((bias_grad_tiles(capacity, num_groups), features), jnp.float32)
     starts = jax.ShapeDtypeStruct((2, num_groups + 1), jnp.int32)
-    dbias = _call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
+    dbias = call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
     return dbias.astype(out_dtype)

@@ -1,13 +1,18 @@
-"""What a grouped matmul computes, as one static value that every backend understands."""
+"""What an operation computes, as one static value that every backend understands."""
 
 import dataclasses
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.recipes import ScalingMode
+
 Product = Literal["fprop", "dgrad", "wgrad"]
+Activation = Literal["silu_mul", "silu", "gelu", "relu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +50,81 @@ class MatmulSpec:
                 return (a[0], b[1])
             case "wgrad":
                 return (self.num_groups, a[1], b[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeSpec:
+    """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
+
+    More operands follow in this order, each if its flag says so: `scale [G]`, `activation_input`, and `skip` with the
+    previous results, whose bytes are kept where `skip` is true.
+
+    Attributes:
+        mode: which elements share a scale.
+        dtype: the FP8 type.
+        num_groups: `G`, the groups to quantize; `group_sizes` may describe more.
+        stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
+        rowwise, columnwise: the orientations to make.
+        dbias: whether to sum each group's rows.
+        pow2_scales: whether scales are rounded down to powers of two.
+        amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
+        swizzled_scales: whether scales of `MX` are in the order of Blackwell's matmul.
+        given_scale: whether the scales are given, one per group (`TENSOR` only).
+        activation: what is applied to `x` before quantization, in float32.
+        backward: quantize the gradient of the activation's input instead: `x` is the gradient of its result.
+        cached: whether `skip` and previous results are given.
+    """
+
+    mode: ScalingMode
+    dtype: DTypeLike
+    num_groups: int
+    stack_rows: int | None = None
+    rowwise: bool = True
+    columnwise: bool = False
+    dbias: bool = False
+    pow2_scales: bool = False
+    amax_epsilon: float = 0.0
+    swizzled_scales: bool = False
+    given_scale: bool = False
+    activation: Activation | None = None
+    backward: bool = False
+    cached: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def features(self, x_features: int) -> int:
+        """Features of the quantized array, from those of `x`."""
+        if self.activation != "silu_mul":
+            return x_features
+        return 2 * x_features if self.backward else x_features // 2
+
+    def layout(self, x_shape: tuple[int, ...], *, columnwise: bool) -> QuantizedLayout:
+        """Where one orientation's data and scales lie, for an `x` of this shape, `[T, C]`."""
+        return QuantizedLayout(
+            self.mode,
+            columnwise,
+            tokens=x_shape[0],
+            features=self.features(x_shape[1]),
+            num_groups=self.num_groups,
+            stack_rows=self.stack_rows,
+            swizzled_scales=self.swizzled_scales,
+        )
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """Type of the inverse scales."""
+        return jnp.dtype(jnp.float8_e8m0fnu if self.mode == ScalingMode.MX else jnp.float32)
+
+    def results(self, x_shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and types of the results, in the order of the primitive's and of the custom call's."""
+        results = {}
+        for name, columnwise, wanted in (("row", False, self.rowwise), ("column", True, self.columnwise)):
+            if wanted:
+                layout = self.layout(x_shape, columnwise=columnwise)
+                results[f"{name}_data"] = jax.ShapeDtypeStruct(layout.data_shape, self.dtype)
+                results[f"{name}_scale"] = jax.ShapeDtypeStruct(layout.scale_shape, self.scale_dtype)
+        results["amax"] = jax.ShapeDtypeStruct((self.num_groups,), jnp.float32)
+        if self.dbias:
+            results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
+        return results

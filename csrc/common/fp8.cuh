@@ -1,0 +1,115 @@
+// FP8 numerics, the same to the bit as in jax_grouped/backends/fp8.py. Subnormal float32 numbers count as zero.
+
+#ifndef JAX_GROUPED_CSRC_COMMON_FP8_CUH_
+#define JAX_GROUPED_CSRC_COMMON_FP8_CUH_
+
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace jax_grouped {
+
+// The types, with the exponent of their largest value: both are 1.75 times a power of two.
+struct E4m3 {
+  static constexpr __nv_fp8_interpretation_t kType = __NV_E4M3;
+  static constexpr int kMaxExponent = 8;
+};
+struct E5m2 {
+  static constexpr __nv_fp8_interpretation_t kType = __NV_E5M2;
+  static constexpr int kMaxExponent = 15;
+};
+
+constexpr uint32_t kInfinityBits = 0x7f800000;
+constexpr uint32_t kTinyBits = 0x00800000;  // 2^-126
+constexpr float kLargestScale = 0x1p126f;   // its inverse is a normal number too
+
+struct Scale {
+  float scale;
+  float inverse;
+};
+
+__device__ inline float MultiplyFlushed(float a, float b) {
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// What a block's largest value counts as: at least `epsilon`, and zero if it is subnormal.
+__device__ inline uint32_t EffectiveAmax(uint32_t amax_bits, float epsilon) {
+  const uint32_t bits = max(amax_bits, __float_as_uint(epsilon));
+  return bits < kTinyBits ? 0 : bits;
+}
+
+// The biased exponent of a power of two times the largest FP8 value over `bits`, the bits of a positive normal number:
+// the floor of the logarithm, since 1.75 over the mantissa is in (0.875, 1.75] and reaches 1 if the mantissa is at most
+// 1.75. Correct rounding of the quotient changes nothing in that.
+template <typename Fp8>
+__device__ inline int ScaleExponent(uint32_t bits) {
+  const int exponent = static_cast<int>(bits >> 23);
+  return 2 * 127 + Fp8::kMaxExponent - exponent - ((bits & 0x007fffff) > 0x00600000);
+}
+
+// The correctly rounded quotient numerator / x, for a numerator of 1 or 1.75 and x from 1 to 2. Without the branches
+// that general division has for large and small operands; a test goes through all x.
+__device__ inline float DivideMantissa(float numerator, float x) {
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
+  const float reciprocal = fmaf(fmaf(-x, estimate, 1.0f), estimate, estimate);
+  const float quotient = numerator * reciprocal;
+  return fmaf(fmaf(-x, quotient, numerator), reciprocal, quotient);
+}
+
+__device__ inline int Exponent(float x) { return static_cast<int>(__float_as_uint(x) >> 23); }
+__device__ inline float Mantissa(float x) { return __uint_as_float((__float_as_uint(x) & 0x007fffff) | 0x3f800000); }
+__device__ inline float AddToExponent(float x, int exponent) {
+  return __uint_as_float(__float_as_uint(x) + (static_cast<uint32_t>(exponent) << 23));
+}
+
+// 1 / x for x from 2^-126 to 2^126.
+__device__ inline float Reciprocal(float x) {
+  return AddToExponent(DivideMantissa(1.0f, Mantissa(x)), 127 - Exponent(x));
+}
+
+template <typename Fp8>
+__device__ inline Scale ScaleFromAmax(uint32_t amax_bits, float epsilon, bool pow2) {
+  const uint32_t bits = EffectiveAmax(amax_bits, epsilon);
+  if (bits == 0) return {1.0f, 1.0f};
+  const int exponent = ScaleExponent<Fp8>(bits);
+  if (exponent >= 127 + 126) return {kLargestScale, 1 / kLargestScale};
+  if (pow2) return {__int_as_float(exponent << 23), __int_as_float((254 - exponent) << 23)};
+  const float amax = __uint_as_float(bits);
+  const float scale = AddToExponent(DivideMantissa(1.75f, Mantissa(amax)), Fp8::kMaxExponent + 127 - Exponent(amax));
+  return {scale, Reciprocal(scale)};
+}
+
+// A given scale, brought to where it and its inverse are normal numbers; NaN stays.
+__device__ inline Scale ClampScale(float scale) {
+  if (isnan(scale)) return {__int_as_float(0x7fc00000), __int_as_float(0x7fc00000)};
+  const float clamped = fminf(fmaxf(scale, 1 / kLargestScale), kLargestScale);
+  return {clamped, Reciprocal(clamped)};
+}
+
+// The biased exponent of the inverse scale of an MX block: rounded up, 0 for a block of zeros.
+template <typename Fp8>
+__device__ inline uint32_t MxExponent(uint32_t amax_bits, float epsilon) {
+  const uint32_t bits = EffectiveAmax(amax_bits, epsilon);
+  return bits == 0 ? 0 : max(2 * 127 - ScaleExponent<Fp8>(bits), 1);
+}
+__device__ inline float MxScale(uint32_t exponent) { return __uint_as_float((2 * 127 - max(exponent, 1u)) << 23); }
+__device__ inline float MxScaleInverse(uint32_t exponent) { return __uint_as_float(max(exponent, 1u) << 23); }
+
+// NaN in place of what is not finite: conversion to FP8 would clip an infinity.
+__device__ inline float HideInfinity(float x) {
+  return (__float_as_uint(x) & 0x7fffffff) >= kInfinityBits ? __int_as_float(0x7fffffff) : x;
+}
+
+// Two values times their scale in FP8, the first in the low byte. Clips; NaN becomes 0x7f.
+template <typename Fp8>
+__device__ inline uint32_t Quantize2(float low, float high, float low_scale, float high_scale) {
+  const float2 scaled = {MultiplyFlushed(low, low_scale), MultiplyFlushed(high, high_scale)};
+  return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, Fp8::kType);
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_COMMON_FP8_CUH_

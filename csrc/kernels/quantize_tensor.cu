@@ -1,0 +1,7 @@
+#include "csrc/kernels/quantize_tiles.cuh"
+
+namespace jax_grouped {
+
+JAX_GROUPED_QUANTIZE_MODE(, ScalingMode::kTensor);
+
+}  // namespace jax_grouped

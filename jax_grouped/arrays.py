@@ -1,0 +1,74 @@
+"""Quantized arrays: FP8 data with its scales, as pytrees that pass through every transformation of JAX."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jax_grouped.group_layout import QuantizedLayout
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class ScaledArray:
+    """One orientation of a quantized array: `x ~ data * scale_inv`, block by block.
+
+    Attributes:
+        data: float8, laid out as `QuantizedLayout` says.
+        scale_inv: float32, or float8_e8m0fnu with `ScalingMode.MX`.
+        group_sizes: `int32[G]`, rows per group; None for a stack of equal groups.
+        layout: where each group's data and scales lie; static.
+    """
+
+    data: jax.Array
+    scale_inv: jax.Array
+    group_sizes: jax.Array | None
+    layout: QuantizedLayout = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The FP8 type."""
+        return self.data.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what was quantized: `[T, C]`, or `[E, K, C]` for a stack."""
+        layout = self.layout
+        if layout.stack_rows is None:
+            return (layout.tokens, layout.features)
+        return (layout.num_groups, layout.stack_rows, layout.features)
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class GroupedQuantized:
+    """What `jax_grouped.grouped_quantize` returns.
+
+    Attributes:
+        rowwise: quantized along the features, or None.
+        columnwise: quantized along the rows of each group and stored transposed, or None.
+        amax: `float32[G]`, the largest finite absolute value of each group.
+        dbias: `float32[G, C]`, the sum of each group's rows before quantization, or None.
+    """
+
+    rowwise: ScaledArray | None
+    columnwise: ScaledArray | None
+    amax: jax.Array
+    dbias: jax.Array | None
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class KernelCache:
+    """A quantized stack of kernels `[E, K, N]`, which microbatches share; from `jax_grouped.quantize_kernel`.
+
+    Attributes:
+        rowwise: quantized along `N`: what dgrad reads.
+        columnwise: quantized along `K` and stored transposed: what fprop reads.
+        amax: `float32[E]`, the largest finite absolute value of each kernel.
+    """
+
+    rowwise: ScaledArray
+    columnwise: ScaledArray
+    amax: jax.Array

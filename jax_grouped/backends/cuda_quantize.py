@@ -1,0 +1,63 @@
+"""Quantization in the `cuda` backend: custom calls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_grouped.backends.cuda import call
+from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.group_layout import BLOCK, QuantizedLayout, group_table_size, quantize_scratch_bytes
+
+
+def quantize(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
+) -> tuple[jax.Array, ...]:
+    """The results that `spec` asks for, in its order: one pass over `x`, two for current scaling."""
+    results = list(spec.results(x.shape).values())
+    layout = spec.layout(x.shape, columnwise=False)
+    scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(x.shape[0], spec.num_groups),), jnp.uint8)
+    partial_sums = jax.ShapeDtypeStruct((layout.units(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
+    operands = (x, group_sizes, group_offset, *more)
+    # The results come last among the operands, so that they stay where they are if `skip` says so.
+    first = len(operands) - len(results)
+    aliases = {first + i: i for i in range(len(results))} if spec.cached else None
+    outputs = call(
+        "jax_grouped_quantize",
+        [*results, scratch, partial_sums],
+        *operands,
+        aliases=aliases,
+        mode=spec.mode.value,
+        stack_rows=np.int64(spec.stack_rows or 0),
+        rowwise=spec.rowwise,
+        columnwise=spec.columnwise,
+        dbias=spec.dbias,
+        pow2_scales=spec.pow2_scales,
+        amax_epsilon=np.float32(spec.amax_epsilon),
+        swizzled_scales=spec.swizzled_scales,
+        given_scale=spec.given_scale,
+        activation=spec.activation or "none",
+        backward=spec.backward,
+        cached=spec.cached,
+    )
+    return tuple(outputs[: len(results)])
+
+
+def dequantize(
+    data: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array, *, layout: QuantizedLayout, out_dtype: DTypeLike
+) -> jax.Array:
+    """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
+    out = jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)
+    table = jax.ShapeDtypeStruct((group_table_size(layout.num_groups),), jnp.int32)
+    return call(
+        "jax_grouped_dequantize",
+        [out, table],
+        data,
+        scale_inv,
+        group_sizes,
+        jnp.zeros((1,), jnp.int32),
+        mode=layout.mode.value,
+        stack_rows=np.int64(layout.stack_rows or 0),
+        columnwise=layout.columnwise,
+        swizzled_scales=layout.swizzled_scales,
+    )[0]

@@ -1,0 +1,240 @@
+"""Quantization to FP8: `grouped_quantize`, `grouped_dequantize` and `quantize_kernel`."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _checks
+from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
+from jax_grouped.backends import primitives
+from jax_grouped.backends.spec import Activation, QuantizeSpec
+from jax_grouped.recipes import DelayedScaling, Recipe, ScalingMode, canonical_fp8, check_epsilon
+
+
+def grouped_quantize(
+    x: jax.Array,
+    group_sizes: ArrayLike | None,
+    mode: ScalingMode,
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pow2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+    scale: jax.Array | None = None,
+    dbias: bool = False,
+    activation: Activation | None = None,
+    activation_input: jax.Array | None = None,
+    swizzled_scales: bool = False,
+) -> GroupedQuantized:
+    """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
+
+    Blocks have the scale `fp8_max / amax`, computed in float32 and correctly rounded, `amax` being the largest finite
+    absolute value; a block of zeros has the scale 1. Values that are not finite become NaN. Subnormal float32 numbers
+    count as zero. Data, scales and largest values are the same to the bit on every backend, except where an activation
+    is not exact. There is no gradient.
+
+    Args:
+        x: `[T, C]` tokens, rows of group 0 first, or `[E, K, C]`, a stack of equal groups. bfloat16, float16 or
+            float32; the quantized features must be a multiple of 16.
+        group_sizes: `[G]` integers, rows per group, read on the device only; None for a stack. Negative ones count
+            as 0, and rows past `T` do not exist.
+        mode: which elements share a scale.
+        dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make the copy that is quantized along the features.
+        columnwise: make the copy that is quantized along the rows, and stored transposed.
+        pow2_scales: round scales down to powers of two, if they are not given; `MX` always has such scales, rounded so
+            that nothing saturates.
+        amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
+        scale: `float32[G]`, with `TENSOR` only: use these scales (delayed scaling). They are brought into
+            [2^-126, 2^126].
+        dbias: also sum each group's rows, in float32 and before quantization, in an order that is fixed. On `cuda`: 16
+            rows in turn, then such sums pairwise within 128 rows, then those in turn.
+        activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
+            `jax.nn.gelu`), `"relu"`, or `"silu_mul"` for an `x` of `[T, 2 C]`, the gate first:
+            `silu(gate) * up` (SwiGLU, arXiv:2002.05202).
+        activation_input: what `activation` was applied to, in the type of `x`. Then `x` is the gradient of the
+            activation's result, and what is quantized, and summed into `dbias`, is the gradient of its input.
+        swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
+
+    Returns:
+        The copies with their scales, and `amax` of each group.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape or a value that does not fit.
+    """
+    x = jnp.asarray(x)
+    activation_input = None if activation_input is None else jnp.asarray(activation_input)
+    _checks.check_quantizable("x", x, group_sizes)
+    if not isinstance(mode, ScalingMode):
+        raise TypeError(f"mode must be a ScalingMode, got {mode!r}.")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise or columnwise must be true, or nothing is quantized.")
+    if swizzled_scales and mode != ScalingMode.MX:
+        raise ValueError(f"swizzled_scales is for ScalingMode.MX, got {mode}.")
+    if scale is not None and mode != ScalingMode.TENSOR:
+        raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
+    check_epsilon("amax_epsilon", amax_epsilon)
+    _checks.check_activation(activation, x, activation_input)
+
+    stack_rows, x, sizes = _as_tokens(x, group_sizes)
+    spec = QuantizeSpec(
+        mode,
+        canonical_fp8("dtype", dtype),
+        num_groups=sizes.shape[0],
+        stack_rows=stack_rows,
+        rowwise=bool(rowwise),
+        columnwise=bool(columnwise),
+        dbias=bool(dbias),
+        pow2_scales=bool(pow2_scales),
+        amax_epsilon=float(amax_epsilon),
+        swizzled_scales=bool(swizzled_scales),
+        given_scale=scale is not None,
+        activation=activation,
+        backward=activation_input is not None,
+    )
+    _checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
+    operands = []
+    if scale is not None:
+        operands.append(_checks.canonical_scale(scale, spec.num_groups))
+    if activation_input is not None:
+        operands.append(activation_input.reshape(x.shape[0], activation_input.shape[-1]))
+    results = primitives.grouped_quantize(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
+    return GroupedQuantized(
+        rowwise=_scaled_array(results, x, sizes, spec, columnwise=False),
+        columnwise=_scaled_array(results, x, sizes, spec, columnwise=True),
+        amax=results["amax"],
+        dbias=results.get("dbias"),
+    )
+
+
+def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int | None, jax.Array, jax.Array]:
+    """Rows per group if `x` is a stack, its rows as tokens, and the group sizes as `int32[G]`."""
+    if group_sizes is not None:
+        return None, x, _checks.canonical_sizes_of(group_sizes, x.shape[0])
+    groups, rows, features = x.shape
+    return rows, x.reshape(groups * rows, features), jnp.full((groups,), rows, jnp.int32)
+
+
+def _scaled_array(
+    results: dict[str, jax.Array], x: jax.Array, group_sizes: jax.Array, spec: QuantizeSpec, *, columnwise: bool
+) -> ScaledArray | None:
+    name = "column" if columnwise else "row"
+    if f"{name}_data" not in results:
+        return None
+    sizes = group_sizes if spec.stack_rows is None else None
+    layout = spec.layout(x.shape, columnwise=columnwise)
+    return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
+
+
+def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """`data * scale_inv`, computed in float32.
+
+    Args:
+        scaled: either orientation of a quantized array.
+        dtype: type of the result: bfloat16, float16 or float32.
+
+    Returns:
+        The shape of what was quantized, `[T, C]` or `[E, K, C]`, with zeros in the rows of no group.
+
+    Raises:
+        TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
+    """
+    if not isinstance(scaled, ScaledArray):
+        raise TypeError(
+            f"scaled must be a ScaledArray (rowwise or columnwise of what was quantized), got {type(scaled).__name__}."
+        )
+    _checks.check_dtype("dtype", dtype)
+    layout, sizes = scaled.layout, scaled.group_sizes
+    _checks.check_scaled(scaled)
+    if sizes is None:
+        assert layout.stack_rows is not None
+        sizes = jnp.full((layout.num_groups,), layout.stack_rows, jnp.int32)
+    out = primitives.dequantize(scaled.data, scaled.scale_inv, sizes, layout=layout, out_dtype=dtype)
+    return out.reshape(scaled.shape)
+
+
+def quantize_kernel(
+    kernel: jax.Array,
+    recipe: Recipe,
+    *,
+    previous: KernelCache | None = None,
+    skip: ArrayLike | None = None,
+    scale: jax.Array | None = None,
+) -> KernelCache:
+    """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
+
+    Microbatches share the result: with `previous` and a `skip` that the device holds, a step that is traced or captured
+    once quantizes again only when the weights have changed.
+
+    Args:
+        kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
+        recipe: how to scale, and to which type (`fwd_dtype`).
+        previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
+        skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
+        scale: `float32[E]`, for `DelayedScaling` only, which needs it.
+
+    Returns:
+        Both orientations and the largest values.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+    """
+    kernel = jnp.asarray(kernel)
+    _checks.check_stack("kernel", kernel)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(), got {recipe!r}.")
+    if (previous is None) != (skip is None):
+        raise ValueError("previous and skip must be given together: skip says whether to return previous.")
+    if (scale is not None) != isinstance(recipe, DelayedScaling):
+        needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
+        raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
+    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
+    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
+
+    rows, x, sizes = _as_tokens(kernel, None)
+    spec = QuantizeSpec(
+        recipe.kernel_mode,
+        recipe.fwd_dtype,
+        num_groups=kernel.shape[0],
+        stack_rows=rows,
+        columnwise=True,
+        pow2_scales=getattr(recipe, "pow2_scales", False),
+        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+        given_scale=scale is not None,
+        cached=previous is not None,
+    )
+    operands = [] if scale is None else [_checks.canonical_scale(scale, spec.num_groups)]
+    if previous is not None:
+        operands += [_checks.canonical_flag("skip", skip), *_previous_results(previous, x, spec)]
+    results = primitives.grouped_quantize(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
+    row = _scaled_array(results, x, sizes, spec, columnwise=False)
+    column = _scaled_array(results, x, sizes, spec, columnwise=True)
+    assert row is not None
+    assert column is not None
+    return KernelCache(row, column, results["amax"])
+
+
+def _previous_results(previous: KernelCache, x: jax.Array, spec: QuantizeSpec) -> list[jax.Array]:
+    """The arrays of `previous` in the order of the results.
+
+    Raises:
+        TypeError: it is no KernelCache.
+        ValueError: it is that of another kernel or recipe.
+    """
+    if not isinstance(previous, KernelCache):
+        raise TypeError(f"previous must be a KernelCache, got {type(previous).__name__}.")
+    for name, columnwise in (("rowwise", False), ("columnwise", True)):
+        got, expected = getattr(previous, name), spec.layout(x.shape, columnwise=columnwise)
+        if got.layout != expected or got.dtype != spec.dtype:
+            raise ValueError(
+                f"previous.{name} must be of the same shape and recipe as the result: "
+                f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
+            )
+        _checks.check_scaled(got)
+    if previous.amax.shape != (spec.num_groups,) or previous.amax.dtype != jnp.float32:
+        raise ValueError(f"previous.amax must be float32[{spec.num_groups}], got {jax.typeof(previous.amax)}.")
+    row, column = previous.rowwise, previous.columnwise
+    return [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]

@@ -1,0 +1,119 @@
+"""Recipes: static under `jit`, so frozen, hashable and equal when they mean the same."""
+
+import copy
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import pytest
+
+import jax_grouped as jg
+from jax_grouped import ScalingMode
+
+RECIPES = [jg.Float8BlockScaling, jg.Float8CurrentScaling, jg.DelayedScaling, jg.MXFP8BlockScaling]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+
+
+@each_recipe
+@pytest.mark.parametrize(
+    "spelling",
+    [jnp.float8_e5m2, "float8_e5m2", jnp.dtype("float8_e5m2"), ml_dtypes.float8_e5m2],
+    ids=["jnp", "name", "dtype", "ml_dtypes"],
+)
+def test_types_are_equal_however_they_are_spelled(recipe: Any, spelling: Any) -> None:
+    one = recipe(fwd_dtype=spelling, grad_dtype=spelling)
+    other = recipe(fwd_dtype=jnp.float8_e5m2, grad_dtype=jnp.float8_e5m2)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert (one.fwd_dtype, one.grad_dtype) == (jnp.float8_e5m2, jnp.float8_e5m2)
+    assert one != recipe(fwd_dtype="float8_e4m3fn", grad_dtype="float8_e5m2")
+
+
+def test_recipes_of_different_kinds_differ() -> None:
+    assert len({recipe(fwd_dtype="float8_e5m2", grad_dtype="float8_e5m2") for recipe in RECIPES}) == len(RECIPES)
+
+
+@each_recipe
+def test_recipes_are_frozen(recipe: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe().fwd_dtype = jnp.float8_e5m2
+
+
+@each_recipe
+def test_recipes_can_be_copied_and_changed(recipe: Any) -> None:
+    assert copy.deepcopy(recipe()) == recipe()
+    assert pickle.loads(pickle.dumps(recipe())) == recipe()
+    changed = dataclasses.replace(recipe(), fwd_dtype="float8_e5m2")
+    assert changed == recipe(fwd_dtype=jnp.float8_e5m2)
+    assert changed != recipe()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "kernel_mode"),
+    [
+        (jg.Float8BlockScaling, ("float8_e4m3fn", "float8_e4m3fn", True, 0.0), ScalingMode.BLOCK_2D),
+        (jg.Float8CurrentScaling, ("float8_e4m3fn", "float8_e5m2", False, 0.0), ScalingMode.TENSOR),
+        (jg.DelayedScaling, ("float8_e4m3fn", "float8_e5m2", 1024, "max", 0.0), ScalingMode.TENSOR),
+        (jg.MXFP8BlockScaling, ("float8_e4m3fn", "float8_e4m3fn"), ScalingMode.MX),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_defaults(recipe: Any, fields: tuple[Any, ...], kernel_mode: ScalingMode) -> None:
+    assert recipe() == recipe(*fields)
+    assert recipe().kernel_mode == kernel_mode
+
+
+@each_recipe
+def test_recipes_are_static_arguments(recipe: Any) -> None:
+    traced = []
+
+    def mode_of(x: jax.Array, recipe: Any) -> jax.Array:
+        traced.append(recipe)
+        return x.astype(recipe.fwd_dtype)
+
+    function = jax.jit(mode_of, static_argnames="recipe")
+    for dtype in ("float8_e4m3fn", jnp.float8_e4m3fn, "float8_e5m2", jnp.float8_e5m2):
+        assert function(jnp.ones(2), recipe=recipe(fwd_dtype=dtype)).dtype == dtype
+    assert len(traced) == 2, "equal recipes share one compilation"
+
+
+@pytest.mark.parametrize("name", ["fwd_dtype", "grad_dtype"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3b11fnuz", "float8_e8m0fnu", "int8"])
+@each_recipe
+def test_other_types_are_refused(recipe: Any, dtype: str, name: str) -> None:
+    message = f"{name} must be float8_e4m3fn or float8_e5m2, got {dtype}."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        recipe(**{name: dtype})
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-30, float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling, jg.Float8CurrentScaling])
+def test_an_epsilon_that_is_no_size_is_refused(recipe: Any, value: float) -> None:
+    message = f"amax_epsilon must be finite in float32 and not negative, got {value}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        recipe(amax_epsilon=value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(amax_history_len=0), "amax_history_len must be an integer of at least 1, got 0."),
+        (dict(amax_history_len=-3), "amax_history_len must be an integer of at least 1, got -3."),
+        (dict(amax_compute_algo="mean"), "amax_compute_algo must be 'max' or 'most_recent', got 'mean'."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_delayed_scaling_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        jg.DelayedScaling(**arguments)
+
+
+def test_modes_have_the_names_that_programs_show() -> None:
+    assert [mode.value for mode in ScalingMode] == ["tensor", "block_1d", "block_2d", "mx"]
+    assert ScalingMode("block_1d") is ScalingMode.BLOCK_1D
+    with pytest.raises(ValueError, match=r"^'block' is not a valid ScalingMode$"):
+        ScalingMode("block")

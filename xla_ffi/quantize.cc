@@ -1,0 +1,355 @@
+#include "csrc/kernels/quantize.h"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "csrc/common/group_layout.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode.h"
+#include "xla_ffi/handlers.h"
+
+namespace jax_grouped {
+namespace {
+
+constexpr char kQuantize[] = "jax_grouped_quantize";
+constexpr char kDequantize[] = "jax_grouped_dequantize";
+
+using S32 = ffi::Buffer<ffi::S32>;
+
+std::optional<ScalingMode> ToScalingMode(std::string_view name) {
+  if (name == "tensor") return ScalingMode::kTensor;
+  if (name == "block_1d") return ScalingMode::kBlock1D;
+  if (name == "block_2d") return ScalingMode::kBlock2D;
+  if (name == "mx") return ScalingMode::kMx;
+  return std::nullopt;
+}
+
+std::optional<Activation> ToActivation(std::string_view name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "silu_mul") return Activation::kSiluMul;
+  return std::nullopt;
+}
+
+std::optional<cudaDataType_t> Fp8Type(ffi::DataType type) {
+  switch (type) {
+    case ffi::F8E4M3FN:
+      return CUDA_R_8F_E4M3;
+    case ffi::F8E5M2:
+      return CUDA_R_8F_E5M2;
+    default:
+      return std::nullopt;
+  }
+}
+
+int64_t Elements(const ffi::AnyBuffer& buffer) { return static_cast<int64_t>(buffer.element_count()); }
+
+ffi::Error CheckAlignment(const char* op, const std::string& what, const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
+  return Invalid(op, what + " must start on a 16-byte boundary.");
+}
+
+ffi::Error CheckFeatures(const char* op, int64_t features) {
+  if (features > 0 && features % kFp8Alignment == 0 && features <= std::numeric_limits<int32_t>::max()) {
+    return ffi::Error::Success();
+  }
+  return Invalid(op, "quantized features must be a positive multiple of " + std::to_string(kFp8Alignment) +
+                         " below 2^31, got " + std::to_string(features) + ".");
+}
+
+// Checks one orientation's buffers against where its data and scales lie.
+ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, const ffi::AnyBuffer& data,
+                       const ffi::AnyBuffer& scale) {
+  const std::string name = layout.columnwise ? "columnwise" : "rowwise";
+  const ffi::DataType scale_type = layout.mode == ScalingMode::kMx ? ffi::F8E8M0FNU : ffi::F32;
+  if (scale.element_type() != scale_type) {
+    return Invalid(op, "the " + name + " scales must be " + (scale_type == ffi::F32 ? "float32." : "float8_e8m0fnu."));
+  }
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(op, "the number of " + name + " elements", Elements(data), layout.DataElements()));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(op, "the number of " + name + " scales", Elements(scale), layout.ScaleElements()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(op, "the " + name + " data", data.untyped_data()));
+  return CheckAlignment(op, "the " + name + " scales", scale.untyped_data());
+}
+
+ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, int64_t num_groups) {
+  if (table.element_type() != ffi::S32) return Invalid(op, "the group table must be int32.");
+  return CheckEqual(op, "the size of the group table", Elements(table), GroupTable::Size(num_groups));
+}
+
+// The operands and results that not every call has, in order.
+class Operands {
+ public:
+  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
+
+  ffi::ErrorOr<ffi::AnyBuffer> NextArgument() { return args_.get<ffi::AnyBuffer>(next_argument_++); }
+  ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> NextResult() { return results_.get<ffi::AnyBuffer>(next_result_++); }
+  size_t ArgumentsLeft() const { return args_.size() - next_argument_; }
+  size_t ResultsTaken() const { return next_result_; }
+
+ private:
+  const ffi::RemainingArgs& args_;
+  const ffi::RemainingRets& results_;
+  size_t next_argument_ = 0;
+  size_t next_result_ = 0;
+};
+
+#define JAX_GROUPED_ASSIGN_OR_RETURN(variable, expression) \
+  auto variable = (expression);                            \
+  if (!variable.has_value()) return variable.error()
+
+// The static part of a call besides what its buffers tell.
+struct Attributes {
+  std::string_view mode;
+  std::string_view activation;
+  int64_t stack_rows;
+  float amax_epsilon;
+  bool rowwise, columnwise, dbias, pow2_scales, swizzled_scales, given_scale, backward, cached;
+};
+
+// What `x` must have, given the features of the result.
+int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
+  if (problem.activation != Activation::kSiluMul) return features;
+  return problem.backward ? features / 2 : 2 * features;
+}
+
+ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const Attributes& attributes, QuantizeProblem* problem) {
+  const auto mode = ToScalingMode(attributes.mode);
+  if (!mode) return Invalid(kQuantize, "there is no scaling mode " + std::string(attributes.mode) + ".");
+  const auto activation = ToActivation(attributes.activation);
+  if (!activation) return Invalid(kQuantize, "there is no activation " + std::string(attributes.activation) + ".");
+  const auto type = FloatType(x.element_type());
+  if (!type) return Invalid(kQuantize, "x must be bfloat16, float16 or float32.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
+  if (x.dimensions()[0] == 0) return Invalid(kQuantize, "x must have rows.");
+  if (attributes.given_scale && *mode != ScalingMode::kTensor) {
+    return Invalid(kQuantize, "scales can be given for whole groups only.");
+  }
+  problem->mode = *mode;
+  problem->input_type = *type;
+  problem->pow2_scales = attributes.pow2_scales;
+  problem->swizzled_scales = attributes.swizzled_scales && *mode == ScalingMode::kMx;
+  problem->amax_epsilon = attributes.amax_epsilon;
+  problem->activation = *activation;
+  problem->backward = attributes.backward;
+  const int64_t in_features = x.dimensions()[1];
+  const bool gated = *activation == Activation::kSiluMul;
+  problem->features = gated ? (attributes.backward ? 2 * in_features : in_features / 2) : in_features;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kQuantize, problem->features));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kQuantize, "x's shape[1]", in_features, InputFeatures(*problem, problem->features)));
+  return CheckAlignment(kQuantize, "x", x.untyped_data());
+}
+
+ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t num_groups, const Attributes& attributes,
+                           const QuantizeProblem& problem, Operands* operands, QuantizeBuffers* buffers) {
+  buffers->x = x.untyped_data();
+  if (attributes.given_scale) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(scale, operands->NextArgument());
+    if (scale->element_type() != ffi::F32) return Invalid(kQuantize, "scale must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of scale", Elements(*scale), num_groups));
+    buffers->scale = static_cast<const float*>(scale->untyped_data());
+  }
+  if (attributes.backward) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(input, operands->NextArgument());
+    if (input->element_type() != x.element_type()) return Invalid(kQuantize, "activation_input must have x's type.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of elements of activation_input", Elements(*input),
+                                           x.dimensions()[0] * problem.features));
+    JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kQuantize, "activation_input", input->untyped_data()));
+    buffers->activation_input = input->untyped_data();
+  }
+  if (attributes.cached) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(skip, operands->NextArgument());
+    if (skip->element_type() != ffi::PRED) return Invalid(kQuantize, "skip must be boolean.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of skip", Elements(*skip), 1));
+    buffers->skip = static_cast<const bool*>(skip->untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// One orientation's results.
+ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::optional<cudaDataType_t>* type,
+                        void** data, void** scale, int64_t* scale_bytes) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(data_result, operands->NextResult());
+  JAX_GROUPED_ASSIGN_OR_RETURN(scale_result, operands->NextResult());
+  const ffi::AnyBuffer& data_buffer = **data_result;
+  const ffi::AnyBuffer& scale_buffer = **scale_result;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kQuantize, layout, data_buffer, scale_buffer));
+  const auto data_type = Fp8Type(data_buffer.element_type());
+  if (!data_type || (*type && **type != *data_type)) {
+    return Invalid(kQuantize, "the results must be of one type, float8_e4m3fn or float8_e5m2.");
+  }
+  *type = data_type;
+  *data = data_buffer.untyped_data();
+  *scale = scale_buffer.untyped_data();
+  *scale_bytes = static_cast<int64_t>(scale_buffer.size_bytes());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeResults(QuantizedLayout layout, const Attributes& attributes, Operands* operands,
+                         QuantizeProblem* problem, QuantizeBuffers* buffers) {
+  std::optional<cudaDataType_t> type;
+  if (attributes.rowwise) {
+    layout.columnwise = false;
+    JAX_GROUPED_RETURN_IF_ERROR(
+        DecodeScaled(layout, operands, &type, &buffers->row_data, &buffers->row_scale, &buffers->row_scale_bytes));
+  }
+  if (attributes.columnwise) {
+    layout.columnwise = true;
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaled(layout, operands, &type, &buffers->column_data, &buffers->column_scale,
+                                             &buffers->column_scale_bytes));
+  }
+  if (!type) return Invalid(kQuantize, "rowwise or columnwise must be true.");
+  problem->output_type = *type;
+
+  JAX_GROUPED_ASSIGN_OR_RETURN(amax, operands->NextResult());
+  if ((*amax)->element_type() != ffi::F32) return Invalid(kQuantize, "amax must be float32.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.num_groups));
+  buffers->amax = static_cast<float*>((*amax)->untyped_data());
+  if (!attributes.dbias) return ffi::Error::Success();
+  JAX_GROUPED_ASSIGN_OR_RETURN(dbias, operands->NextResult());
+  if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kQuantize, "the size of dbias", Elements(**dbias), layout.num_groups * layout.features));
+  buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, QuantizeBuffers* buffers) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(scratch, operands->NextResult());
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the bytes of scratch",
+                                         static_cast<int64_t>((*scratch)->size_bytes()),
+                                         QuantizeScratchBytes(layout.tokens, layout.num_groups)));
+  buffers->scratch = (*scratch)->untyped_data();
+  JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, operands->NextResult());
+  const int64_t expected = buffers->dbias != nullptr ? layout.Units(kBlock) * layout.features : 0;
+  if ((*partial_sums)->element_type() != ffi::F32) return Invalid(kQuantize, "the partial sums must be float32.");
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
+  buffers->partial_sums = static_cast<float*>((*partial_sums)->untyped_data());
+  return ffi::Error::Success();
+}
+
+// Makes the results hold the previous ones. They are the same buffers, except where XLA has results written straight
+// into a slice of a larger array, as it does in a loop.
+ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results, Operands* operands) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
+                                         static_cast<int64_t>(operands->ArgumentsLeft()), static_cast<int64_t>(count)));
+  for (size_t i = 0; i < count; ++i) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(previous, operands->NextArgument());
+    JAX_GROUPED_ASSIGN_OR_RETURN(result, results.get<ffi::AnyBuffer>(i));
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the bytes of a previous result",
+                                           static_cast<int64_t>(previous->size_bytes()),
+                                           static_cast<int64_t>((*result)->size_bytes())));
+    if (previous->untyped_data() == (*result)->untyped_data()) continue;
+    JAX_GROUPED_RETURN_IF_ERROR(
+        ToError(kQuantize, Status::FromCuda(cudaMemcpyAsync((*result)->untyped_data(), previous->untyped_data(),
+                                                            previous->size_bytes(), cudaMemcpyDeviceToDevice, stream),
+                                            "Copying a previous result")));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32 group_sizes, S32 group_offset, ffi::RemainingArgs more,
+                    ffi::RemainingRets results, std::string_view mode, int64_t stack_rows, bool rowwise,
+                    bool columnwise, bool dbias, bool pow2_scales, float amax_epsilon, bool swizzled_scales,
+                    bool given_scale, std::string_view activation, bool backward, bool cached) {
+  const Attributes attributes{mode,  activation,  stack_rows,      amax_epsilon, rowwise,  columnwise,
+                              dbias, pow2_scales, swizzled_scales, given_scale,  backward, cached};
+  Operands operands(more, results);
+  QuantizeProblem problem{};
+  QuantizeBuffers buffers{};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
+  // As many groups as the largest values have entries: a call may be for some of the groups of group_sizes only.
+  const size_t amax_index = 2 * (static_cast<size_t>(rowwise) + static_cast<size_t>(columnwise));
+  JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<ffi::AnyBuffer>(amax_index));
+  const int64_t num_groups = Elements(**amax);
+  if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
+
+  const int64_t tokens = x.dimensions()[0];
+  const QuantizedLayout layout{problem.mode, false,     problem.swizzled_scales, tokens, problem.features,
+                               num_groups,   stack_rows};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, num_groups, attributes, problem, &operands, &buffers));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &operands, &problem, &buffers));
+  const size_t num_results = operands.ResultsTaken();
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &operands, &buffers));
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, tokens, &groups));
+  if (cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
+  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, buffers));
+}
+
+ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32 group_sizes,
+                      S32 group_offset, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> table,
+                      std::string_view mode, int64_t stack_rows, bool columnwise, bool swizzled_scales) {
+  const auto known_mode = ToScalingMode(mode);
+  if (!known_mode) return Invalid(kDequantize, "there is no scaling mode " + std::string(mode) + ".");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kDequantize, "the result", *out, 2));
+  const auto type = FloatType(out->element_type());
+  if (!type) return Invalid(kDequantize, "the result must be bfloat16, float16 or float32.");
+  const auto data_type = Fp8Type(data.element_type());
+  if (!data_type) return Invalid(kDequantize, "data must be float8_e4m3fn or float8_e5m2.");
+
+  const auto num_groups = static_cast<int64_t>(group_sizes.element_count());
+  const QuantizedLayout layout{*known_mode,          columnwise, swizzled_scales, out->dimensions()[0],
+                               out->dimensions()[1], num_groups, stack_rows};
+  if (num_groups == 0 || layout.tokens == 0) return Invalid(kDequantize, "there must be groups and rows.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kDequantize, layout.features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kDequantize, layout, data, scale_inv));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckTable(kDequantize, *table, num_groups));
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, num_groups, layout.tokens, &groups));
+  return ToError(kDequantize,
+                 LaunchDequantize(stream, groups, layout, data.untyped_data(), *data_type, scale_inv.untyped_data(),
+                                  out->untyped_data(), *type, static_cast<int32_t*>(table->untyped_data())));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(quantize, Quantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("mode")
+                           .Attr<int64_t>("stack_rows")
+                           .Attr<bool>("rowwise")
+                           .Attr<bool>("columnwise")
+                           .Attr<bool>("dbias")
+                           .Attr<bool>("pow2_scales")
+                           .Attr<float>("amax_epsilon")
+                           .Attr<bool>("swizzled_scales")
+                           .Attr<bool>("given_scale")
+                           .Attr<std::string_view>("activation")
+                           .Attr<bool>("backward")
+                           .Attr<bool>("cached"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(dequantize, Dequantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("mode")
+                           .Attr<int64_t>("stack_rows")
+                           .Attr<bool>("columnwise")
+                           .Attr<bool>("swizzled_scales"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame) { return quantize(frame); }
+XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame) { return dequantize(frame); }
+
+}  // namespace jax_grouped
