@@ -56,7 +56,12 @@ class Case:
         return OPS[self.op] * 2 * self.valid_rows * self.shape.K * self.shape.N
 
 
-_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+def sets_in_rotation(elements: int, most: int) -> int:
+    """How many sets of operands it takes, `most` at most, so that calls that read so many elements find none in L2."""
+    return min(most, math.ceil(_BYTES_IN_ROTATION / (elements * DTYPE.itemsize)))
 
 
 def random_inputs(shape: Shape, seed: int) -> tuple[Inputs, ...]:
@@ -65,12 +70,11 @@ def random_inputs(shape: Shape, seed: int) -> tuple[Inputs, ...]:
     Zeros would draw less power, and the chip would run at a higher clock than it does in training.
     """
     T, E, K, N = shape.tokens, shape.num_groups, shape.K, shape.N
-    elements = min(T * K + E * K * N, T * N + E * K * N, T * (K + N))
-    count = min(_MOST_SETS, math.ceil(_BYTES_IN_ROTATION / (elements * DTYPE.itemsize)))
+    count = sets_in_rotation(min(T * K + E * K * N, T * N + E * K * N, T * (K + N)), _MOST_SETS)
 
     def one(key: jax.Array) -> Inputs:
         x, kernel, dy = jax.random.split(key, 3)
-        return Inputs(_normal(x, (T, K), DTYPE), _normal(kernel, (E, K, N), DTYPE), _normal(dy, (T, N), DTYPE))
+        return Inputs(normal(x, (T, K), DTYPE), normal(kernel, (E, K, N), DTYPE), normal(dy, (T, N), DTYPE))
 
     return tuple(one(key) for key in jax.random.split(jax.random.key(seed), count))
 

@@ -1,17 +1,27 @@
-"""The GPU's own clock: how long a block of calls takes on the device, and how much of that its main kernel.
+"""The GPU's own clock: how long calls take on the device, and how much of that their main kernel.
 
 A host's clock also counts dispatching the first call and waiting for the last one, which matters when a block is as
-short as those that the rates in `benchmarks.cublaslt_rates` were measured with.
+short as those that the rates in `benchmarks.cublaslt_rates` were measured with. Of calls that take the device less time
+than the host needs to dispatch them, it measures nothing else.
 """
 
 import collections
 import statistics
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from benchmarks.timing import Work
+
+
+class Span(NamedTuple):
+    """A kernel or copy on the GPU, with its start and end in nanoseconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 class DeviceClock:
@@ -30,15 +40,9 @@ class DeviceClock:
         return self._work.results()
 
     def block(self, calls: int) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                self._work.block(calls)
-            (profile,) = Path(folder).rglob("*.xplane.pb")
-            spans = _kernel_spans(profile)
-        if not spans:
-            raise RuntimeError("the profiler recorded no kernel on a GPU")
-        total = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
-        by_kernel: collections.Counter[str] = collections.Counter()
+        spans = profile(self._work, calls)
+        total = _length(spans)
+        by_kernel: dict[str, float] = collections.defaultdict(float)
         for name, start, end in spans:
             by_kernel[name] += end - start
         self.kernel_shares.append(max(by_kernel.values()) / total)
@@ -50,14 +54,51 @@ class DeviceClock:
         return statistics.median(self.kernel_shares)
 
 
-def _kernel_spans(profile: Path) -> list[tuple[str, int, int]]:
-    """Name, start and end in nanoseconds of every kernel and copy on a GPU."""
-    data = jax.profiler.ProfileData.from_file(str(profile))
-    return [
-        (event.name, event.start_ns, event.end_ns)
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
+class CallClock:
+    """Work whose calls are timed one by one, each from the start of its first kernel to the end of its last.
+
+    A block takes the sum of these: what lies between the kernels of one call counts, what lies between calls does not.
+    """
+
+    def __init__(self, work: Work):
+        self._work = work
+
+    def results(self) -> tuple[jax.Array, ...]:
+        return self._work.results()
+
+    def block(self, calls: int) -> float:
+        """Raises RuntimeError if the kernels in the profile can't be divided evenly among the calls."""
+        spans = profile(self._work, calls)
+        per_call, rest = divmod(len(spans), calls)
+        if rest:
+            raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
+        return sum(_length(spans[i * per_call : (i + 1) * per_call]) for i in range(calls)) / 1e9
+
+
+def profile(work: Work, calls: int) -> list[Span]:
+    """What a block of calls runs on the GPU, in the order in which it starts.
+
+    Raises:
+        RuntimeError: the profile shows nothing, as on a CPU.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work.block(calls)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+        spans = [
+            Span(event.name, event.start_ns, event.end_ns)
+            for plane in data.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    if not spans:
+        raise RuntimeError("the profiler recorded no kernel on a GPU")
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _length(spans: list[Span]) -> float:
+    """Nanoseconds from the first start to the last end."""
+    return max(span.end for span in spans) - min(span.start for span in spans)

@@ -1,6 +1,7 @@
 """Results as a picture: one panel per operation, a bar per peer for every shape and skew."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,7 +10,7 @@ from benchmarks import cublaslt_rates
 from benchmarks.records import Record, Row
 
 
-def plot(record: Record, path: Path) -> None:
+def plot(record: Record[Row], path: Path) -> None:
     """Draws TFLOP/s into a PNG file. On the device they hold for, cuBLASLt's own rates are drawn as well."""
     ops = list(dict.fromkeys(row.op for row in record.rows))
     peers = list(dict.fromkeys(row.peer for row in record.rows))
@@ -21,10 +22,15 @@ def plot(record: Record, path: Path) -> None:
     for axes, op in zip(figure.subplots(len(ops), squeeze=False)[:, 0], ops, strict=True):
         _panel(axes, [row for row in record.rows if row.op == op], peers, on_reference)
         axes.set_title(op)
+    figure.suptitle(heading(record), fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def heading(record: Record[Any]) -> str:
+    """What all rows of the record depend on, in one line."""
     shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
     versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
-    figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    return f"{record.device}, bfloat16, {versions}, {record.date[:10]}"
 
 
 def _panel(axes: Axes, rows: list[Row], peers: list[str], on_reference: bool) -> None:

@@ -4,7 +4,9 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -59,16 +61,29 @@ class Row:
         """What rows of different peers share."""
         return self.shape.name, self.skew, self.op
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What tells the row from all others."""
+        return *self.case, self.peer
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> "Row":
+        """The row that a record in JSON holds as these fields."""
+        return cls(**{**fields, "shape": Shape(**fields["shape"])})
+
+
+R = TypeVar("R")
+
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """A run: its rows, and what they depend on besides."""
+class Record(Generic[R]):
+    """A run: its rows, which are dataclasses, and what they depend on besides."""
 
     date: str
     device: str
     versions: dict[str, str]
     settings: dict[str, float | int | str | None]
-    rows: list[Row]
+    rows: list[R]
 
     def write(self, path: Path) -> None:
         """Writes all of it as JSON, replacing the file in one step."""
@@ -77,14 +92,13 @@ class Record:
         draft.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> "Record":
-        """The record that `write` left there."""
+    def read(cls, path: Path, parse: Callable[[dict[str, Any]], R]) -> "Record[R]":
+        """The record that `write` left there; `parse` makes a row of its fields."""
         fields = json.loads(path.read_text())
-        rows = [Row(**{**row, "shape": Shape(**row["shape"])}) for row in fields["rows"]]
-        return cls(**{**fields, "rows": rows})
+        return cls(**{**fields, "rows": [parse(row) for row in fields["rows"]]})
 
 
-def new_record(settings: dict[str, float | int | str | None]) -> Record:
+def new_record(settings: dict[str, float | int | str | None]) -> Record[Any]:
     """A record of this process, still without rows."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Record(date, jax.devices()[0].device_kind, _versions(), settings, [])

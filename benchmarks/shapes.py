@@ -2,11 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 INT32 = np.iinfo(np.int32)
+
+
+class Grouped(Protocol):
+    """Anything whose rows are spread over groups."""
+
+    @property
+    def num_groups(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +128,7 @@ SKEWS = tuple(_WEIGHTS)
 TEST_SKEWS = (*SKEWS, "hostile")
 
 
-def group_sizes(shape: Shape, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
+def group_sizes(shape: Grouped, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
     """Rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out.
 
     Raises:
@@ -139,7 +150,7 @@ def _split(rows: int, weights: Weights) -> npt.NDArray[np.int32]:
     return np.diff(np.rint(ends / ends[-1] * rows), prepend=0).astype(np.int32)
 
 
-def _hostile(shape: Shape) -> npt.NDArray[np.int32]:
+def _hostile(shape: Grouped) -> npt.NDArray[np.int32]:
     sizes = _split(shape.tokens, np.ones(shape.num_groups))
     sizes[::3] = -7
     sizes[1::6] = INT32.min

@@ -1,6 +1,7 @@
 """Results as text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
 
 import tabulate
 
@@ -8,19 +9,57 @@ from benchmarks import cublaslt_rates
 from benchmarks.peers import OURS
 from benchmarks.records import Record, Row
 
+R = TypeVar("R")
 
-def _number(template: str, value: float | None) -> str:
+
+class Timed(Protocol):
+    """A row with what was measured of its blocks, if anything was."""
+
+    @property
+    def milliseconds(self) -> float | None: ...
+
+    @property
+    def fastest(self) -> float | None: ...
+
+    @property
+    def slowest(self) -> float | None: ...
+
+
+def number(template: str, value: float | None) -> str:
+    """The number in this format; nothing if there is none."""
     return "" if value is None else template.format(value)
 
 
-def _spread(row: Row) -> str:
+def spread(row: Timed) -> str:
+    """How far the outermost blocks lie apart, as a share of the median."""
     if not row.milliseconds or row.fastest is None or row.slowest is None:
         return ""
     return f"{(row.slowest - row.fastest) / row.milliseconds:.1%}"
 
 
-def table(record: Record, against: str) -> str:
-    """One line per row, and one about the device and the versions.
+def render(record: Record[R], columns: dict[str, Callable[[R], str]], right: Collection[str]) -> str:
+    """One line per row, and two about the device and the versions.
+
+    Args:
+        record: the rows.
+        columns: what each column says of a row; one that no row fills is left out.
+        right: the columns that are aligned to the right.
+    """
+    lines = [[text(row) for text in columns.values()] for row in record.rows]
+    shown = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    headers = list(columns)
+    body = tabulate.tabulate(
+        [[line[i] for i in shown] for line in lines],
+        headers=[headers[i] for i in shown],
+        disable_numparse=True,
+        colalign=["right" if headers[i] in right else "left" for i in shown],
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return f"{body}\n\n{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"
+
+
+def table(record: Record[Row], against: str) -> str:
+    """The table of grouped products.
 
     Args:
         record: the rows.
@@ -38,31 +77,20 @@ def table(record: Record, against: str) -> str:
         "skew": lambda row: row.skew,
         "op": lambda row: row.op,
         "peer": lambda row: row.peer,
-        "ms": lambda row: _number("{:.3f}", row.milliseconds),
-        "spread": _spread,
-        "TFLOP/s": lambda row: _number("{:.4g}", row.tflops),
-        "of dense": lambda row: _number("{:.0%}", row.of_dense),
-        "vs cuBLASLt": lambda row: _number("{:.1%}", row.of_cublaslt),
-        "in kernel": lambda row: _number("{:.1%}", row.kernel_share),
+        "ms": lambda row: number("{:.3f}", row.milliseconds),
+        "spread": spread,
+        "TFLOP/s": lambda row: number("{:.4g}", row.tflops),
+        "of dense": lambda row: number("{:.0%}", row.of_dense),
+        "vs cuBLASLt": lambda row: number("{:.1%}", row.of_cublaslt),
+        "in kernel": lambda row: number("{:.1%}", row.kernel_share),
         f"speed vs {against}": speed,
-        "difference": lambda row: _number("{:.1e}", row.difference),
+        "difference": lambda row: number("{:.1e}", row.difference),
         "note": lambda row: row.reason or "",
     }
-    lines = [[text(row) for text in columns.values()] for row in record.rows]
-    # A column that no row fills (no H200, no --verify) is left out.
-    shown = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    headers = list(columns)
-    body = tabulate.tabulate(
-        [[line[i] for i in shown] for line in lines],
-        headers=[headers[i] for i in shown],
-        disable_numparse=True,
-        colalign=["right" if headers[i] in ("ms", "spread", "TFLOP/s") else "left" for i in shown],
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    return f"{body}\n\n{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"
+    return render(record, columns, right=("ms", "spread", "TFLOP/s"))
 
 
-def cublaslt_summary(record: Record) -> str | None:
+def cublaslt_summary(record: Record[Row]) -> str | None:
     """Whether this library keeps the expected share of cuBLASLt's own rate; None if no row can be compared."""
     fractions = [(row.of_cublaslt, row.case) for row in record.rows if row.peer == OURS and row.of_cublaslt is not None]
     if not fractions:

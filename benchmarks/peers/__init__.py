@@ -1,7 +1,8 @@
 """The implementations that are measured. Each loads its library only when asked for."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from benchmarks.cases import Case
 from benchmarks.peers import jax_peers, torch_peer
@@ -22,12 +23,15 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
 }
 
 
-def load(names: list[str]) -> tuple[dict[str, Prepare], dict[str, str]]:
+P = TypeVar("P")
+
+
+def load(names: list[str], loaders: Mapping[str, Callable[[], P]]) -> tuple[dict[str, P], dict[str, str]]:
     """The peers that can run here, and for each of the others the reason why it can't."""
     peers, reasons = {}, {}
     for name in names:
         try:
-            peers[name] = LOADERS[name]()
+            peers[name] = loaders[name]()
         except Exception as error:  # Libraries fail to import in many ways.
             reasons[name] = first_line(error)
     return peers, reasons

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import time
 from collections.abc import Callable
 
 import jax
@@ -10,32 +9,11 @@ import jax.numpy as jnp
 
 import jax_grouped as jg
 from benchmarks.cases import Case
+from benchmarks.jax_work import JaxWork, Results
 from benchmarks.timing import Work
-
-Results = tuple[jax.Array, ...]
 
 #: `(x, kernel, group_sizes) -> y`
 Forward = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-class JaxWork:
-    """A case's operation as one compiled program."""
-
-    def __init__(self, program: Callable[..., Results], case: Case):
-        self._program = jax.jit(program)
-        self._inputs = case.inputs
-        self._sizes = jnp.asarray(case.sizes)
-
-    def results(self) -> Results:
-        return self._program(*self._inputs[0], self._sizes)
-
-    def block(self, calls: int) -> float:
-        start = time.perf_counter()
-        for call in range(calls):
-            # Only the latest results are kept; the device runs its programs in order.
-            latest = self._program(*self._inputs[call % len(self._inputs)], self._sizes)
-        jax.block_until_ready(latest)
-        return time.perf_counter() - start
 
 
 def _program(op: str, forward: Forward, forward_f32: Forward) -> Callable[..., Results]:
@@ -66,7 +44,8 @@ def _program(op: str, forward: Forward, forward_f32: Forward) -> Callable[..., R
 def _prepare(case: Case, *, forward: Forward, forward_f32: Forward, all_rows: bool = False) -> Work:
     if all_rows and case.valid_rows != case.shape.tokens:
         raise ValueError("needs every row to belong to a group")
-    return JaxWork(_program(case.op, forward, forward_f32), case)
+    sizes = jnp.asarray(case.sizes)
+    return JaxWork(_program(case.op, forward, forward_f32), [(*inputs, sizes) for inputs in case.inputs])
 
 
 def _casting(forward: Forward) -> Forward:

@@ -4,14 +4,16 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cublaslt_rates, peers
+from benchmarks import cublaslt_rates, device_clock, peers
 from benchmarks.__main__ import main
 from benchmarks.cases import OPS, Case, make_case, random_inputs, relative_difference
-from benchmarks.device_clock import DeviceClock
+from benchmarks.device_clock import CallClock, DeviceClock, Span
+from benchmarks.jax_work import JaxWork
 from benchmarks.records import Record, Row, with_timing
 from benchmarks.runner import Plan, run
 from benchmarks.shapes import SHAPES
@@ -243,6 +245,40 @@ def test_speeds_are_relative_to_the_named_peer() -> None:
     assert "2.00x" in ours
     assert "1.00x" in torch
     assert lax.endswith("out of memory")
+
+
+# Of two calls, as a profile of any work shows them.
+SPANS = [Span("scales", 0, 10), Span("cast", 15, 40), Span("scales", 1000, 1010), Span("cast", 1011, 1030)]
+
+
+def test_the_device_clock_counts_from_the_first_kernel_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
+    clock = DeviceClock(FakeWork(1))
+
+    assert clock.block(2) == pytest.approx(1030e-9)
+    assert clock.kernel_share == pytest.approx(44 / 1030)
+
+
+def test_the_clock_of_calls_leaves_out_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
+
+    assert CallClock(FakeWork(1)).block(2) == pytest.approx((40 + 30) * 1e-9)
+
+
+def test_the_clock_of_calls_refuses_kernels_that_it_cannot_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
+
+    with pytest.raises(RuntimeError, match="recorded 4 kernels, no multiple of the 3 calls"):
+        CallClock(FakeWork(1)).block(3)
+
+
+def test_a_profile_without_a_gpu_is_an_error() -> None:
+    work = JaxWork(lambda x: (x + 1,), [(jnp.ones(3),)])
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+
+    with pytest.raises(RuntimeError, match="the profiler recorded no kernel on a GPU"):
+        CallClock(work).block(1)
 
 
 @pytest.mark.gpu
