@@ -100,11 +100,11 @@ def test_features_around_the_ends_of_blocks(backend: str, features: int) -> None
         check(tokens(shape, sizes, "float16"), sizes, mode, label=f"{mode},", dtype="float8_e5m2")
 
 
-GROUP_COUNTS = (1, 64, 65, 256)
+GROUP_COUNTS = (1, 64, 65, 256, 9000)
 
 
 @pytest.mark.parametrize("groups", GROUP_COUNTS)
-def test_group_counts_around_the_sizes_of_warps_and_thread_blocks(backend: str, groups: int) -> None:
+def test_group_counts_around_the_sizes_of_warps_thread_blocks_and_shared_memory(backend: str, groups: int) -> None:
     shape = shapes.Shape("counts", groups, tokens=300, K=16, N=1)
     for mode in some(backend, MODES, GROUP_COUNTS.index(groups)):
         for skew in ("lognormal", "alternate_empty", "hostile"):

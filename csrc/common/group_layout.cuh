@@ -71,6 +71,7 @@ __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
   const int32_t run_end = min(run_begin + run, groups.num_groups);
   int64_t rows = 0;
+#pragma unroll 8
   for (int32_t i = run_begin; i < run_end; ++i) rows += GroupSize(groups, first + i);
   int64_t start;
   Scan(storage).ExclusiveSum(rows, start);

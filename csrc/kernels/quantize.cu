@@ -15,11 +15,14 @@ JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kMx);
 namespace {
 
 constexpr int kSetUpThreads = 256;
+// With more groups than this, more threads share them out.
+constexpr int64_t kFewGroups = 1024;
 constexpr int kManyGroupsThreads = 512;
 constexpr int kZeroThreads = 512;
 
-// Up to so many groups, every block that fills in windows makes itself a table: no second kernel has to wait for one.
-constexpr int64_t kMostSharedGroups = 1024;
+// Up to so many groups, every block that fills in windows makes itself a table in shared memory: no second kernel has
+// to wait for one.
+constexpr int64_t kMostSharedGroups = 8192;
 
 // What groups without rows leave as it is here: their amax is 0, and so their scale is the one that was given or that
 // of zeros. `group_scales` says whether there is one scale for each group.
@@ -44,19 +47,19 @@ __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& tab
   FillWindow(table, args.tokens, num_windows, index, static_cast<int>(threadIdx.x % kSlots), windows + index);
 }
 
-template <typename Fp8>
-__global__ void __launch_bounds__(kSetUpThreads)
+template <typename Fp8, int kThreads>
+__global__ void __launch_bounds__(kThreads)
     SetUp(Groups groups, const __grid_constant__ QuantizeArguments args, Window* windows, bool group_scales) {
   extern __shared__ int32_t shared_table[];
   if (args.Skips()) return;
   const GroupTable table{shared_table, groups.num_groups};
-  FillGroupTable<kSetUpThreads>(groups, table);
-  FillWindows<kSetUpThreads>(args, table, windows);
+  FillGroupTable<kThreads>(groups, table);
+  FillWindows<kThreads>(args, table, windows);
   if (blockIdx.x > 0) return;
-  for (int64_t i = threadIdx.x; i < GroupTable::Size(groups.num_groups); i += kSetUpThreads) {
+  for (int64_t i = threadIdx.x; i < GroupTable::Size(groups.num_groups); i += kThreads) {
     args.table.base[i] = shared_table[i];
   }
-  InitializeGroups<Fp8, kSetUpThreads>(args, group_scales);
+  InitializeGroups<Fp8, kThreads>(args, group_scales);
 }
 
 // The same in two steps, for more groups than shared memory has room for.
@@ -74,17 +77,31 @@ __global__ void __launch_bounds__(kSetUpThreads)
   FillWindows<kSetUpThreads>(args, args.table, windows);
 }
 
+template <typename Fp8, int kThreads>
+Status LaunchSetUp(cudaStream_t stream, const Groups& groups, const QuantizeArguments& args, Window* windows,
+                   bool group_scales) {
+  const auto kernel = SetUp<Fp8, kThreads>;
+  const auto blocks = static_cast<unsigned>(CeilDiv(int64_t{args.num_windows} * kSlots, kThreads));
+  const int bytes = static_cast<int>(GroupTable::Size(groups.num_groups) * sizeof(int32_t));
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "Reserving shared memory"));
+  kernel<<<blocks, kThreads, bytes, stream>>>(groups, args, windows, group_scales);
+  return Status::Ok();
+}
+
 template <typename Fp8>
-void LaunchSetUp(cudaStream_t stream, const Groups& groups, const QuantizeArguments& args, Window* windows,
-                 bool group_scales) {
-  const auto blocks = static_cast<unsigned>(CeilDiv(int64_t{args.num_windows} * kSlots, kSetUpThreads));
-  if (groups.num_groups <= kMostSharedGroups) {
-    const size_t bytes = GroupTable::Size(groups.num_groups) * sizeof(int32_t);
-    SetUp<Fp8><<<blocks, kSetUpThreads, bytes, stream>>>(groups, args, windows, group_scales);
-  } else {
-    SetUpManyGroups<Fp8><<<1, kManyGroupsThreads, 0, stream>>>(groups, args, group_scales);
-    SetUpWindows<<<blocks, kSetUpThreads, 0, stream>>>(args, windows);
+Status LaunchSetUp(cudaStream_t stream, const Groups& groups, const QuantizeArguments& args, Window* windows,
+                   bool group_scales) {
+  if (groups.num_groups <= kFewGroups) {
+    return LaunchSetUp<Fp8, kSetUpThreads>(stream, groups, args, windows, group_scales);
   }
+  if (groups.num_groups <= kMostSharedGroups) {
+    return LaunchSetUp<Fp8, kManyGroupsThreads>(stream, groups, args, windows, group_scales);
+  }
+  const auto blocks = static_cast<unsigned>(CeilDiv(int64_t{args.num_windows} * kSlots, kSetUpThreads));
+  SetUpManyGroups<Fp8><<<1, kManyGroupsThreads, 0, stream>>>(groups, args, group_scales);
+  SetUpWindows<<<blocks, kSetUpThreads, 0, stream>>>(args, windows);
+  return Status::Ok();
 }
 
 // Zeroes scales in whose layout some belong to no block. Regions are multiples of 512 bytes.
@@ -207,11 +224,9 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   args.partial_sums = buffers.dbias != nullptr ? buffers.partial_sums : nullptr;
 
   const bool group_scales = problem.mode == ScalingMode::kTensor;
-  if (problem.output_type == CUDA_R_8F_E4M3) {
-    LaunchSetUp<E4m3>(stream, groups, args, windows, group_scales);
-  } else {
-    LaunchSetUp<E5m2>(stream, groups, args, windows, group_scales);
-  }
+  JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3
+                                   ? LaunchSetUp<E4m3>(stream, groups, args, windows, group_scales)
+                                   : LaunchSetUp<E5m2>(stream, groups, args, windows, group_scales));
   if (problem.swizzled_scales) {
     LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, buffers.skip);
     LaunchZeroScales(stream, buffers.column_scale, buffers.column_scale_bytes, buffers.skip);

@@ -35,6 +35,9 @@ struct PairOf<__nv_bfloat16> {
     const PairOf pair{largest};
     return {__float_as_uint(pair.First()), __float_as_uint(pair.Second())};
   }
+  __device__ static Largest FromFloatBits(uint2 bits) {
+    return __floats2bfloat162_rn(__uint_as_float(bits.x), __uint_as_float(bits.y));
+  }
 
  private:
   __device__ uint32_t Bits() const { return reinterpret_cast<const uint32_t&>(values); }
@@ -51,6 +54,9 @@ struct PairOf<__half> {
   __device__ static uint2 ToFloatBits(Largest largest) {
     return {__float_as_uint(__low2float(largest)), __float_as_uint(__high2float(largest))};
   }
+  __device__ static Largest FromFloatBits(uint2 bits) {
+    return __floats2half2_rn(__uint_as_float(bits.x), __uint_as_float(bits.y));
+  }
 };
 
 template <>
@@ -64,6 +70,7 @@ struct PairOf<float> {
   }
   __device__ static Largest Max(Largest a, Largest b) { return {max(a.x, b.x), max(a.y, b.y)}; }
   __device__ static uint2 ToFloatBits(Largest largest) { return largest; }
+  __device__ static Largest FromFloatBits(uint2 bits) { return bits; }
 };
 
 // Bits of the absolute value, 0 if it is not finite.
@@ -72,17 +79,22 @@ __device__ inline uint32_t FiniteBits(float x) {
   return bits < kInfinityBits ? bits : 0;
 }
 
-// Bits of the largest absolute values of the first and of the second elements: those of infinity, or more, if one is
-// not finite.
+// The largest absolute values of the first and of the second elements: infinity or NaN if one is not finite.
 template <typename Pair, int kCount>
-__device__ uint2 PairwiseAmax(const Pair (&pairs)[kCount]) {
+__device__ typename Pair::Largest PairwiseLargest(const Pair (&pairs)[kCount]) {
   typename Pair::Largest largest = Pair::AbsMax({}, pairs[0]);
 #pragma unroll
   for (int i = 1; i < kCount; ++i) largest = Pair::AbsMax(largest, pairs[i]);
-  return Pair::ToFloatBits(largest);
+  return largest;
 }
 
-// The same of those that are finite.
+// The same as bits of float32.
+template <typename Pair, int kCount>
+__device__ uint2 PairwiseAmax(const Pair (&pairs)[kCount]) {
+  return Pair::ToFloatBits(PairwiseLargest(pairs));
+}
+
+// The same of those elements that are finite.
 template <typename Pair, int kCount>
 __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
   uint2 amax{};

@@ -5,6 +5,7 @@
 #define JAX_GROUPED_CSRC_KERNELS_QUANTIZE_TILES_CUH_
 
 #include <cstdint>
+#include <cstring>
 
 #include "csrc/kernels/quantize_pass.cuh"
 
@@ -24,6 +25,7 @@ template <ScalingMode kMode, typename Fp8, typename Source>
 class TileQuantizer {
   using Element = typename Source::Element;
   using Pair = PairOf<Element>;
+  using Largest = typename Pair::Largest;
 
   // Whether all rows of a slot have one scale in a tile.
   static constexpr bool kSlotScales = kMode == ScalingMode::kTensor || kMode == ScalingMode::kBlock2D;
@@ -61,7 +63,9 @@ class TileQuantizer {
         }
       }
       source.LoadSlot(tile_, slot, chunk, first_column_);
-      const uint32_t largest = FindRowAmax(slot, amax, &finite);
+      // Without rows to scale, the columns tell their largest values.
+      const bool by_rows = kSlotScales || args_.row_data != nullptr;
+      const uint32_t largest = by_rows ? FindRowAmax(slot, amax, &finite) : 0;
       if (Lane() == 0) exchange_.amax[slot] = largest;
       if constexpr (kMode == ScalingMode::kTensor) FindGroupScale(slot, given_scale, group_amax);
     }
@@ -263,91 +267,137 @@ class TileQuantizer {
     }
   }
 
-  // A lane has a pair of columns in one slot, so that 8 lanes write 128 bytes side by side; a warp has 8 columns. What
-  // it reads again, it reads from the tile: 16 pairs would fill its registers.
+  // A lane has a pair of columns in one slot, so that 8 lanes write 128 bytes side by side; a warp has 8 columns, then
+  // 8 columns of the other half of the tile.
   __device__ void QuantizeColumns() {
-    const int slot = Lane() / 4;
+    const Columns columns = FindColumns();
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int pair = half * (kTileColumns / 4) + Warp() * 4 + Lane() % 4;
-      const int64_t column = first_column_ + pair * 2;
-      // No lane leaves: they exchange what they find.
-      const bool has_slot = slot < count_;
-      const bool exists = has_slot && column < args_.layout.features;
-      if (args_.partial_sums != nullptr) WriteSums(slot, pair, column, exists);
+      // No lane leaves before the last exchange.
+      const bool exists = columns.has_slot && first_column_ + pair * 2 < args_.layout.features;
+      if (args_.partial_sums != nullptr) WriteSums(columns, pair, exists);
       if (args_.column_data == nullptr) continue;
 
-      uint2 amax{};
-      if (has_slot) ForEach4([&](int, const Pair(&rows)[4]) { amax = Larger(amax, PairwiseAmax(rows)); }, slot, pair);
-      const bool finite = max(amax.x, amax.y) < kInfinityBits;
-      float2 scale;
-      if constexpr (kSlotScales) {
-        if (!exists) continue;
-        const float slot_scale = SlotScale(slot).scale;
-        scale = {slot_scale, slot_scale};
-      } else {
-        if (!finite) {
-          amax = {};
-          ForEach4([&](int, const Pair(&rows)[4]) { amax = Larger(amax, PairwiseFiniteAmax(rows)); }, slot, pair);
-        }
-        scale = ColumnScales(slot, column, amax, exists);
-        if (!exists) continue;
+      // What is read again is read from the tile: 16 pairs would fill the registers.
+      Largest largest{};
+      if (columns.has_slot) {
+        ForEach4([&](int, const Pair(&rows)[4]) { largest = Pair::Max(largest, PairwiseLargest(rows)); }, columns,
+                 pair);
       }
+      const uint2 bits = Pair::ToFloatBits(largest);
+      const bool finite = max(bits.x, bits.y) < kInfinityBits;
+      float2 scale = {columns.scale, columns.scale};
+      if constexpr (!kSlotScales) {
+        if (!finite) {
+          uint2 amax{};
+          ForEach4([&](int, const Pair(&rows)[4]) { amax = Larger(amax, PairwiseFiniteAmax(rows)); }, columns, pair);
+          largest = Pair::FromFloatBits(amax);
+        }
+        if (args_.row_data == nullptr) TellAmax(columns, largest);
+        scale = ColumnScales(columns, pair, largest, exists);
+      }
+      if (!exists) continue;
       if (finite) {
-        WriteColumns<false>(slot, pair, column, scale);
+        WriteColumns<false>(columns, pair, scale);
       } else {
-        WriteColumns<true>(slot, pair, column, scale);
+        WriteColumns<true>(columns, pair, scale);
       }
     }
   }
 
+  // What is the same for all columns of a lane.
+  struct Columns {
+    int slot;
+    bool has_slot;
+    int rows;
+    // The slots that share a scale, and those of the row block, [first, last].
+    int first;
+    int last;
+    int first_of_block;
+    int last_of_block;
+    float scale;     // of the slot, where it has one
+    int per_column;  // chunks of the group
+    int64_t unit;    // where the chunk of the tile's first column is, in units of 16 bytes
+  };
+
+  __device__ Columns FindColumns() const {
+    Columns columns{};
+    columns.slot = columns.first = columns.last = columns.first_of_block = columns.last_of_block = Lane() / 4;
+    columns.has_slot = columns.slot < count_;
+    if (!columns.has_slot) return columns;
+    const Chunk& chunk = exchange_.pass.chunks[columns.slot];
+    columns.rows = chunk.rows;
+    columns.first = columns.first_of_block = exchange_.pass.FirstOfBlock(columns.slot);
+    columns.last = columns.last_of_block = exchange_.pass.LastOfBlock(columns.slot);
+    if constexpr (kMode == ScalingMode::kMx) {
+      columns.first = columns.slot - (columns.slot - columns.first) % 2;
+      columns.last = min(columns.first + 1, columns.last);
+    }
+    if constexpr (kSlotScales) columns.scale = SlotScale(columns.slot).scale;
+    columns.per_column = (chunk.group_rows + kFp8Alignment - 1) / kFp8Alignment;
+    columns.unit = args_.layout.features * chunk.Before(Unit::k16) + first_column_ * columns.per_column +
+                   chunk.row / kFp8Alignment;
+    return columns;
+  }
+
+  // Makes a slot's largest value at least that of 8 columns, which 4 lanes have.
+  __device__ void TellAmax(const Columns& columns, Largest largest) {
+    const uint2 bits = Pair::ToFloatBits(largest);
+    uint32_t amax = max(bits.x, bits.y);
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
+    if (columns.has_slot && Lane() % 4 == 0) atomicMax(&exchange_.amax[columns.slot], amax);
+  }
+
   // Calls visit(i, rows) with every 4 rows of a pair of columns.
   template <typename Visit>
-  __device__ void ForEach4(Visit visit, int slot, int pair) const {
+  __device__ void ForEach4(Visit visit, const Columns& columns, int pair) const {
 #pragma unroll
     for (int i = 0; i < kFp8Alignment / 4; ++i) {
       Pair rows[4];
-      tile_.LoadColumns(slot, 4 * i, pair, rows);
+      tile_.LoadColumns(columns.slot, 4 * i, pair, rows);
       visit(i, rows);
     }
   }
 
   __device__ static uint2 Larger(uint2 a, uint2 b) { return {max(a.x, b.x), max(a.y, b.y)}; }
 
+  // Exchanges a value of one or two words.
+  template <typename T, typename Exchange>
+  __device__ static T Shuffle(T value, Exchange exchange) {
+    uint32_t words[sizeof(T) / sizeof(uint32_t)];
+    memcpy(words, &value, sizeof(T));
+#pragma unroll
+    for (uint32_t& word : words) word = exchange(word);
+    memcpy(&value, words, sizeof(T));
+    return value;
+  }
+
   // Combines a value of the slots that share a scale, or of a row block: the last of these slots has the result.
   template <typename T, typename Combine>
   __device__ static T Accumulate(T value, int slot, int first, Combine combine) {
 #pragma unroll
     for (int distance = 1; distance < kSlots; distance *= 2) {
-      const T before = __shfl_up_sync(kFullWarp, value, 4 * distance);
+      const T before = Shuffle(value, [&](auto word) { return __shfl_up_sync(kFullWarp, word, 4 * distance); });
       if (slot - distance >= first) value = combine(before, value);
     }
     return value;
   }
 
   // The scales of a lane's two columns; also writes their inverses.
-  __device__ float2 ColumnScales(int slot, int64_t column, uint2 amax, bool exists) {
-    // Slots of 16 rows that share a scale.
-    int first = slot;
-    int last = slot;
-    if (slot < count_) {
-      first = exchange_.pass.FirstOfBlock(slot);
-      last = exchange_.pass.LastOfBlock(slot);
-      if constexpr (kMode == ScalingMode::kMx) {
-        first = slot - (slot - first) % 2;
-        last = min(first + 1, last);
-      }
-    }
-    const auto larger = [](uint32_t a, uint32_t b) { return max(a, b); };
-    const int source = last * 4 + Lane() % 4;
-    amax.x = __shfl_sync(kFullWarp, Accumulate(amax.x, slot, first, larger), source);
-    amax.y = __shfl_sync(kFullWarp, Accumulate(amax.y, slot, first, larger), source);
-    const bool writes = exists && slot == first;
+  __device__ float2 ColumnScales(const Columns& columns, int pair, Largest largest, bool exists) {
+    largest = Accumulate(largest, columns.slot, columns.first, Pair::Max);
+    largest = Shuffle(largest, [&](auto word) { return __shfl_sync(kFullWarp, word, columns.last * 4 + Lane() % 4); });
+    const uint2 amax = Pair::ToFloatBits(largest);
+    const bool writes = exists && columns.slot == columns.first;
+    const int64_t column = first_column_ + pair * 2;
     if constexpr (kMode == ScalingMode::kMx) {
       const uint32_t exponents[2] = {MxExponent<Fp8>(amax.x, args_.amax_epsilon),
                                      MxExponent<Fp8>(amax.y, args_.amax_epsilon)};
       for (int i = 0; i < 2 && writes; ++i) {
-        const int64_t position = ColumnScalePosition<kMode>(args_.layout, exchange_.pass.chunks[slot], column + i);
+        const int64_t position =
+            ColumnScalePosition<kMode>(args_.layout, exchange_.pass.chunks[columns.slot], column + i);
         static_cast<uint8_t*>(args_.column_scale)[position] = static_cast<uint8_t>(exponents[i]);
       }
       return {MxScale(exponents[0]), MxScale(exponents[1])};
@@ -355,7 +405,7 @@ class TileQuantizer {
       const Scale scales[2] = {ScaleFromAmax<Fp8>(amax.x, args_.amax_epsilon, args_.pow2_scales),
                                ScaleFromAmax<Fp8>(amax.y, args_.amax_epsilon, args_.pow2_scales)};
       if (writes) {
-        const int64_t position = ColumnScalePosition<kMode>(args_.layout, exchange_.pass.chunks[slot], column);
+        const int64_t position = ColumnScalePosition<kMode>(args_.layout, exchange_.pass.chunks[columns.slot], column);
         *reinterpret_cast<float2*>(static_cast<float*>(args_.column_scale) + position) = {scales[0].inverse,
                                                                                           scales[1].inverse};
       }
@@ -364,12 +414,11 @@ class TileQuantizer {
   }
 
   template <bool kHideInfinity>
-  __device__ void WriteColumns(int slot, int pair, int64_t column, float2 scale) {
+  __device__ void WriteColumns(const Columns& columns, int pair, float2 scale) {
     const auto quantize = [](float low, float high, float factor) {
       if constexpr (kHideInfinity) return Quantize2<Fp8>(HideInfinity(low), HideInfinity(high), factor, factor);
       return Quantize2<Fp8>(low, high, factor, factor);
     };
-    const Chunk& chunk = exchange_.pass.chunks[slot];
     uint32_t first[4];
     uint32_t second[4];
     ForEach4(
@@ -379,29 +428,27 @@ class TileQuantizer {
           second[i] = quantize(rows[0].Second(), rows[1].Second(), scale.y) |
                       quantize(rows[2].Second(), rows[3].Second(), scale.y) << 16;
         },
-        slot, pair);
-    if (chunk.rows < kFp8Alignment) {
+        columns, pair);
+    if (columns.rows < kFp8Alignment) {
       // The padding is zero even where a scale is not a number.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int missing = min(max(4 * (i + 1) - chunk.rows, 0), 4);
+        const int missing = min(max(4 * (i + 1) - columns.rows, 0), 4);
         const uint32_t mask = missing == 4 ? 0 : kFullWarp >> (8 * missing);
         first[i] &= mask;
         second[i] &= mask;
       }
     }
-    const int64_t per_column = CeilDiv(chunk.group_rows, kFp8Alignment);
-    const int64_t unit =
-        args_.layout.features * chunk.Before(Unit::k16) + column * per_column + chunk.row / kFp8Alignment;
-    auto* units = reinterpret_cast<uint4*>(args_.column_data);
-    __stcs(units + unit, uint4{first[0], first[1], first[2], first[3]});
-    __stcs(units + unit + per_column, uint4{second[0], second[1], second[2], second[3]});
+    auto* units = reinterpret_cast<uint4*>(args_.column_data) + columns.unit +
+                  static_cast<int64_t>(pair * 2) * columns.per_column;
+    __stcs(units, uint4{first[0], first[1], first[2], first[3]});
+    __stcs(units + columns.per_column, uint4{second[0], second[1], second[2], second[3]});
   }
 
   // Sums of a row block's rows, for dbias.
-  __device__ void WriteSums(int slot, int pair, int64_t column, bool exists) {
+  __device__ void WriteSums(const Columns& columns, int pair, bool exists) {
     float2 sum{};
-    if (slot < count_) {
+    if (columns.has_slot) {
       ForEach4(
           [&](int, const Pair(&rows)[4]) {
 #pragma unroll
@@ -410,14 +457,14 @@ class TileQuantizer {
               sum.y += row.Second();
             }
           },
-          slot, pair);
+          columns, pair);
     }
-    const int first = slot < count_ ? exchange_.pass.FirstOfBlock(slot) : slot;
     const auto add = [](float a, float b) { return a + b; };
-    sum.x = Accumulate(sum.x, slot, first, add);
-    sum.y = Accumulate(sum.y, slot, first, add);
-    if (!exists || slot != exchange_.pass.LastOfBlock(slot)) return;
-    const Chunk& chunk = exchange_.pass.chunks[slot];
+    sum.x = Accumulate(sum.x, columns.slot, columns.first_of_block, add);
+    sum.y = Accumulate(sum.y, columns.slot, columns.first_of_block, add);
+    if (!exists || columns.slot != columns.last_of_block) return;
+    const Chunk& chunk = exchange_.pass.chunks[columns.slot];
+    const int64_t column = first_column_ + pair * 2;
     const int64_t row_block = chunk.Before(Unit::k128) + chunk.row / kBlock;
     *reinterpret_cast<float2*>(args_.partial_sums + row_block * args_.layout.features + column) = sum;
   }
