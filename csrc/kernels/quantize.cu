@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "csrc/kernels/bias_grad.h"
-#include "csrc/kernels/quantize_tiles.cuh"
+#include "csrc/kernels/quantize_launch.cuh"
 
 namespace jax_grouped {
 

@@ -1,4 +1,4 @@
-#include "csrc/kernels/quantize_tiles.cuh"
+#include "csrc/kernels/quantize_launch.cuh"
 
 namespace jax_grouped {
 

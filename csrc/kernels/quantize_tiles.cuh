@@ -507,49 +507,6 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(typename Source::Element)
   if (args.row_data != nullptr && window.outside_begin < window.outside_end) ZeroOutside(args, window, first_column);
 }
 
-template <ScalingMode kMode, typename Fp8, typename Source>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  constexpr int kBytes = Tile<typename Source::Element>::kBytes;
-  const auto kernel = QuantizeTiles<kMode, Fp8, Source>;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "Reserving shared memory"));
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-      "Reserving shared memory"));
-  kernel<<<args.num_windows * args.num_column_tiles, kTileThreads, kBytes, stream>>>(args, source);
-  return Status::FromCuda(cudaGetLastError(), "Launching the quantization");
-}
-
-// The kernel for the types of a problem. Each mode has its own file, so that they compile side by side.
-template <ScalingMode kMode, typename Fp8>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& args) {
-  if (problem.activation != Activation::kNone) {
-    return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeActivatedSource(problem, buffers));
-  }
-  switch (problem.input_type) {
-    case CUDA_R_16BF:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<__nv_bfloat16>(problem, buffers));
-    case CUDA_R_16F:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<__half>(problem, buffers));
-    case CUDA_R_32F:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<float>(problem, buffers));
-    default:
-      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
-  }
-}
-
-template <ScalingMode kMode>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& args) {
-  if (problem.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTiles<kMode, E4m3>(stream, problem, buffers, args);
-  return LaunchQuantizeTiles<kMode, E5m2>(stream, problem, buffers, args);
-}
-
-#define JAX_GROUPED_QUANTIZE_MODE(keyword, mode)                                                                  \
-  keyword template Status LaunchQuantizeTiles<mode>(cudaStream_t, const QuantizeProblem&, const QuantizeBuffers&, \
-                                                    const QuantizeArguments&)
-
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_CSRC_KERNELS_QUANTIZE_TILES_CUH_
