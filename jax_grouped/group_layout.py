@@ -31,6 +31,11 @@ MX_BLOCK = 32
 GROUP_UNITS = (4, 16, 32, 128, 512)
 
 
+#: A window of the quantization kernels has two passes of so many chunks, 48 bytes each, and 32 bytes more.
+_CHUNKS_PER_WINDOW = 8
+_WINDOW_BYTES = 32 + 2 * _CHUNKS_PER_WINDOW * 48
+
+
 class GroupRows(NamedTuple):
     """Row ranges of the local groups: group `i` is the rows `[starts[i], starts[i] + sizes[i])`. Both `int32[G]`."""
 
@@ -114,8 +119,8 @@ def group_table_size(num_groups: int) -> int:
 def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
     """Bytes of device memory for the windows and the group table of a quantization (`QuantizeScratchBytes` in C++)."""
     chunks = QuantizedLayout(ScalingMode.TENSOR, False, capacity, 0, num_groups).units(FP8_ALIGNMENT)
-    windows = -(-chunks // 8)
-    return windows * (32 + 2 * 8 * 48) + 4 * group_table_size(num_groups)
+    windows = -(-chunks // _CHUNKS_PER_WINDOW)
+    return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
 
 
 def bias_grad_tiles(capacity: int, num_groups: int) -> int:
@@ -287,6 +292,35 @@ class QuantizedLayout:
     def block(self) -> int:
         """Elements along the quantized axis that share a scale."""
         return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
+
+
+class Chunks:
+    """The rows of all groups in chunks of 16, none of which crosses a group: what columnwise data is made of.
+
+    Attributes:
+        group: `int32[n]`, each chunk's group.
+        row: `int32[n]`, its first row, counted in the group.
+        first_row: `int32[n]`, its first row, counted in the array.
+        valid: `bool[n]`, whether there is such a chunk.
+        row_valid: `bool[n, 16]`, which of its rows there are.
+        units: `int32[n, C]`, where the chunk of each feature lies in the data, in units of 16 elements.
+    """
+
+    def __init__(self, rows: GroupRows, layout: QuantizedLayout):
+        starts = unit_starts(rows, FP8_ALIGNMENT)
+        index = jnp.arange(layout.units(FP8_ALIGNMENT), dtype=jnp.int32)
+        self.valid = index < starts[-1]
+        self.group = jnp.minimum(count_not_above(starts[1:], index), layout.num_groups - 1)
+        chunk = jnp.where(self.valid, index - starts[self.group], 0)
+        self.row = FP8_ALIGNMENT * chunk
+        self.first_row = rows.starts[self.group] + self.row
+        size = rows.sizes[self.group]
+        in_group = self.row[:, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
+        self.row_valid = self.valid[:, None] & (in_group < size[:, None])
+        per_feature = (size + FP8_ALIGNMENT - 1) // FP8_ALIGNMENT
+        feature = jnp.arange(layout.features, dtype=jnp.int32)
+        before = layout.features * starts[self.group] + chunk
+        self.units = before[:, None] + feature * per_feature[:, None]
 
 
 def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:

@@ -44,6 +44,11 @@ ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer,
   return CheckEqual(op, std::string("the rank of ") + argument, static_cast<int64_t>(buffer.dimensions().size()), rank);
 }
 
+inline ffi::Error CheckAlignment(const char* op, const std::string& what, const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
+  return Invalid(op, what + " must start on a 16-byte boundary.");
+}
+
 inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
   switch (type) {
     case ffi::BF16:

@@ -116,11 +116,6 @@ ffi::Error LoadAccumulator(cudaStream_t stream, const ffi::RemainingArgs& rest, 
                                        "Copying the accumulator"));
 }
 
-ffi::Error CheckAlignment(const char* argument, const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
-  return Invalid(kOp, std::string(argument) + " must start on a 16-byte boundary.");
-}
-
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
                    S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
                    std::string_view product) {
@@ -130,9 +125,9 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(
       DecodeGroups(kOp, group_sizes, group_offset, problem.num_groups, problem.tokens, &groups));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("a", a.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("b", b.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment("the result", d->untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "a", a.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "b", b.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "the result", d->untyped_data()));
   bool accumulate = false;
   JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(stream, rest, *d, &accumulate));
   const MatmulBuffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), scratch->untyped_data(),

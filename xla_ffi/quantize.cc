@@ -4,7 +4,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "csrc/common/group_layout.h"
 #include "xla/ffi/api/ffi.h"
@@ -48,11 +47,6 @@ std::optional<cudaDataType_t> Fp8Type(ffi::DataType type) {
 }
 
 int64_t Elements(const ffi::AnyBuffer& buffer) { return static_cast<int64_t>(buffer.element_count()); }
-
-ffi::Error CheckAlignment(const char* op, const std::string& what, const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
-  return Invalid(op, what + " must start on a 16-byte boundary.");
-}
 
 ffi::Error CheckFeatures(const char* op, int64_t features) {
   if (features > 0 && features % kFp8Alignment == 0 && features <= std::numeric_limits<int32_t>::max()) {

@@ -160,6 +160,8 @@ struct alignas(16) Chunk {
   int32_t filler[2];  // chunks are copied whole
 
   __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
+  // How many chunks the group has.
+  __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
 };
 
 // The chunk of that index, which is in one of the groups [low, high).
@@ -184,6 +186,11 @@ struct ScaleLayout {
 
   __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
 };
+
+// Position of a chunk of one feature in columnwise data, in units of its 16 elements.
+__device__ inline int64_t ColumnDataUnit(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
+  return layout.features * chunk.Before(Unit::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
+}
 
 // The byte of a block in a 128 x 4 tile of swizzled scales.
 __device__ inline int64_t InSwizzledTile(int64_t tile, int outer, int inner) {

@@ -73,8 +73,7 @@ template <ScalingMode kMode, typename Fp8, typename Out>
 __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& chunk, int64_t first_column, Out* out) {
   const int64_t column = first_column + threadIdx.x % 32;
   if (column >= args.layout.features) return;
-  const int64_t per_column = CeilDiv(chunk.group_rows, kFp8Alignment);
-  const int64_t unit = args.layout.features * chunk.Before(Unit::k16) + column * per_column + chunk.row / kFp8Alignment;
+  const int64_t unit = ColumnDataUnit(args.layout, chunk, column);
   const int64_t feature = kMode == ScalingMode::kBlock2D ? column / kBlock : column;
   const float scale = LoadScale<kMode>(args.scale_inv, ColumnScalePosition<kMode>(args.layout, chunk, feature));
   alignas(16) uint8_t bytes[kFp8Alignment];

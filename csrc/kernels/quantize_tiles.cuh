@@ -82,8 +82,9 @@ class TileQuantizer {
     }
     __syncthreads();
     // With current scaling, they were found before the scales.
-    if (kMode != ScalingMode::kTensor || args_.given_scale)
+    if (kMode != ScalingMode::kTensor || args_.given_scale) {
       RecordAmax(exchange_.pass, exchange_.amax, count, args_.amax);
+    }
   }
 
  private:
@@ -138,8 +139,9 @@ class TileQuantizer {
   __device__ Scale SlotScale(int slot) const {
     if constexpr (kMode == ScalingMode::kTensor) return exchange_.scales[slot];
     uint32_t amax = 0;
-    for (int i = exchange_.pass.FirstOfBlock(slot); i <= exchange_.pass.LastOfBlock(slot); ++i)
+    for (int i = exchange_.pass.FirstOfBlock(slot); i <= exchange_.pass.LastOfBlock(slot); ++i) {
       amax = max(amax, exchange_.amax[i]);
+    }
     return ScaleFromAmax<Fp8>(amax, args_.amax_epsilon, args_.pow2_scales);
   }
 
@@ -201,9 +203,9 @@ class TileQuantizer {
   __device__ static uint2 Quantize8(const Pair (&pairs)[4], float scale) {
     const auto quantize = [scale](const Pair& pair) {
       if constexpr (kHideInfinity) {
-        return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale, scale);
+        return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
       }
-      return Quantize2<Fp8>(pair.First(), pair.Second(), scale, scale);
+      return Quantize2<Fp8>(pair.First(), pair.Second(), scale);
     };
     return {quantize(pairs[0]) | quantize(pairs[1]) << 16, quantize(pairs[2]) | quantize(pairs[3]) << 16};
   }
@@ -335,9 +337,8 @@ class TileQuantizer {
       columns.last = min(columns.first + 1, columns.last);
     }
     if constexpr (kSlotScales) columns.scale = SlotScale(columns.slot).scale;
-    columns.per_column = (chunk.group_rows + kFp8Alignment - 1) / kFp8Alignment;
-    columns.unit = args_.layout.features * chunk.Before(Unit::k16) + first_column_ * columns.per_column +
-                   chunk.row / kFp8Alignment;
+    columns.per_column = chunk.PerColumn();
+    columns.unit = ColumnDataUnit(args_.layout, chunk, first_column_);
     return columns;
   }
 
@@ -416,8 +417,8 @@ class TileQuantizer {
   template <bool kHideInfinity>
   __device__ void WriteColumns(const Columns& columns, int pair, float2 scale) {
     const auto quantize = [](float low, float high, float factor) {
-      if constexpr (kHideInfinity) return Quantize2<Fp8>(HideInfinity(low), HideInfinity(high), factor, factor);
-      return Quantize2<Fp8>(low, high, factor, factor);
+      if constexpr (kHideInfinity) return Quantize2<Fp8>(HideInfinity(low), HideInfinity(high), factor);
+      return Quantize2<Fp8>(low, high, factor);
     };
     uint32_t first[4];
     uint32_t second[4];

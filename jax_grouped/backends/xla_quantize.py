@@ -13,9 +13,9 @@ from jax_grouped.backends.xla import grouped_bias_grad
 from jax_grouped.group_layout import (
     BLOCK,
     FP8_ALIGNMENT,
+    Chunks,
     GroupRows,
     QuantizedLayout,
-    count_not_above,
     group_rows,
     round_up,
     row_groups,
@@ -194,35 +194,6 @@ def dequantize(
         scale_inv = fp8.mx_scale_inv(_bits(scale_inv))
     values = fp8.flush(data.astype(jnp.float32) * _spread(scale_inv, block, layout.features))
     return jnp.where(valid[:, None], values, 0).astype(out_dtype)
-
-
-class Chunks:
-    """The rows of all groups in chunks of 16, none of which crosses a group: what columnwise data is made of.
-
-    Attributes:
-        group: `int32[n]`, each chunk's group.
-        row: `int32[n]`, its first row, counted in the group.
-        first_row: `int32[n]`, its first row, counted in the array.
-        valid: `bool[n]`, whether there is such a chunk.
-        row_valid: `bool[n, 16]`, which of its rows there are.
-        units: `int32[n, C]`, where the chunk of each feature lies in the data, in units of 16 elements.
-    """
-
-    def __init__(self, rows: GroupRows, layout: QuantizedLayout):
-        starts = unit_starts(rows, FP8_ALIGNMENT)
-        index = jnp.arange(layout.units(FP8_ALIGNMENT), dtype=jnp.int32)
-        self.valid = index < starts[-1]
-        self.group = jnp.minimum(count_not_above(starts[1:], index), layout.num_groups - 1)
-        chunk = jnp.where(self.valid, index - starts[self.group], 0)
-        self.row = FP8_ALIGNMENT * chunk
-        self.first_row = rows.starts[self.group] + self.row
-        size = rows.sizes[self.group]
-        in_group = self.row[:, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
-        self.row_valid = self.valid[:, None] & (in_group < size[:, None])
-        per_feature = (size + FP8_ALIGNMENT - 1) // FP8_ALIGNMENT
-        feature = jnp.arange(layout.features, dtype=jnp.int32)
-        before = layout.features * starts[self.group] + chunk
-        self.units = before[:, None] + feature * per_feature[:, None]
 
 
 def _bits(x: jax.Array) -> jax.Array:

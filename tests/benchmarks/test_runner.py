@@ -275,7 +275,7 @@ def test_the_clock_of_calls_refuses_kernels_that_it_cannot_divide(monkeypatch: p
 def test_a_profile_without_a_gpu_is_an_error() -> None:
     work = JaxWork(lambda x: (x + 1,), [(jnp.ones(3),)])
     if jax.default_backend() == "gpu":
-        pytest.skip("there is one")
+        pytest.skip("this is about a machine without a GPU, and JAX sees one")
 
     with pytest.raises(RuntimeError, match="the profiler recorded no kernel on a GPU"):
         CallClock(work).block(1)
