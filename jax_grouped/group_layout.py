@@ -32,8 +32,8 @@ GROUP_UNITS = (4, 16, 32, 128, 512)
 
 
 #: A window of the quantization kernels has two passes of so many chunks, 48 bytes each, and 32 bytes more.
-_CHUNKS_PER_WINDOW = 8
-_WINDOW_BYTES = 32 + 2 * _CHUNKS_PER_WINDOW * 48
+_CHUNKS_PER_WINDOW = 32
+_WINDOW_BYTES = 64 + 40 * 48
 
 
 class GroupRows(NamedTuple):
@@ -113,7 +113,7 @@ def matmul_scratch_bytes(num_groups: int) -> int:
 
 def group_table_size(num_groups: int) -> int:
     """How many `int32` the device needs to tell where groups and their regions lie (`GroupTable` in C++)."""
-    return (1 + len(GROUP_UNITS)) * (num_groups + 1)
+    return (1 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
 
 
 def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:

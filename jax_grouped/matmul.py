@@ -86,6 +86,8 @@ def ragged_dot(
     float32 gradient of the result is rounded to bfloat16 if the inputs are bfloat16, and multiplied in float32 if they
     are float16, whose range it may exceed. Derivatives are those of reverse mode (`jax.grad`, `jax.vjp`), of any order.
 
+    Under `jax.vmap` the batch is more groups of one call. An `rhs` that is not mapped is not copied for it.
+
     Args:
         lhs: `[T, K]`, bfloat16, float16 or float32.
         rhs: `[G, K, N]`, likewise. If the types differ, both are converted to the smallest type that holds both.

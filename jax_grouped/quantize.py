@@ -32,7 +32,7 @@ def grouped_quantize(
     Blocks have the scale `fp8_max / amax`, computed in float32 and correctly rounded, `amax` being the largest finite
     absolute value; a block of zeros has the scale 1. Values that are not finite become NaN. Subnormal float32 numbers
     count as zero. Data, scales and largest values are the same to the bit on every backend, except where an activation
-    is not exact. There is no gradient.
+    is not exact. There is no gradient. Under `jax.vmap` the batch is more groups of one call.
 
     Args:
         x: `[T, C]` tokens, rows of group 0 first, or `[E, K, C]`, a stack of equal groups. bfloat16, float16 or

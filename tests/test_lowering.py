@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.group_layout import matmul_scratch_bytes
+from jax_grouped.backends import cuda
+from jax_grouped.group_layout import bias_grad_tiles, matmul_scratch_bytes
 
 
 def struct(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -109,6 +110,97 @@ def test_shard_map_with_its_checks_on_reaches_the_custom_calls() -> None:
     text = lowered(sharded, x, struct((4, 16, 24), jnp.float32), BIAS, SIZES)
     assert text.count("@jax_grouped_matmul") == 3
     assert text.count("@jax_grouped_bias_grad") == 1
+
+
+@pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
+def test_vmap_makes_more_groups_of_one_custom_call(kernel_axis: int | None) -> None:
+    kernel = KERNEL if kernel_axis is None else struct((3, 4, 16, 24))
+    dots = jax.vmap(jg.ragged_dot, (0, kernel_axis, 0))
+    text = lowered(dots, struct((3, 32, 16)), kernel, struct((3, 4), jnp.int32))
+    assert "stablehlo.while" not in text
+    (call,) = custom_calls(text)
+    kernels = 4 if kernel_axis is None else 12
+    assert f"(tensor<96x16xbf16>, tensor<{kernels}x16x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> " in call
+    assert f"(tensor<96x24xbf16>, tensor<{matmul_scratch_bytes(12)}xui8>" in call
+    assert f"kernel_batch = {kernels // 4} : i64" in call
+
+
+def test_vmap_copies_no_kernel_for_the_gradients_either() -> None:
+    def losses(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jax.vmap(jg.grouped_dense, (0, None, 0, None))(x, kernel, sizes, bias)))
+
+    gradient = jax.value_and_grad(losses, argnums=(0, 1, 2))
+    text = lowered(gradient, struct((3, 32, 16)), KERNEL, BIAS, struct((3, 4), jnp.int32))
+    assert "stablehlo.while" not in text
+    calls = custom_calls(text)
+    products = [re.findall(r'kernel_batch = (\d+) : i64, product = "(\w+)"', call) for call in calls]
+    assert sorted(products) == [[], [("1", "dgrad")], [("1", "fprop")], [("3", "wgrad")]]
+    (bias_grad,) = [call for call in calls if "@jax_grouped_bias_grad" in call]
+    assert "(tensor<96x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> (tensor<12x24xf32>" in bias_grad
+    assert f"tensor<{3 * bias_grad_tiles(32, 4)}x24xf32>, tensor<6x5xi32>" in bias_grad
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "kernel_batch"), [(None, None, 1), (0, None, 2), (None, 0, 6), (0, 0, 6)], ids=str
+)
+def test_nested_vmaps_share_kernels_within_the_outer_batch(
+    outer: int | None, inner: int | None, kernel_batch: int
+) -> None:
+    dots = jax.vmap(jax.vmap(jg.ragged_dot, (0, inner, None)), (0, outer, None))
+    batch = [size for size, axis in ((2, outer), (3, inner)) if axis is not None]
+    (call,) = custom_calls(lowered(dots, struct((2, 3, 32, 16)), struct((*batch, 4, 16, 24)), SIZES))
+    assert f"kernel_batch = {kernel_batch} : i64" in call
+    assert f"(tensor<192x16xbf16>, tensor<{4 * kernel_batch}x16x24xbf16>, tensor<24xi32>, tensor<6xi32>)" in call
+
+
+def test_vmap_of_float32_products_accumulates_as_before() -> None:
+    arguments = struct((3, 32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), struct((3, 4), jnp.int32)
+    calls = custom_calls(lowered(jax.vmap(jg.ragged_dot, (0, None, 0)), *arguments))
+    assert len(calls) == 3
+    assert all("tensor<4x16x24xbf16>" in call and "-> (tensor<96x24xf32>" in call for call in calls)
+    assert sum("output_operand_alias" in call for call in calls) == 2
+
+
+def test_vmap_inside_shard_map_with_its_checks_on() -> None:
+    def losses(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.vmap(loss, (0, None, None, None))(x, kernel, bias, sizes).sum()
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    specs = (P(None, "data"), P(), P(), P())
+    sharded = jax.shard_map(jax.grad(losses, argnums=(1, 2)), mesh=mesh, in_specs=specs, out_specs=P())
+    text = lowered(sharded, struct((3, 16 * jax.device_count(), 16)), KERNEL, BIAS, SIZES)
+    matmul, bias_grad = sorted(custom_calls(text), key=lambda call: "bias_grad" in call)
+    assert "(tensor<48x16xbf16>, tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in matmul
+    assert "(tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in bias_grad
+
+
+def test_an_empty_batch_needs_no_custom_call() -> None:
+    dots = jax.vmap(jg.ragged_dot, (0, None, None))
+    assert not custom_calls(lowered(dots, struct((0, 32, 16)), KERNEL, SIZES))
+
+
+def test_batches_that_no_call_can_count_are_refused() -> None:
+    dots = jax.vmap(jg.ragged_dot, (0, None, None))
+    with pytest.raises(ValueError, match=r"makes one with 2147483648 rows .* use jax.vmap over fewer, or jax.lax.map"):
+        jax.eval_shape(dots, struct((2**16, 2**15, 16)), KERNEL, SIZES)
+    batch = cuda.MAX_BATCH + 1
+    lowered(dots, struct((batch, 1, 16)), KERNEL, SIZES, platform="cpu")
+    with pytest.raises(ValueError, match=f"over {batch} calls .* at most {cuda.MAX_BATCH}: use jax.vmap over fewer"):
+        lowered(dots, struct((batch, 1, 16)), KERNEL, SIZES)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_batch_size_can_be_left_open(platform: str) -> None:
+    (batch,) = export.symbolic_shape("batch")
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
+    dots = jax.jit(jax.vmap(jg.ragged_dot, (0, None, 0)))
+    exported = export.export(dots, platforms=[platform], disabled_checks=checks)(
+        struct((batch, 5, 16), jnp.float32), struct((4, 16, 24), jnp.float32), struct((batch, 4), jnp.int32)
+    )
+    if platform == "cpu":
+        arguments = jnp.ones((2, 5, 16)), jnp.ones((4, 16, 24)), jnp.array([[1, 0, 2, 1], [0, 0, 0, 5]])
+        y = exported.call(*jax.device_put(arguments, jax.devices("cpu")[0]))
+        np.testing.assert_array_equal(y[:, :, 0], [[16, 16, 16, 16, 0], [16] * 5])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])

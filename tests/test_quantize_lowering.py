@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
+from jax_grouped.group_layout import group_table_size, quantize_scratch_bytes
 from tests.test_lowering import custom_calls, lowered, struct
 
 X, SIZES, KERNEL = struct((300, 144)), struct((5,), jnp.int32), struct((3, 144, 272))
@@ -187,7 +188,37 @@ def test_shard_map_with_its_checks_on_reaches_the_custom_calls() -> None:
     assert types(call)[0][0] == "16x144xbf16"
 
 
-def test_vmap_loops_over_one_custom_call() -> None:
-    text = lowered(jax.vmap(quantize), struct((3, 300, 144)), struct((3, 5), jnp.int32))
-    assert len(custom_calls(text)) == 1
-    assert "stablehlo.while" in text
+@pytest.mark.parametrize("sizes_axis", [None, 0], ids=["one list of sizes", "sizes of each"])
+def test_vmap_makes_more_groups_of_one_custom_call(sizes_axis: int | None) -> None:
+    sizes = SIZES if sizes_axis is None else struct((3, 5), jnp.int32)
+    text = lowered(jax.vmap(quantize, (0, sizes_axis)), struct((3, 300, 144)), sizes)
+    assert "stablehlo.while" not in text
+    (call,) = custom_calls(text)
+    operands, results = types(call)
+    assert operands == ["900x144xbf16", "15xi32", "3xi32"]
+    data_and_sums = ["900x144xf8E4M3FN", "1872xf32", "158976xf8E4M3FN", "3024xf32", "15xf32", "15x144xf32"]
+    # Of 300 rows in 5 groups, up to 7 blocks of 128 rows have sums.
+    assert results == [*data_and_sums, f"{3 * quantize_scratch_bytes(300, 5)}xui8", "21x144xf32"]
+
+
+def test_vmap_of_kernels_keeps_what_is_shared_with_previous_results() -> None:
+    recipe = jg.Float8BlockScaling()
+
+    def step(kernel: jax.Array, previous: jg.KernelCache, skip: jax.Array) -> jg.KernelCache:
+        return jg.quantize_kernel(kernel, recipe, previous=previous, skip=skip)
+
+    kernels = struct((2, 3, 144, 272))
+    previous = jax.eval_shape(jax.vmap(lambda kernel: jg.quantize_kernel(kernel, recipe)), kernels)
+    call = call_of(jax.vmap(step), kernels, previous, struct((2,), jnp.bool_))
+    operands, results = types(call)
+    assert operands[:6] == ["864x272xbf16", "6xi32", "2xi32", "2xi1", "6x144x272xf8E4M3FN", "6x2x4xf32"]
+    assert operands[4:] == results[:5]
+    assert "stack_rows = 144 : i64" in call
+    assert re.findall(r"operand_index = (\d+)", call) == ["4", "5", "6", "7", "8"]
+
+
+def test_vmap_of_dequantize_is_one_custom_call() -> None:
+    quantized = jax.eval_shape(jax.vmap(quantize), struct((3, 300, 144)), struct((3, 5), jnp.int32))
+    operands, results = types(call_of(jax.vmap(jg.grouped_dequantize), quantized.columnwise))
+    assert operands == ["158976xf8E4M3FN", "3024xf32", "15xi32", "3xi32"]
+    assert results == ["900x144xf32", f"{3 * group_table_size(5)}xi32"]

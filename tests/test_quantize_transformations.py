@@ -114,36 +114,6 @@ def test_quantized_arrays_are_carried_by_loops() -> None:
     assert_same_trees(seen, stacked([jg.grouped_dequantize(q.rowwise) for q in (first, second, first)]))
 
 
-@pytest.mark.parametrize("mode", [ScalingMode.TENSOR, ScalingMode.BLOCK_1D], ids=lambda mode: mode.value)
-def test_vmap_equals_a_loop(mode: ScalingMode) -> None:
-    xs = jnp.stack([tokens(seed) for seed in range(3)])
-    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros_like(SIZES).at[1].set(42)])
-    got = jax.vmap(lambda x, sizes: quantized_contents(x, sizes, mode))(xs, sizes)
-    assert_same_trees(got, stacked([quantized_contents(x, n, mode) for x, n in zip(xs, sizes, strict=True)]))
-
-
-def test_vmap_over_some_arguments_only() -> None:
-    scales = jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
-
-    def scaled(scale: jax.Array) -> jax.Array:
-        quantized = jg.grouped_quantize(tokens(), SIZES, ScalingMode.TENSOR, scale=scale)
-        return jg.grouped_dequantize(quantized.rowwise)
-
-    assert_same_trees(jax.vmap(scaled)(scales), stacked([scaled(scale) for scale in scales]))
-
-
-def test_vmap_over_kernels_and_skip() -> None:
-    previous = [jg.quantize_kernel(kernels(seed), BLOCK) for seed in range(3)]
-    new = jnp.stack([kernels(seed) for seed in (4, 5, 6)])
-    skip = jnp.array([True, False, True])
-
-    def step(kernel: jax.Array, previous: jg.KernelCache, skip: jax.Array) -> jg.KernelCache:
-        return jg.quantize_kernel(kernel, BLOCK, previous=previous, skip=skip)
-
-    got = jax.vmap(step)(new, stacked(previous), skip)
-    assert_same_trees(got, stacked([previous[0], jg.quantize_kernel(new[1], BLOCK), previous[2]]))
-
-
 @pytest.mark.parametrize(
     "make", [lambda: quantize(tokens()), lambda: jg.quantize_kernel(kernels(), BLOCK)], ids=["tokens", "kernels"]
 )

@@ -76,19 +76,6 @@ def test_scan_over_microbatches_adds_gradients() -> None:
     assert_trees_close(got, sum(GRADIENT(x, kernel, bias)[1] for x in xs))
 
 
-@pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
-def test_vmap_equals_a_loop(kernel_axis: int | None) -> None:
-    xs = jnp.stack([operands(seed)[0] for seed in range(3)])
-    _, kernel, bias = operands()
-    kernels = kernel if kernel_axis is None else jnp.stack([kernel, -kernel, 2 * kernel])
-    sizes = jnp.stack([SIZES, SIZES[::-1], jnp.zeros_like(SIZES).at[1].set(42)])
-    axes = (0, kernel_axis, None, 0)
-    got = jax.vmap(GRADIENT, axes)(xs, kernels, bias, sizes)
-    for i in range(3):
-        expected = GRADIENT(xs[i], kernels if kernel_axis is None else kernels[i], bias, sizes[i])
-        assert_trees_close(tuple(g[i] for g in got), expected)
-
-
 def test_donated_tokens_give_the_same_result() -> None:
     x, kernel, bias = operands()
     expected = dense(x, kernel, bias)

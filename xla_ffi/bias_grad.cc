@@ -23,13 +23,13 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32 group_sizes, S32 
   const int64_t features = dy.dimensions()[1];
   const int64_t num_groups = dbias->dimensions()[0];
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias's shape[1]", dbias->dimensions()[1], features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of partial_sums",
-                                         static_cast<int64_t>(partial_sums->element_count()),
-                                         BiasGradTiles(tokens, num_groups) * features));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()), 2 * (num_groups + 1)));
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kOp, group_sizes, group_offset, num_groups, tokens, &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of partial_sums",
+                                         static_cast<int64_t>(partial_sums->element_count()),
+                                         groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()),
+                                         int64_t{2} * (groups.num_groups + 1) * groups.batch));
   return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
                                      starts->typed_data(), dbias->typed_data()));
 }

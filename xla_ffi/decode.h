@@ -62,19 +62,32 @@ inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
   }
 }
 
-// The groups of a call from its two integer arguments and the static numbers around them.
+// The groups of a call from its two integer arguments and the static numbers around them. group_offset has an entry for
+// every batch element; `num_groups` and `tokens` are those of all elements.
 inline ffi::Error DecodeGroups(const char* op, const ffi::Buffer<ffi::S32>& sizes, const ffi::Buffer<ffi::S32>& offset,
-                               int64_t num_groups, int64_t capacity, Groups* groups) {
+                               int64_t num_groups, int64_t tokens, Groups* groups) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "group_sizes", sizes, 1));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(op, "the size of group_offset", static_cast<int64_t>(offset.element_count()), 1));
+  const auto total = static_cast<int64_t>(sizes.element_count());
+  const auto batch = static_cast<int64_t>(offset.element_count());
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (sizes.dimensions()[0] > kMost || num_groups > kMost || capacity > kMost) {
+  if (total > kMost || num_groups > kMost || tokens > kMost) {
     return Invalid(op, "at most 2^31 - 1 groups and tokens are supported, got " + std::to_string(num_groups) +
-                           " groups and " + std::to_string(capacity) + " tokens.");
+                           " groups and " + std::to_string(tokens) + " tokens.");
   }
-  *groups = Groups{sizes.typed_data(), offset.typed_data(), static_cast<int32_t>(sizes.dimensions()[0]),
-                   static_cast<int32_t>(num_groups), capacity};
+  // Blocks of a launch are counted in 16 bits along its second axis.
+  if (batch == 0 || batch > std::numeric_limits<uint16_t>::max() || total % batch != 0 || num_groups % batch != 0 ||
+      tokens % batch != 0) {
+    return Invalid(op,
+                   "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and "
+                   "tokens, got " +
+                       std::to_string(batch) + ".");
+  }
+  *groups = Groups{sizes.typed_data(),
+                   offset.typed_data(),
+                   static_cast<int32_t>(total / batch),
+                   static_cast<int32_t>(num_groups / batch),
+                   tokens / batch,
+                   static_cast<int32_t>(batch)};
   return ffi::Error::Success();
 }
 

@@ -27,6 +27,9 @@ struct Call {
   ffi::AnyBuffer d;
   ffi::AnyBuffer scratch;
   ffi::AnyBuffer workspace;
+  int64_t kernel_batch;  // how many batch elements have kernels of their own
+
+  int64_t Batch() const { return static_cast<int64_t>(group_offset.element_count()); }
 };
 
 std::optional<Product> ToProduct(std::string_view name) {
@@ -49,6 +52,19 @@ ffi::Error CheckTypes(const Call& call, MatmulProblem* problem) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckKernelBatch(const Call& call, bool is_wgrad, int64_t kernels) {
+  const int64_t batch = call.Batch();
+  const int64_t count = call.kernel_batch;
+  if (count > 0 && batch % count == 0 && kernels % count == 0 && (!is_wgrad || count == batch)) {
+    return ffi::Error::Success();
+  }
+  return Invalid(kOp,
+                 "kernel_batch must divide the batch size and the number of kernels, and be the batch size for "
+                 "wgrad, got " +
+                     std::to_string(count) + " of " + std::to_string(batch) + " and " + std::to_string(kernels) +
+                     " kernels.");
+}
+
 // Fills in the features and checks that the other shapes follow from them.
 ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   const bool is_wgrad = problem->product == Product::kWgrad;
@@ -58,7 +74,8 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, is_wgrad ? "b" : "the result", is_wgrad ? call.b : call.d, 2));
 
   problem->tokens = call.a.dimensions()[0];
-  problem->num_groups = kernel.dimensions()[0];
+  JAX_GROUPED_RETURN_IF_ERROR(CheckKernelBatch(call, is_wgrad, kernel.dimensions()[0]));
+  problem->num_groups = kernel.dimensions()[0] / call.kernel_batch * call.Batch();
   problem->in_features = kernel.dimensions()[1];
   problem->out_features = kernel.dimensions()[2];
   const int64_t a_features = problem->product == Product::kDgrad ? problem->out_features : problem->in_features;
@@ -92,9 +109,10 @@ ffi::Error DecodeProblem(const Call& call, std::string_view product, MatmulProbl
 }
 
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes, S32 group_offset,
-                      ffi::RemainingArgs, Result d, Result scratch, Result workspace, std::string_view product) {
+                      ffi::RemainingArgs, Result d, Result scratch, Result workspace, std::string_view product,
+                      int64_t kernel_batch) {
   MatmulProblem problem{};
-  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace};
+  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
   return ToError(kOp, PrepareGroupedMatmul(device, problem));
 }
@@ -118,9 +136,9 @@ ffi::Error LoadAccumulator(cudaStream_t stream, const ffi::RemainingArgs& rest, 
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
                    S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
-                   std::string_view product) {
+                   std::string_view product, int64_t kernel_batch) {
   MatmulProblem problem{};
-  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace};
+  const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(
@@ -132,7 +150,8 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(stream, rest, *d, &accumulate));
   const MatmulBuffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), scratch->untyped_data(),
                               workspace->untyped_data()};
-  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, buffers, accumulate));
+  const auto elements_per_kernel = static_cast<int32_t>(groups.batch / kernel_batch);
+  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
 }
 
 }  // namespace
@@ -148,7 +167,8 @@ XLA_FFI_DEFINE_HANDLER(initialize, Initialize,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product"),
+                           .Attr<std::string_view>("product")
+                           .Attr<int64_t>("kernel_batch"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(execute, Execute,
@@ -163,7 +183,8 @@ XLA_FFI_DEFINE_HANDLER(execute, Execute,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product"),
+                           .Attr<std::string_view>("product")
+                           .Attr<int64_t>("kernel_batch"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame) { return initialize(frame); }

@@ -72,9 +72,10 @@ ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, const ffi:
   return CheckAlignment(op, "the " + name + " scales", scale.untyped_data());
 }
 
-ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, int64_t num_groups) {
+ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, const Groups& groups) {
   if (table.element_type() != ffi::S32) return Invalid(op, "the group table must be int32.");
-  return CheckEqual(op, "the size of the group table", Elements(table), GroupTable::Size(num_groups));
+  return CheckEqual(op, "the size of the group table", Elements(table),
+                    groups.batch * GroupTable::Size(groups.num_groups));
 }
 
 // The operands and results that not every call has, in order.
@@ -141,7 +142,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const Attributes& attributes, 
   return CheckAlignment(kQuantize, "x", x.untyped_data());
 }
 
-ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t num_groups, const Attributes& attributes,
+ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups, const Attributes& attributes,
                            const QuantizeProblem& problem, Operands* operands, QuantizeBuffers* buffers) {
   buffers->x = x.untyped_data();
   if (attributes.given_scale) {
@@ -161,7 +162,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t num_groups, const At
   if (attributes.cached) {
     JAX_GROUPED_ASSIGN_OR_RETURN(skip, operands->NextArgument());
     if (skip->element_type() != ffi::PRED) return Invalid(kQuantize, "skip must be boolean.");
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of skip", Elements(*skip), 1));
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of skip", Elements(*skip), batch));
     buffers->skip = static_cast<const bool*>(skip->untyped_data());
   }
   return ffi::Error::Success();
@@ -204,13 +205,14 @@ ffi::Error DecodeResults(QuantizedLayout layout, const Attributes& attributes, O
 
   JAX_GROUPED_ASSIGN_OR_RETURN(amax, operands->NextResult());
   if ((*amax)->element_type() != ffi::F32) return Invalid(kQuantize, "amax must be float32.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.num_groups));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.batch * layout.num_groups));
   buffers->amax = static_cast<float*>((*amax)->untyped_data());
   if (!attributes.dbias) return ffi::Error::Success();
   JAX_GROUPED_ASSIGN_OR_RETURN(dbias, operands->NextResult());
   if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kQuantize, "the size of dbias", Elements(**dbias), layout.num_groups * layout.features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of dbias", Elements(**dbias),
+                                         layout.batch * layout.num_groups * layout.features));
   buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
   return ffi::Error::Success();
 }
@@ -219,7 +221,7 @@ ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, Quan
   JAX_GROUPED_ASSIGN_OR_RETURN(scratch, operands->NextResult());
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the bytes of scratch",
                                          static_cast<int64_t>((*scratch)->size_bytes()),
-                                         QuantizeScratchBytes(layout.tokens, layout.num_groups)));
+                                         QuantizeScratchBytes(layout.batch, layout.tokens, layout.num_groups)));
   buffers->scratch = (*scratch)->untyped_data();
   JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, operands->NextResult());
   const int64_t expected = buffers->dbias != nullptr ? layout.Units(kBlock) * layout.features : 0;
@@ -266,17 +268,18 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32 group_sizes, S32 
   const int64_t num_groups = Elements(**amax);
   if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
 
-  const int64_t tokens = x.dimensions()[0];
-  const QuantizedLayout layout{problem.mode, false,     problem.swizzled_scales, tokens, problem.features,
-                               num_groups,   stack_rows};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, num_groups, attributes, problem, &operands, &buffers));
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(
+      DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, x.dimensions()[0], &groups));
+  const QuantizedLayout layout{problem.mode,      false,           problem.swizzled_scales,
+                               groups.batch,      groups.capacity, problem.features,
+                               groups.num_groups, stack_rows};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, groups.batch, num_groups, attributes, problem, &operands, &buffers));
   JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &operands, &problem, &buffers));
   const size_t num_results = operands.ResultsTaken();
   JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &operands, &buffers));
-  Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, tokens, &groups));
   if (cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
-  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, buffers));
+  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementUnits(), buffers));
 }
 
 ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32 group_sizes,
@@ -291,14 +294,15 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   if (!data_type) return Invalid(kDequantize, "data must be float8_e4m3fn or float8_e5m2.");
 
   const auto num_groups = static_cast<int64_t>(group_sizes.element_count());
-  const QuantizedLayout layout{*known_mode,          columnwise, swizzled_scales, out->dimensions()[0],
-                               out->dimensions()[1], num_groups, stack_rows};
-  if (num_groups == 0 || layout.tokens == 0) return Invalid(kDequantize, "there must be groups and rows.");
+  const int64_t tokens = out->dimensions()[0];
+  if (num_groups == 0 || tokens == 0) return Invalid(kDequantize, "there must be groups and rows.");
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, num_groups, tokens, &groups));
+  const QuantizedLayout layout{*known_mode,     columnwise,           swizzled_scales,   groups.batch,
+                               groups.capacity, out->dimensions()[1], groups.num_groups, stack_rows};
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kDequantize, layout.features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kDequantize, layout, data, scale_inv));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckTable(kDequantize, *table, num_groups));
-  Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, num_groups, layout.tokens, &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckTable(kDequantize, *table, groups));
   return ToError(kDequantize,
                  LaunchDequantize(stream, groups, layout, data.untyped_data(), *data_type, scale_inv.untyped_data(),
                                   out->untyped_data(), *type, static_cast<int32_t*>(table->untyped_data())));

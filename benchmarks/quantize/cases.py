@@ -152,7 +152,9 @@ TABLE = (
     Combinations(
         tuple(f"qwen3 {groups}" for groups in GROUP_COUNTS), _BOTH_SKEWS, ("block_1d rowwise", "block_1d both")
     ),
-    Combinations(("small",), ("equal",), ("block_1d rowwise", "block_1d both", "delayed tensor both")),
+    Combinations(
+        ("small",), ("equal",), ("block_1d rowwise", "block_1d both", "delayed tensor both", "current tensor both")
+    ),
 )
 
 SKEWS = tuple(dict.fromkeys(skew for part in TABLE for skew in part.skews))

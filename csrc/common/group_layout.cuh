@@ -1,4 +1,5 @@
-// Device side of group_layout.h: finding groups from sizes that only the device knows.
+// Device side of group_layout.h: finding groups from sizes that only the device knows. Groups are those of one batch
+// element, rows are counted from its first.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_CUH_
 #define JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_CUH_
@@ -63,7 +64,7 @@ __device__ int32_t GroupsPerThread(int32_t num_groups) {
 // the first local group.
 template <int kThreads, typename Visit>
 __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
-  using Scan = cub::BlockScan<int64_t, kThreads>;
+  using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage storage;
 
   const int64_t first = FirstGroup(groups);
@@ -83,9 +84,16 @@ __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   }
 }
 
-struct UnitCounts {
-  int32_t count[kNumUnits];
-};
+// How many units of each kind so many rows of one group have.
+__device__ inline UnitCounts CountUnits(int32_t rows) {
+  UnitCounts counts;
+#pragma unroll
+  for (int i = 0; i < kNumUnits; ++i) {
+    const uint32_t unit = UnitRows(static_cast<Unit>(i));
+    counts.count[i] = static_cast<int32_t>((static_cast<uint32_t>(rows) + unit - 1) / unit);
+  }
+  return counts;
+}
 
 struct AddUnitCounts {
   __device__ UnitCounts operator()(const UnitCounts& a, const UnitCounts& b) const {
@@ -96,46 +104,103 @@ struct AddUnitCounts {
   }
 };
 
-// Fills the table. For the whole block.
+// Adds rows up to a capacity: those past it do not exist, and so sums fit 32 bits whatever the sizes are.
+struct AddRows {
+  uint32_t capacity;
+  __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
+};
+
+// Fills in the table of one element of a batch, whose arrays have room for so many units per element. For the whole
+// block. Every thread has a run of groups, in quads.
 template <int kThreads>
-__device__ void FillGroupTable(const Groups& groups, const GroupTable& table) {
-  using Scan = cub::BlockScan<UnitCounts, kThreads>;
-  __shared__ typename Scan::TempStorage storage;
-
-  // Only with an offset are there rows before the local groups.
-  const int64_t begin = FirstGroup(groups) > 0 ? LocalRows<kThreads>(groups).begin : 0;
-  ForEachGroup<kThreads>(groups, begin, [&](int32_t group, RowRange rows) {
-    table.FirstRow()[group] = static_cast<int32_t>(rows.begin);
-    if (group == groups.num_groups - 1) table.FirstRow()[group + 1] = static_cast<int32_t>(rows.end);
-  });
-  __syncthreads();
-
-  const auto count_units = [&](int32_t group) {
-    const int32_t size = table.FirstRow()[group + 1] - table.FirstRow()[group];
-    UnitCounts counts;
-#pragma unroll
-    for (int i = 0; i < kNumUnits; ++i) {
-      const int rows = UnitRows(static_cast<Unit>(i));
-      counts.count[i] = (size + rows - 1) / rows;
-    }
-    return counts;
-  };
-  const int32_t run = GroupsPerThread<kThreads>(groups.num_groups);
+__device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                               const GroupTable& table) {
+  constexpr int kQuad = 4;
+  using RowScan = cub::BlockScan<uint32_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  using UnitScan = cub::BlockScan<UnitCounts, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ union {
+    typename RowScan::TempStorage rows;
+    typename UnitScan::TempStorage units;
+  } storage;
+  const Groups groups = batch.At(element);
+  const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
+  const auto run = static_cast<int32_t>(RoundUp(CeilDiv(groups.num_groups, kThreads), kQuad));
   const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
   const int32_t run_end = min(run_begin + run, groups.num_groups);
-  UnitCounts counts{};
-  for (int32_t group = run_begin; group < run_end; ++group) counts = AddUnitCounts()(counts, count_units(group));
-  UnitCounts before;
-  Scan(storage).ExclusiveScan(counts, before, UnitCounts{}, AddUnitCounts());
-  const auto write = [&](int32_t group) {
+
+  // Groups past the last one have no rows, as have those that do not exist. The usual offset is 0; the sizes for it are
+  // under way before it is known.
+  const int64_t first = FirstGroup(groups);
+  const Groups usual{groups.sizes, nullptr, min(groups.total, groups.num_groups), groups.num_groups, 0, 1};
+  const auto load_sizes = [&](int32_t quad, uint32_t (&sizes)[kQuad]) {
+    int64_t size[kQuad];
 #pragma unroll
-    for (int i = 0; i < kNumUnits; ++i) table.UnitsBefore(static_cast<Unit>(i))[group] = before.count[i];
+    for (int i = 0; i < kQuad; ++i) size[i] = GroupSize(usual, quad + i);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (first != 0) size[i] = quad + i < groups.num_groups ? GroupSize(groups, first + quad + i) : 0;
+      sizes[i] = min(static_cast<uint32_t>(size[i]), add_rows.capacity);
+    }
   };
-  for (int32_t group = run_begin; group < run_end; ++group) {
-    write(group);
-    before = AddUnitCounts()(before, count_units(group));
-    if (group == groups.num_groups - 1) write(group + 1);
+  // Calls visit(quad, begins, units) with the first rows of every quad's groups, and of the next one, and their units.
+  const auto for_each_quad = [&](uint32_t start, auto visit) {
+    for (int32_t quad = run_begin; quad < run_end; quad += kQuad) {
+      uint32_t sizes[kQuad];
+      load_sizes(quad, sizes);
+      uint32_t begins[kQuad + 1] = {start};
+      UnitCounts units[kQuad];
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        begins[i + 1] = add_rows(begins[i], sizes[i]);
+        units[i] = CountUnits(static_cast<int32_t>(begins[i + 1] - begins[i]));
+      }
+      start = begins[kQuad];
+      visit(quad, begins, units);
+    }
+  };
+
+  uint32_t rows = 0;
+  for (int32_t quad = run_begin; quad < run_end; quad += kQuad) {
+    uint32_t sizes[kQuad];
+    load_sizes(quad, sizes);
+#pragma unroll
+    for (const uint32_t size : sizes) rows = add_rows(rows, size);
   }
+  // Only with an offset are there rows before the local groups.
+  const uint32_t before = first > 0 ? static_cast<uint32_t>(LocalRows<kThreads>(groups).begin) : 0;
+  uint32_t start;
+  RowScan(storage.rows).ExclusiveScan(rows, start, before, add_rows);
+  __syncthreads();
+
+  UnitCounts counts{};
+  for_each_quad(start, [&](int32_t, const auto&, const auto& units) {
+#pragma unroll
+    for (const UnitCounts& own : units) counts = AddUnitCounts()(counts, own);
+  });
+  UnitCounts next;
+#pragma unroll
+  for (int i = 0; i < kNumUnits; ++i) next.count[i] = element * element_units.count[i];
+  UnitScan(storage.units).ExclusiveScan(counts, next, next, AddUnitCounts());
+
+  // Where four groups begin is written at once; past the last one, that is where it ends.
+  const auto element_row = static_cast<int32_t>(element * batch.capacity);
+  const auto last = static_cast<int32_t>(GroupTable::Stride(groups.num_groups)) - kQuad;
+  const auto write = [&](int32_t quad, const uint32_t (&begins)[kQuad + 1], const UnitCounts(&units)[kQuad]) {
+    const auto row = [&](int i) { return element_row + static_cast<int32_t>(begins[i]); };
+    reinterpret_cast<int4*>(table.FirstRow() + quad)[0] = {row(0), row(1), row(2), row(3)};
+#pragma unroll
+    for (int unit = 0; unit < kNumUnits; ++unit) {
+      int32_t begin[kQuad + 1] = {next.count[unit]};
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) begin[i + 1] = begin[i] + units[i].count[unit];
+      int32_t* starts = table.UnitsBefore(static_cast<Unit>(unit));
+      reinterpret_cast<int4*>(starts + quad)[0] = {begin[0], begin[1], begin[2], begin[3]};
+      if (quad + kQuad == groups.num_groups) starts[last] = begin[kQuad];
+      next.count[unit] = begin[kQuad];
+    }
+    if (quad + kQuad == groups.num_groups) table.FirstRow()[last] = row(kQuad);
+  };
+  for_each_quad(start, write);
   __syncthreads();
 }
 
@@ -149,9 +214,10 @@ __device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t 
   return low;
 }
 
-// Up to 16 consecutive rows of one group: what columnwise data is made of. Chunks are counted through all groups.
+// Up to 16 consecutive rows of one group: what columnwise data is made of. Chunks are counted through all groups, from
+// where those of a batch element may begin.
 struct alignas(16) Chunk {
-  int32_t group;
+  int32_t group;  // counted through the batch
   int32_t group_rows;
   int32_t row;        // its first row, counted in the group
   int32_t first_row;  // and in the array
@@ -164,11 +230,10 @@ struct alignas(16) Chunk {
   __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
 };
 
-// The chunk of that index, which is in one of the groups [low, high).
-__device__ inline Chunk LoadChunk(const GroupTable& table, int32_t index, int32_t low, int32_t high) {
-  const int32_t group = FindGroup(table.UnitsBefore(Unit::k16), low, high, index);
+// The chunk of that index, which is in that group; `element` is the group's batch element.
+__device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int32_t group, int32_t index) {
   Chunk chunk{};
-  chunk.group = group;
+  chunk.group = element * table.num_groups + group;
 #pragma unroll
   for (int i = 0; i < kNumUnits; ++i) chunk.before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
   const int32_t group_begin = table.FirstRow()[group];

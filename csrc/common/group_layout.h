@@ -41,13 +41,24 @@ JAX_GROUPED_HOST_DEVICE constexpr int64_t RoundUp(int64_t value, int64_t multipl
   return CeilDiv(value, multiple) * multiple;
 }
 
-// The groups of one call, as they are in device memory. `sizes` and `offset` may hold any values.
+// The groups of one call, as they are in device memory. `sizes` and `offset` may hold any values. A batch of calls is
+// one call, whose arrays hold those of its elements one after another.
 struct Groups {
-  const int32_t* sizes;   // [total], rows per group
-  const int32_t* offset;  // [1], index of the first local group
+  const int32_t* sizes;   // [batch, total], rows per group
+  const int32_t* offset;  // [batch], index of the first local group
   int32_t total;
-  int32_t num_groups;  // local groups: those whose kernels are here
-  int64_t capacity;    // rows of the token array
+  int32_t num_groups;  // local groups of an element: those whose kernels are here
+  int64_t capacity;    // rows of an element's token array
+  int32_t batch;
+
+  // All local groups, and all rows.
+  JAX_GROUPED_HOST_DEVICE int32_t AllGroups() const { return batch * num_groups; }
+  JAX_GROUPED_HOST_DEVICE int64_t AllRows() const { return batch * capacity; }
+  // The groups of one element.
+  JAX_GROUPED_HOST_DEVICE Groups At(int32_t element) const {
+    const int64_t before = element;
+    return {sizes + before * total, offset + before, total, num_groups, capacity, 1};
+  }
 };
 
 // A scale is found from how many units of so many rows lie before its group; the last unit of a group may be shorter.
@@ -70,48 +81,72 @@ JAX_GROUPED_HOST_DEVICE constexpr int UnitRows(Unit unit) {
   return 0;
 }
 
-// Where the groups of one call and their regions begin, in device memory: an array of first rows, then one of counts
-// per unit, each with an entry per local group and one more for the end of the last.
+struct UnitCounts {
+  int32_t count[kNumUnits];
+};
+
+// How many units of `unit` rows, none of which crosses a group, any sizes of so many groups can need.
+JAX_GROUPED_HOST_DEVICE constexpr int64_t MostUnits(int64_t rows, int64_t num_groups, int64_t unit) {
+  const int64_t groups = num_groups < rows ? num_groups : rows;
+  return groups == 0 ? 0 : groups + (rows - groups) / unit;
+}
+
+// Where the groups of a batch element and their regions begin, in device memory: an array of first rows, then one of
+// counts per unit, each with an entry per local group and one more for the end of the last. Arrays start on 16-byte
+// boundaries.
 struct GroupTable {
   int32_t* base;
   int32_t num_groups;
 
+  JAX_GROUPED_HOST_DEVICE static constexpr int64_t Stride(int64_t num_groups) { return RoundUp(num_groups + 1, 4); }
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t Size(int64_t num_groups) {
-    return (1 + kNumUnits) * (num_groups + 1);
+    return (1 + kNumUnits) * Stride(num_groups);
+  }
+  // Tables of a batch lie one after another.
+  JAX_GROUPED_HOST_DEVICE GroupTable At(int32_t element) const {
+    return {base + element * Size(num_groups), num_groups};
   }
 
   JAX_GROUPED_HOST_DEVICE int32_t* FirstRow() const { return base; }
   JAX_GROUPED_HOST_DEVICE int32_t* UnitsBefore(Unit unit) const {
-    return base + (1 + static_cast<int64_t>(unit)) * (num_groups + 1);
+    return base + (1 + static_cast<int64_t>(unit)) * Stride(num_groups);
   }
 };
 
 enum class ScalingMode { kTensor, kBlock1D, kBlock2D, kMx };
 
-// Where the data and scales of one quantized array lie; jax_grouped/group_layout.py describes the layouts.
+// Where the data and scales of one quantized array lie, those of a batch's elements one after another;
+// jax_grouped/group_layout.py describes the layouts.
 struct QuantizedLayout {
   ScalingMode mode;
   bool columnwise;
   bool swizzled_scales;
-  int64_t tokens;
+  int64_t batch;
+  int64_t tokens;  // of an element, as are the groups
   int64_t features;
   int64_t num_groups;
   int64_t stack_rows;  // rows of every group of a stack, 0 if only the device knows the sizes
 
-  // How many units of `unit` rows, none of which crosses a group, any group sizes can need.
-  constexpr int64_t Units(int64_t unit) const {
-    if (stack_rows > 0) return num_groups * CeilDiv(stack_rows, unit);
-    const int64_t groups = num_groups < tokens ? num_groups : tokens;
-    return groups == 0 ? 0 : groups + (tokens - groups) / unit;
+  // Units of `unit` rows for which an element's arrays have room.
+  constexpr int64_t ElementUnits(int64_t unit) const {
+    return stack_rows > 0 ? num_groups * CeilDiv(stack_rows, unit) : MostUnits(tokens, num_groups, unit);
+  }
+  constexpr int64_t Units(int64_t unit) const { return batch * ElementUnits(unit); }
+  UnitCounts ElementUnits() const {
+    UnitCounts units{};
+    for (int i = 0; i < kNumUnits; ++i) {
+      units.count[i] = static_cast<int32_t>(ElementUnits(UnitRows(static_cast<Unit>(i))));
+    }
+    return units;
   }
   constexpr int64_t DataElements() const {
-    return features * (columnwise ? kFp8Alignment * Units(kFp8Alignment) : tokens);
+    return features * (columnwise ? kFp8Alignment * Units(kFp8Alignment) : batch * tokens);
   }
   constexpr int64_t ScaleElements() const {
     const int64_t feature_blocks = CeilDiv(features, kBlock);
     switch (mode) {
       case ScalingMode::kTensor:
-        return num_groups;
+        return batch * num_groups;
       case ScalingMode::kBlock1D:
         return columnwise ? features * Units(kBlock) : feature_blocks * 4 * Units(4);
       case ScalingMode::kBlock2D:
@@ -124,22 +159,24 @@ struct QuantizedLayout {
   }
 };
 
-// Device memory of one quantization: windows of 8 chunks, as many as cover the chunks of any group sizes, and the
-// table.
-constexpr int64_t kChunksPerWindow = 8;
-constexpr int64_t kWindowBytes = 32 + 2 * kChunksPerWindow * 48;
+// Device memory of one quantization: for every batch element windows of so many chunks of 16 rows, enough for any group
+// sizes, then for every element its table.
+constexpr int64_t kChunksPerWindow = 32;
+constexpr int64_t kWindowBytes = 64 + 40 * 48;
 
+// Windows of one element.
 constexpr int64_t NumWindows(int64_t tokens, int64_t num_groups) {
-  const QuantizedLayout layout{ScalingMode::kTensor, false, false, tokens, 0, num_groups, 0};
-  return CeilDiv(layout.Units(kFp8Alignment), kChunksPerWindow);
+  return CeilDiv(MostUnits(tokens, num_groups, kFp8Alignment), kChunksPerWindow);
 }
 
-constexpr int64_t QuantizeScratchBytes(int64_t tokens, int64_t num_groups) {
-  return NumWindows(tokens, num_groups) * kWindowBytes + GroupTable::Size(num_groups) * sizeof(int32_t);
+constexpr int64_t QuantizeScratchBytes(int64_t batch, int64_t tokens, int64_t num_groups) {
+  return batch * (NumWindows(tokens, num_groups) * kWindowBytes + GroupTable::Size(num_groups) * sizeof(int32_t));
 }
 
-// How many row tiles of kBiasGradRows rows, none of which crosses a group, any group sizes can need.
-constexpr int64_t BiasGradTiles(int64_t capacity, int64_t num_groups) { return capacity / kBiasGradRows + num_groups; }
+// How many row tiles of kBiasGradRows rows, none of which crosses a group, any group sizes of an element can need.
+JAX_GROUPED_HOST_DEVICE constexpr int64_t BiasGradTiles(int64_t capacity, int64_t num_groups) {
+  return capacity / kBiasGradRows + num_groups;
+}
 
 // Device memory of one grouped matmul: what cuBLASLt reads of each group's matrices A, B and D, and its scalars.
 // Each array starts on a 16-byte boundary.

@@ -247,7 +247,7 @@ Status PrepareGroupedMatmul(int device, const MatmulProblem& problem) {
 }
 
 Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                            const MatmulBuffers& buffers, bool accumulate) {
+                            int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate) {
   const CublasLt* library = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));
   Plan plan;
@@ -263,8 +263,8 @@ Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem
   // trust what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on
   // an H200 uses more than 0.2 MB.
   const Region workspace{buffers.workspace, static_cast<int64_t>(plan.workspace_bytes)};
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchMatmulSetup(stream, groups, operands.a, operands.b, operands.d,
-                                                 accumulate ? 1.0f : 0.0f, zero_rest, workspace, scratch));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchMatmulSetup(stream, groups, elements_per_kernel, operands.a, operands.b,
+                                                 operands.d, accumulate ? 1.0f : 0.0f, zero_rest, workspace, scratch));
   Descriptors descriptors;
   JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(*library, problem, operands, scratch, &descriptors));
   // C is D itself: with beta = 1 the product is added in place, with beta = 0 it is not read.

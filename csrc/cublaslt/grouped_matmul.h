@@ -18,7 +18,8 @@ namespace jax_grouped {
 
 enum class Product : int { kFprop, kDgrad, kWgrad };
 
-// Everything that the choice of an algorithm depends on. All arrays are row-major:
+// Everything that the choice of an algorithm depends on; a batch has the tokens and groups of all its elements. All
+// arrays are row-major:
 //
 //   product  a                        b                                   d
 //   kFprop   x  [tokens, in_features]   kernel [groups, in_, out_features]  y       [tokens, out_features]
@@ -51,9 +52,10 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 Status PrepareGroupedMatmul(int device, const MatmulProblem& problem);
 
 // Enqueues the product of a prepared problem: d = a b, or d += a b with `accumulate`. Tokens of `d` that belong to no
-// local group become zero, or keep their value with `accumulate`. May be captured.
+// local group become zero, or keep their value with `accumulate`. Of kernels, `elements_per_kernel` successive batch
+// elements share [groups.num_groups]. May be captured.
 Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                            const MatmulBuffers& buffers, bool accumulate);
+                            int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate);
 
 // One line for each algorithm kept, for people.
 std::vector<std::string> DescribePlans();

@@ -16,33 +16,43 @@ constexpr int kColumnThreads = 32;
 constexpr int kLanes = 8;
 constexpr int kSumThreads = 128;
 
-// Starts of the local groups, with one more entry for the end of the last.
+// Starts of the local groups of each batch element, with one more entry for the end of the last.
 struct Starts {
-  int32_t* row;
-  int32_t* tile;
+  int32_t* base;  // [batch, 2, num_groups + 1]
+  int32_t num_groups;
+
+  __device__ int32_t* Row(int32_t element) const { return base + element * Stride(); }
+  __device__ int32_t* Tile(int32_t element) const { return Row(element) + num_groups + 1; }
+  JAX_GROUPED_HOST_DEVICE int64_t Stride() const { return 2 * (static_cast<int64_t>(num_groups) + 1); }
 };
 
-__global__ void __launch_bounds__(kScanThreads) FindTiles(Groups groups, Starts starts) {
+// A block for every batch element.
+__global__ void __launch_bounds__(kScanThreads) FindTiles(Groups batch, Starts starts) {
   using Scan = cub::BlockScan<int32_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  const Groups groups = batch.At(element);
+  const int64_t first_row = element * groups.capacity;
+  int32_t* row_starts = starts.Row(element);
+  int32_t* tile_starts = starts.Tile(element);
   const RowRange local = LocalRows<kScanThreads>(groups);
   ForEachGroup<kScanThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
-    starts.row[group] = static_cast<int32_t>(rows.begin);
-    if (group == groups.num_groups - 1) starts.row[group + 1] = static_cast<int32_t>(rows.end);
+    row_starts[group] = static_cast<int32_t>(first_row + rows.begin);
+    if (group == groups.num_groups - 1) row_starts[group + 1] = static_cast<int32_t>(first_row + rows.end);
   });
   __syncthreads();
 
-  int32_t running = 0;
+  auto running = static_cast<int32_t>(element * BiasGradTiles(groups.capacity, groups.num_groups));
   for (int32_t chunk = 0; chunk <= groups.num_groups; chunk += kScanThreads) {
     const int32_t group = chunk + static_cast<int32_t>(threadIdx.x);
     int32_t tiles = 0;
     if (group < groups.num_groups) {
-      tiles = (starts.row[group + 1] - starts.row[group] + kBiasGradRows - 1) / kBiasGradRows;
+      tiles = (row_starts[group + 1] - row_starts[group] + kBiasGradRows - 1) / kBiasGradRows;
     }
     int32_t start;
     int32_t total;
     Scan(storage).ExclusiveSum(tiles, start, total);
-    if (group <= groups.num_groups) starts.tile[group] = running + start;
+    if (group <= groups.num_groups) tile_starts[group] = running + start;
     running += total;
     __syncthreads();
   }
@@ -60,15 +70,16 @@ struct alignas(sizeof(T) * kVector) Vector {
 // One block sums a tile's rows over kColumnThreads * kVector columns.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kColumnThreads* kLanes)
-    SumTiles(const T* __restrict__ dy, int32_t num_groups, int64_t features, Starts starts,
-             float* __restrict__ partial_sums) {
+    SumTiles(const T* __restrict__ dy, int64_t features, Starts starts, float* __restrict__ partial_sums) {
   __shared__ float lane_sums[kLanes][kColumnThreads][kVector];
-  const int32_t tile = static_cast<int32_t>(blockIdx.x);
-  if (tile >= starts.tile[num_groups]) return;
+  const int32_t* row_starts = starts.Row(static_cast<int32_t>(blockIdx.z));
+  const int32_t* tile_starts = starts.Tile(static_cast<int32_t>(blockIdx.z));
+  const int32_t tile = tile_starts[0] + static_cast<int32_t>(blockIdx.x);
+  if (tile >= tile_starts[starts.num_groups]) return;
 
-  const int32_t group = FindGroup(starts.tile, 0, num_groups, tile);
-  const int64_t begin = starts.row[group] + static_cast<int64_t>(tile - starts.tile[group]) * kBiasGradRows;
-  const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(starts.row[group + 1]));
+  const int32_t group = FindGroup(tile_starts, 0, starts.num_groups, tile);
+  const int64_t begin = row_starts[group] + static_cast<int64_t>(tile - tile_starts[group]) * kBiasGradRows;
+  const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(row_starts[group + 1]));
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kVector;
 
   float sum[kVector] = {};
@@ -97,8 +108,10 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
 
 __global__ void __launch_bounds__(kSumThreads)
     AddTiles(const float* __restrict__ partial_sums, int64_t features, const int32_t* __restrict__ tile_starts,
-             float* __restrict__ dbias) {
-  const int64_t group = blockIdx.x;
+             int64_t element_stride, int32_t num_groups, float* __restrict__ dbias) {
+  const int64_t index = blockIdx.x;
+  const int64_t group = index % num_groups;
+  tile_starts += index / num_groups * element_stride;
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
   if (column >= features) return;
   float sum = 0.0f;
@@ -106,7 +119,7 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int32_t tile = tile_starts[group]; tile < tile_starts[group + 1]; ++tile) {
     sum += partial_sums[tile * features + column];
   }
-  dbias[group * features + column] = sum;
+  dbias[index * features + column] = sum;
 }
 
 template <typename T, int kVector>
@@ -114,8 +127,8 @@ void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, i
                     float* partial_sums) {
   const auto tiles = static_cast<unsigned>(BiasGradTiles(groups.capacity, groups.num_groups));
   const auto columns = static_cast<unsigned>(CeilDiv(features, kColumnThreads * kVector));
-  SumTiles<T, kVector><<<dim3(tiles, columns), dim3(kColumnThreads, kLanes), 0, stream>>>(
-      static_cast<const T*>(dy), groups.num_groups, features, starts, partial_sums);
+  SumTiles<T, kVector><<<dim3(tiles, columns, groups.batch), dim3(kColumnThreads, kLanes), 0, stream>>>(
+      static_cast<const T*>(dy), features, starts, partial_sums);
 }
 
 // Loads of 16 bytes where every row starts on such a boundary, of single elements otherwise.
@@ -132,17 +145,17 @@ void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, i
 
 }  // namespace
 
-void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const int32_t* tile_starts,
-                    int64_t num_groups, float* dbias) {
+void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
+                    const int32_t* tile_starts, int64_t element_stride, float* dbias) {
   const auto columns = static_cast<unsigned>(CeilDiv(features, kSumThreads));
-  AddTiles<<<dim3(static_cast<unsigned>(num_groups), columns), kSumThreads, 0, stream>>>(partial_sums, features,
-                                                                                         tile_starts, dbias);
+  AddTiles<<<dim3(groups.AllGroups(), columns), kSumThreads, 0, stream>>>(partial_sums, features, tile_starts,
+                                                                          element_stride, groups.num_groups, dbias);
 }
 
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
                       float* partial_sums, int32_t* starts, float* dbias) {
-  const Starts found{starts, starts + groups.num_groups + 1};
-  FindTiles<<<1, kScanThreads, 0, stream>>>(groups, found);
+  const Starts found{starts, groups.num_groups};
+  FindTiles<<<groups.batch, kScanThreads, 0, stream>>>(groups, found);
   switch (type) {
     case CUDA_R_16BF:
       LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, found, partial_sums);
@@ -156,7 +169,8 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
     default:
       return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
   }
-  LaunchAddTiles(stream, partial_sums, features, found.tile, groups.num_groups, dbias);
+  const int32_t* tile_starts = starts + groups.num_groups + 1;
+  LaunchAddTiles(stream, partial_sums, features, groups, tile_starts, found.Stride(), dbias);
   return Status::FromCuda(cudaGetLastError(), "Launching the bias gradient");
 }
 

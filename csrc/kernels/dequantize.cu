@@ -17,13 +17,15 @@ constexpr int kSetUpThreads = 512;
 template <bool kColumnwise>
 constexpr int kColumns = kColumnwise ? 32 : 8 * 16;
 
-__global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups groups, GroupTable table) {
-  FillGroupTable<kSetUpThreads>(groups, table);
+// A block for every batch element.
+__global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups batch, UnitCounts element_units, GroupTable table) {
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  FillGroupTable<kSetUpThreads>(batch, element, element_units, table.At(element));
 }
 
 struct DequantizeArguments {
-  GroupTable table;
-  int64_t tokens;
+  GroupTable table;  // of the first batch element
+  int64_t tokens;    // of an element
   ScaleLayout layout;
   const uint8_t* data;
   const void* scale_inv;
@@ -86,16 +88,17 @@ __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& 
   }
 }
 
-// Zeroes every `count`-th of the rows that are in no group, in the warp's columns.
+// Zeroes every `count`-th of the batch element's rows that are in no group, in the warp's columns.
 template <int kWidth, typename Out>
-__device__ void ZeroOutside(const DequantizeArguments& args, int64_t index, int64_t count, int64_t first_column,
-                            Out* out) {
-  const int64_t begin = args.table.FirstRow()[0];
-  const int64_t end = args.table.FirstRow()[args.table.num_groups];
+__device__ void ZeroOutside(const DequantizeArguments& args, int64_t first_row, const GroupTable& table, int64_t index,
+                            int64_t count, int64_t first_column, Out* out) {
+  const int64_t begin = table.FirstRow()[0];
+  const int64_t end = table.FirstRow()[table.num_groups];
   const int64_t outside = args.tokens - (end - begin);
   const int64_t last_column = min(first_column + kWidth, args.layout.features);
   for (int64_t i = index; i < outside; i += count) {
-    const int64_t row = i < begin ? i : i - begin + end;
+    const int64_t before = first_row + i;
+    const int64_t row = before < begin ? before : before - begin + end;
     for (int64_t column = first_column + threadIdx.x % 32; column < last_column; column += 32) {
       Store(0.0f, out + row * args.layout.features + column);
     }
@@ -105,28 +108,33 @@ __device__ void ZeroOutside(const DequantizeArguments& args, int64_t index, int6
 template <ScalingMode kMode, bool kColumnwise, typename Fp8, typename Out>
 __global__ void __launch_bounds__(kThreads)
     Dequantize(const __grid_constant__ DequantizeArguments args, Out* __restrict__ out, uint32_t column_tiles) {
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  const GroupTable table = args.table.At(element);
   // Warps of a block have neighbouring chunks of one strip of columns.
   const uint32_t strip = blockIdx.x % column_tiles;
   const int64_t index = static_cast<int64_t>(blockIdx.x / column_tiles) * kWarps + threadIdx.x / 32;
   const int64_t count = static_cast<int64_t>(gridDim.x / column_tiles) * kWarps;
   const int64_t column = static_cast<int64_t>(strip) * kColumns<kColumnwise>;
-  if (index < args.table.UnitsBefore(Unit::k16)[args.table.num_groups]) {
-    const Chunk chunk = LoadChunk(args.table, static_cast<int32_t>(index), 0, args.table.num_groups);
+  const int32_t* starts = table.UnitsBefore(Unit::k16);
+  if (starts[0] + index < starts[table.num_groups]) {
+    const int32_t chunk_index = starts[0] + static_cast<int32_t>(index);
+    const Chunk chunk = LoadChunk(table, element, FindGroup(starts, 0, table.num_groups, chunk_index), chunk_index);
     if constexpr (kColumnwise) {
       DequantizeColumns<kMode, Fp8>(args, chunk, column, out);
     } else {
       DequantizeRows<kMode, Fp8>(args, chunk, column, out);
     }
   }
-  ZeroOutside<kColumns<kColumnwise>>(args, index, count, column, out);
+  ZeroOutside<kColumns<kColumnwise>>(args, element * args.tokens, table, index, count, column, out);
 }
 
 template <ScalingMode kMode, bool kColumnwise, typename Fp8, typename Out>
 void Launch(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out) {
-  const int64_t chunks = CeilDiv(layout.Units(kFp8Alignment), kWarps);
+  const int64_t chunks = CeilDiv(layout.ElementUnits(kFp8Alignment), kWarps);
   const int64_t column_tiles = CeilDiv(layout.features, kColumns<kColumnwise>);
-  Dequantize<kMode, kColumnwise, Fp8><<<static_cast<unsigned>(chunks * column_tiles), kThreads, 0, stream>>>(
-      args, static_cast<Out*>(out), static_cast<uint32_t>(column_tiles));
+  const dim3 blocks(static_cast<unsigned>(chunks * column_tiles), static_cast<unsigned>(layout.batch));
+  Dequantize<kMode, kColumnwise, Fp8>
+      <<<blocks, kThreads, 0, stream>>>(args, static_cast<Out*>(out), static_cast<uint32_t>(column_tiles));
 }
 
 template <ScalingMode kMode, bool kColumnwise, typename Fp8>
@@ -170,7 +178,7 @@ Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const Quantiz
                                  {layout.features, layout.swizzled_scales},
                                  static_cast<const uint8_t*>(data),
                                  scale_inv};
-  SetUp<<<1, kSetUpThreads, 0, stream>>>(groups, args.table);
+  SetUp<<<groups.batch, kSetUpThreads, 0, stream>>>(groups, layout.ElementUnits(), args.table);
   switch (layout.mode) {
     case ScalingMode::kTensor:
       return Launch<ScalingMode::kTensor>(stream, layout, args, input_type, out, output_type);

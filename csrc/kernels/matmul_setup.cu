@@ -14,16 +14,17 @@ struct Operands {
   Operand matrix[MatmulScratch::kMatrices];
 };
 
-__device__ void WriteGroup(const Operand& operand, int matrix, int32_t group, RowRange rows,
+// Writes the arguments of group `index` of the batch: `rows` of the tokens, or the matrix of that number.
+__device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, RowRange rows, int64_t number,
                            const MatmulScratch& scratch) {
   const bool is_tokens = operand.columns == 0;
   // An empty group may start one past the last row: its pointer is never read, but it stays inside the array.
   const int64_t token = rows.end > rows.begin ? rows.begin : 0;
-  const int64_t column = is_tokens ? token : static_cast<int64_t>(group) * operand.columns;
-  scratch.Pointers(matrix)[group] = static_cast<char*>(operand.base) + column * operand.rows * operand.element_bytes;
-  scratch.Rows(matrix)[group] = operand.rows;
-  scratch.Columns(matrix)[group] = is_tokens ? static_cast<int32_t>(rows.end - rows.begin) : operand.columns;
-  scratch.LeadingDimensions(matrix)[group] = operand.rows;
+  const int64_t column = is_tokens ? token : number * operand.columns;
+  scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + column * operand.rows * operand.element_bytes;
+  scratch.Rows(matrix)[index] = operand.rows;
+  scratch.Columns(matrix)[index] = is_tokens ? static_cast<int32_t>(rows.end - rows.begin) : operand.columns;
+  scratch.LeadingDimensions(matrix)[index] = operand.rows;
 }
 
 // Zeros bytes [begin, end), in words of 16, with all blocks but the first.
@@ -35,28 +36,36 @@ __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
   }
 }
 
-// Block 0 writes the arguments; the others zero the workspace and the tokens of D outside the local groups.
+// Every row of blocks has a batch element: block 0 writes its arguments, the others zero its tokens of D outside the
+// local groups. Those of the first element also zero the workspace.
 __global__ void __launch_bounds__(kThreads)
-    MatmulSetup(Groups groups, Operands operands, float beta, bool zero_rest, Region workspace, MatmulScratch scratch) {
+    MatmulSetup(Groups batch, Operands operands, int32_t elements_per_kernel, float beta, bool zero_rest,
+                Region workspace, MatmulScratch scratch) {
+  const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
-    ZeroBytes(workspace.base, 0, workspace.bytes);
+    if (element == 0) ZeroBytes(workspace.base, 0, workspace.bytes);
     if (!zero_rest) return;
   }
+  const Groups groups = batch.At(element);
   const RowRange local = LocalRows<kThreads>(groups);
+  const int64_t first_row = element * groups.capacity;
   if (blockIdx.x > 0) {
     const Operand& d = operands.matrix[2];
     const int64_t row_bytes = static_cast<int64_t>(d.rows) * d.element_bytes;
-    ZeroBytes(d.base, 0, local.begin * row_bytes);
-    ZeroBytes(d.base, local.end * row_bytes, groups.capacity * row_bytes);
+    ZeroBytes(d.base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
+    ZeroBytes(d.base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
     return;
   }
-  if (threadIdx.x == 0) {
+  if (element == 0 && threadIdx.x == 0) {
     *scratch.Alpha() = 1.0f;
     *scratch.Beta() = beta;
   }
+  const int64_t first_kernel = static_cast<int64_t>(element / elements_per_kernel) * groups.num_groups;
   ForEachGroup<kThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
+    const int32_t index = element * groups.num_groups + group;
+    rows = {first_row + rows.begin, first_row + rows.end};
     for (int matrix = 0; matrix < MatmulScratch::kMatrices; ++matrix) {
-      WriteGroup(operands.matrix[matrix], matrix, group, rows, scratch);
+      WriteGroup(operands.matrix[matrix], matrix, index, rows, first_kernel + group, scratch);
     }
   });
 }
@@ -70,12 +79,13 @@ int ZeroingBlocks(int64_t bytes) {
 
 }  // namespace
 
-Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, const Operand& a, const Operand& b,
-                         const Operand& d, float beta, bool zero_rest, const Region& workspace,
+Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_kernel, const Operand& a,
+                         const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch) {
   const int64_t d_bytes = zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
   const int blocks = 1 + ZeroingBlocks(workspace.bytes + d_bytes);
-  MatmulSetup<<<blocks, kThreads, 0, stream>>>(groups, Operands{{a, b, d}}, beta, zero_rest, workspace, scratch);
+  MatmulSetup<<<dim3(blocks, groups.batch), kThreads, 0, stream>>>(groups, Operands{{a, b, d}}, elements_per_kernel,
+                                                                   beta, zero_rest, workspace, scratch);
   return Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped matmul");
 }
 

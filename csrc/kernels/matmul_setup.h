@@ -26,11 +26,11 @@ struct Region {
   int64_t bytes;
 };
 
-// In one launch, writes pointers, sizes and scalars (alpha = 1, beta) of every local group to `scratch`; zeros to
-// `workspace`; and, with `zero_rest`, zeros to the tokens of D that belong to no local group. D then has a row size
-// that is a multiple of 16 bytes.
-Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, const Operand& a, const Operand& b,
-                         const Operand& d, float beta, bool zero_rest, const Region& workspace,
+// In one launch, writes pointers, sizes and scalars (alpha = 1, beta) of every local group of the batch to `scratch`;
+// zeros to `workspace`; and, with `zero_rest`, zeros to the tokens of D that belong to no local group. D then has a row
+// size that is a multiple of 16 bytes. `elements_per_kernel` successive batch elements share kernels.
+Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_kernel, const Operand& a,
+                         const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch);
 
 }  // namespace jax_grouped

@@ -29,12 +29,13 @@ struct QuantizeProblem {
   bool backward;  // quantize the gradient of the activation's input; x is that of its result
 };
 
-// Device memory. Results that are not wanted are null; so are `scale` for current scaling and `skip` without a cache.
+// Device memory, for all elements of a batch. Results that are not wanted are null; so are `scale` for current scaling
+// and `skip` without a cache.
 struct QuantizeBuffers {
   const void* x;                 // [tokens, input features], of input_type
   const void* activation_input;  // likewise, only for a backward form
   const float* scale;            // [num_groups]
-  const bool* skip;              // if it holds true, nothing else is read and nothing written
+  const bool* skip;              // [batch]; where it holds true, nothing else is read and nothing written
   void* row_data;
   void* row_scale;
   void* column_data;
@@ -43,23 +44,23 @@ struct QuantizeBuffers {
   int64_t column_scale_bytes;
   float* amax;          // [num_groups]
   float* dbias;         // [num_groups, features]
-  void* scratch;        // QuantizeScratchBytes(tokens, num_groups)
+  void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
   float* partial_sums;  // [units of 128 rows, features], scratch, only for dbias
 };
 
-// One pass over the input, two for current scaling.
+// One pass over the input, two for current scaling. The arrays of a batch element have room for `element_units`.
 //
 // dbias is summed in float32 in a fixed order: 16 rows in turn, then such sums pairwise within 128 rows of a group,
 // then those in turn.
 Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
-                      const QuantizeBuffers& buffers);
+                      const UnitCounts& element_units, const QuantizeBuffers& buffers);
 
 // out[t][c] = data * scale_inv in float32, then in `output_type`; zero in the rows of no group.
 //
 //   data       as `layout` says, of `input_type` (CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2)
 //   scale_inv  likewise
-//   out        [layout.tokens, layout.features] of `output_type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
-//   table      [GroupTable::Size(layout.num_groups)], scratch
+//   out        [groups.AllRows(), layout.features] of `output_type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
+//   table      [batch, GroupTable::Size(layout.num_groups)], scratch
 Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const QuantizedLayout& layout, const void* data,
                         cudaDataType_t input_type, const void* scale_inv, void* out, cudaDataType_t output_type,
                         int32_t* table);

@@ -11,13 +11,20 @@ namespace jax_grouped {
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
   constexpr int kBytes = Tile<typename Source::Element>::kBytes;
-  const auto kernel = QuantizeTiles<kMode, Fp8, Source>;
+  const auto kernel =
+      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "Reserving shared memory"));
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
       "Reserving shared memory"));
-  kernel<<<args.num_windows * args.num_column_tiles, kTileThreads, kBytes, stream>>>(args, source);
+  const dim3 blocks = Share::Blocks(args);
+  if (args.single_launch) {
+    void* arguments[] = {const_cast<QuantizeArguments*>(&args), const_cast<Source*>(&source)};
+    return Status::FromCuda(cudaLaunchCooperativeKernel(kernel, blocks, kTileThreads, arguments, kBytes, stream),
+                            "Launching the quantization");
+  }
+  kernel<<<blocks, kTileThreads, kBytes, stream>>>(args, source);
   return Status::FromCuda(cudaGetLastError(), "Launching the quantization");
 }
 

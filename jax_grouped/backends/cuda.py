@@ -1,9 +1,15 @@
-"""The `cuda` backend: the operations as XLA custom calls."""
+"""The `cuda` backend: the operations as XLA custom calls.
 
+Operands hold `batch` batch elements one after another along their first axis; `T` and `G` are those of one element.
+The custom calls take the batch from the size of `group_offset`.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.extension import require_usable as require_usable
@@ -21,6 +27,18 @@ CUSTOM_CALL_TARGETS = (
 
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
+
+#: Batch elements lie along an axis of the kernels' grids that has no more blocks.
+MAX_BATCH = 65535
+
+
+def check_batch(batch: int) -> None:
+    """Raises ValueError if one custom call cannot take so many batch elements."""
+    if isinstance(batch, int) and batch > MAX_BATCH:  # An export may leave it open.
+        raise ValueError(
+            f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
+            f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
+        )
 
 
 def call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
@@ -45,7 +63,10 @@ def _matmul16(
     spec: MatmulSpec,
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """One cuBLASLt grouped matmul of bfloat16 or float16 operands, optionally added onto `accumulator`."""
+    """One cuBLASLt grouped matmul of bfloat16 or float16 operands, optionally added onto `accumulator`.
+
+    `spec` has the groups of the whole batch.
+    """
     out = jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)
     scratch = jax.ShapeDtypeStruct((matmul_scratch_bytes(spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
@@ -54,7 +75,16 @@ def _matmul16(
     if accumulator is not None:
         aliases[len(args)] = 0
         args.append(accumulator)
-    return call("jax_grouped_matmul", [out, scratch, workspace], *args, aliases=aliases, product=spec.product)[0]
+    # Batch elements may have kernels in common, and groups they all have.
+    kernels = (out if spec.product == "wgrad" else b).shape[0]
+    return call(
+        "jax_grouped_matmul",
+        [out, scratch, workspace],
+        *args,
+        aliases=aliases,
+        product=spec.product,
+        kernel_batch=np.int64(group_offset.shape[0] * kernels // spec.num_groups),
+    )[0]
 
 
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
@@ -92,9 +122,10 @@ def _matmul32(
 
 
 def grouped_matmul(
-    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec, batch: int
 ) -> jax.Array:
     """One of the three products of `MatmulSpec`, accumulated in float32."""
+    spec = dataclasses.replace(spec, num_groups=batch * spec.num_groups)
     shape = spec.out_shape(a.shape, b.shape)
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
@@ -108,12 +139,13 @@ def grouped_matmul(
 
 
 def grouped_bias_grad(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike, batch: int
 ) -> jax.Array:
     """The sum of each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
-    capacity, features = dy.shape
-    out = jax.ShapeDtypeStruct((num_groups, features), jnp.float32)
-    partial_sums = jax.ShapeDtypeStruct((bias_grad_tiles(capacity, num_groups), features), jnp.float32)
-    starts = jax.ShapeDtypeStruct((2, num_groups + 1), jnp.int32)
+    rows, features = dy.shape
+    tiles = bias_grad_tiles(rows // batch, num_groups)
+    out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
+    starts = jax.ShapeDtypeStruct((batch * 2, num_groups + 1), jnp.int32)
     dbias = call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
     return dbias.astype(out_dtype)

@@ -3,6 +3,10 @@
 A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. The choice
 falls when a program is lowered and looks at nothing but the platform, so a program for a GPU can be lowered, exported
 and inspected on a machine that has none. Derivatives are not defined here: `jax_grouped.matmul` has them.
+
+Under `jax.vmap` a primitive stays one call, in which the batch is more groups: operands and results keep their rank,
+and hold the batch elements one after another along their first axis. `batches` says how many each operand holds: all
+of them, or fewer if it is kernels, each of which then serves a run of batch elements.
 """
 
 import functools
@@ -19,8 +23,11 @@ from jax.typing import DTypeLike
 from jax_grouped._config import config
 from jax_grouped._varying import vary_alike
 from jax_grouped.backends import cuda, cuda_quantize, xla, xla_quantize
-from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec
+from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, batched
 from jax_grouped.group_layout import QuantizedLayout
+
+#: Rows and groups are counted in `int32`.
+_COUNT_LIMIT = 2**31
 
 
 def _define(
@@ -28,27 +35,39 @@ def _define(
     results: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     xla_impl: Callable[..., tuple[jax.Array, ...]],
     cuda_impl: Callable[..., tuple[jax.Array, ...]],
-) -> Primitive:
-    """A primitive whose implementations are functions of arrays with static keyword arguments, and return a tuple.
+    *,
+    shares_kernels: bool = False,
+) -> Callable[..., list[jax.Array]]:
+    """A primitive, as a function of arrays with static keyword arguments that returns a list.
 
     Args:
         name: of the primitive, as it appears in a jaxpr.
-        results: shapes and types of the results, from the abstract arguments and the keywords.
-        xla_impl: lowering for platforms other than CUDA, and for CUDA if the backend is set to `xla`.
-        cuda_impl: lowering for CUDA.
+        results: shapes and types of the results of one batch element, from its abstract operands and the keywords.
+        xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
+            `xla`.
+        cuda_impl: lowering for CUDA of `batch` batch elements.
+        shares_kernels: whether 3-D operands are kernels, which several batch elements can have in common.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True
 
-    def abstract_eval(first: Any, *rest: Any, backend: str, **static: Any) -> Any:
+    def abstract_eval(*operands: Any, backend: str, batches: tuple[int, ...], **static: Any) -> Any:
         del backend
-        _refuse_sharded_types(first, *rest)
+        _refuse_sharded_types(*operands)
+        slices = [
+            jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
+            for x, count in zip(operands, batches, strict=True)
+        ]
+        structs = [batched(result, batches[0]) for result in results(*slices, **static)]
+        if batches[0] != 1:
+            _refuse_large_batches(batches[0], *operands, *structs)
+        first = operands[0]
 
         def aval(result: jax.ShapeDtypeStruct) -> Any:
             sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(result.shape)))
             return first.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
 
-        return [aval(result) for result in results(first, *rest, **static)]
+        return [aval(result) for result in structs]
 
     primitive.def_abstract_eval(abstract_eval)
 
@@ -63,35 +82,89 @@ def _define(
 
     primitive.def_impl(impl)
 
-    def on_xla(*args: jax.Array, backend: str, **static: Any) -> tuple[jax.Array, ...]:
+    def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
         del backend
-        return xla_impl(*args, **static)
-
-    def on_cuda(*args: jax.Array, backend: str, **static: Any) -> tuple[jax.Array, ...]:
-        if backend == "xla":
+        batch = batches[0]
+        if batch == 1:
             return xla_impl(*args, **static)
+
+        def one(element: jax.Array) -> tuple[jax.Array, ...]:
+            slices = (
+                jax.lax.dynamic_index_in_dim(_unfold(x, count), element // (batch // count), keepdims=False)
+                for x, count in zip(args, batches, strict=True)
+            )
+            return xla_impl(*slices, **static)
+
+        return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
+
+    def on_cuda(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
+        if backend == "xla":
+            return on_xla(*args, backend=backend, batches=batches, **static)
         cuda.require_usable()
-        return cuda_impl(*args, **static)
+        cuda.check_batch(batches[0])
+        return cuda_impl(*args, batch=batches[0], **static)
 
     mlir.register_lowering(primitive, _lowering(on_xla))
     mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
 
-    def batch(
-        args: Sequence[jax.Array], axes: Sequence[int | None], **params: Any
+    def batching_rule(
+        args: Sequence[jax.Array], axes: Sequence[int | None], *, batches: tuple[int, ...], **params: Any
     ) -> tuple[list[jax.Array], list[int]]:
-        moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
-        batched = [x for x, axis in zip(moved, axes, strict=True) if axis is not None]
+        size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+        if size == 0:
+            return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
+        operands, counts = [], []
+        for x, axis, count in zip(args, axes, batches, strict=True):
+            if shares_kernels and x.ndim == 3 and axis is None and count == 1:
+                operands.append(x)
+                counts.append(1)
+            else:
+                elements = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+                operands.append(_fold(elements))
+                counts.append(size * count)
+        results = primitive.bind(*operands, batches=tuple(counts), **params)
+        return [_unfold(result, size) for result in results], [0] * len(results)
 
-        def one(slices: list[jax.Array]) -> list[jax.Array]:
-            remaining = iter(slices)
-            full = [x if axis is None else next(remaining) for x, axis in zip(moved, axes, strict=True)]
-            return primitive.bind(*full, **params)
+    batching.primitive_batchers[primitive] = batching_rule
 
-        results = jax.lax.map(one, batched)
-        return results, [0] * len(results)
+    def bind(*args: jax.Array, **static: Any) -> list[jax.Array]:
+        return primitive.bind(*args, backend=config.backend, batches=(1,) * len(args), **static)
 
-    batching.primitive_batchers[primitive] = batch
-    return primitive
+    return bind
+
+
+def _fold(x: jax.Array) -> jax.Array:
+    """`[B, L, ...] -> [B * L, ...]`."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _unfold(x: jax.Array, batch: int) -> jax.Array:
+    """`[B * L, ...] -> [B, L, ...]`."""
+    return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
+
+
+def _nothing(
+    function: Callable[..., list[jax.Array]], args: Sequence[jax.Array], axes: Sequence[int | None]
+) -> tuple[list[jax.Array], list[int]]:
+    """The results of a batch without elements, and their batch axes."""
+    slices = [
+        jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    results = [jnp.zeros((0, *result.shape), result.dtype) for result in jax.eval_shape(function, *slices)]
+    return [vary_alike(result, args[0])[0] for result in results], [0] * len(results)
+
+
+def _refuse_large_batches(batch: int, *avals: Any) -> None:
+    """Raises if the batch has more rows or groups than can be counted."""
+    for aval in avals:
+        # Other arrays with one axis hold elements, not rows or groups. A dimension may be left open by an export.
+        counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
+        if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
+            raise ValueError(
+                f"jax.vmap over {batch} calls of jax_grouped makes one with {aval.shape[0]} rows or groups, which must "
+                "be fewer than 2^31: use jax.vmap over fewer, or jax.lax.map."
+            )
 
 
 def _refuse_sharded_types(*avals: Any) -> None:
@@ -148,12 +221,10 @@ def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Ar
     return lambda *args, **static: (implementation(*args, **static),)
 
 
-_matmul_p = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda.grouped_matmul))
-_bias_grad_p = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
-_quantize_p = _define("quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize)
-_dequantize_p = _define(
-    "dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize)
-)
+_matmul = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda.grouped_matmul), shares_kernels=True)
+_bias_grad = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
+_quantize = _define("quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize)
+_dequantize = _define("dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize))
 
 
 def grouped_matmul(
@@ -165,7 +236,7 @@ def grouped_matmul(
     if 0 in (*a.shape, *b.shape, *group_sizes.shape, *shape):
         empty = jnp.zeros(shape, spec.out_dtype)
         return vary_alike(empty, a)[0]
-    return _matmul_p.bind(a, b, group_sizes, group_offset, spec=spec, backend=config.backend)[0]
+    return _matmul(a, b, group_sizes, group_offset, spec=spec)[0]
 
 
 def grouped_bias_grad(
@@ -176,9 +247,7 @@ def grouped_bias_grad(
     if 0 in (*dy.shape, *group_sizes.shape, num_groups):
         empty = jnp.zeros((num_groups, dy.shape[1]), out_dtype)
         return vary_alike(empty, dy)[0]
-    return _bias_grad_p.bind(
-        dy, group_sizes, group_offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype), backend=config.backend
-    )[0]
+    return _bias_grad(dy, group_sizes, group_offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype))[0]
 
 
 def grouped_quantize(
@@ -190,7 +259,7 @@ def grouped_quantize(
         nothing = xla_quantize.quantize_nothing(x, *more, spec=spec)
         results = [vary_alike(result, operands[0])[0] for result in nothing]
     else:
-        results = _quantize_p.bind(*operands, spec=spec, backend=config.backend)
+        results = _quantize(*operands, spec=spec)
     return dict(zip(spec.results(x.shape), results, strict=True))
 
 
@@ -202,4 +271,4 @@ def dequantize(
     shape = (layout.tokens, layout.features)
     if 0 in (*shape, layout.num_groups):
         return vary_alike(jnp.zeros(shape, out_dtype), operands[0])[0]
-    return _dequantize_p.bind(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype), backend=config.backend)[0]
+    return _dequantize(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype))[0]

@@ -128,3 +128,8 @@ class QuantizeSpec:
         if self.dbias:
             results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
         return results
+
+
+def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:
+    """`batch` such arrays one after another along their first axis: `[L, ...] -> [B * L, ...]`."""
+    return jax.ShapeDtypeStruct((batch * result.shape[0], *result.shape[1:]), result.dtype)

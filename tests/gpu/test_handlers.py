@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_grouped.backends import cuda, extension
@@ -30,6 +31,7 @@ def matmul(
     workspace: int = cuda.WORKSPACE_BYTES,
     product: str = "fprop",
     offset: tuple[int, ...] = (1,),
+    kernel_batch: int = 1,
 ) -> jax.Array:
     results = [
         jax.ShapeDtypeStruct(d, d_type),
@@ -38,7 +40,7 @@ def matmul(
     ]
     call = jax.ffi.ffi_call("jax_grouped_matmul", results, vmap_method="sequential")
     arguments = (jnp.ones(a, a_type), jnp.ones(b, BF16), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
-    return call(*arguments, product=product)[0]
+    return call(*arguments, product=product, kernel_batch=np.int64(kernel_batch))[0]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,16 @@ def matmul(
         (dict(scratch=16), f"the bytes of scratch must be {matmul_scratch_bytes(4)}, got 16."),
         (dict(workspace=16), f"the bytes of workspace must be {cuda.WORKSPACE_BYTES}, got 16."),
         (dict(product="up"), "product must be fprop, dgrad or wgrad, got up."),
-        (dict(offset=(2,)), "the size of group_offset must be 1, got 2."),
+        (
+            dict(kernel_batch=3),
+            "kernel_batch must divide the batch size and the number of kernels, and be the batch size for wgrad, "
+            "got 3 of 1 and 4 kernels.",
+        ),
+        (
+            dict(offset=(3,), scratch=matmul_scratch_bytes(12)),
+            "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and tokens, "
+            "got 3.",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -1,0 +1,63 @@
+// The pass of current scaling that finds the largest values of groups.
+
+#ifndef JAX_GROUPED_CSRC_KERNELS_QUANTIZE_AMAX_CUH_
+#define JAX_GROUPED_CSRC_KERNELS_QUANTIZE_AMAX_CUH_
+
+#include <cstdint>
+
+#include "csrc/kernels/quantize_pass.cuh"
+
+namespace jax_grouped {
+
+// The bits of the largest finite absolute value of a chunk in a tile's columns. For a whole warp. The chunk is a copy,
+// not to be read from memory again for every row.
+template <typename Source>
+__device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t first_column, int64_t features) {
+  constexpr int kSteps = kFp8Alignment / 2;
+  // All loads of a batch come before the first use.
+  constexpr int kBatch = sizeof(typename Source::Element) == 2 ? kSteps : 1;
+  const int lane = threadIdx.x % 32;
+  const int64_t column = first_column + lane % 16 * 8;
+  uint32_t amax = 0;
+#pragma unroll 1
+  for (int batch = 0; batch < kSteps; batch += kBatch) {
+    alignas(16) PairOf<typename Source::Element> rows[kBatch][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int row = 2 * (batch + j) + lane / 16;
+      if (column < features && row < chunk.rows) {
+        source.Load8(chunk.first_row + static_cast<int64_t>(row), column, rows[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      uint2 bits = PairwiseAmax(rows[j]);
+      if (max(bits.x, bits.y) >= kInfinityBits) bits = PairwiseFiniteAmax(rows[j]);
+      amax = max(amax, max(bits.x, bits.y));
+    }
+  }
+  return __reduce_max_sync(kFullWarp, amax);
+}
+
+// Brings a share's largest values into those of its groups. For the whole block; warps take the slots of passes.
+template <typename Source>
+__device__ void FindAmax(const QuantizeArguments& args, const Source& source, const Share& share, const Window& window,
+                         uint32_t (&slot_amax)[kSlots]) {
+  const int slot = threadIdx.x / 32;
+#pragma unroll 1
+  for (int pass = share.part; pass < window.num_passes; pass += Window::kParts) {
+    const Chunk* chunks = window.chunks + window.pass_begins[pass];
+    const int count = window.pass_begins[pass + 1] - window.pass_begins[pass];
+    if (slot < count) {
+      const uint32_t amax = FindChunkAmax(source, chunks[slot], share.first_column, args.layout.features);
+      if (threadIdx.x % 32 == 0) slot_amax[slot] = amax;
+    }
+    __syncthreads();
+    RecordAmax(chunks, slot_amax, count, args.amax);
+    __syncthreads();
+  }
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_KERNELS_QUANTIZE_AMAX_CUH_
