@@ -119,6 +119,7 @@ def test_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         ("block_1d both", "jax_grouped"),
         ("block_1d both", "jax.numpy"),
         ("delayed tensor both", "jax_grouped"),
+        ("current tensor both", "jax_grouped"),
     ]
     assert ours["shape"] == {"name": "small", "num_groups": 2, "tokens": 256, "features": 128}
     assert (ours["skew"], ours["seed"], ours["dtype"]) == ("equal", 0, "bfloat16")
