@@ -13,6 +13,7 @@ from jax_grouped.arrays import ScaledArray as ScaledArray
 from jax_grouped.backends import extension
 from jax_grouped.backends.cuda import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.dense import grouped_dense as grouped_dense
+from jax_grouped.dense_fp8 import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_grouped.matmul import ragged_dot as ragged_dot
 from jax_grouped.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.quantize import grouped_quantize as grouped_quantize
@@ -34,6 +35,7 @@ with contextlib.suppress(ImportError):
 __version__ = importlib.metadata.version("jax_grouped")
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "CUSTOM_CALL_TARGETS",
     "DelayedScaling",
     "Float8BlockScaling",

@@ -10,10 +10,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike
-from jax_grouped.backends import primitives
+from jax_grouped.arrays import KernelCache
 from jax_grouped.backends.spec import MatmulSpec
-from jax_grouped.group_layout import group_rows, row_groups
+from jax_grouped.bias import add_bias
+from jax_grouped.dense_fp8 import checked_recipe, grouped_dense_fp8
 from jax_grouped.matmul import grouped_matmul, with_gradient
+from jax_grouped.recipes import Recipe
 
 
 def grouped_dense(
@@ -22,6 +24,8 @@ def grouped_dense(
     group_sizes: ArrayLike,
     bias: jax.Array | None = None,
     *,
+    recipe: Recipe | None = None,
+    kernel_cache: KernelCache | None = None,
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -32,37 +36,52 @@ def grouped_dense(
     bfloat16 `x` gets a float32 gradient straight from the matmul's accumulator. Rows outside every group are zero in
     the result and in the gradient of `x`, whatever `x` holds there.
 
+    With a recipe, the three products are of FP8 numbers, accumulated in float32: `x`, `kernel` and the gradient of the
+    result are quantized from their own types, each once. With `Float8BlockScaling` that is the training of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3). What is kept for the backward pass is FP8 too, under the names of
+    `jax_grouped.CHECKPOINT_NAMES` for the policies of `jax.checkpoint`. Gradients are straight-through: those of the
+    product of the quantized numbers, as if quantization were the identity. They are of first order.
+
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
-        kernel: `[G, K, N]`, converted to the type of `x` if it has another.
+        kernel: `[G, K, N]`; without a recipe, converted to the type of `x` if it has another.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers, rows per group, read on the device only.
             Negative ones count as 0, and rows past `T` do not exist.
         bias: `[G, N]` or None.
+        recipe: `Float8BlockScaling` or `Float8CurrentScaling`, with `K` and `N` multiples of 16; None to compute in the
+            type of `x`.
+        kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share: `kernel` is then not read. Its
+            gradient is that of `kernel`; the cache has none.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
-        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only.
+        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
 
     Returns:
         `[T, N]`.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit.
+        TypeError: an argument, or the recipe, has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or is
+            given without a recipe, or `precision` with one.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     _checks.check_tokens("x", x)
     _checks.check_kernel("kernel", kernel, "x", x)
     out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
     _checks.check_dtype("preferred_element_type", out_dtype)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        _checks.check_bias(bias, kernel)
+    fp8_recipe = checked_recipe(recipe, kernel, kernel_cache, precision)
     sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", kernel, capacity=x.shape[0])
+    if fp8_recipe is not None:
+        return grouped_dense_fp8(x, kernel, bias, kernel_cache, sizes, offset, fp8_recipe, out_dtype)
+
     spec = MatmulSpec("fprop", kernel.shape[0], out_dtype, _checks.canonical_precision(precision))
     if bias is None:
         return _product(*vary_alike(x, kernel, sizes, offset), spec, kernel.dtype)
-
-    bias = jnp.asarray(bias)
-    _checks.check_bias(bias, kernel)
     x, kernel, bias, sizes, offset = vary_alike(x, kernel, bias, sizes, offset)
-    return _add_bias(_product(x, kernel, sizes, offset, spec, kernel.dtype), bias, sizes, offset)
+    return add_bias(_product(x, kernel, sizes, offset, spec, kernel.dtype), bias, sizes, offset)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -101,52 +120,3 @@ def _product_backward(spec: MatmulSpec, kernel_dtype: jnp.dtype, residuals: Any,
 
 
 _product.defvjp(_product_forward, _product_backward)
-
-
-@jax.custom_vjp
-def _add_bias(y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array) -> jax.Array:
-    """Adds each row's bias. Elementwise on purpose: XLA fuses it into whatever reads the result, and saves a pass."""
-    if 0 in (*y.shape, *bias.shape):
-        return y
-    rows = group_rows(group_sizes, group_offset, bias.shape[0], y.shape[0])
-    group, valid = row_groups(rows, y.shape[0])
-    return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))
-
-
-def _add_bias_forward(
-    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array
-) -> tuple[jax.Array, Any]:
-    # The bias is kept for its shape and type only; it is small.
-    return _add_bias(y, bias, group_sizes, group_offset), (bias, group_sizes, group_offset)
-
-
-def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    bias, group_sizes, group_offset = residuals
-    # Rows outside every group need no mask in dy: the product's own rule ignores them.
-    return dy, _bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias.dtype), None, None
-
-
-_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _bias_grad(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
-) -> jax.Array:
-    return primitives.grouped_bias_grad(dy, group_sizes, group_offset, num_groups, dtype)
-
-
-def _bias_grad_forward(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
-) -> tuple[jax.Array, Any]:
-    zeros = jnp.zeros_like(dy)
-    return _bias_grad(dy, group_sizes, group_offset, num_groups, dtype), (zeros, group_sizes, group_offset)
-
-
-def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    del num_groups, dtype
-    zeros, group_sizes, group_offset = residuals
-    return _add_bias(zeros, gradient, group_sizes, group_offset), None, None
-
-
-_bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

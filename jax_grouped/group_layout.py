@@ -116,6 +116,14 @@ def group_table_size(num_groups: int) -> int:
     return (1 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
 
 
+def scaled_matmul_scratch_bytes(batch: int, num_groups: int) -> int:
+    """Bytes of device memory for one grouped matmul of quantized operands (`ScaledMatmulScratchBytes` in C++)."""
+    groups = batch * num_groups
+    scale_pointers = 2 * round_up(8 * groups, 16)
+    tables = batch * 4 * group_table_size(num_groups)
+    return round_up(matmul_scratch_bytes(groups), 16) + scale_pointers + tables
+
+
 def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
     """Bytes of device memory for the windows and the group table of a quantization (`QuantizeScratchBytes` in C++)."""
     chunks = QuantizedLayout(ScalingMode.TENSOR, False, capacity, 0, num_groups).units(FP8_ALIGNMENT)

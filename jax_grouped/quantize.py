@@ -1,5 +1,7 @@
 """Quantization to FP8: `grouped_quantize`, `grouped_dequantize` and `quantize_kernel`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -100,13 +102,7 @@ def grouped_quantize(
         operands.append(_checks.canonical_scale(scale, spec.num_groups))
     if activation_input is not None:
         operands.append(activation_input.reshape(x.shape[0], activation_input.shape[-1]))
-    results = primitives.grouped_quantize(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
-    return GroupedQuantized(
-        rowwise=_scaled_array(results, x, sizes, spec, columnwise=False),
-        columnwise=_scaled_array(results, x, sizes, spec, columnwise=True),
-        amax=results["amax"],
-        dbias=results.get("dbias"),
-    )
+    return quantize_tokens(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
 
 
 def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int | None, jax.Array, jax.Array]:
@@ -117,15 +113,31 @@ def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int | None,
     return rows, x.reshape(groups * rows, features), jnp.full((groups,), rows, jnp.int32)
 
 
-def _scaled_array(
-    results: dict[str, jax.Array], x: jax.Array, group_sizes: jax.Array, spec: QuantizeSpec, *, columnwise: bool
-) -> ScaledArray | None:
-    name = "column" if columnwise else "row"
-    if f"{name}_data" not in results:
-        return None
+def quantize_tokens(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
+) -> GroupedQuantized:
+    """The quantization that `spec` names, of `x [T, C]`; the further operands are those of `QuantizeSpec`."""
+    results = primitives.grouped_quantize(x, group_sizes, group_offset, *more, spec=spec)
     sizes = group_sizes if spec.stack_rows is None else None
-    layout = spec.layout(x.shape, columnwise=columnwise)
-    return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
+
+    def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
+        if f"{name}_data" not in results:
+            return None
+        layout = spec.layout(x.shape, columnwise=columnwise)
+        return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
+
+    return GroupedQuantized(
+        rowwise=scaled_array("row", columnwise=False),
+        columnwise=scaled_array("column", columnwise=True),
+        amax=results["amax"],
+        dbias=results.get("dbias"),
+    )
+
+
+def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
+    """As `quantize_tokens`, of kernels `[E, K, N]`."""
+    _, x, sizes = _as_tokens(kernel, None)
+    return quantize_tokens(x, sizes, jnp.zeros((1,), jnp.int32), *more, spec=spec)
 
 
 def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -166,7 +178,8 @@ def quantize_kernel(
     """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
 
     Microbatches share the result: with `previous` and a `skip` that the device holds, a step that is traced or captured
-    once quantizes again only when the weights have changed.
+    once quantizes again only when the weights have changed. The result has no gradient: that of `kernel` comes from
+    `grouped_dense`, which takes both.
 
     Args:
         kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
@@ -182,7 +195,7 @@ def quantize_kernel(
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
     """
-    kernel = jnp.asarray(kernel)
+    kernel = jax.lax.stop_gradient(jnp.asarray(kernel))
     _checks.check_stack("kernel", kernel)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(), got {recipe!r}.")
@@ -194,47 +207,58 @@ def quantize_kernel(
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
 
-    rows, x, sizes = _as_tokens(kernel, None)
-    spec = QuantizeSpec(
-        recipe.kernel_mode,
-        recipe.fwd_dtype,
-        num_groups=kernel.shape[0],
-        stack_rows=rows,
-        columnwise=True,
-        pow2_scales=getattr(recipe, "pow2_scales", False),
-        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
-        given_scale=scale is not None,
-        cached=previous is not None,
+    spec = dataclasses.replace(
+        kernel_spec(kernel.shape, recipe), given_scale=scale is not None, cached=previous is not None
     )
     operands = [] if scale is None else [_checks.canonical_scale(scale, spec.num_groups)]
     if previous is not None:
-        operands += [_checks.canonical_flag("skip", skip), *_previous_results(previous, x, spec)]
-    results = primitives.grouped_quantize(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
-    row = _scaled_array(results, x, sizes, spec, columnwise=False)
-    column = _scaled_array(results, x, sizes, spec, columnwise=True)
-    assert row is not None
-    assert column is not None
-    return KernelCache(row, column, results["amax"])
+        check_cache("previous", previous, "the result", kernel.shape, spec)
+        row, column = previous.rowwise, previous.columnwise
+        operands += [_checks.canonical_flag("skip", skip)]
+        operands += [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]
+    quantized = quantize_stack(kernel, *operands, spec=spec)
+    assert quantized.rowwise is not None
+    assert quantized.columnwise is not None
+    return KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax)
 
 
-def _previous_results(previous: KernelCache, x: jax.Array, spec: QuantizeSpec) -> list[jax.Array]:
-    """The arrays of `previous` in the order of the results.
+def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
+    """How `recipe` quantizes kernels `[E, K, N]`: in both orientations."""
+    return QuantizeSpec(
+        recipe.kernel_mode,
+        recipe.fwd_dtype,
+        num_groups=shape[0],
+        stack_rows=shape[1],
+        columnwise=True,
+        pow2_scales=getattr(recipe, "pow2_scales", False),
+        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+    )
+
+
+def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
+    """Raises unless `cache` is what `spec` makes of kernels `[E, K, N]` of this shape.
+
+    Args:
+        name: of the argument.
+        cache: the argument.
+        like: what has this shape and recipe, in words.
+        shape: of the kernels.
+        spec: how they are quantized.
 
     Raises:
         TypeError: it is no KernelCache.
         ValueError: it is that of another kernel or recipe.
     """
-    if not isinstance(previous, KernelCache):
-        raise TypeError(f"previous must be a KernelCache, got {type(previous).__name__}.")
-    for name, columnwise in (("rowwise", False), ("columnwise", True)):
-        got, expected = getattr(previous, name), spec.layout(x.shape, columnwise=columnwise)
+    if not isinstance(cache, KernelCache):
+        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
+    tokens = shape[0] * shape[1], shape[2]
+    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
+        got, expected = getattr(cache, orientation), spec.layout(tokens, columnwise=columnwise)
         if got.layout != expected or got.dtype != spec.dtype:
             raise ValueError(
-                f"previous.{name} must be of the same shape and recipe as the result: "
+                f"{name}.{orientation} must be of the same shape and recipe as {like}: "
                 f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
             )
         _checks.check_scaled(got)
-    if previous.amax.shape != (spec.num_groups,) or previous.amax.dtype != jnp.float32:
-        raise ValueError(f"previous.amax must be float32[{spec.num_groups}], got {jax.typeof(previous.amax)}.")
-    row, column = previous.rowwise, previous.columnwise
-    return [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]
+    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
+        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")

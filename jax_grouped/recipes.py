@@ -82,6 +82,11 @@ class Float8BlockScaling(_Types):
     amax_epsilon: float = 0.0
 
     @property
+    def token_mode(self) -> ScalingMode:
+        """How tokens and gradients are scaled."""
+        return ScalingMode.BLOCK_1D
+
+    @property
     def kernel_mode(self) -> ScalingMode:
         """How kernels are scaled."""
         return ScalingMode.BLOCK_2D
@@ -102,6 +107,11 @@ class Float8CurrentScaling(_Types):
     grad_dtype: DTypeLike = jnp.float8_e5m2
     pow2_scales: bool = False
     amax_epsilon: float = 0.0
+
+    @property
+    def token_mode(self) -> ScalingMode:
+        """How tokens and gradients are scaled."""
+        return ScalingMode.TENSOR
 
     @property
     def kernel_mode(self) -> ScalingMode:
@@ -139,6 +149,11 @@ class DelayedScaling(_Types):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}.")
 
     @property
+    def token_mode(self) -> ScalingMode:
+        """How tokens and gradients are scaled."""
+        return ScalingMode.TENSOR
+
+    @property
     def kernel_mode(self) -> ScalingMode:
         """How kernels are scaled."""
         return ScalingMode.TENSOR
@@ -155,6 +170,11 @@ class MXFP8BlockScaling(_Types):
 
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
     grad_dtype: DTypeLike = jnp.float8_e4m3fn
+
+    @property
+    def token_mode(self) -> ScalingMode:
+        """How tokens and gradients are scaled."""
+        return ScalingMode.MX
 
     @property
     def kernel_mode(self) -> ScalingMode:

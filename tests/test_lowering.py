@@ -231,5 +231,9 @@ def test_exported_custom_calls_are_the_published_ones() -> None:
     def round_trip(x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jg.grouped_dequantize(jg.grouped_quantize(x, sizes, jg.ScalingMode.TENSOR).rowwise)
 
-    text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES) + lowered(round_trip, X, SIZES)
+    def fp8(x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jg.grouped_dense(x, jnp.ones((4, 16, 16)), sizes, recipe=jg.Float8CurrentScaling())
+
+    text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
+    text += lowered(round_trip, X, SIZES) + lowered(fp8, X, SIZES)
     assert set(re.findall(r"stablehlo.custom_call @(jax_grouped\w+)", text)) == set(jg.CUSTOM_CALL_TARGETS)

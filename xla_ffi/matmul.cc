@@ -7,7 +7,7 @@
 #include "csrc/common/group_layout.h"
 #include "csrc/cublaslt/grouped_matmul.h"
 #include "xla/ffi/api/ffi.h"
-#include "xla_ffi/decode.h"
+#include "xla_ffi/decode_matmul.h"
 #include "xla_ffi/handlers.h"
 
 namespace jax_grouped {
@@ -32,13 +32,6 @@ struct Call {
   int64_t Batch() const { return static_cast<int64_t>(group_offset.element_count()); }
 };
 
-std::optional<Product> ToProduct(std::string_view name) {
-  if (name == "fprop") return Product::kFprop;
-  if (name == "dgrad") return Product::kDgrad;
-  if (name == "wgrad") return Product::kWgrad;
-  return std::nullopt;
-}
-
 ffi::Error CheckTypes(const Call& call, MatmulProblem* problem) {
   const auto operand = FloatType(call.a.element_type());
   if (!operand || *operand == CUDA_R_32F) return Invalid(kOp, "a must be bfloat16 or float16.");
@@ -47,22 +40,9 @@ ffi::Error CheckTypes(const Call& call, MatmulProblem* problem) {
   if (!result || (*result != *operand && *result != CUDA_R_32F)) {
     return Invalid(kOp, "the result must have the type of a and b, or be float32.");
   }
-  problem->operand_type = *operand;
+  problem->a_type = problem->b_type = *operand;
   problem->result_type = *result;
   return ffi::Error::Success();
-}
-
-ffi::Error CheckKernelBatch(const Call& call, bool is_wgrad, int64_t kernels) {
-  const int64_t batch = call.Batch();
-  const int64_t count = call.kernel_batch;
-  if (count > 0 && batch % count == 0 && kernels % count == 0 && (!is_wgrad || count == batch)) {
-    return ffi::Error::Success();
-  }
-  return Invalid(kOp,
-                 "kernel_batch must divide the batch size and the number of kernels, and be the batch size for "
-                 "wgrad, got " +
-                     std::to_string(count) + " of " + std::to_string(batch) + " and " + std::to_string(kernels) +
-                     " kernels.");
 }
 
 // Fills in the features and checks that the other shapes follow from them.
@@ -74,7 +54,8 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, is_wgrad ? "b" : "the result", is_wgrad ? call.b : call.d, 2));
 
   problem->tokens = call.a.dimensions()[0];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckKernelBatch(call, is_wgrad, kernel.dimensions()[0]));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckKernelBatch(kOp, problem->product, call.Batch(), call.kernel_batch, kernel.dimensions()[0]));
   problem->num_groups = kernel.dimensions()[0] / call.kernel_batch * call.Batch();
   problem->in_features = kernel.dimensions()[1];
   problem->out_features = kernel.dimensions()[2];
@@ -117,23 +98,6 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 gr
   return ToError(kOp, PrepareGroupedMatmul(device, problem));
 }
 
-// Makes the result hold the accumulator, if the call brings one. It is the result's own buffer, except where XLA has
-// the result written straight into a slice of a larger array, as it does with the results of a loop.
-ffi::Error LoadAccumulator(cudaStream_t stream, const ffi::RemainingArgs& rest, const ffi::AnyBuffer& d,
-                           bool* accumulate) {
-  *accumulate = rest.size() > 0;
-  if (!*accumulate) return ffi::Error::Success();
-  const auto accumulator = rest.get<ffi::AnyBuffer>(0);
-  if (!accumulator.has_value()) return accumulator.error();
-  if (accumulator->untyped_data() == d.untyped_data()) return ffi::Error::Success();
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the bytes of the accumulator",
-                                         static_cast<int64_t>(accumulator->size_bytes()),
-                                         static_cast<int64_t>(d.size_bytes())));
-  return ToError(kOp, Status::FromCuda(cudaMemcpyAsync(d.untyped_data(), accumulator->untyped_data(), d.size_bytes(),
-                                                       cudaMemcpyDeviceToDevice, stream),
-                                       "Copying the accumulator"));
-}
-
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
                    S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
                    std::string_view product, int64_t kernel_batch) {
@@ -147,9 +111,13 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "b", b.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "the result", d->untyped_data()));
   bool accumulate = false;
-  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(stream, rest, *d, &accumulate));
-  const MatmulBuffers buffers{a.untyped_data(), b.untyped_data(), d->untyped_data(), scratch->untyped_data(),
-                              workspace->untyped_data()};
+  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d, &accumulate));
+  MatmulBuffers buffers{};
+  buffers.a = a.untyped_data();
+  buffers.b = b.untyped_data();
+  buffers.d = d->untyped_data();
+  buffers.scratch = scratch->untyped_data();
+  buffers.workspace = workspace->untyped_data();
   const auto elements_per_kernel = static_cast<int32_t>(groups.batch / kernel_batch);
   return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
 }

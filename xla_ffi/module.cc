@@ -26,6 +26,9 @@ nb::dict Handlers() {
   nb::dict matmul;
   matmul["initialize"] = Capsule(MatmulInitialize);
   matmul["execute"] = Capsule(MatmulExecute);
+  nb::dict scaled_matmul;
+  scaled_matmul["initialize"] = Capsule(ScaledMatmulInitialize);
+  scaled_matmul["execute"] = Capsule(ScaledMatmulExecute);
   nb::dict bias_grad;
   bias_grad["execute"] = Capsule(BiasGradExecute);
   nb::dict quantize;
@@ -34,6 +37,7 @@ nb::dict Handlers() {
   dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict handlers;
   handlers["jax_grouped_matmul"] = matmul;
+  handlers["jax_grouped_scaled_matmul"] = scaled_matmul;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;

@@ -212,6 +212,39 @@ class MatmulScratch {
   int64_t num_groups_;
 };
 
+// The same of a matmul of scaled operands: also where each group's scales of A and B are, and the group tables.
+class ScaledMatmulScratch {
+ public:
+  ScaledMatmulScratch(void* base, int64_t batch, int64_t num_groups)
+      : base_(static_cast<char*>(base)), all_groups_(batch * num_groups), num_groups_(num_groups) {}
+
+  static constexpr size_t Bytes(int64_t batch, int64_t num_groups) {
+    return TableOffset(batch * num_groups) + batch * GroupTable::Size(num_groups) * sizeof(int32_t);
+  }
+
+  MatmulScratch Matmul() const { return MatmulScratch(base_, all_groups_); }
+  // Of matrix 0 or 1.
+  const float** ScalePointers(int matrix) const {
+    return reinterpret_cast<const float**>(base_ + PointerOffset(all_groups_) + matrix * PointerBytes(all_groups_));
+  }
+  GroupTable Table() const {
+    return {reinterpret_cast<int32_t*>(base_ + TableOffset(all_groups_)), static_cast<int32_t>(num_groups_)};
+  }
+
+ private:
+  static constexpr int64_t PointerBytes(int64_t all_groups) { return RoundUp(8 * all_groups, 16); }
+  static constexpr int64_t PointerOffset(int64_t all_groups) {
+    return RoundUp(static_cast<int64_t>(MatmulScratch::Bytes(all_groups)), 16);
+  }
+  static constexpr int64_t TableOffset(int64_t all_groups) {
+    return PointerOffset(all_groups) + 2 * PointerBytes(all_groups);
+  }
+
+  char* base_;
+  int64_t all_groups_;
+  int64_t num_groups_;
+};
+
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_H_

@@ -22,13 +22,13 @@ struct Key {
   int device;
   MatmulProblem problem;
 
-  bool operator<(const Key& other) const { return Tuple() < other.Tuple(); }
-
- private:
-  std::tuple<int, Product, int, int, int64_t, int64_t, int64_t, int64_t> Tuple() const {
-    return {device,         problem.product,     problem.operand_type, problem.result_type,
-            problem.tokens, problem.in_features, problem.out_features, problem.num_groups};
+  auto Tuple() const {
+    return std::make_tuple(device, problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
+                           problem.a_mode, problem.b_mode, problem.tokens, problem.in_features, problem.out_features,
+                           problem.num_groups);
   }
+
+  bool operator<(const Key& other) const { return Tuple() < other.Tuple(); }
 };
 
 // Handles and algorithms of all devices. Handles live as long as the process: the driver may be gone before a
@@ -73,7 +73,17 @@ class Plans {
   std::map<Key, Plan> plans_;
 };
 
-int32_t ElementBytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
+int32_t ElementBytes(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_32F:
+      return 4;
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2:
+      return 1;
+    default:
+      return 2;
+  }
+}
 
 // How cuBLASLt sees a problem. Its matrices are column-major, so each of ours is its transpose there, and the product
 // of row-major matrices is computed as d^T = b^T a^T.
@@ -85,13 +95,33 @@ struct ColumnMajor {
   cublasOperation_t transpose_b;
 };
 
+// Scaled operands are contiguous along what is summed over, and so there is one combination of transposes.
+ColumnMajor ScaledToColumnMajor(const MatmulProblem& problem, void* first, void* second, Operand d) {
+  const auto in = static_cast<int32_t>(problem.in_features);
+  const auto out = static_cast<int32_t>(problem.out_features);
+  switch (problem.product) {
+    case Product::kFprop:
+      d.rows = out;
+      return {{second, 1, in, out}, {first, 1, in, 0}, d, CUBLAS_OP_T, CUBLAS_OP_N};
+    case Product::kDgrad:
+      d.rows = in;
+      return {{second, 1, out, in}, {first, 1, out, 0}, d, CUBLAS_OP_T, CUBLAS_OP_N};
+    case Product::kWgrad:
+      break;
+  }
+  d.rows = out;
+  d.columns = in;
+  return {{second, 1, 0, out}, {first, 1, 0, in}, d, CUBLAS_OP_T, CUBLAS_OP_N};
+}
+
 ColumnMajor ToColumnMajor(const MatmulProblem& problem, const MatmulBuffers& buffers) {
   const auto in = static_cast<int32_t>(problem.in_features);
   const auto out = static_cast<int32_t>(problem.out_features);
-  const int32_t operand_bytes = ElementBytes(problem.operand_type);
+  const int32_t operand_bytes = ElementBytes(problem.a_type);
   const int32_t result_bytes = ElementBytes(problem.result_type);
   void* first = const_cast<void*>(buffers.a);
   void* second = const_cast<void*>(buffers.b);
+  if (problem.scaled) return ScaledToColumnMajor(problem, first, second, {buffers.d, result_bytes, 0, 0});
   switch (problem.product) {
     case Product::kFprop:
       return {{second, operand_bytes, out, in},
@@ -145,8 +175,36 @@ Status InitLayout(const CublasLt& library, const MatmulScratch& scratch, int mat
       "cublasLtGroupedMatrixLayoutInit");
 }
 
+cublasLtMatmulMatrixScale_t ScaleMode(ScalingMode mode) {
+  switch (mode) {
+    case ScalingMode::kBlock1D:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case ScalingMode::kBlock2D:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    default:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_PER_BATCH_SCALAR_32F;
+  }
+}
+
+// Says how the operands are scaled, and where the device has the addresses of each group's scales.
+Status SetScales(const CublasLt& library, const MatmulProblem& problem, const ScaledMatmulScratch& scratch,
+                 cublasLtMatmulDesc_t matmul) {
+  const auto a_mode = static_cast<int32_t>(ScaleMode(problem.b_mode));
+  const auto b_mode = static_cast<int32_t>(ScaleMode(problem.a_mode));
+  JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_mode));
+  JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_mode));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scratch.ScalePointers(0)));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scratch.ScalePointers(1)));
+  // Every product is accumulated in float32 throughout.
+  constexpr int8_t kFastAccumulation = 0;
+  return SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, kFastAccumulation);
+}
+
 Status InitDescriptors(const CublasLt& library, const MatmulProblem& problem, const ColumnMajor& operands,
-                       const MatmulScratch& scratch, Descriptors* descriptors) {
+                       const ScaledMatmulScratch& scaled_scratch, Descriptors* descriptors) {
+  const MatmulScratch scratch = scaled_scratch.Matmul();
   cublasLtMatmulDesc_t matmul = &descriptors->matmul;
   JAX_GROUPED_RETURN_IF_FAILED(library.Check(
       library.MatmulDescInit(matmul, sizeof(*matmul), CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescInit"));
@@ -160,9 +218,10 @@ Status InitDescriptors(const CublasLt& library, const MatmulProblem& problem, co
       SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_TRANSA, static_cast<int32_t>(operands.transpose_a)));
   JAX_GROUPED_RETURN_IF_FAILED(
       SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_TRANSB, static_cast<int32_t>(operands.transpose_b)));
+  if (problem.scaled) JAX_GROUPED_RETURN_IF_FAILED(SetScales(library, problem, scaled_scratch, matmul));
   const int64_t groups = problem.num_groups;
-  JAX_GROUPED_RETURN_IF_FAILED(InitLayout(library, scratch, 0, problem.operand_type, groups, &descriptors->a));
-  JAX_GROUPED_RETURN_IF_FAILED(InitLayout(library, scratch, 1, problem.operand_type, groups, &descriptors->b));
+  JAX_GROUPED_RETURN_IF_FAILED(InitLayout(library, scratch, 0, problem.b_type, groups, &descriptors->a));
+  JAX_GROUPED_RETURN_IF_FAILED(InitLayout(library, scratch, 1, problem.a_type, groups, &descriptors->b));
   return InitLayout(library, scratch, 2, problem.result_type, groups, &descriptors->d);
 }
 
@@ -188,7 +247,7 @@ void SetAverages(const CublasLt& library, const MatmulProblem& problem, cublasLt
 
 Status ChooseAlgorithm(const CublasLt& library, cublasLtHandle_t handle, const MatmulProblem& problem, Plan* plan) {
   // The heuristic wants addresses in the layouts but reads nothing there.
-  MatmulScratch nowhere(reinterpret_cast<void*>(uintptr_t{4096}), problem.num_groups);
+  const ScaledMatmulScratch nowhere(reinterpret_cast<void*>(uintptr_t{4096}), 1, problem.num_groups);
   Descriptors descriptors;
   JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(library, problem, ToColumnMajor(problem, {}), nowhere, &descriptors));
 
@@ -227,7 +286,37 @@ const char* Name(Product product) {
   return "wgrad";
 }
 
-const char* Name(cudaDataType_t type) { return type == CUDA_R_32F ? "f32" : type == CUDA_R_16BF ? "bf16" : "f16"; }
+const char* Name(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_32F:
+      return "f32";
+    case CUDA_R_16BF:
+      return "bf16";
+    case CUDA_R_8F_E4M3:
+      return "e4m3";
+    case CUDA_R_8F_E5M2:
+      return "e5m2";
+    default:
+      return "f16";
+  }
+}
+
+const char* Name(ScalingMode mode) {
+  switch (mode) {
+    case ScalingMode::kBlock1D:
+      return "1x128";
+    case ScalingMode::kBlock2D:
+      return "128x128";
+    default:
+      return "tensor";
+  }
+}
+
+std::string DescribeOperands(const MatmulProblem& problem) {
+  if (!problem.scaled) return Name(problem.a_type);
+  return std::string(Name(problem.a_type)) + " " + Name(problem.a_mode) + " x " + Name(problem.b_type) + " " +
+         Name(problem.b_mode);
+}
 
 int32_t AlgorithmAttribute(const CublasLt& library, const Plan& plan, cublasLtMatmulAlgoConfigAttributes_t attribute) {
   int32_t value = -1;
@@ -257,16 +346,31 @@ Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem
   }
 
   const ColumnMajor operands = ToColumnMajor(problem, buffers);
-  const MatmulScratch scratch(buffers.scratch, problem.num_groups);
+  // Of which matmuls without scales have the first part only.
+  const ScaledMatmulScratch scaled_scratch(buffers.scratch, groups.batch, groups.num_groups);
+  const MatmulScratch scratch = scaled_scratch.Matmul();
   const bool zero_rest = problem.product != Product::kWgrad && !accumulate;
   // XLA lends the workspace's memory to other buffers between calls, and cuBLASLt releases up to 13.7 are known to
   // trust what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on
   // an H200 uses more than 0.2 MB.
   const Region workspace{buffers.workspace, static_cast<int64_t>(plan.workspace_bytes)};
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchMatmulSetup(stream, groups, elements_per_kernel, operands.a, operands.b,
-                                                 operands.d, accumulate ? 1.0f : 0.0f, zero_rest, workspace, scratch));
+  const float beta = accumulate ? 1.0f : 0.0f;
+  if (problem.scaled) {
+    const bool has_kernels = problem.product != Product::kWgrad;
+    const OperandScales a_scales{buffers.b_scale, problem.b_mode, static_cast<int32_t>(problem.out_features),
+                                 has_kernels ? buffers.kernel_scales : 0};
+    const int64_t b_features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
+    const OperandScales b_scales{buffers.a_scale, problem.a_mode, static_cast<int32_t>(b_features), 0};
+    const QuantizedLayout tokens{problem.a_mode, false, false, 1, groups.capacity, b_features, groups.num_groups, 0};
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchScaledMatmulSetup(stream, groups, tokens.ElementUnits(), elements_per_kernel,
+                                                         operands.a, a_scales, operands.b, b_scales, operands.d, beta,
+                                                         zero_rest, workspace, scaled_scratch));
+  } else {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchMatmulSetup(stream, groups, elements_per_kernel, operands.a, operands.b,
+                                                   operands.d, beta, zero_rest, workspace, scratch));
+  }
   Descriptors descriptors;
-  JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(*library, problem, operands, scratch, &descriptors));
+  JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(*library, problem, operands, scaled_scratch, &descriptors));
   // C is D itself: with beta = 1 the product is added in place, with beta = 0 it is not read.
   return library->Check(library->Matmul(handle, &descriptors.matmul, scratch.Alpha(), scratch.Pointers(0),
                                         &descriptors.a, scratch.Pointers(1), &descriptors.b, scratch.Beta(),
@@ -282,7 +386,7 @@ std::vector<std::string> DescribePlans() {
   for (const auto& [key, plan] : Plans::Get().Copy()) {
     const MatmulProblem& problem = key.problem;
     lines.push_back(std::string("device ") + std::to_string(key.device) + ": " + Name(problem.product) + " " +
-                    Name(problem.operand_type) + " -> " + Name(problem.result_type) + ", E " +
+                    DescribeOperands(problem) + " -> " + Name(problem.result_type) + ", E " +
                     std::to_string(problem.num_groups) + " T " + std::to_string(problem.tokens) + " K " +
                     std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features) +
                     ": algorithm " + std::to_string(AlgorithmAttribute(*library, plan, CUBLASLT_ALGO_CONFIG_ID)) +

@@ -1,4 +1,5 @@
-// Grouped matmuls of 16-bit operands through cuBLASLt, with group sizes that only the device knows.
+// Grouped matmuls through cuBLASLt, of 16-bit operands or of scaled FP8 operands, with group sizes that only the device
+// knows.
 
 #ifndef JAX_GROUPED_CSRC_CUBLASLT_GROUPED_MATMUL_H_
 #define JAX_GROUPED_CSRC_CUBLASLT_GROUPED_MATMUL_H_
@@ -25,22 +26,32 @@ enum class Product : int { kFprop, kDgrad, kWgrad };
 //   kFprop   x  [tokens, in_features]   kernel [groups, in_, out_features]  y       [tokens, out_features]
 //   kDgrad   dy [tokens, out_features]  kernel [groups, in_, out_features]  dx      [tokens, in_features]
 //   kWgrad   x  [tokens, in_features]   dy     [tokens, out_features]       dkernel [groups, in_, out_features]
+//
+// Scaled operands are quantized along what the product sums over, as Hopper needs it: kernels are columnwise for kFprop
+// and rowwise for kDgrad, both operands of kWgrad are columnwise, others rowwise. group_layout.h has their layouts.
 struct MatmulProblem {
   Product product;
-  cudaDataType_t operand_type;  // CUDA_R_16BF or CUDA_R_16F
-  cudaDataType_t result_type;   // operand_type or CUDA_R_32F
-  int64_t tokens;               // capacity of the token arrays
-  int64_t in_features;          // multiples of kFeatureAlignment, as out_features
+  cudaDataType_t a_type;  // CUDA_R_16BF or CUDA_R_16F, b's too; or for scaled operands CUDA_R_8F_E4M3 or _E5M2
+  cudaDataType_t b_type;
+  cudaDataType_t result_type;  // that of 16-bit operands or CUDA_R_32F; any of these three for scaled operands
+  bool scaled;
+  ScalingMode a_mode;  // of scaled operands: kTensor for both, or kBlock1D for tokens and kBlock2D for kernels
+  ScalingMode b_mode;
+  int64_t tokens;       // capacity of the token arrays
+  int64_t in_features;  // multiples of kFeatureAlignment, as out_features; of kFp8Alignment for scaled operands
   int64_t out_features;
   int64_t num_groups;
 };
 
-// Device memory of one call. `a`, `b` and `d` start on 16-byte boundaries.
+// Device memory of one call. `a`, `b`, `d` and the scales of blocks start on 16-byte boundaries.
 struct MatmulBuffers {
   const void* a;
   const void* b;
+  const float* a_scale;  // inverse scales; null without
+  const float* b_scale;
+  int64_t kernel_scales;  // inverse scales of one kernel
   void* d;
-  void* scratch;  // MatmulScratch::Bytes(num_groups)
+  void* scratch;  // MatmulScratch::Bytes(num_groups), or ScaledMatmulScratch's
   void* workspace;
 };
 

@@ -36,30 +36,35 @@ __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
   }
 }
 
-// Every row of blocks has a batch element: block 0 writes its arguments, the others zero its tokens of D outside the
-// local groups. Those of the first element also zero the workspace.
+// What all blocks but the first do: zero the workspace, for the first batch element, and with `zero_rest` the element's
+// tokens of D outside the local groups.
+__device__ void ZeroRest(const Groups& groups, int32_t element, const Operand& d, bool zero_rest,
+                         const Region& workspace) {
+  if (element == 0) ZeroBytes(workspace.base, 0, workspace.bytes);
+  if (!zero_rest) return;
+  const RowRange local = LocalRows<kThreads>(groups);
+  const int64_t first_row = element * groups.capacity;
+  const int64_t row_bytes = static_cast<int64_t>(d.rows) * d.element_bytes;
+  ZeroBytes(d.base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
+  ZeroBytes(d.base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
+}
+
+__device__ void WriteScalars(float beta, const MatmulScratch& scratch) {
+  if (blockIdx.y > 0 || threadIdx.x > 0) return;
+  *scratch.Alpha() = 1.0f;
+  *scratch.Beta() = beta;
+}
+
+// Every row of blocks has a batch element, whose arguments block 0 writes.
 __global__ void __launch_bounds__(kThreads)
     MatmulSetup(Groups batch, Operands operands, int32_t elements_per_kernel, float beta, bool zero_rest,
                 Region workspace, MatmulScratch scratch) {
   const auto element = static_cast<int32_t>(blockIdx.y);
-  if (blockIdx.x > 0) {
-    if (element == 0) ZeroBytes(workspace.base, 0, workspace.bytes);
-    if (!zero_rest) return;
-  }
   const Groups groups = batch.At(element);
+  if (blockIdx.x > 0) return ZeroRest(groups, element, operands.matrix[2], zero_rest, workspace);
+  WriteScalars(beta, scratch);
   const RowRange local = LocalRows<kThreads>(groups);
   const int64_t first_row = element * groups.capacity;
-  if (blockIdx.x > 0) {
-    const Operand& d = operands.matrix[2];
-    const int64_t row_bytes = static_cast<int64_t>(d.rows) * d.element_bytes;
-    ZeroBytes(d.base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
-    ZeroBytes(d.base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
-    return;
-  }
-  if (element == 0 && threadIdx.x == 0) {
-    *scratch.Alpha() = 1.0f;
-    *scratch.Beta() = beta;
-  }
   const int64_t first_kernel = static_cast<int64_t>(element / elements_per_kernel) * groups.num_groups;
   ForEachGroup<kThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
     const int32_t index = element * groups.num_groups + group;
@@ -70,6 +75,84 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+struct ScaledArguments {
+  Operands operands;
+  OperandScales scales[2];
+  const float** scale_pointers[2];
+  UnitCounts element_units;
+  GroupTable table;  // of the first batch element
+  int32_t elements_per_kernel;
+  float beta;
+  bool zero_rest;
+  Region workspace;
+  MatmulScratch scratch;
+};
+
+// A group's tokens as quantized arrays have them: where they begin, in rows and units.
+struct GroupTokens {
+  RowRange rows;
+  UnitCounts before;
+
+  __device__ GroupTokens(const GroupTable& table, int32_t group) {
+    rows = {table.FirstRow()[group], table.FirstRow()[group + 1]};
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
+  }
+  __device__ int64_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
+  __device__ bool Empty() const { return rows.end == rows.begin; }
+};
+
+// Columnwise data, whose rows are a group's tokens.
+__device__ void WritePackedGroup(const Operand& operand, int matrix, int32_t index, const GroupTokens& tokens,
+                                 const MatmulScratch& scratch) {
+  const int64_t unit = tokens.Empty() ? 0 : tokens.Before(Unit::k16) * operand.columns;
+  const auto rows = static_cast<int32_t>(RoundUp(tokens.rows.end - tokens.rows.begin, kFp8Alignment));
+  scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + unit * kFp8Alignment * operand.element_bytes;
+  scratch.Rows(matrix)[index] = rows;
+  scratch.Columns(matrix)[index] = operand.columns;
+  scratch.LeadingDimensions(matrix)[index] = max(rows, kFp8Alignment);
+}
+
+// Where a group's scales begin; inside the array also for groups without rows.
+__device__ int64_t ScalesBefore(const OperandScales& scales, bool columnwise, int32_t index, const GroupTokens& tokens,
+                                int64_t kernel) {
+  if (scales.kernel_stride > 0) return kernel * scales.kernel_stride;
+  if (scales.mode == ScalingMode::kTensor) return index;
+  if (tokens.Empty()) return 0;
+  return columnwise ? scales.features * tokens.Before(Unit::k128)
+                    : CeilDiv(scales.features, kBlock) * 4 * tokens.Before(Unit::k4);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    ScaledMatmulSetup(Groups batch, const __grid_constant__ ScaledArguments args) {
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (blockIdx.x > 0) {
+    return ZeroRest(batch.At(element), element, args.operands.matrix[2], args.zero_rest, args.workspace);
+  }
+  WriteScalars(args.beta, args.scratch);
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kThreads>(batch, element, args.element_units, table);
+  const int64_t first_kernel = static_cast<int64_t>(element / args.elements_per_kernel) * batch.num_groups;
+  for (int32_t group = threadIdx.x; group < batch.num_groups; group += kThreads) {
+    const int32_t index = element * batch.num_groups + group;
+    const GroupTokens tokens(table, group);
+    const int64_t kernel = first_kernel + group;
+    for (int matrix = 0; matrix < MatmulScratch::kMatrices; ++matrix) {
+      const Operand& operand = args.operands.matrix[matrix];
+      if (operand.rows == 0) {
+        WritePackedGroup(operand, matrix, index, tokens, args.scratch);
+      } else {
+        WriteGroup(operand, matrix, index, tokens.rows, kernel, args.scratch);
+      }
+    }
+    for (int matrix = 0; matrix < 2; ++matrix) {
+      const OperandScales& scales = args.scales[matrix];
+      const bool columnwise = args.operands.matrix[matrix].rows == 0;
+      args.scale_pointers[matrix][index] = scales.base + ScalesBefore(scales, columnwise, index, tokens, kernel);
+    }
+  }
+}
+
 // Enough blocks to write at memory speed when all of D must be zeroed, few enough to cost nothing when none must.
 int ZeroingBlocks(int64_t bytes) {
   constexpr int64_t kBytesPerBlock = 16 * 1024;
@@ -77,16 +160,37 @@ int ZeroingBlocks(int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerBlock, 1, kMostBlocks));
 }
 
+dim3 SetupBlocks(const Groups& groups, const Operand& d, bool zero_rest, const Region& workspace) {
+  const int64_t d_bytes = zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
+  return dim3(1 + ZeroingBlocks(workspace.bytes + d_bytes), groups.batch);
+}
+
 }  // namespace
 
 Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_kernel, const Operand& a,
                          const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch) {
-  const int64_t d_bytes = zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
-  const int blocks = 1 + ZeroingBlocks(workspace.bytes + d_bytes);
-  MatmulSetup<<<dim3(blocks, groups.batch), kThreads, 0, stream>>>(groups, Operands{{a, b, d}}, elements_per_kernel,
-                                                                   beta, zero_rest, workspace, scratch);
+  MatmulSetup<<<SetupBlocks(groups, d, zero_rest, workspace), kThreads, 0, stream>>>(
+      groups, Operands{{a, b, d}}, elements_per_kernel, beta, zero_rest, workspace, scratch);
   return Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped matmul");
+}
+
+Status LaunchScaledMatmulSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
+                               int32_t elements_per_kernel, const Operand& a, const OperandScales& a_scales,
+                               const Operand& b, const OperandScales& b_scales, const Operand& d, float beta,
+                               bool zero_rest, const Region& workspace, const ScaledMatmulScratch& scratch) {
+  const ScaledArguments args{{{a, b, d}},
+                             {a_scales, b_scales},
+                             {scratch.ScalePointers(0), scratch.ScalePointers(1)},
+                             element_units,
+                             scratch.Table(),
+                             elements_per_kernel,
+                             beta,
+                             zero_rest,
+                             workspace,
+                             scratch.Matmul()};
+  ScaledMatmulSetup<<<SetupBlocks(groups, d, zero_rest, workspace), kThreads, 0, stream>>>(groups, args);
+  return Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped matmul of scaled operands");
 }
 
 }  // namespace jax_grouped

@@ -16,8 +16,16 @@ namespace jax_grouped {
 struct Operand {
   void* base;
   int32_t element_bytes;
-  int32_t rows;     // also the leading dimension
+  int32_t rows;     // also the leading dimension; 0 if a group's rows are its tokens, padded to kFp8Alignment
   int32_t columns;  // of every group; 0 if a group's columns are its tokens
+};
+
+// The inverse scales of A or B.
+struct OperandScales {
+  const float* base;
+  ScalingMode mode;
+  int32_t features;       // of tokens
+  int64_t kernel_stride;  // from one kernel's scales to the next one's; 0 for tokens
 };
 
 // Memory to zero, from a 16-byte boundary on; the bytes up to the next such boundary after its end belong to it, too.
@@ -32,6 +40,12 @@ struct Region {
 Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_kernel, const Operand& a,
                          const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch);
+
+// The same for scaled operands, of whose arrays a batch element has room for `element_units`.
+Status LaunchScaledMatmulSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
+                               int32_t elements_per_kernel, const Operand& a, const OperandScales& a_scales,
+                               const Operand& b, const OperandScales& b_scales, const Operand& d, float beta,
+                               bool zero_rest, const Region& workspace, const ScaledMatmulScratch& scratch);
 
 }  // namespace jax_grouped
 

@@ -23,6 +23,7 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_bias_grad",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
+    "jax_grouped_scaled_matmul",
 )
 
 #: cuBLASLt's own recommendation for Hopper.

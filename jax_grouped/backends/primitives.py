@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from jax_grouped._config import config
 from jax_grouped._varying import vary_alike
-from jax_grouped.backends import cuda, cuda_quantize, xla, xla_quantize
-from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, batched
+from jax_grouped.backends import cuda, cuda_quantize, cuda_scaled_matmul, xla, xla_quantize, xla_scaled_matmul
+from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, ScaledMatmulSpec, batched
 from jax_grouped.group_layout import QuantizedLayout
 
 #: Rows and groups are counted in `int32`.
@@ -46,7 +46,8 @@ def _define(
         xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
             `xla`.
         cuda_impl: lowering for CUDA of `batch` batch elements.
-        shares_kernels: whether 3-D operands are kernels, which several batch elements can have in common.
+        shares_kernels: whether the static `spec` tells operands that are kernels, which several batch elements can have
+            in common.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True
@@ -113,9 +114,12 @@ def _define(
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         if size == 0:
             return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
+        kernels = params["spec"].kernel_operands if shares_kernels else ()
+        # The data and the scales of kernels have one batch size, so they are shared together or not at all.
+        shared = all(axes[i] is None and batches[i] == 1 for i in kernels)
         operands, counts = [], []
-        for x, axis, count in zip(args, axes, batches, strict=True):
-            if shares_kernels and x.ndim == 3 and axis is None and count == 1:
+        for i, (x, axis, count) in enumerate(zip(args, axes, batches, strict=True)):
+            if shared and i in kernels:
                 operands.append(x)
                 counts.append(1)
             else:
@@ -216,6 +220,11 @@ def _dequantize_results(
     return [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)]
 
 
+def _scaled_matmul_results(*operands: Any, spec: ScaledMatmulSpec) -> Any:
+    del operands
+    return [spec.out]
+
+
 def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
     """`implementation` with its result in a tuple."""
     return lambda *args, **static: (implementation(*args, **static),)
@@ -225,6 +234,14 @@ _matmul = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda
 _bias_grad = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
 _quantize = _define("quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize)
 _dequantize = _define("dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize))
+
+_scaled_matmul = _define(
+    "scaled_matmul",
+    _scaled_matmul_results,
+    _one(xla_scaled_matmul.scaled_matmul),
+    _one(cuda_scaled_matmul.scaled_matmul),
+    shares_kernels=True,
+)
 
 
 def grouped_matmul(
@@ -272,3 +289,19 @@ def dequantize(
     if 0 in (*shape, layout.num_groups):
         return vary_alike(jnp.zeros(shape, out_dtype), operands[0])[0]
     return _dequantize(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype))[0]
+
+
+def scaled_matmul(
+    a_data: jax.Array,
+    a_scale: jax.Array,
+    b_data: jax.Array,
+    b_scale: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    spec: ScaledMatmulSpec,
+) -> jax.Array:
+    """The product that `spec` names, of quantized operands; sizes and offset are `int32`."""
+    operands = vary_alike(a_data, a_scale, b_data, b_scale, group_sizes, group_offset)
+    if any(x.size == 0 for x in operands):
+        return vary_alike(jnp.zeros(spec.out.shape, spec.out_dtype), operands[0])[0]
+    return _scaled_matmul(*operands, spec=spec)[0]

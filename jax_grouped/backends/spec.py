@@ -51,6 +51,60 @@ class MatmulSpec:
             case "wgrad":
                 return (self.num_groups, a[1], b[1])
 
+    @property
+    def kernel_operands(self) -> tuple[int, ...]:
+        """Positions of the operands that are kernels."""
+        return () if self.product == "wgrad" else (1,)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledMatmulSpec:
+    """The static part of a grouped matmul of quantized operands.
+
+    That is `(a_data, a_scale, b_data, b_scale, group_sizes, group_offset) -> out`. Both operands are contiguous along
+    the axis that is summed over, which is all that Hopper's FP8 matmul takes.
+
+    | product | a             | b                  | out               |
+    |---------|---------------|--------------------|-------------------|
+    | `fprop` | x, rowwise    | kernel, columnwise | y `[T,N]`         |
+    | `dgrad` | dy, rowwise   | kernel, rowwise    | dx `[T,K]`        |
+    | `wgrad` | x, columnwise | dy, columnwise     | dkernel `[G,K,N]` |
+
+    Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both `TENSOR`.
+
+    Attributes:
+        product: which of the three.
+        a, b: where the operands' data and scales lie.
+        out_dtype: type of the result.
+    """
+
+    product: Product
+    a: QuantizedLayout
+    b: QuantizedLayout
+    out_dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+
+    @property
+    def num_groups(self) -> int:
+        """`G`, the groups whose kernels are here; `group_sizes` may describe more."""
+        return self.a.num_groups
+
+    @property
+    def out(self) -> jax.ShapeDtypeStruct:
+        """Shape and type of the result."""
+        if self.product == "wgrad":
+            return jax.ShapeDtypeStruct((self.num_groups, self.a.features, self.b.features), self.out_dtype)
+        assert self.b.stack_rows is not None
+        features = self.b.features if self.product == "fprop" else self.b.stack_rows
+        return jax.ShapeDtypeStruct((self.a.tokens, features), self.out_dtype)
+
+    @property
+    def kernel_operands(self) -> tuple[int, ...]:
+        """Positions of the operands that are kernels."""
+        return () if self.product == "wgrad" else (2, 3)
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:

@@ -173,10 +173,17 @@ def _columnwise(
 
 
 def dequantize(
-    data: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array, *, layout: QuantizedLayout, out_dtype: DTypeLike
+    data: jax.Array,
+    scale_inv: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+    *,
+    layout: QuantizedLayout,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
     """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
-    rows = group_rows(group_sizes, jnp.zeros((1,), jnp.int32), layout.num_groups, layout.tokens)
+    offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
+    rows = group_rows(group_sizes, offset, layout.num_groups, layout.tokens)
     group, valid = row_groups(rows, layout.tokens)
     row = jnp.where(valid, jnp.arange(layout.tokens, dtype=jnp.int32) - rows.starts[group], 0)
     if layout.columnwise:

@@ -1,0 +1,59 @@
+"""The bias of every row's group, differentiable any number of times."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped.backends import primitives
+from jax_grouped.group_layout import group_rows, row_groups
+
+
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array) -> jax.Array:
+    """Adds each row's bias. Elementwise on purpose: XLA fuses it into whatever reads the result, and saves a pass."""
+    if 0 in (*y.shape, *bias.shape):
+        return y
+    rows = group_rows(group_sizes, group_offset, bias.shape[0], y.shape[0])
+    group, valid = row_groups(rows, y.shape[0])
+    return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))
+
+
+def _add_bias_forward(
+    y: jax.Array, bias: jax.Array, group_sizes: jax.Array, group_offset: jax.Array
+) -> tuple[jax.Array, Any]:
+    # The bias is kept for its shape and type only; it is small.
+    return add_bias(y, bias, group_sizes, group_offset), (bias, group_sizes, group_offset)
+
+
+def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    bias, group_sizes, group_offset = residuals
+    # Rows outside every group need no mask in dy: the product's own rule ignores them.
+    return dy, _bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias.dtype), None, None
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _bias_grad(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
+) -> jax.Array:
+    return primitives.grouped_bias_grad(dy, group_sizes, group_offset, num_groups, dtype)
+
+
+def _bias_grad_forward(
+    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
+) -> tuple[jax.Array, Any]:
+    zeros = jnp.zeros_like(dy)
+    return _bias_grad(dy, group_sizes, group_offset, num_groups, dtype), (zeros, group_sizes, group_offset)
+
+
+def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    del num_groups, dtype
+    zeros, group_sizes, group_offset = residuals
+    return add_bias(zeros, gradient, group_sizes, group_offset), None, None
+
+
+_bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

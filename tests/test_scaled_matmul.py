@@ -1,0 +1,261 @@
+"""Products of quantized operands against NumPy in float64, on the very same operands."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import shapes
+from jax_grouped import ScalingMode
+from jax_grouped.backends import primitives
+from jax_grouped.backends.spec import Product, ScaledMatmulSpec
+from jax_grouped.group_layout import QuantizedLayout, scaled_matmul_scratch_bytes
+from tests import oracle, quantize_oracle
+from tests.quantize_cases import some
+from tests.test_lowering import custom_calls, lowered, struct
+from tests.test_quantize_lowering import types
+
+PRODUCTS: list[Product] = ["fprop", "dgrad", "wgrad"]
+#: Modes of tokens and of kernels.
+MODES = {"block": (ScalingMode.BLOCK_1D, ScalingMode.BLOCK_2D), "tensor": (ScalingMode.TENSOR, ScalingMode.TENSOR)}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+
+#: Two blocks of rows and of either kind of features, some of them short.
+SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=272)
+RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
+
+each_product = pytest.mark.parametrize("product", PRODUCTS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Quantized numbers as the product reads them, and what they are."""
+
+    data: np.ndarray
+    scale_inv: np.ndarray
+    layout: QuantizedLayout
+    dequantized: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The operands of one product, with its groups and its result in float64."""
+
+    a: Operand
+    b: Operand
+    sizes: np.ndarray
+    offset: int
+    product: Product
+    expected: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        offset = np.array([self.offset], np.int32)
+        arrays = self.a.data, self.a.scale_inv, self.b.data, self.b.scale_inv, self.sizes, offset
+        return tuple(jnp.asarray(array) for array in arrays)
+
+    def spec(self, out_dtype: str = "float32") -> ScaledMatmulSpec:
+        return ScaledMatmulSpec(self.product, self.a.layout, self.b.layout, out_dtype)
+
+    def check(self, out_dtype: str = "float32") -> None:
+        out = primitives.scaled_matmul(*self.arrays, spec=self.spec(out_dtype))
+        assert out.dtype == out_dtype
+        self.compare(np.asarray(out), oracle.fp8_tolerance(out_dtype))
+
+    def compare(self, out: np.ndarray, tolerance: float) -> None:
+        if self.product == "wgrad":
+            oracle.assert_kernels_close(out, self.expected, tolerance)
+        else:
+            groups = self.a.layout.num_groups
+            oracle.assert_groups_close(out, self.expected, self.sizes, groups, tolerance, self.offset)
+
+
+def filled(array: np.ndarray, shape: tuple[int, ...], poison: int | float) -> np.ndarray:
+    """An array of this shape that starts with these elements."""
+    flat = np.full(math.prod(shape), poison, array.dtype)
+    flat[: array.size] = array.ravel()
+    return flat.reshape(shape)
+
+
+def quantized_tokens(
+    x: np.ndarray, sizes: np.ndarray, offset: int, num_groups: int, mode: ScalingMode, dtype: str, *, columnwise: bool
+) -> Operand:
+    """The tokens of the groups from `offset` on, with NaN wherever nothing has to be read."""
+    local = dict(oracle.local_groups(sizes, num_groups, len(x), offset))
+    starts = [rows.start for rows in local.values()]
+    first = min(starts, default=0)
+    lengths = [local[group].stop - local[group].start if group in local else 0 for group in range(num_groups)]
+    quantized = quantize_oracle.quantize(x[first:], np.array(lengths), mode, dtype=dtype)
+    copy = quantized.columnwise if columnwise else quantized.rowwise
+    layout = QuantizedLayout(mode, columnwise, x.shape[0], x.shape[1], num_groups)
+    if columnwise:
+        data = filled(copy.data, layout.data_shape, quantize_oracle.NAN)
+    else:
+        data = np.full(layout.data_shape, quantize_oracle.NAN, np.uint8)
+        data[first : first + sum(lengths)] = copy.data[: sum(lengths)]
+    dequantized = np.concatenate([np.zeros((first, x.shape[1]), np.float32), copy.dequantized])
+    scale_inv = filled(copy.scale_inv, layout.scale_shape, np.nan)
+    return Operand(data.view(quantize_oracle.FP8[dtype]), scale_inv, layout, dequantized)
+
+
+def quantized_kernels(kernel: np.ndarray, mode: ScalingMode, dtype: str, *, columnwise: bool) -> Operand:
+    groups, rows, features = kernel.shape
+    quantized = quantize_oracle.quantize(kernel, None, mode, dtype=dtype)
+    copy = quantized.columnwise if columnwise else quantized.rowwise
+    layout = QuantizedLayout(mode, columnwise, groups * rows, features, groups, stack_rows=rows)
+    return Operand(copy.data.view(quantize_oracle.FP8[dtype]), copy.scale_inv, layout, copy.dequantized)
+
+
+def make_case(
+    product: Product,
+    mode: str,
+    pair: tuple[str, str] = (E4M3, E4M3),
+    shape: shapes.Shape = SHAPE,
+    sizes: np.ndarray = RAGGED,
+    *,
+    offset: int = 0,
+    magnitude: float = 1e2,
+    seed: int = 0,
+) -> Case:
+    whole = dataclasses.replace(shape, num_groups=len(sizes))
+    at = shapes.operands(whole, sizes, np.float32, magnitude=magnitude, seed=seed)
+    kernel = at.kernel[: shape.num_groups]
+    token_mode, kernel_mode = MODES[mode]
+
+    def tokens(x: np.ndarray, dtype: str, *, columnwise: bool) -> Operand:
+        return quantized_tokens(x, sizes, offset, shape.num_groups, token_mode, dtype, columnwise=columnwise)
+
+    if product == "wgrad":
+        a, b = tokens(at.x, pair[0], columnwise=True), tokens(at.dy, pair[1], columnwise=True)
+        expected = oracle.wgrad(a.dequantized, b.dequantized, sizes, shape.num_groups, offset)
+    else:
+        forward = product == "fprop"
+        a = tokens(at.x if forward else at.dy, pair[0], columnwise=False)
+        b = quantized_kernels(kernel, kernel_mode, pair[1], columnwise=forward)
+        multiply = oracle.fprop if forward else oracle.dgrad
+        expected = multiply(a.dequantized, b.dequantized, sizes, offset)
+    return Case(a, b, sizes, offset, product, expected)
+
+
+@each_mode
+@each_product
+def test_products_match_numpy(backend: str, product: Product, mode: str) -> None:
+    for pair in some(backend, TYPE_PAIRS, PRODUCTS.index(product) + list(MODES).index(mode)):
+        make_case(product, mode, pair).check()
+        for skew in ("lognormal", "tail", "hostile", "empty_first", "all_empty"):
+            make_case(product, mode, pair, sizes=shapes.group_sizes(SHAPE, skew)).check()
+
+
+SHAPES = [
+    shapes.Shape("2880 in", 3, 130, 2880, 48),
+    shapes.Shape("2880 out", 3, 130, 48, 2880),
+    shapes.Shape("37 groups", 37, 257, 16, 32),
+    shapes.Shape("one token", 3, 1, 16, 16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
+def test_other_shapes(backend: str, shape: shapes.Shape) -> None:
+    for product in some(backend, PRODUCTS, SHAPES.index(shape)):
+        for mode in some(backend, list(MODES), SHAPES.index(shape) // 2):
+            make_case(product, mode, shape=shape, sizes=shapes.group_sizes(shape, "lognormal")).check()
+
+
+@each_product
+def test_results_of_16_bits_for_the_groups_of_a_longer_list(backend: str, product: Product) -> None:
+    shape = shapes.Shape("local", num_groups=3, tokens=130, K=48, N=144)
+    sizes = np.array([20, 0, 31, 7, 1, 44, 13], np.int32)
+    for mode in some(backend, list(MODES), PRODUCTS.index(product) + 1):
+        for out_dtype in some(backend, ["bfloat16", "float16"], PRODUCTS.index(product)):
+            for offset in (-2, 0, 2, 4, 6, 9, 2**31 - 1):
+                make_case(product, mode, shape=shape, sizes=sizes, offset=offset, magnitude=2.0).check(out_dtype)
+
+
+@each_mode
+def test_vmap_makes_more_groups_and_shares_kernels(backend: str, mode: str) -> None:
+    for product in some(backend, PRODUCTS, list(MODES).index(mode)):
+        cases = [make_case(product, mode, seed=seed) for seed in range(2)]
+        arrays = [jnp.stack(parts) for parts in zip(*(case.arrays for case in cases), strict=True)]
+        axes: list[int | None] = [0] * 6
+        if product != "wgrad":
+            for operand in (2, 3):
+                arrays[operand], axes[operand] = cases[0].arrays[operand], None
+        multiply = functools.partial(primitives.scaled_matmul, spec=cases[0].spec())
+        out = jax.vmap(multiply, axes)(*arrays)
+        cases[0].compare(np.asarray(out[0]), oracle.fp8_tolerance())
+        if product == "wgrad":
+            cases[1].compare(np.asarray(out[1]), oracle.fp8_tolerance())
+        else:
+            reference = oracle.fprop if product == "fprop" else oracle.dgrad
+            expected = reference(cases[1].a.dequantized, cases[0].b.dequantized, RAGGED)
+            oracle.assert_groups_close(np.asarray(out[1]), expected, RAGGED, SHAPE.num_groups, oracle.fp8_tolerance())
+
+
+def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = None, scale_axis: int | None = None):
+    """The operands' and results' types and the attributes of the one custom call."""
+    multiply = functools.partial(primitives.scaled_matmul, spec=case.spec())
+    axes = (0, 0, kernel_axis, scale_axis, 0, 0) if case.product != "wgrad" else (0,) * 6
+    structs = [struct(array.shape, array.dtype) for array in case.arrays]
+    if batch is not None:
+        multiply = jax.vmap(multiply, axes)
+        structs = [
+            x if axis is None else struct((batch, *x.shape), x.dtype) for x, axis in zip(structs, axes, strict=True)
+        ]
+    (call,) = custom_calls(lowered(multiply, *structs))
+    assert "@jax_grouped_scaled_matmul(" in call
+    attributes = call.split("mhlo.backend_config = {")[1].split("}")[0]
+    return *types(call), dict(pair.split(" = ") for pair in attributes.split(", "))
+
+
+@each_mode
+@each_product
+def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
+    case = make_case(product, mode)
+    operands, results, attributes = call_of(case)
+    a, b = case.a.layout, case.b.layout
+    for operand, shape in zip(operands, (a.data_shape, a.scale_shape, b.data_shape, b.scale_shape), strict=False):
+        assert operand.rsplit("x", 1)[0] == "x".join(map(str, shape))
+    assert operands[4:] == ["5xi32", "1xi32"]
+    out = {"fprop": "300x272xf32", "dgrad": "300x144xf32", "wgrad": "5x144x272xf32"}[product]
+    assert results == [out, f"{scaled_matmul_scratch_bytes(1, 5)}xui8", "33554432xui8"]
+    assert attributes == {
+        "product": f'"{product}"',
+        "a_mode": f'"{a.mode.value}"',
+        "b_mode": f'"{b.mode.value}"',
+        "tokens": "300 : i64",
+        "kernel_batch": "1 : i64",
+    }
+
+
+@each_mode
+@each_product
+def test_vmap_makes_one_custom_call_that_copies_no_kernel(product: Product, mode: str) -> None:
+    case = make_case(product, mode)
+    operands, results, attributes = call_of(case, 3)
+    assert attributes["kernel_batch"] == ("3 : i64" if product == "wgrad" else "1 : i64")
+    assert attributes["tokens"] == "300 : i64"
+    assert operands[4:] == ["15xi32", "3xi32"]
+    assert results[1] == f"{scaled_matmul_scratch_bytes(3, 5)}xui8"
+    if product != "wgrad":
+        shared = [case.b.layout.data_shape, case.b.layout.scale_shape]
+        assert [operand.rsplit("x", 1)[0] for operand in operands[2:4]] == ["x".join(map(str, s)) for s in shared]
+
+
+@each_mode
+def test_kernels_and_their_scales_are_shared_together(mode: str) -> None:
+    case = make_case("fprop", mode)
+    for axes in ((0, 0), (None, 0), (0, None)):
+        operands, _, attributes = call_of(case, 3, kernel_axis=axes[0], scale_axis=axes[1])
+        assert attributes["kernel_batch"] == "3 : i64"
+        assert [operand.split("x")[0] for operand in operands[2:4]] == ["15", "15"]
+
+
+def test_scratch_has_room_for_pointers_and_a_table_per_batch_element() -> None:
+    # Bases: 3 * 112 + 9 * 64 + 16 bytes for 14 groups; 2 * 112 of pointers to scales; 2 * 4 * 6 * 8 of tables.
+    assert scaled_matmul_scratch_bytes(2, 7) == 928 + 224 + 384

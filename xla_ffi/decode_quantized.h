@@ -1,0 +1,63 @@
+// What the handlers of quantized arrays share.
+
+#ifndef JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
+#define JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "xla_ffi/decode.h"
+
+namespace jax_grouped {
+
+inline std::optional<ScalingMode> ToScalingMode(std::string_view name) {
+  if (name == "tensor") return ScalingMode::kTensor;
+  if (name == "block_1d") return ScalingMode::kBlock1D;
+  if (name == "block_2d") return ScalingMode::kBlock2D;
+  if (name == "mx") return ScalingMode::kMx;
+  return std::nullopt;
+}
+
+inline std::optional<cudaDataType_t> Fp8Type(ffi::DataType type) {
+  switch (type) {
+    case ffi::F8E4M3FN:
+      return CUDA_R_8F_E4M3;
+    case ffi::F8E5M2:
+      return CUDA_R_8F_E5M2;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline int64_t Elements(const ffi::AnyBuffer& buffer) { return static_cast<int64_t>(buffer.element_count()); }
+
+inline ffi::Error CheckFeatures(const char* op, int64_t features) {
+  if (features > 0 && features % kFp8Alignment == 0 && features <= std::numeric_limits<int32_t>::max()) {
+    return ffi::Error::Success();
+  }
+  return Invalid(op, "quantized features must be a positive multiple of " + std::to_string(kFp8Alignment) +
+                         " below 2^31, got " + std::to_string(features) + ".");
+}
+
+// Checks one orientation's buffers against where its data and scales lie.
+inline ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, const ffi::AnyBuffer& data,
+                              const ffi::AnyBuffer& scale) {
+  const std::string name = layout.columnwise ? "columnwise" : "rowwise";
+  const ffi::DataType scale_type = layout.mode == ScalingMode::kMx ? ffi::F8E8M0FNU : ffi::F32;
+  if (scale.element_type() != scale_type) {
+    return Invalid(op, "the " + name + " scales must be " + (scale_type == ffi::F32 ? "float32." : "float8_e8m0fnu."));
+  }
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(op, "the number of " + name + " elements", Elements(data), layout.DataElements()));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(op, "the number of " + name + " scales", Elements(scale), layout.ScaleElements()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(op, "the " + name + " data", data.untyped_data()));
+  return CheckAlignment(op, "the " + name + " scales", scale.untyped_data());
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
