@@ -30,8 +30,7 @@ MX_BLOCK = 32
 #: A scale is found from how many units of so many rows lie before its group.
 GROUP_UNITS = (4, 16, 32, 128, 512)
 
-
-#: A window of the quantization kernels has two passes of so many chunks, 48 bytes each, and 32 bytes more.
+#: A window of the quantization kernels is made for so many chunks and has room for 8 more, 48 bytes each, and 64 bytes.
 _CHUNKS_PER_WINDOW = 32
 _WINDOW_BYTES = 64 + 40 * 48
 
@@ -117,7 +116,7 @@ def group_table_size(num_groups: int) -> int:
 
 
 def scaled_matmul_scratch_bytes(batch: int, num_groups: int) -> int:
-    """Bytes of device memory for one grouped matmul of quantized operands (`ScaledMatmulScratchBytes` in C++)."""
+    """Bytes of device memory for one grouped matmul of quantized operands (`ScaledMatmulScratch` in C++)."""
     groups = batch * num_groups
     scale_pointers = 2 * round_up(8 * groups, 16)
     tables = batch * 4 * group_table_size(num_groups)

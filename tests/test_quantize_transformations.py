@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
 from tests import quantize_oracle
+from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees, each_mode
 
 TOKENS, FEATURES = 48, 32
@@ -159,19 +160,13 @@ def test_a_cache_that_is_not_donated_stays() -> None:
     assert_same_trees(previous, jg.quantize_kernel(kernels(0), BLOCK))
 
 
-def _mesh(devices: int) -> Mesh:
-    if jax.device_count() < devices:
-        pytest.skip(f"needs {devices} devices")
-    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-
-
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("sizes_axis", [None, "data"], ids=["one list of sizes", "sizes of each"])
 def test_shard_map_quantizes_each_devices_tokens(devices: int, sizes_axis: str | None) -> None:
     xs = jnp.concatenate([tokens(seed) for seed in range(devices)])
     sizes = jnp.tile(SIZES, devices) if sizes_axis else SIZES
     sharded = jax.shard_map(
-        quantized_contents, mesh=_mesh(devices), in_specs=(P("data"), P(sizes_axis)), out_specs=P("data")
+        quantized_contents, mesh=data_mesh(devices), in_specs=(P("data"), P(sizes_axis)), out_specs=P("data")
     )
     expected = [quantized_contents(tokens(seed)) for seed in range(devices)]
     assert_same_trees(jax.jit(sharded)(xs, sizes), jax.tree.map(lambda *parts: jnp.concatenate(parts), *expected))
@@ -179,7 +174,7 @@ def test_shard_map_quantizes_each_devices_tokens(devices: int, sizes_axis: str |
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_quantized_arrays_pass_between_shard_maps(devices: int) -> None:
-    mesh = _mesh(devices)
+    mesh = data_mesh(devices)
     xs = jnp.concatenate([tokens(seed) for seed in range(devices)])
     sizes = jnp.tile(SIZES, devices)
     split = jax.jit(jax.shard_map(quantize, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")))
@@ -191,7 +186,7 @@ def test_quantized_arrays_pass_between_shard_maps(devices: int) -> None:
 
 @pytest.mark.parametrize("recipe", [BLOCK, CURRENT], ids=["block", "current"])
 def test_shard_map_quantizes_each_devices_kernels(recipe: Any) -> None:
-    mesh = _mesh(4)
+    mesh = data_mesh(4)
 
     def step(kernel: jax.Array, previous: jg.KernelCache, skip: jax.Array) -> jg.KernelCache:
         return jg.quantize_kernel(kernel, recipe, previous=previous, skip=skip)
@@ -211,7 +206,7 @@ def test_shard_map_quantizes_each_devices_kernels(recipe: Any) -> None:
     assert_same_trees(sharded(kernels(1), first, jnp.array(False)), second)
 
 
-def test_shard_map_over_some_axes_of_a_mesh() -> None:
+def test_shard_map_over_some_axes_of_adata_mesh() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     sharded = jax.shard_map(
         quantized_contents, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), axis_names={"data"}
@@ -220,7 +215,7 @@ def test_shard_map_over_some_axes_of_a_mesh() -> None:
 
 
 def test_shards_without_tokens() -> None:
-    mesh = _mesh(1)
+    mesh = data_mesh(1)
     sharded = jax.shard_map(quantized_contents, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
     got = jax.jit(sharded)(tokens()[:0], SIZES)
     assert_same_trees(got, quantized_contents(tokens()[:0]))

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jax_grouped as jg
+from tests.meshes import data_mesh
 
 GROUPS, TOKENS, IN, OUT = 5, 48, 16, 24
 SIZES = jnp.array([7, 0, 21, 1, 13])
@@ -95,15 +96,9 @@ def test_eval_shape_and_ahead_of_time_compilation() -> None:
     assert_trees_close(jax.jit(dense).lower(*operands()).compile()(*operands()), dense(*operands()))
 
 
-def _mesh(devices: int) -> Mesh:
-    if jax.device_count() < devices:
-        pytest.skip(f"needs {devices} devices")
-    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-
-
 @pytest.mark.parametrize("devices", [1, 4])
 def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> None:
-    mesh = _mesh(devices)
+    mesh = data_mesh(devices)
     xs = jnp.concatenate([operands(seed)[0] for seed in range(devices)])
     sizes = jnp.tile(SIZES, devices)
     _, kernel, bias = operands()
@@ -120,7 +115,7 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
 
 
-def test_shard_map_over_some_axes_of_a_mesh() -> None:
+def test_shard_map_over_some_axes_of_adata_mesh() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     sharded = jax.shard_map(
         dense, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"), axis_names={"data"}
@@ -130,7 +125,7 @@ def test_shard_map_over_some_axes_of_a_mesh() -> None:
 
 def test_expert_shards_with_group_offset_add_up_to_the_whole() -> None:
     devices = 4
-    mesh = _mesh(devices)
+    mesh = data_mesh(devices)
     x = operands()[0]
     kernel = jax.random.normal(jax.random.key(1), (2 * devices, IN, OUT))
     sizes = jnp.array([3, 9, 0, 5, 8, 1, 7, 4])

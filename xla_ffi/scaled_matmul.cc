@@ -1,6 +1,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "csrc/common/group_layout.h"
 #include "csrc/cublaslt/grouped_matmul.h"
@@ -166,47 +167,34 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
 }
 
+// What both stages take besides their contexts.
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<S32>()
+      .template Arg<S32>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<std::string_view>("product")
+      .template Attr<std::string_view>("a_mode")
+      .template Attr<std::string_view>("b_mode")
+      .template Attr<int64_t>("tokens")
+      .template Attr<int64_t>("kernel_batch");
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(initialize, Initialize,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product")
-                           .Attr<std::string_view>("a_mode")
-                           .Attr<std::string_view>("b_mode")
-                           .Attr<int64_t>("tokens")
-                           .Attr<int64_t>("kernel_batch"),
+XLA_FFI_DEFINE_HANDLER(initialize, Initialize, BindCall(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(execute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product")
-                           .Attr<std::string_view>("a_mode")
-                           .Attr<std::string_view>("b_mode")
-                           .Attr<int64_t>("tokens")
-                           .Attr<int64_t>("kernel_batch"),
+                       BindCall(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* ScaledMatmulInitialize(XLA_FFI_CallFrame* frame) { return initialize(frame); }

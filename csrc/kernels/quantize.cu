@@ -33,7 +33,7 @@ template <int kThreads>
 __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
   const auto index = static_cast<int32_t>((blockIdx.x * kThreads + threadIdx.x) / 32);
   if (index >= args.num_windows) return;
-  FillWindow(args, table, element, index, args.windows + static_cast<int64_t>(element) * args.num_windows + index);
+  FillWindow(args, table, element, index, args.WindowAt(element, index));
 }
 
 // Every row of blocks has a batch element.
@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ uint32_t slot_amax[kSlots];
   const Share share(args);
   if (!share.exists || args.Skips(share.element)) return;
-  const Window* window = args.windows + static_cast<int64_t>(share.element) * args.num_windows + share.window;
-  FindAmax(args, source, share, *window, slot_amax);
+  FindAmax(args, source, share, *args.WindowAt(share.element, share.window), slot_amax);
 }
 
 template <typename Source>

@@ -83,6 +83,9 @@ struct QuantizeArguments {
   uint32_t* amax;  // bits of float32
   float* partial_sums;
 
+  __device__ Window* WindowAt(int32_t element, int32_t index) const {
+    return windows + static_cast<int64_t>(element) * num_windows + index;
+  }
   __device__ bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
 
   // How many blocks of threads share out all windows; as many again for every tile of columns.

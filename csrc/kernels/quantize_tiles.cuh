@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kTileThreads,
   if (!share.exists || args.Skips(share.element)) return;
   // With current scaling, the largest values are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
-  const Window* window = args.windows + static_cast<int64_t>(share.element) * args.num_windows + share.window;
+  const Window* window = args.WindowAt(share.element, share.window);
   [[maybe_unused]] GridBarrier barrier;
   if constexpr (kSingleLaunch) {
     __shared__ Window own_window;
