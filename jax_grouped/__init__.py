@@ -10,10 +10,15 @@ from jax_grouped._config import config as config
 from jax_grouped.arrays import GroupedQuantized as GroupedQuantized
 from jax_grouped.arrays import KernelCache as KernelCache
 from jax_grouped.arrays import ScaledArray as ScaledArray
+from jax_grouped.autotune import autotune as autotune
 from jax_grouped.backends import extension
 from jax_grouped.backends.cuda import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.dense import grouped_dense as grouped_dense
-from jax_grouped.dense_fp8 import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_grouped.dense_products import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_grouped.dense_split import grouped_dense_dgrad as grouped_dense_dgrad
+from jax_grouped.dense_split import grouped_dense_fwd as grouped_dense_fwd
+from jax_grouped.dense_split import grouped_dense_wgrad as grouped_dense_wgrad
+from jax_grouped.fp8_state import Fp8State as Fp8State
 from jax_grouped.matmul import ragged_dot as ragged_dot
 from jax_grouped.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.quantize import grouped_quantize as grouped_quantize
@@ -40,13 +45,18 @@ __all__ = [
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Fp8State",
     "GroupedQuantized",
     "KernelCache",
     "MXFP8BlockScaling",
     "ScaledArray",
     "ScalingMode",
+    "autotune",
     "config",
     "grouped_dense",
+    "grouped_dense_dgrad",
+    "grouped_dense_fwd",
+    "grouped_dense_wgrad",
     "grouped_dequantize",
     "grouped_quantize",
     "quantize_kernel",

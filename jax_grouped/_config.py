@@ -14,6 +14,7 @@ _BACKENDS = ("auto", "xla")
 class _Settings:
     backend: str
     check: bool
+    autotune: bool
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
@@ -22,6 +23,10 @@ class _Settings:
 
 # Part of the key of JAX's own caches, so that a function traced under one setting isn't reused under another.
 _override = jax.make_user_context(default_value=None)
+
+
+def _flag(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 class Config:
@@ -35,12 +40,15 @@ class Config:
             platform; `"xla"` picks the `xla` backend everywhere. Initial value: `JAX_GROUPED_BACKEND`, or `"auto"`.
         check: whether `group_sizes` that are negative or reach past the rows raise an error on the host. This costs a
             host callback in every operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`.
+        autotune: whether matmuls on a GPU time cuBLASLt's algorithms the first time, and use the fastest from then on,
+            instead of the first that cuBLASLt names; see `jax_grouped.autotune`. Initial value: `JAX_GROUPED_AUTOTUNE`.
     """
 
     def __init__(self) -> None:
         self._of_process = _Settings(
             backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
-            check=os.environ.get("JAX_GROUPED_CHECK", "0") not in ("", "0"),
+            check=_flag("JAX_GROUPED_CHECK"),
+            autotune=_flag("JAX_GROUPED_AUTOTUNE"),
         )
 
     @property
@@ -68,11 +76,25 @@ class Config:
     def check(self, value: bool) -> None:
         self._change(dataclasses.replace(self._of_process, check=value))
 
+    @property
+    def autotune(self) -> bool:
+        return self._settings.autotune
+
+    @autotune.setter
+    def autotune(self, value: bool) -> None:
+        self._change(dataclasses.replace(self._of_process, autotune=value))
+
     @contextlib.contextmanager
-    def override(self, *, backend: str | None = None, check: bool | None = None) -> Iterator[None]:
+    def override(
+        self, *, backend: str | None = None, check: bool | None = None, autotune: bool | None = None
+    ) -> Iterator[None]:
         """Replaces the given settings inside a `with` block, in this thread."""
         now = self._settings
-        changed = _Settings(now.backend if backend is None else backend, now.check if check is None else check)
+        changed = _Settings(
+            now.backend if backend is None else backend,
+            now.check if check is None else check,
+            now.autotune if autotune is None else autotune,
+        )
         with _override(changed):
             yield
 

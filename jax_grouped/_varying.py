@@ -1,11 +1,12 @@
-"""A helper for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
+"""Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
 
 from typing import Any
 
 import jax
 
 
-def _varying_axes(x: jax.Array) -> frozenset[Any]:
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """The mesh axes over which `x` differs from device to device; none outside `jax.shard_map`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -15,10 +16,10 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     The transpose of the mark is a sum over the added axes, so a kernel that is replicated while the tokens are split
     gets the sum of all devices' gradients, as with every operation of JAX.
     """
-    axes = frozenset().union(*(_varying_axes(x) for x in arrays))
+    axes = frozenset().union(*(varying_axes(x) for x in arrays))
 
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying_axes(x), key=str))
+        missing = tuple(sorted(axes - varying_axes(x), key=str))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(vary(x) for x in arrays)

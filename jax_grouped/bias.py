@@ -30,16 +30,17 @@ def _add_bias_forward(
 def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     bias, group_sizes, group_offset = residuals
     # Rows outside every group need no mask in dy: the product's own rule ignores them.
-    return dy, _bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias.dtype), None, None
+    return dy, bias_grad(dy, group_sizes, group_offset, bias.shape[0], bias.dtype), None, None
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _bias_grad(
+def bias_grad(
     dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
 ) -> jax.Array:
+    """The sum of each group's rows, `[T, N] -> [num_groups, N]`, differentiable any number of times."""
     return primitives.grouped_bias_grad(dy, group_sizes, group_offset, num_groups, dtype)
 
 
@@ -47,7 +48,7 @@ def _bias_grad_forward(
     dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, dtype: jnp.dtype
 ) -> tuple[jax.Array, Any]:
     zeros = jnp.zeros_like(dy)
-    return _bias_grad(dy, group_sizes, group_offset, num_groups, dtype), (zeros, group_sizes, group_offset)
+    return bias_grad(dy, group_sizes, group_offset, num_groups, dtype), (zeros, group_sizes, group_offset)
 
 
 def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
@@ -56,4 +57,4 @@ def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradi
     return add_bias(zeros, gradient, group_sizes, group_offset), None, None
 
 
-_bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)
+bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

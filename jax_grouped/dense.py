@@ -5,16 +5,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped import _checks
-from jax_grouped._varying import vary_alike
 from jax_grouped.arrays import KernelCache
-from jax_grouped.backends.spec import MatmulSpec
-from jax_grouped.bias import add_bias
-from jax_grouped.dense_fp8 import checked_recipe, grouped_dense_fp8
-from jax_grouped.matmul import grouped_matmul, with_gradient
+from jax_grouped.dense_inputs import Inputs, Static, canonical_inputs
+from jax_grouped.dense_products import DenseResiduals, dgrad, fprop, named, next_state, wgrad
+from jax_grouped.fp8_state import Fp8State
 from jax_grouped.recipes import Recipe
 
 
@@ -25,7 +21,9 @@ def grouped_dense(
     bias: jax.Array | None = None,
     *,
     recipe: Recipe | None = None,
+    fp8_state: Fp8State | None = None,
     kernel_cache: KernelCache | None = None,
+    dkernel_accumulator: jax.Array | None = None,
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -49,10 +47,16 @@ def grouped_dense(
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers, rows per group, read on the device only.
             Negative ones count as 0, and rows past `T` do not exist.
         bias: `[G, N]` or None.
-        recipe: `Float8BlockScaling` or `Float8CurrentScaling`, with `K` and `N` multiples of 16; None to compute in the
-            type of `x`.
+        recipe: one of the recipes, with `K` and `N` multiples of 16; None to compute in the type of `x`.
+            `Float8BlockScaling` needs Hopper. `MXFP8BlockScaling` needs Blackwell to be fast: on Hopper its products
+            are of the same numbers in bfloat16.
+        fp8_state: with `DelayedScaling`, what it remembers of earlier steps, first `Fp8State.initial(recipe, G)`. Its
+            gradient is its next value.
         kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share: `kernel` is then not read. Its
             gradient is that of `kernel`; the cache has none.
+        dkernel_accumulator: `[G, K, N]` in the type of `kernel`: its gradient is then this plus what it would be, added
+            by the matmul itself, in place where the accumulator's memory can be had (donate it, or carry it through a
+            `jax.lax.scan`). Where the result does not reach the loss, JAX asks for no gradient, and it is zero.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -62,62 +66,57 @@ def grouped_dense(
 
     Raises:
         TypeError: an argument, or the recipe, has a type that is not supported.
-        ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or is
-            given without a recipe, or `precision` with one.
+        ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
+            recipe needs an argument that is missing, or takes none that is there.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    _checks.check_tokens("x", x)
-    _checks.check_kernel("kernel", kernel, "x", x)
-    out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
-    _checks.check_dtype("preferred_element_type", out_dtype)
-    if bias is not None:
-        bias = jnp.asarray(bias)
-        _checks.check_bias(bias, kernel)
-    fp8_recipe = checked_recipe(recipe, kernel, kernel_cache, precision)
-    sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", kernel, capacity=x.shape[0])
-    if fp8_recipe is not None:
-        return grouped_dense_fp8(x, kernel, bias, kernel_cache, sizes, offset, fp8_recipe, out_dtype)
-
-    spec = MatmulSpec("fprop", kernel.shape[0], out_dtype, _checks.canonical_precision(precision))
-    if bias is None:
-        return _product(*vary_alike(x, kernel, sizes, offset), spec, kernel.dtype)
-    x, kernel, bias, sizes, offset = vary_alike(x, kernel, bias, sizes, offset)
-    return add_bias(_product(x, kernel, sizes, offset, spec, kernel.dtype), bias, sizes, offset)
+    inputs, static = canonical_inputs(
+        x,
+        kernel,
+        group_sizes,
+        bias,
+        recipe=recipe,
+        fp8_state=fp8_state,
+        kernel_cache=kernel_cache,
+        dkernel_accumulator=dkernel_accumulator,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+    )
+    return _dense(inputs, static)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _product(
-    x: jax.Array,
-    kernel: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: MatmulSpec,
-    kernel_dtype: jnp.dtype,
-) -> jax.Array:
-    return _product_forward(x, kernel, group_sizes, group_offset, spec, kernel_dtype)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _dense(inputs: Inputs, static: Static) -> jax.Array:
+    return fprop(inputs, static, for_dgrad=False, for_wgrad=False, for_state=False)[0]
 
 
-def _product_forward(
-    x: jax.Array,
-    kernel: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: MatmulSpec,
-    kernel_dtype: jnp.dtype,
-) -> tuple[jax.Array, Any]:
-    del kernel_dtype
-    kernel = kernel.astype(x.dtype)
-    return grouped_matmul(x, kernel, group_sizes, group_offset, spec), (x, kernel, group_sizes, group_offset)
+def _forward(primals: Any, static: Static) -> tuple[jax.Array, tuple[DenseResiduals, jax.Array | None]]:
+    # Which arguments have gradients is known here, so that only what these need is made and kept.
+    inputs = jax.tree.map(lambda primal: primal.value, primals)
+    wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
+    if not wanted.bias:
+        static = dataclasses.replace(static, bias_dtype=None)
+    y, residuals = fprop(
+        inputs,
+        static,
+        for_dgrad=wanted.x,
+        for_wgrad=wanted.kernel,
+        for_state=any(jax.tree.leaves(wanted.fp8_state)),
+    )
+    return y, (named(residuals), inputs.dkernel_accumulator if wanted.kernel else None)
 
 
-def _product_backward(spec: MatmulSpec, kernel_dtype: jnp.dtype, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    x, kernel, group_sizes, group_offset = residuals
-    dgrad = dataclasses.replace(spec, product="dgrad", out_dtype=x.dtype)
-    x, kernel, dy = with_gradient(x, kernel, dy)
-    wgrad = dataclasses.replace(spec, product="wgrad", out_dtype=kernel_dtype)
-    dx = grouped_matmul(dy, kernel, group_sizes, group_offset, dgrad)
-    dkernel = grouped_matmul(x, dy, group_sizes, group_offset, wgrad)
-    return dx, dkernel, None, None
+def _backward(static: Static, saved: tuple[DenseResiduals, jax.Array | None], dy: Any) -> tuple[Any]:
+    del static
+    residuals, accumulator = saved
+    dx = dbias = None
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        dkernel, fp8_state = accumulator, next_state(residuals, {})
+    else:
+        dx, pending = dgrad(residuals, dy)
+        dkernel = wgrad(pending, accumulator)
+        dbias, fp8_state = pending.dbias, pending.fp8_state
+    return (Inputs(dx, dkernel, None, None, dbias, None, fp8_state, None),)  # type: ignore[arg-type]
 
 
-_product.defvjp(_product_forward, _product_backward)
+_dense.defvjp(_forward, _backward, symbolic_zeros=True)

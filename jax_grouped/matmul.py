@@ -14,15 +14,13 @@ from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import MatmulSpec, Product
 
 
-def with_gradient(a: jax.Array, b: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The operands of a product and the gradient of its result, in the one type that the backward products take.
+def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
+    """The type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
 
     That is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
     with float16 operands such a gradient is multiplied in float32.
     """
-    wide = a.dtype == jnp.float16 and gradient.dtype != jnp.float16
-    dtype = jnp.float32 if wide else a.dtype
-    return a.astype(dtype), b.astype(dtype), gradient.astype(dtype)
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -32,7 +30,7 @@ def grouped_matmul(
     """The product that `spec` names, differentiable in `a` and `b` any number of times.
 
     The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`;
-    see `with_gradient` for an incoming gradient of another type.
+    see `gradient_type` for an incoming gradient of another type.
     """
     return primitives.grouped_matmul(a, b, group_sizes, group_offset, spec)
 
@@ -46,7 +44,7 @@ def _forward(
 def _backward(spec: MatmulSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     a, b, group_sizes, group_offset = residuals
     out_dtype = a.dtype
-    a, b, g = with_gradient(a, b, gradient)
+    a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
 
     def product(name: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         inner = MatmulSpec(name, spec.num_groups, out_dtype, spec.precision)

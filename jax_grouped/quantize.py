@@ -1,6 +1,7 @@
 """Quantization to FP8: `grouped_quantize`, `grouped_dequantize` and `quantize_kernel`."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax_grouped import _checks
 from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Activation, QuantizeSpec
-from jax_grouped.recipes import DelayedScaling, Recipe, ScalingMode, canonical_fp8, check_epsilon
+from jax_grouped.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, ScalingMode, canonical_fp8, check_epsilon
 
 
 def grouped_quantize(
@@ -186,7 +187,7 @@ def quantize_kernel(
         recipe: how to scale, and to which type (`fwd_dtype`).
         previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
         skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
-        scale: `float32[E]`, for `DelayedScaling` only, which needs it.
+        scale: `float32[E]`, for `DelayedScaling` only, which needs it: `fp8_state.scales(recipe).kernel`.
 
     Returns:
         Both orientations and the largest values.
@@ -207,9 +208,7 @@ def quantize_kernel(
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
 
-    spec = dataclasses.replace(
-        kernel_spec(kernel.shape, recipe), given_scale=scale is not None, cached=previous is not None
-    )
+    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), cached=previous is not None)
     operands = [] if scale is None else [_checks.canonical_scale(scale, spec.num_groups)]
     if previous is not None:
         check_cache("previous", previous, "the result", kernel.shape, spec)
@@ -230,8 +229,18 @@ def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
         num_groups=shape[0],
         stack_rows=shape[1],
         columnwise=True,
+        given_scale=isinstance(recipe, DelayedScaling),
+        **scaling_options(recipe),
+    )
+
+
+def scaling_options(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says about scales, as keyword arguments of `QuantizeSpec`."""
+    return dict(
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+        # Data for products is in the order that Blackwell's matmul reads.
+        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
     )
 
 

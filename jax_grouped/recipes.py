@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -143,8 +142,8 @@ class DelayedScaling(_Types):
         super().__post_init__()
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len must be an integer of at least 1, got {self.amax_history_len}.")
-        if not math.isfinite(self.margin):
-            raise ValueError(f"margin must be finite, got {self.margin}.")
+        if not -126 <= self.margin <= 126:
+            raise ValueError(f"margin must be between -126 and 126, got {self.margin}.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}.")
 

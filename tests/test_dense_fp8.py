@@ -1,9 +1,6 @@
 """`grouped_dense` with a recipe: forward and backward against NumPy on the same quantized operands."""
 
-import contextlib
 import functools
-import io
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +17,6 @@ import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import assert_same_trees, poison, some
-from tests.test_lowering import custom_calls, lowered, struct
 
 BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
 RECIPES = {
@@ -28,6 +24,7 @@ RECIPES = {
     "current": CURRENT,
     "block-e5m2": jg.Float8BlockScaling(grad_dtype="float8_e5m2", pow2_scales=False, amax_epsilon=0.5),
     "current-e4m3": jg.Float8CurrentScaling(grad_dtype="float8_e4m3fn", pow2_scales=True),
+    "mxfp8": jg.MXFP8BlockScaling(),
 }
 SHAPE = shapes.Shape("unaligned", num_groups=4, tokens=300, K=144, N=272)
 SIZES = np.array([37, 0, 130, 1], np.int32)
@@ -66,7 +63,9 @@ def assert_close(got: tuple[jax.Array, ...], expected: tuple[jax.Array, ...], to
         assert oracle.relative_error(one, np.asarray(other, np.float64)) <= tolerance
 
 
-@pytest.mark.parametrize("names", [("block", "block-e5m2"), ("current", "current-e4m3")], ids=["block", "current"])
+@pytest.mark.parametrize(
+    "names", [("block", "block-e5m2"), ("current", "current-e4m3"), ("mxfp8",)], ids=["block", "current", "mxfp8"]
+)
 def test_result_and_gradients_match_numpy(backend: str, names: tuple[str, ...]) -> None:
     for name in some(backend, names, 0):
         check(backend, name)
@@ -76,7 +75,7 @@ def check(backend: str, name: str) -> None:
     recipe = RECIPES[name]
     for sizes in (SIZES, *(shapes.group_sizes(SHAPE, skew) for skew in ("lognormal", "tail", "hostile", "all_empty"))):
         x, kernel, bias, dy = operands(sizes=sizes)
-        options = dict(pow2_scales=recipe.pow2_scales, amax_epsilon=recipe.amax_epsilon)
+        options = {name: getattr(recipe, name) for name in ("pow2_scales", "amax_epsilon") if hasattr(recipe, name)}
         types = [jnp.dtype(dtype).name for dtype in (recipe.fwd_dtype, recipe.grad_dtype)]
         qx = quantize_oracle.quantize(x, sizes, recipe.token_mode, dtype=types[0], **options)
         qdy = quantize_oracle.quantize(dy, sizes, recipe.token_mode, dtype=types[1], **options)
@@ -202,208 +201,3 @@ def test_arrays_without_elements(backend: str, tokens: int, K: int, N: int, grou
 def test_checked_group_sizes_raise() -> None:
     with jg.config.override(check=True), pytest.raises(ValueError, match="group_sizes must not be negative"):
         jg.grouped_dense(jnp.ones((6, 16)), jnp.ones((2, 16, 16)), jnp.array([4, 3]), recipe=BLOCK)
-
-
-# How programs look.
-
-X, KERNEL, BIAS, GROUPS = (
-    struct((300, 144)),
-    struct((4, 144, 272), jnp.float32),
-    struct((4, 272)),
-    struct((4,), "int32"),
-)
-CACHE = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, BLOCK), KERNEL)
-
-
-def dense(x: Any, kernel: Any, bias: Any, sizes: Any, cache: Any = None) -> jax.Array:
-    return jg.grouped_dense(x, kernel, sizes, bias, recipe=BLOCK, kernel_cache=cache)
-
-
-def loss(*arguments: Any) -> jax.Array:
-    # The gradient depends on the result, so the forward product stays.
-    return jnp.sum(jnp.sin(dense(*arguments).astype(jnp.float32)))
-
-
-def summary(function: Callable[..., Any], *arguments: Any) -> list[str]:
-    """A word for every custom call of the lowered program, with what it makes."""
-    words = []
-    for call in custom_calls(lowered(function, *arguments)):
-        if "@jax_grouped_quantize(" in call:
-            makes = [name for name in ("rowwise", "columnwise", "dbias") if f" {name} = true" in call]
-            stack = "stack_rows = 0 " not in call
-            words.append(f"{'kernel' if stack else 'tokens'} {'+'.join(makes)}")
-        else:
-            words.append("".join(re.findall(r'product = "(\w+)"', call)) or "bias_grad")
-    return sorted(words)
-
-
-BOTH = "rowwise+columnwise"
-
-
-@pytest.mark.parametrize(
-    ("function", "cached", "expected"),
-    [
-        (dense, False, ["fprop", "kernel columnwise", "tokens rowwise"]),
-        (dense, True, ["fprop", "tokens rowwise"]),
-        (
-            jax.grad(loss, (0, 1, 2)),
-            False,
-            ["dgrad", "fprop", f"kernel {BOTH}", f"tokens {BOTH}", f"tokens {BOTH}+dbias", "wgrad"],
-        ),
-        (
-            jax.grad(loss, (0, 1, 2)),
-            True,
-            ["dgrad", "fprop", f"tokens {BOTH}", f"tokens {BOTH}+dbias", "wgrad"],
-        ),
-        (jax.grad(loss, 0), False, ["dgrad", "fprop", f"kernel {BOTH}", "tokens rowwise", "tokens rowwise+dbias"]),
-        (
-            jax.grad(loss, 1),
-            False,
-            ["fprop", "kernel columnwise", "tokens columnwise+dbias", f"tokens {BOTH}", "wgrad"],
-        ),
-        (jax.grad(loss, 2), False, ["bias_grad", "fprop", "kernel columnwise", "tokens rowwise"]),
-    ],
-    ids=["forward", "forward-cached", "all", "all-cached", "dx", "dkernel", "dbias"],
-)
-def test_nothing_is_computed_that_nobody_asks_for(function: Any, cached: bool, expected: list[str]) -> None:
-    assert summary(function, X, KERNEL, BIAS, GROUPS, *([CACHE] if cached else [])) == expected
-
-
-def test_a_result_that_nobody_differentiates_is_left_alone() -> None:
-    @jax.custom_vjp
-    def total(y: jax.Array) -> jax.Array:
-        return jnp.sum(y)
-
-    total.defvjp(lambda y: (total(y), None), lambda *_: (None,))
-    gradient = jax.grad(lambda *arguments: total(dense(*arguments)), (0, 1, 2))
-    assert not {"dgrad", "wgrad"} & set(summary(gradient, X, KERNEL, BIAS, GROUPS))
-
-
-def test_master_weights_get_their_gradient_straight_from_the_matmul() -> None:
-    text = lowered(jax.grad(loss, argnums=1), X, KERNEL, BIAS, GROUPS)
-    (call,) = [call for call in custom_calls(text) if 'product = "wgrad"' in call]
-    assert "-> (tensor<4x144x272xf32>" in call
-    assert f"return {call.split(':')[0].strip()}#0" in text, "no cast or other operation may follow the matmul"
-
-
-def test_microbatches_quantize_the_kernel_once() -> None:
-    def step(xs: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
-        cache = jg.quantize_kernel(kernel, BLOCK)
-
-        def microbatch(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-            return total + jax.grad(loss, 1)(x, kernel, bias, sizes, cache), None
-
-        return jax.lax.scan(microbatch, jnp.zeros(kernel.shape, kernel.dtype), xs)[0]
-
-    arguments = struct((3, 300, 144)), KERNEL, BIAS, GROUPS
-    assert [word for word in summary(step, *arguments) if "kernel" in word] == [f"kernel {BOTH}"]
-    before, loop = lowered(step, *arguments).split("stablehlo.while")
-    assert "stack_rows = 144 " in before
-    assert "stack_rows = 144 " not in loop
-
-
-def test_only_fp8_waits_for_the_backward_pass() -> None:
-    residuals = jax.eval_shape(
-        lambda *arguments: jax.vjp(functools.partial(dense, sizes=SIZES), *arguments)[1], X, KERNEL, BIAS
-    )
-    kept = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(residuals) if leaf.size > 5000)
-    assert kept == [("float8_e4m3fn", (4, 144, 272)), ("float8_e4m3fn", (16 * 22 * 144,))]
-
-
-def test_names_choose_what_a_policy_keeps() -> None:
-    tokens, kernels = r"f8_?e4m3fn\[50688\]", r"f8_?e4m3fn\[4,144,272\]"
-    for name, kept, left in (("jax_grouped_x", tokens, kernels), ("jax_grouped_kernel", kernels, tokens)):
-        assert name in jg.CHECKPOINT_NAMES
-        policy = jax.checkpoint_policies.save_only_these_names(name)
-        saved = io.StringIO()
-        with contextlib.redirect_stdout(saved):
-            jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(loss, policy=policy), X, KERNEL, BIAS, GROUPS)
-        assert re.search(kept, saved.getvalue()), saved.getvalue()
-        assert not re.search(left, saved.getvalue()), saved.getvalue()
-
-
-def test_gradients_pass_by_a_cache_that_is_made_on_the_way() -> None:
-    def whole(kernel: jax.Array, x: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
-        return loss(x, kernel, bias, sizes, jg.quantize_kernel(kernel, BLOCK))
-
-    words = ["fprop", f"kernel {BOTH}", "tokens columnwise+dbias", f"tokens {BOTH}", "wgrad"]
-    assert summary(jax.grad(whole), KERNEL, X, BIAS, GROUPS) == words
-
-
-@pytest.mark.parametrize("out_dtype", [None, "float16", "float32"])
-@pytest.mark.parametrize("kernel_dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16", "float32"])
-def test_types(x_dtype: str, kernel_dtype: str, out_dtype: str | None) -> None:
-    def step(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(
-            lambda *a: jg.grouped_dense(*a[:2], SIZES, a[2], recipe=CURRENT, preferred_element_type=out_dtype),
-            *(x, kernel, bias),
-        )
-        return y, *vjp(y)
-
-    results = jax.eval_shape(step, struct(X.shape, x_dtype), struct(KERNEL.shape, kernel_dtype), BIAS)
-    assert [r.dtype for r in results] == [out_dtype or x_dtype, x_dtype, kernel_dtype, "bfloat16"]
-
-
-E5M2 = "float8_e5m2"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            dict(recipe=jg.DelayedScaling()),
-            TypeError,
-            "recipe must be a Float8BlockScaling, a Float8CurrentScaling or None, got DelayedScaling(",
-        ),
-        (
-            dict(recipe="fp8"),
-            TypeError,
-            "recipe must be a Float8BlockScaling, a Float8CurrentScaling or None, got 'fp8'.",
-        ),
-        (
-            dict(recipe=jg.Float8CurrentScaling(fwd_dtype=E5M2)),
-            TypeError,
-            "recipe.fwd_dtype must be float8_e4m3fn, got float8_e5m2 with grad_dtype float8_e5m2: of the two operands "
-            "of a product only one may be float8_e5m2, and x and kernel both have fwd_dtype.",
-        ),
-        (
-            dict(kernel=jnp.ones((2, 32, 24))),
-            ValueError,
-            "quantized features must be a multiple of 16, got 24 from kernel (2, 32, 24); pad the feature axis with ",
-        ),
-        (
-            dict(x=jnp.ones((6, 24)), kernel=jnp.ones((2, 24, 48))),
-            ValueError,
-            "quantized features must be a multiple of 16, got 24 from kernel (2, 24, 48); pad the feature axis with ",
-        ),
-        (
-            dict(precision="highest"),
-            ValueError,
-            "precision is for recipe=None; FP8 products have only one. Got 'highest'.",
-        ),
-        (
-            dict(recipe=None, kernel_cache=CACHE),
-            ValueError,
-            "kernel_cache needs a recipe, the one that it was made with.",
-        ),
-        (dict(kernel_cache=3), TypeError, "kernel_cache must be a KernelCache, got int."),
-        (
-            dict(kernel_cache=CACHE),
-            ValueError,
-            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
-        ),
-        (
-            dict(
-                recipe=CURRENT,
-                kernel_cache=jax.eval_shape(lambda k: jg.quantize_kernel(k, BLOCK), jnp.ones((2, 32, 48))),
-            ),
-            ValueError,
-            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
-        ),
-    ],
-)
-def test_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    given = dict(x=jnp.ones((6, 32)), kernel=jnp.ones((2, 32, 48)), group_sizes=jnp.array([2, 3]), recipe=BLOCK)
-    with pytest.raises(error, match=f"^{re.escape(message)}"):
-        jg.grouped_dense(**(given | arguments))

@@ -136,6 +136,36 @@ def test_a_gpu_that_can_run_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert extension.find_problem() is None
 
 
+def lowered_for_cuda(recipe: object) -> str:
+    """`grouped_dense` with the recipe, lowered as for the GPUs that there seem to be."""
+    x, kernel = jax.ShapeDtypeStruct((6, 16), jnp.float32), jax.ShapeDtypeStruct((2, 16, 16), jnp.float32)
+    step = jax.jit(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=recipe))
+    return step.trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A GPU of this compute capability."""
+    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(request.param)])
+    monkeypatch.setattr(extension, "problem_once", lambda: None)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("gpu", ["10.0"], indirect=True)
+def test_block_scaling_on_blackwell_says_what_to_use() -> None:
+    message = (
+        "Float8BlockScaling needs Hopper (compute capability 9.0), NVIDIA Example has 10.0: use MXFP8BlockScaling."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        lowered_for_cuda(jg.Float8BlockScaling())
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("gpu", "products"), [("9.0", 1), ("10.0", 0)], indirect=["gpu"])
+def test_mx_products_are_of_bfloat16_on_hopper_only(products: int) -> None:
+    assert lowered_for_cuda(jg.MXFP8BlockScaling()).count("@jax_grouped_matmul(") == products
+
+
 def test_an_extension_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise ImportError("undefined symbol")

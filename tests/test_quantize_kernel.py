@@ -56,6 +56,7 @@ def assert_is_quantized(got: jg.KernelCache, kernel: np.ndarray, recipe: Any) ->
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
         scale=given_scale(recipe),
+        swizzled_scales=isinstance(recipe, jg.MXFP8BlockScaling),
     )
     assert_quantized("", got, expected)
 

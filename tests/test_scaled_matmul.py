@@ -6,12 +6,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends import primitives
+from jax_grouped.backends import extension, primitives
 from jax_grouped.backends.spec import Product, ScaledMatmulSpec
 from jax_grouped.group_layout import QuantizedLayout, scaled_matmul_scratch_bytes
 from tests import oracle, quantize_oracle
@@ -21,8 +22,13 @@ from tests.test_quantize_lowering import types
 
 PRODUCTS: list[Product] = ["fprop", "dgrad", "wgrad"]
 #: Modes of tokens and of kernels.
-MODES = {"block": (ScalingMode.BLOCK_1D, ScalingMode.BLOCK_2D), "tensor": (ScalingMode.TENSOR, ScalingMode.TENSOR)}
+MODES = {
+    "block": (ScalingMode.BLOCK_1D, ScalingMode.BLOCK_2D),
+    "tensor": (ScalingMode.TENSOR, ScalingMode.TENSOR),
+    "mx": (ScalingMode.MX, ScalingMode.MX),
+}
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E8M0_NAN = 0xFF
 TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 
 #: Two blocks of rows and of either kind of features, some of them short.
@@ -68,6 +74,11 @@ class Case:
         assert out.dtype == out_dtype
         self.compare(np.asarray(out), oracle.fp8_tolerance(out_dtype))
 
+    def check_accumulation(self) -> None:
+        accumulator = jnp.full(self.expected.shape, 0.5, jnp.float32)
+        out = primitives.scaled_matmul(*self.arrays, self.spec(), accumulator)
+        self.compare(np.asarray(out, np.float64) - 0.5, 2 * oracle.fp8_tolerance())
+
     def compare(self, out: np.ndarray, tolerance: float) -> None:
         if self.product == "wgrad":
             oracle.assert_kernels_close(out, self.expected, tolerance)
@@ -83,6 +94,11 @@ def filled(array: np.ndarray, shape: tuple[int, ...], poison: int | float) -> np
     return flat.reshape(shape)
 
 
+def as_scales(scale_inv: np.ndarray) -> np.ndarray:
+    """Inverse scales as arrays have them; the oracle gives E8M0 numbers as bytes."""
+    return scale_inv.view(ml_dtypes.float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
+
+
 def quantized_tokens(
     x: np.ndarray, sizes: np.ndarray, offset: int, num_groups: int, mode: ScalingMode, dtype: str, *, columnwise: bool
 ) -> Operand:
@@ -91,25 +107,28 @@ def quantized_tokens(
     starts = [rows.start for rows in local.values()]
     first = min(starts, default=0)
     lengths = [local[group].stop - local[group].start if group in local else 0 for group in range(num_groups)]
-    quantized = quantize_oracle.quantize(x[first:], np.array(lengths), mode, dtype=dtype)
+    mx = mode == ScalingMode.MX
+    quantized = quantize_oracle.quantize(x[first:], np.array(lengths), mode, dtype=dtype, swizzled_scales=mx)
     copy = quantized.columnwise if columnwise else quantized.rowwise
-    layout = QuantizedLayout(mode, columnwise, x.shape[0], x.shape[1], num_groups)
+    layout = QuantizedLayout(mode, columnwise, x.shape[0], x.shape[1], num_groups, swizzled_scales=mx)
     if columnwise:
         data = filled(copy.data, layout.data_shape, quantize_oracle.NAN)
     else:
         data = np.full(layout.data_shape, quantize_oracle.NAN, np.uint8)
         data[first : first + sum(lengths)] = copy.data[: sum(lengths)]
     dequantized = np.concatenate([np.zeros((first, x.shape[1]), np.float32), copy.dequantized])
-    scale_inv = filled(copy.scale_inv, layout.scale_shape, np.nan)
-    return Operand(data.view(quantize_oracle.FP8[dtype]), scale_inv, layout, dequantized)
+    scale_inv = filled(copy.scale_inv, layout.scale_shape, E8M0_NAN if mx else np.nan)
+    return Operand(data.view(quantize_oracle.FP8[dtype]), as_scales(scale_inv), layout, dequantized)
 
 
 def quantized_kernels(kernel: np.ndarray, mode: ScalingMode, dtype: str, *, columnwise: bool) -> Operand:
     groups, rows, features = kernel.shape
-    quantized = quantize_oracle.quantize(kernel, None, mode, dtype=dtype)
+    mx = mode == ScalingMode.MX
+    quantized = quantize_oracle.quantize(kernel, None, mode, dtype=dtype, swizzled_scales=mx)
     copy = quantized.columnwise if columnwise else quantized.rowwise
-    layout = QuantizedLayout(mode, columnwise, groups * rows, features, groups, stack_rows=rows)
-    return Operand(copy.data.view(quantize_oracle.FP8[dtype]), copy.scale_inv, layout, copy.dequantized)
+    layout = QuantizedLayout(mode, columnwise, groups * rows, features, groups, stack_rows=rows, swizzled_scales=mx)
+    scale_inv = as_scales(copy.scale_inv.reshape(layout.scale_shape))
+    return Operand(copy.data.view(quantize_oracle.FP8[dtype]), scale_inv, layout, copy.dequantized)
 
 
 def make_case(
@@ -150,6 +169,12 @@ def test_products_match_numpy(backend: str, product: Product, mode: str) -> None
         make_case(product, mode, pair).check()
         for skew in ("lognormal", "tail", "hostile", "empty_first", "all_empty"):
             make_case(product, mode, pair, sizes=shapes.group_sizes(SHAPE, skew)).check()
+
+
+@each_mode
+def test_wgrad_adds_to_an_accumulator(backend: str, mode: str) -> None:
+    make_case("wgrad", mode).check_accumulation()
+    make_case("wgrad", mode, sizes=shapes.group_sizes(SHAPE, "all_empty")).check_accumulation()
 
 
 SHAPES = [
@@ -197,6 +222,16 @@ def test_vmap_makes_more_groups_and_shares_kernels(backend: str, mode: str) -> N
             oracle.assert_groups_close(np.asarray(out[1]), expected, RAGGED, SHAPE.num_groups, oracle.fp8_tolerance())
 
 
+@pytest.fixture
+def _blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that goes where products of every format run, whatever GPU is here."""
+    monkeypatch.setattr(extension, "has_mx_products", lambda: True)
+    monkeypatch.setattr(extension, "require_block_scaling", lambda: None)
+
+
+for_blackwell = pytest.mark.usefixtures("_blackwell")
+
+
 def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = None, scale_axis: int | None = None):
     """The operands' and results' types and the attributes of the one custom call."""
     multiply = functools.partial(primitives.scaled_matmul, spec=case.spec())
@@ -213,6 +248,7 @@ def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = N
     return *types(call), dict(pair.split(" = ") for pair in attributes.split(", "))
 
 
+@for_blackwell
 @each_mode
 @each_product
 def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
@@ -230,9 +266,11 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         "b_mode": f'"{b.mode.value}"',
         "tokens": "300 : i64",
         "kernel_batch": "1 : i64",
+        "autotune": "false",
     }
 
 
+@for_blackwell
 @each_mode
 @each_product
 def test_vmap_makes_one_custom_call_that_copies_no_kernel(product: Product, mode: str) -> None:
@@ -247,6 +285,7 @@ def test_vmap_makes_one_custom_call_that_copies_no_kernel(product: Product, mode
         assert [operand.rsplit("x", 1)[0] for operand in operands[2:4]] == ["x".join(map(str, s)) for s in shared]
 
 
+@for_blackwell
 @each_mode
 def test_kernels_and_their_scales_are_shared_together(mode: str) -> None:
     case = make_case("fprop", mode)
@@ -254,6 +293,16 @@ def test_kernels_and_their_scales_are_shared_together(mode: str) -> None:
         operands, _, attributes = call_of(case, 3, kernel_axis=axes[0], scale_axis=axes[1])
         assert attributes["kernel_batch"] == "3 : i64"
         assert [operand.split("x")[0] for operand in operands[2:4]] == ["15", "15"]
+
+
+@each_product
+def test_hopper_multiplies_mx_numbers_in_bfloat16(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "has_mx_products", lambda: False)
+    case = make_case(product, "mx")
+    multiply = functools.partial(primitives.scaled_matmul, spec=case.spec())
+    calls = custom_calls(lowered(multiply, *(struct(array.shape, array.dtype) for array in case.arrays)))
+    targets = [call.split("@")[1].split("(")[0] for call in calls]
+    assert targets == ["jax_grouped_dequantize", "jax_grouped_dequantize", "jax_grouped_matmul"]
 
 
 def test_scratch_has_room_for_pointers_and_a_table_per_batch_element() -> None:

@@ -231,5 +231,7 @@ def test_caches_of_kernels_with_skip_of_each(backend: str, name: str) -> None:
         for i in np.flatnonzero(skip):
             assert_same_trees(element(got, i), jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), cache))
         pow2_scales = getattr(recipe, "pow2_scales", False)
-        expected = quantize_oracle.quantize(kernels[1], None, recipe.kernel_mode, pow2_scales=pow2_scales)
+        expected = quantize_oracle.quantize(
+            kernels[1], None, recipe.kernel_mode, pow2_scales=pow2_scales, swizzled_scales=name == "mx"
+        )
         assert_quantized(f"axis {axis},", element(got, 1), expected)

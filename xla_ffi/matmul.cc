@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "csrc/common/group_layout.h"
 #include "csrc/cublaslt/grouped_matmul.h"
@@ -91,16 +92,16 @@ ffi::Error DecodeProblem(const Call& call, std::string_view product, MatmulProbl
 
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes, S32 group_offset,
                       ffi::RemainingArgs, Result d, Result scratch, Result workspace, std::string_view product,
-                      int64_t kernel_batch) {
+                      int64_t kernel_batch, bool autotune) {
   MatmulProblem problem{};
   const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
-  return ToError(kOp, PrepareGroupedMatmul(device, problem));
+  return ToError(kOp, PrepareGroupedMatmul(device, problem, autotune));
 }
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
                    S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
-                   std::string_view product, int64_t kernel_batch) {
+                   std::string_view product, int64_t kernel_batch, bool /*autotune*/) {
   MatmulProblem problem{};
   const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
@@ -122,37 +123,30 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
 }
 
+// What both stages take besides their contexts.
+template <typename Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<S32>()
+      .template Arg<S32>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Attr<std::string_view>("product")
+      .template Attr<int64_t>("kernel_batch")
+      .template Attr<bool>("autotune");
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(initialize, Initialize,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product")
-                           .Attr<int64_t>("kernel_batch"),
+XLA_FFI_DEFINE_HANDLER(initialize, Initialize, BindCall(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(execute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("product")
-                           .Attr<int64_t>("kernel_batch"),
+                       BindCall(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame) { return initialize(frame); }

@@ -8,6 +8,7 @@
 
 #include "csrc/cublaslt/grouped_matmul.h"
 #include "csrc/cublaslt/library.h"
+#include "csrc/cublaslt/tuned_algorithms.h"
 #include "xla_ffi/handlers.h"
 
 namespace nb = nanobind;
@@ -50,6 +51,7 @@ NB_MODULE(_cuda, m) {
   m.def("handlers", &Handlers);
   m.def("set_cublaslt_path", &SetCublasLtPath, nb::arg("path"));
   m.def("cublaslt_version", &CublasLtVersion);
+  m.def("set_autotune_file", &SetAutotuneFile, nb::arg("path"));
   m.def("describe_plans", &DescribePlans);
 }
 

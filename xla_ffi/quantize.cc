@@ -239,7 +239,8 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32 group_sizes, S32 
 
 ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32 group_sizes,
                       S32 group_offset, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> table,
-                      std::string_view mode, int64_t stack_rows, bool columnwise, bool swizzled_scales) {
+                      std::string_view mode, int64_t num_groups, int64_t stack_rows, bool columnwise,
+                      bool swizzled_scales) {
   const auto known_mode = ToScalingMode(mode);
   if (!known_mode) return Invalid(kDequantize, "there is no scaling mode " + std::string(mode) + ".");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kDequantize, "the result", *out, 2));
@@ -248,11 +249,13 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   const auto data_type = Fp8Type(data.element_type());
   if (!data_type) return Invalid(kDequantize, "data must be float8_e4m3fn or float8_e5m2.");
 
-  const auto num_groups = static_cast<int64_t>(group_sizes.element_count());
   const int64_t tokens = out->dimensions()[0];
-  if (num_groups == 0 || tokens == 0) return Invalid(kDequantize, "there must be groups and rows.");
+  if (num_groups <= 0 || group_sizes.element_count() == 0 || tokens == 0) {
+    return Invalid(kDequantize, "there must be groups and rows.");
+  }
+  const int64_t all_groups = num_groups * static_cast<int64_t>(group_offset.element_count());
   Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, num_groups, tokens, &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, all_groups, tokens, &groups));
   const QuantizedLayout layout{*known_mode,     columnwise,           swizzled_scales,   groups.batch,
                                groups.capacity, out->dimensions()[1], groups.num_groups, stack_rows};
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kDequantize, layout.features));
@@ -297,6 +300,7 @@ XLA_FFI_DEFINE_HANDLER(dequantize, Dequantize,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Attr<std::string_view>("mode")
+                           .Attr<int64_t>("num_groups")
                            .Attr<int64_t>("stack_rows")
                            .Attr<bool>("columnwise")
                            .Attr<bool>("swizzled_scales"),

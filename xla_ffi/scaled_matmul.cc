@@ -59,8 +59,8 @@ ffi::Error DecodeModes(const Call& call, MatmulProblem* problem) {
   const auto a_mode = ToScalingMode(call.a_mode);
   const auto b_mode = ToScalingMode(call.b_mode);
   const ScalingMode b_block = *product == Product::kWgrad ? ScalingMode::kBlock1D : ScalingMode::kBlock2D;
-  const bool of_groups = a_mode == ScalingMode::kTensor && b_mode == ScalingMode::kTensor;
-  if (!of_groups && (a_mode != ScalingMode::kBlock1D || b_mode != b_block)) {
+  const bool same_for_all = a_mode == b_mode && (a_mode == ScalingMode::kTensor || a_mode == ScalingMode::kMx);
+  if (!same_for_all && (a_mode != ScalingMode::kBlock1D || b_mode != b_block)) {
     return Invalid(kOp, "there is no " + std::string(call.product) + " with the scaling modes " +
                             std::string(call.a_mode) + " and " + std::string(call.b_mode) + ".");
   }
@@ -97,21 +97,12 @@ ffi::Error DecodeSizes(const Call& call, MatmulProblem* problem) {
 
 // Checks the operands against where their data and scales lie, and tells how many scales a kernel has.
 ffi::Error CheckOperands(const Call& call, const MatmulProblem& problem, const Groups& groups, int64_t* kernel_scales) {
-  const bool is_wgrad = problem.product == Product::kWgrad;
-  const bool is_dgrad = problem.product == Product::kDgrad;
-  const int64_t a_features = is_dgrad ? problem.out_features : problem.in_features;
-  const QuantizedLayout a{problem.a_mode, is_wgrad,          false, groups.batch, groups.capacity,
-                          a_features,     groups.num_groups, 0};
-  JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kOp, a, call.a, call.a_scale));
-  if (is_wgrad) {
-    QuantizedLayout b = a;
-    b.features = problem.out_features;
-    return CheckScaled(kOp, b, call.b, call.b_scale);
+  JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kOp, LayoutOfA(problem, groups), call.a, call.a_scale));
+  if (problem.product == Product::kWgrad) {
+    return CheckScaled(kOp, LayoutOfB(problem, groups, 0), call.b, call.b_scale);
   }
   const int64_t kernels = call.b.dimensions()[0];
-  const QuantizedLayout b{
-      problem.b_mode, !is_dgrad,          false, 1, kernels * problem.in_features, problem.out_features,
-      kernels,        problem.in_features};
+  const QuantizedLayout b = LayoutOfB(problem, groups, kernels);
   *kernel_scales = b.ScaleElements() / kernels;
   return CheckScaled(kOp, b, call.b, call.b_scale);
 }
@@ -133,20 +124,20 @@ ffi::Error Decode(const Call& call, MatmulProblem* problem, Groups* groups, int6
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer b,
                       ffi::AnyBuffer b_scale, S32 group_sizes, S32 group_offset, ffi::RemainingArgs, Result d,
                       Result scratch, Result workspace, std::string_view product, std::string_view a_mode,
-                      std::string_view b_mode, int64_t tokens, int64_t kernel_batch) {
+                      std::string_view b_mode, int64_t tokens, int64_t kernel_batch, bool autotune) {
   const Call call{a,        a_scale,    b,       b_scale, group_sizes, group_offset, *d,
                   *scratch, *workspace, product, a_mode,  b_mode,      tokens,       kernel_batch};
   MatmulProblem problem{};
   Groups groups{};
   int64_t kernel_scales = 0;
   JAX_GROUPED_RETURN_IF_ERROR(Decode(call, &problem, &groups, &kernel_scales));
-  return ToError(kOp, PrepareGroupedMatmul(device, problem));
+  return ToError(kOp, PrepareGroupedMatmul(device, problem, autotune));
 }
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer b,
                    ffi::AnyBuffer b_scale, S32 group_sizes, S32 group_offset, ffi::RemainingArgs rest, Result d,
                    Result scratch, Result workspace, std::string_view product, std::string_view a_mode,
-                   std::string_view b_mode, int64_t tokens, int64_t kernel_batch) {
+                   std::string_view b_mode, int64_t tokens, int64_t kernel_batch, bool /*autotune*/) {
   const Call call{a,        a_scale,    b,       b_scale, group_sizes, group_offset, *d,
                   *scratch, *workspace, product, a_mode,  b_mode,      tokens,       kernel_batch};
   MatmulProblem problem{};
@@ -158,8 +149,8 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d, &accumulate));
   buffers.a = a.untyped_data();
   buffers.b = b.untyped_data();
-  buffers.a_scale = static_cast<const float*>(a_scale.untyped_data());
-  buffers.b_scale = static_cast<const float*>(b_scale.untyped_data());
+  buffers.a_scale = a_scale.untyped_data();
+  buffers.b_scale = b_scale.untyped_data();
   buffers.d = d->untyped_data();
   buffers.scratch = scratch->untyped_data();
   buffers.workspace = workspace->untyped_data();
@@ -185,7 +176,8 @@ auto BindCall(Binding binding) {
       .template Attr<std::string_view>("a_mode")
       .template Attr<std::string_view>("b_mode")
       .template Attr<int64_t>("tokens")
-      .template Attr<int64_t>("kernel_batch");
+      .template Attr<int64_t>("kernel_batch")
+      .template Attr<bool>("autotune");
 }
 
 }  // namespace

@@ -224,8 +224,8 @@ class ScaledMatmulScratch {
 
   MatmulScratch Matmul() const { return MatmulScratch(base_, all_groups_); }
   // Of matrix 0 or 1.
-  const float** ScalePointers(int matrix) const {
-    return reinterpret_cast<const float**>(base_ + PointerOffset(all_groups_) + matrix * PointerBytes(all_groups_));
+  const void** ScalePointers(int matrix) const {
+    return reinterpret_cast<const void**>(base_ + PointerOffset(all_groups_) + matrix * PointerBytes(all_groups_));
   }
   GroupTable Table() const {
     return {reinterpret_cast<int32_t*>(base_ + TableOffset(all_groups_)), static_cast<int32_t>(num_groups_)};

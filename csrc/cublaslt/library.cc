@@ -43,6 +43,7 @@ std::optional<CublasLt> Load() {
   Resolve(handle, "cublasLtCreate", &library.Create);
   Resolve(handle, "cublasLtMatmul", &library.Matmul);
   Resolve(handle, "cublasLtMatmulAlgoGetHeuristic", &library.MatmulAlgoGetHeuristic);
+  Resolve(handle, "cublasLtMatmulAlgoCheck", &library.MatmulAlgoCheck);
   Resolve(handle, "cublasLtMatmulAlgoConfigGetAttribute", &library.MatmulAlgoConfigGetAttribute);
   Resolve(handle, "cublasLtMatmulDescInit_internal", &library.MatmulDescInit);
   Resolve(handle, "cublasLtMatmulDescSetAttribute", &library.MatmulDescSetAttribute);
@@ -66,9 +67,10 @@ std::string VersionString(size_t version) {
 
 Status CublasLt::Check(cublasStatus_t status, const char* what) const {
   if (status == CUBLAS_STATUS_SUCCESS) return Status::Ok();
-  return Status::Failed(std::string(what) + " failed: " + GetStatusString(status) + " (cuBLASLt " +
-                        VersionString(GetVersion()) + ").");
+  return Status::Failed(std::string(what) + " failed: " + GetStatusString(status) + " (cuBLASLt " + Version() + ").");
 }
+
+std::string CublasLt::Version() const { return VersionString(GetVersion()); }
 
 void SetCublasLtPath(std::string path) {
   std::lock_guard<std::mutex> lock(path_mutex);

@@ -19,6 +19,7 @@ struct CublasLt {
   decltype(&::cublasLtCreate) Create;
   decltype(&::cublasLtMatmul) Matmul;
   decltype(&::cublasLtMatmulAlgoGetHeuristic) MatmulAlgoGetHeuristic;
+  decltype(&::cublasLtMatmulAlgoCheck) MatmulAlgoCheck;
   decltype(&::cublasLtMatmulAlgoConfigGetAttribute) MatmulAlgoConfigGetAttribute;
   decltype(&::cublasLtMatmulDescInit_internal) MatmulDescInit;
   decltype(&::cublasLtMatmulDescSetAttribute) MatmulDescSetAttribute;
@@ -27,6 +28,9 @@ struct CublasLt {
   decltype(&::cublasLtMatmulPreferenceSetAttribute) MatmulPreferenceSetAttribute;
 
   Status Check(cublasStatus_t status, const char* what) const;
+
+  // As 13.10.0.
+  std::string Version() const;
 };
 
 // The first release whose grouped matmul is right in every use made of it here: 13.8.0.

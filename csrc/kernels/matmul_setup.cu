@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
 struct ScaledArguments {
   Operands operands;
   OperandScales scales[2];
-  const float** scale_pointers[2];
+  const void** scale_pointers[2];
   UnitCounts element_units;
   GroupTable table;  // of the first batch element
   int32_t elements_per_kernel;
@@ -88,39 +88,31 @@ struct ScaledArguments {
   MatmulScratch scratch;
 };
 
-// A group's tokens as quantized arrays have them: where they begin, in rows and units.
-struct GroupTokens {
-  RowRange rows;
-  UnitCounts before;
-
-  __device__ GroupTokens(const GroupTable& table, int32_t group) {
-    rows = {table.FirstRow()[group], table.FirstRow()[group + 1]};
-#pragma unroll
-    for (int i = 0; i < kNumUnits; ++i) before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
-  }
-  __device__ int64_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
-  __device__ bool Empty() const { return rows.end == rows.begin; }
-};
-
 // Columnwise data, whose rows are a group's tokens.
-__device__ void WritePackedGroup(const Operand& operand, int matrix, int32_t index, const GroupTokens& tokens,
-                                 const MatmulScratch& scratch) {
-  const int64_t unit = tokens.Empty() ? 0 : tokens.Before(Unit::k16) * operand.columns;
-  const auto rows = static_cast<int32_t>(RoundUp(tokens.rows.end - tokens.rows.begin, kFp8Alignment));
+__device__ void WritePackedGroup(const Operand& operand, int matrix, const Chunk& first, const MatmulScratch& scratch) {
+  const ScaleLayout layout{operand.columns, false};
+  const int64_t unit = first.group_rows == 0 ? 0 : ColumnDataUnit(layout, first, 0);
+  const auto rows = static_cast<int32_t>(RoundUp(first.group_rows, kFp8Alignment));
+  const int32_t index = first.group;
   scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + unit * kFp8Alignment * operand.element_bytes;
   scratch.Rows(matrix)[index] = rows;
   scratch.Columns(matrix)[index] = operand.columns;
   scratch.LeadingDimensions(matrix)[index] = max(rows, kFp8Alignment);
 }
 
-// Where a group's scales begin; inside the array also for groups without rows.
-__device__ int64_t ScalesBefore(const OperandScales& scales, bool columnwise, int32_t index, const GroupTokens& tokens,
-                                int64_t kernel) {
+template <ScalingMode kMode>
+__device__ int64_t FirstScale(const OperandScales& scales, bool columnwise, const Chunk& first) {
+  const ScaleLayout layout{scales.features, kMode == ScalingMode::kMx};
+  return columnwise ? ColumnScalePosition<kMode>(layout, first, 0) : RowScalePosition<kMode>(layout, first, 0, 0);
+}
+
+// Where a group's scales begin, counted in scales; inside the array also for groups without rows.
+__device__ int64_t ScalesBefore(const OperandScales& scales, bool columnwise, const Chunk& first, int64_t kernel) {
   if (scales.kernel_stride > 0) return kernel * scales.kernel_stride;
-  if (scales.mode == ScalingMode::kTensor) return index;
-  if (tokens.Empty()) return 0;
-  return columnwise ? scales.features * tokens.Before(Unit::k128)
-                    : CeilDiv(scales.features, kBlock) * 4 * tokens.Before(Unit::k4);
+  if (scales.mode == ScalingMode::kTensor) return first.group;
+  if (first.group_rows == 0) return 0;
+  return scales.mode == ScalingMode::kMx ? FirstScale<ScalingMode::kMx>(scales, columnwise, first)
+                                         : FirstScale<ScalingMode::kBlock1D>(scales, columnwise, first);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -134,21 +126,23 @@ __global__ void __launch_bounds__(kThreads)
   FillGroupTable<kThreads>(batch, element, args.element_units, table);
   const int64_t first_kernel = static_cast<int64_t>(element / args.elements_per_kernel) * batch.num_groups;
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kThreads) {
-    const int32_t index = element * batch.num_groups + group;
-    const GroupTokens tokens(table, group);
+    const Chunk first = LoadChunk(table, element, group, table.UnitsBefore(Unit::k16)[group]);
+    const RowRange rows{first.first_row, int64_t{first.first_row} + first.group_rows};
     const int64_t kernel = first_kernel + group;
     for (int matrix = 0; matrix < MatmulScratch::kMatrices; ++matrix) {
       const Operand& operand = args.operands.matrix[matrix];
       if (operand.rows == 0) {
-        WritePackedGroup(operand, matrix, index, tokens, args.scratch);
+        WritePackedGroup(operand, matrix, first, args.scratch);
       } else {
-        WriteGroup(operand, matrix, index, tokens.rows, kernel, args.scratch);
+        WriteGroup(operand, matrix, first.group, rows, kernel, args.scratch);
       }
     }
     for (int matrix = 0; matrix < 2; ++matrix) {
       const OperandScales& scales = args.scales[matrix];
       const bool columnwise = args.operands.matrix[matrix].rows == 0;
-      args.scale_pointers[matrix][index] = scales.base + ScalesBefore(scales, columnwise, index, tokens, kernel);
+      const int64_t scale_bytes = scales.mode == ScalingMode::kMx ? 1 : sizeof(float);
+      args.scale_pointers[matrix][first.group] =
+          static_cast<const char*>(scales.base) + scale_bytes * ScalesBefore(scales, columnwise, first, kernel);
     }
   }
 }

@@ -20,9 +20,9 @@ struct Operand {
   int32_t columns;  // of every group; 0 if a group's columns are its tokens
 };
 
-// The inverse scales of A or B.
+// The inverse scales of A or B: swizzled E8M0 with kMx, float32 otherwise.
 struct OperandScales {
-  const float* base;
+  const void* base;
   ScalingMode mode;
   int32_t features;       // of tokens
   int64_t kernel_stride;  // from one kernel's scales to the next one's; 0 for tokens

@@ -85,6 +85,7 @@ def _matmul16(
         aliases=aliases,
         product=spec.product,
         kernel_batch=np.int64(group_offset.shape[0] * kernels // spec.num_groups),
+        autotune=spec.autotune,
     )[0]
 
 
@@ -104,7 +105,12 @@ def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _matmul32(
-    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, spec: MatmulSpec
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    spec: MatmulSpec,
+    accumulator: jax.Array | None,
 ) -> jax.Array:
     """A grouped matmul of float32 operands as bfloat16 products, the smallest first, accumulated in float32.
 
@@ -114,29 +120,41 @@ def _matmul32(
     count = 3 if spec.precision == jax.lax.Precision.HIGHEST else 2
     a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
     pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
-    out = None
-    product = MatmulSpec(spec.product, spec.num_groups, jnp.float32)
+    out = accumulator
+    product = dataclasses.replace(spec, out_dtype=jnp.float32)
     for i, j in pairs:
         out = _matmul16(a_parts[i], b_parts[j], group_sizes, group_offset, product, out)
     assert out is not None
-    return out.astype(spec.out_dtype)
+    return out
 
 
 def grouped_matmul(
-    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec, batch: int
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    accumulator: jax.Array | None = None,
+    *,
+    spec: MatmulSpec,
+    batch: int,
 ) -> jax.Array:
     """One of the three products of `MatmulSpec`, accumulated in float32."""
     spec = dataclasses.replace(spec, num_groups=batch * spec.num_groups)
     shape = spec.out_shape(a.shape, b.shape)
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
+    if accumulator is not None:
+        # In place, unless its type or its features are none that cuBLASLt can write.
+        accumulator = _pad_features(accumulator, (1, 2))
     if a.dtype == jnp.float32:
-        out = _matmul32(a, b, group_sizes, group_offset, spec)
+        wide = None if accumulator is None else accumulator.astype(jnp.float32)
+        out = _matmul32(a, b, group_sizes, group_offset, spec, wide)
+    elif spec.out_dtype in (a.dtype, jnp.float32):
+        out = _matmul16(a, b, group_sizes, group_offset, spec, accumulator)
     else:
-        direct = spec.out_dtype in (a.dtype, jnp.float32)
-        gemm = MatmulSpec(spec.product, spec.num_groups, spec.out_dtype if direct else jnp.float32)
-        out = _matmul16(a, b, group_sizes, group_offset, gemm).astype(spec.out_dtype)
-    return out[tuple(slice(size) for size in shape)]
+        wide = None if accumulator is None else accumulator.astype(jnp.float32)
+        out = _matmul16(a, b, group_sizes, group_offset, dataclasses.replace(spec, out_dtype=jnp.float32), wide)
+    return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
 
 
 def grouped_bias_grad(

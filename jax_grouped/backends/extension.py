@@ -1,9 +1,11 @@
 """The compiled extension: whether it is there, whether this machine can run it, and what to do if not."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -110,6 +112,44 @@ def find_problem() -> Problem | None:
 def problem_once() -> Problem | None:
     """`find_problem`, asked once per process: neither GPUs nor libraries change while it runs."""
     return find_problem()
+
+
+def has_mx_products() -> bool:
+    """Whether products of MX operands can run as such: on all GPUs here, or, without one, where the program goes to.
+
+    Without a GPU, that is the kind of GPU that the format is for.
+    """
+    return all(compute_capability(device) >= (10, 0) for device in cuda_devices())
+
+
+def require_block_scaling() -> None:
+    """Raises RuntimeError if this process has a GPU without products of blocks of 128."""
+    for device in cuda_devices():
+        if compute_capability(device) >= (10, 0):
+            raise RuntimeError(
+                f"Float8BlockScaling needs Hopper (compute capability 9.0), {device.device_kind} has "
+                f"{device.compute_capability}: use MXFP8BlockScaling."
+            )
+
+
+@functools.cache
+def keep_tuned_algorithms() -> None:
+    """Tells the extension in which file to keep, and to look for, the algorithms that were timed."""
+    module = load()
+    if module is None or not (path := _tuned_algorithms_path()):
+        return
+    # Without the file, what was timed holds for this process.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        module.set_autotune_file(str(path))
+
+
+def _tuned_algorithms_path() -> Path | None:
+    """The file that `JAX_GROUPED_AUTOTUNE_CACHE` names (none if it is empty), by default in the user's cache folder."""
+    named = os.environ.get("JAX_GROUPED_AUTOTUNE_CACHE")
+    if named is not None:
+        return Path(named) if named else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_grouped" / "algorithms.tsv"
 
 
 def require_usable() -> None:

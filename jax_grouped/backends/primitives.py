@@ -9,6 +9,7 @@ and hold the batch elements one after another along their first axis. `batches` 
 of them, or fewer if it is kernels, each of which then serves a run of batch elements.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,15 @@ from jax.typing import DTypeLike
 
 from jax_grouped._config import config
 from jax_grouped._varying import vary_alike
-from jax_grouped.backends import cuda, cuda_quantize, cuda_scaled_matmul, xla, xla_quantize, xla_scaled_matmul
+from jax_grouped.backends import (
+    cuda,
+    cuda_quantize,
+    cuda_scaled_matmul,
+    extension,
+    xla,
+    xla_quantize,
+    xla_scaled_matmul,
+)
 from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, ScaledMatmulSpec, batched
 from jax_grouped.group_layout import QuantizedLayout
 
@@ -103,6 +112,8 @@ def _define(
             return on_xla(*args, backend=backend, batches=batches, **static)
         cuda.require_usable()
         cuda.check_batch(batches[0])
+        if getattr(static.get("spec"), "autotune", False):
+            extension.keep_tuned_algorithms()
         return cuda_impl(*args, batch=batches[0], **static)
 
     mlir.register_lowering(primitive, _lowering(on_xla))
@@ -198,8 +209,8 @@ def _lowering(implementation: Callable[..., tuple[jax.Array, ...]]) -> Callable[
     return lower
 
 
-def _matmul_results(a: Any, b: Any, group_sizes: Any, group_offset: Any, *, spec: MatmulSpec) -> Any:
-    del group_sizes, group_offset
+def _matmul_results(a: Any, b: Any, *more: Any, spec: MatmulSpec) -> Any:
+    del more
     return [jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)]
 
 
@@ -245,15 +256,31 @@ _scaled_matmul = _define(
 
 
 def grouped_matmul(
-    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, spec: MatmulSpec
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    spec: MatmulSpec,
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """The product that `spec` names. `a` and `b` have one floating type; sizes and offset are `int32`."""
+    """The product that `spec` names. `a` and `b` have one floating type; sizes and offset are `int32`.
+
+    It is added to the accumulator, if there is one: an array like the result.
+    """
     shape = spec.out_shape(a.shape, b.shape)
-    a, b, group_sizes, group_offset = vary_alike(a, b, group_sizes, group_offset)
+    operands = vary_alike(a, b, group_sizes, group_offset, *_optional(accumulator))
     if 0 in (*a.shape, *b.shape, *group_sizes.shape, *shape):
-        empty = jnp.zeros(shape, spec.out_dtype)
-        return vary_alike(empty, a)[0]
-    return _matmul(a, b, group_sizes, group_offset, spec=spec)[0]
+        return _nothing_added(jax.ShapeDtypeStruct(shape, spec.out_dtype), accumulator, operands[0])
+    return _matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
+
+
+def _optional(accumulator: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if accumulator is None else (accumulator,)
+
+
+def _nothing_added(result: jax.ShapeDtypeStruct, accumulator: jax.Array | None, like: jax.Array) -> jax.Array:
+    """The result of a product without operations."""
+    return vary_alike(jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator, like)[0]
 
 
 def grouped_bias_grad(
@@ -299,9 +326,11 @@ def scaled_matmul(
     group_sizes: jax.Array,
     group_offset: jax.Array,
     spec: ScaledMatmulSpec,
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
-    """The product that `spec` names, of quantized operands; sizes and offset are `int32`."""
-    operands = vary_alike(a_data, a_scale, b_data, b_scale, group_sizes, group_offset)
+    """The product that `spec` names, of quantized operands; otherwise as `grouped_matmul`."""
+    operands = (a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *_optional(accumulator))
+    operands = vary_alike(*operands)
     if any(x.size == 0 for x in operands):
-        return vary_alike(jnp.zeros(spec.out.shape, spec.out_dtype), operands[0])[0]
-    return _scaled_matmul(*operands, spec=spec)[0]
+        return _nothing_added(spec.out, accumulator, operands[0])
+    return _scaled_matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]

@@ -17,7 +17,9 @@ Activation = Literal["silu_mul", "silu", "gelu", "relu"]
 
 @dataclasses.dataclass(frozen=True)
 class MatmulSpec:
-    """The static part of a grouped matmul `(a, b, group_sizes, group_offset) -> out`.
+    """The static part of a grouped matmul `(a, b, group_sizes, group_offset, *accumulator) -> out`.
+
+    With an accumulator, an array like the result, of `wgrad` only, the product is added to it.
 
     | product | a         | b              | out            |
     |---------|-----------|----------------|----------------|
@@ -30,12 +32,14 @@ class MatmulSpec:
         num_groups: `G`, the groups whose kernels are here; `group_sizes` may describe more.
         out_dtype: type of the result.
         precision: applies to float32 inputs; see `jax_grouped.ragged_dot`.
+        autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
     product: Product
     num_groups: int
     out_dtype: DTypeLike
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         # One value per type, so that specs compare and hash alike.
@@ -61,8 +65,9 @@ class MatmulSpec:
 class ScaledMatmulSpec:
     """The static part of a grouped matmul of quantized operands.
 
-    That is `(a_data, a_scale, b_data, b_scale, group_sizes, group_offset) -> out`. Both operands are contiguous along
-    the axis that is summed over, which is all that Hopper's FP8 matmul takes.
+    That is `(a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *accumulator) -> out`. Both operands are
+    contiguous along the axis that is summed over, which is all that Hopper's FP8 matmul takes. The accumulator is that
+    of `MatmulSpec`.
 
     | product | a             | b                  | out               |
     |---------|---------------|--------------------|-------------------|
@@ -70,18 +75,20 @@ class ScaledMatmulSpec:
     | `dgrad` | dy, rowwise   | kernel, rowwise    | dx `[T,K]`        |
     | `wgrad` | x, columnwise | dy, columnwise     | dkernel `[G,K,N]` |
 
-    Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both `TENSOR`.
+    Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both `TENSOR`, or both `MX` with swizzled scales.
 
     Attributes:
         product: which of the three.
         a, b: where the operands' data and scales lie.
         out_dtype: type of the result.
+        autotune: as in `MatmulSpec`.
     """
 
     product: Product
     a: QuantizedLayout
     b: QuantizedLayout
     out_dtype: DTypeLike
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))

@@ -50,7 +50,13 @@ class _Tiles:
 
 
 def grouped_matmul(
-    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: MatmulSpec
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    accumulator: jax.Array | None = None,
+    *,
+    spec: MatmulSpec,
 ) -> jax.Array:
     """One of the three products of `MatmulSpec`, accumulated in float32."""
     capacity = a.shape[0]
@@ -78,8 +84,8 @@ def grouped_matmul(
 
     shape = spec.out_shape(a.shape, b.shape)
     if spec.product == "wgrad":
-        out = jnp.zeros(shape, jnp.float32)
-        return jax.lax.fori_loop(0, tiles.count, add_kernel, out).astype(spec.out_dtype)
+        out = jax.lax.fori_loop(0, tiles.count, add_kernel, jnp.zeros(shape, jnp.float32))
+        return (out if accumulator is None else accumulator.astype(jnp.float32) + out).astype(spec.out_dtype)
     out = jnp.zeros(shape, spec.out_dtype)
     return jax.lax.fori_loop(0, tiles.count, write_rows, out)
 

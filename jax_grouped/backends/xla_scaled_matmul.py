@@ -16,6 +16,7 @@ def scaled_matmul(
     b_scale: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
+    accumulator: jax.Array | None = None,
     *,
     spec: ScaledMatmulSpec,
 ) -> jax.Array:
@@ -31,4 +32,4 @@ def scaled_matmul(
 
     a, b = numbers(a_data, a_scale, spec.a), numbers(b_data, b_scale, spec.b)
     product = MatmulSpec(spec.product, spec.num_groups, spec.out_dtype, jax.lax.Precision.HIGHEST)
-    return grouped_matmul(a, b, group_sizes, group_offset, spec=product)
+    return grouped_matmul(a, b, group_sizes, group_offset, accumulator, spec=product)

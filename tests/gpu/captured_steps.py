@@ -1,17 +1,16 @@
 """One jitted forward-and-backward step, run many times with other group sizes each time.
 
-`python3 -m tests.gpu.captured_steps OUT STEPS RECIPE` writes to the JSON file OUT a digest of the results of STEPS
-steps and what a profile of some of them saw. Whether XLA captures the step into a graph is up to the XLA_FLAGS of the
+`python3 -m tests.gpu.captured_steps OUT STEPS VARIANT` writes to the JSON file OUT the digests of the results of STEPS
+steps, and what a profile of some of them saw. Whether XLA captures the step into a graph is up to the XLA_FLAGS of the
 process.
 """
 
-import collections
+import argparse
+import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
-import sys
-import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,64 +19,158 @@ import numpy as np
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped.recipes import Recipe
+from tests.gpu import replays
 
 PROFILED_STEPS = 20
 SHAPE = shapes.Shape("captured", num_groups=16, tokens=2048, K=256, N=512)
-RECIPES = {"none": None, "block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling()}
+
+#: How many kernels there are to change between.
+KERNELS = 3
+
+#: What a step carries to the next one, for each of its two layers: a state, a cache, or nothing.
+Carry = tuple[Any, Any]
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What the layers compute in, and whether steps share one quantization of the kernel."""
+
+    recipe: Recipe | None
+    cached: bool = False
+
+    def initial(self) -> Carry:
+        """What the first step is given; a cache is one of zeros, which must not be used."""
+        if isinstance(self.recipe, jg.DelayedScaling):
+            first, second = (jg.Fp8State.initial(self.recipe, SHAPE.num_groups) for _ in range(2))
+            return first, second
+        if self.cached:
+            return self.caches(jnp.zeros((SHAPE.num_groups, SHAPE.K, SHAPE.N)))
+        return None, None
+
+    def caches(self, kernel: jax.Array, previous: Carry = (None, None), skip: jax.Array | None = None) -> Carry:
+        """Quantizes the kernels of both layers."""
+        assert self.recipe is not None
+        quantize = functools.partial(jg.quantize_kernel, recipe=self.recipe, skip=skip)
+        return quantize(kernel, previous=previous[0]), quantize(kernel.swapaxes(1, 2), previous=previous[1])
+
+
+VARIANTS = {
+    "none": Variant(None),
+    "block": Variant(jg.Float8BlockScaling()),
+    "current": Variant(jg.Float8CurrentScaling()),
+    "delayed": Variant(jg.DelayedScaling(amax_history_len=4)),
+    "cached": Variant(jg.Float8BlockScaling(), cached=True),
+}
+
+
+@functools.partial(jax.jit, static_argnames="variant", donate_argnames="carry")
 def step(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array, recipe: Recipe | None
-) -> tuple[jax.Array, ...]:
-    """The loss and gradients of two layers with shared sizes, one of them with float32 weights."""
+    variant: Variant,
+    carry: Carry,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    sizes: jax.Array,
+    skip: jax.Array | None,
+) -> tuple[Carry, dict[str, jax.Array]]:
+    """The loss and gradients of two layers with shared sizes, one of them with float32 weights, and the next carry.
 
-    def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-        hidden = jax.nn.gelu(jg.grouped_dense(x, kernel, sizes, bias, recipe=recipe))
-        y = jg.grouped_dense(hidden, kernel.swapaxes(1, 2), sizes, recipe=recipe)
+    `skip` says on the device whether to keep the quantized kernels of the carry. With None the host has decided, and
+    the carry is what to use.
+    """
+    if variant.cached and skip is not None:
+        carry = variant.caches(kernel, carry, skip)
+    caches, states = (carry, (None, None)) if variant.cached else ((None, None), carry)
+
+    def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, states: Carry) -> jax.Array:
+        def dense(layer: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            given = dict(recipe=variant.recipe, fp8_state=states[layer], kernel_cache=caches[layer])
+            return jg.grouped_dense(x, kernel, sizes, bias, **given)
+
+        hidden = jax.nn.gelu(dense(0, x, kernel, bias))
+        y = dense(1, hidden, kernel.swapaxes(1, 2), None)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, kernel, bias)
-    return value, *gradients
+    value, (dx, dkernel, dbias, states) = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, kernel, bias, states)
+    results = {"loss": value, "dx": dx, "dkernel": dkernel, "dbias": dbias}
+    # The gradient of a state is the next one.
+    for layer, state in enumerate(states):
+        if state is not None:
+            for field in dataclasses.fields(state):
+                results[f"{field.name} of layer {layer}"] = getattr(state, field.name)
+    return (caches if variant.cached else states), results
 
 
-def changing_sizes(index: int) -> np.ndarray:
-    """Every skew in turn, hostile ones included, each time drawn anew."""
-    skew = shapes.TEST_SKEWS[index % len(shapes.TEST_SKEWS)]
-    return np.random.default_rng(index).permutation(shapes.group_sizes(SHAPE, skew, seed=index))
+def schedule(steps: int) -> list[tuple[bool, int]]:
+    """For each step whether to skip quantization, and the index of its kernel.
+
+    There is another kernel after every quantization, and now and then one in between, which must not be read.
+    """
+    draws = np.random.default_rng(0).random((steps, 2))
+    skips = draws[:, 0] < 0.7
+    skips[0] = False
+    unread = skips & (draws[:, 1] < 0.2)
+    indices = (np.cumsum(~skips) + unread) % KERNELS
+    return list(zip(skips.tolist(), indices.tolist(), strict=True))
 
 
-def profile(arguments: tuple[jax.Array, ...], all_sizes: list[jax.Array], recipe: Recipe | None) -> dict[str, int]:
-    """How often each event occurs, host and device alike, while steps run and their results stay on the device."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for sizes in all_sizes:
-                results = step(*arguments, sizes, recipe)
-            jax.block_until_ready(results)
-        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-    return collections.Counter(event.name for plane in data.planes for line in plane.lines for event in line.events)
+class Steps:
+    """The steps of one variant, each with sizes of its own, and with `cached` with kernels that change."""
+
+    def __init__(self, variant: Variant, steps: int, *, host_decides: bool):
+        self._variant, self._host_decides = variant, host_decides
+        self._carry = variant.initial()
+        keys = jax.random.split(jax.random.key(0), 2 + KERNELS)
+        self._x = jax.random.normal(keys[0], (SHAPE.tokens, SHAPE.K), jnp.bfloat16)
+        self._bias = jax.random.normal(keys[1], (SHAPE.num_groups, SHAPE.N), jnp.bfloat16)
+        shape = SHAPE.num_groups, SHAPE.K, SHAPE.N
+        self._kernels = [jax.random.normal(key, shape) * 0.05 for key in keys[2:]]
+        self._quantize = jax.jit(variant.caches)
+        self._flags = {skip: jnp.asarray(skip) for skip in (False, True)}
+        self._schedule = schedule(steps) if variant.cached else [(False, 0)] * steps
+        self._sizes = [jnp.asarray(replays.changing_sizes(SHAPE, index)) for index in range(steps)]
+
+    def run(self, index: int) -> dict[str, jax.Array]:
+        """The results of one step; nothing waits for the device."""
+        skip, kernel = self._schedule[index]
+        flag: jax.Array | None = self._flags[skip]
+        if self._host_decides:
+            flag = None
+            if not skip:
+                self._carry = self._quantize(self._kernels[kernel])
+        arguments = self._carry, self._x, self._kernels[kernel], self._bias, self._sizes[index], flag
+        self._carry, results = step(self._variant, *arguments)
+        return results
 
 
-def main(out: str, steps: int, recipe: Recipe | None) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    arguments = (
-        jax.random.normal(keys[0], (SHAPE.tokens, SHAPE.K), jnp.bfloat16),
-        jax.random.normal(keys[1], (SHAPE.num_groups, SHAPE.K, SHAPE.N)) * 0.05,
-        jax.random.normal(keys[2], (SHAPE.num_groups, SHAPE.N), jnp.bfloat16),
-    )
-    all_sizes = [jnp.asarray(changing_sizes(index)) for index in range(steps)]
+def main(out: str, steps: int, variant: Variant, host_decides: bool) -> None:
+    run = Steps(variant, steps, host_decides=host_decides).run
+    names: list[str] = []
     digests = []
-    for sizes in all_sizes:
-        digest = hashlib.sha256()
-        for result in step(*arguments, sizes, recipe):
-            array = np.asarray(result)
-            assert np.isfinite(array.astype(np.float32)).all(), f"step {len(digests)} gave NaN or infinity"
-            digest.update(array.tobytes())
-        digests.append(digest.hexdigest())
-    events = profile(arguments, all_sizes[:PROFILED_STEPS], recipe)
-    pathlib.Path(out).write_text(json.dumps({"digests": digests, "events": events}))
+    for index in range(steps):
+        results = run(index)
+        names = list(results)
+        digests.append(replays.digest(list(results.values())))
+    fetched = replays.fetch(digests, names)
+
+    profiled = range(min(PROFILED_STEPS, steps))
+    nothing_of_ours = jax.jit(jnp.sin)
+    x = jnp.ones((SHAPE.tokens, SHAPE.K))
+    jax.block_until_ready(nothing_of_ours(x))
+    record = {
+        "names": names,
+        "digests": fetched.tolist(),
+        "events": replays.events(lambda: [run(index) for index in profiled]),
+        "events_of_xla": replays.events(lambda: [nothing_of_ours(x) for _ in profiled]),
+    }
+    pathlib.Path(out).write_text(json.dumps(record))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), RECIPES[sys.argv[3]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="JSON file to write")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("--host-decides", action="store_true", help="quantize kernels in a branch on the host")
+    options = parser.parse_args()
+    main(options.out, options.steps, VARIANTS[options.variant], options.host_decides)

@@ -32,6 +32,7 @@ def matmul(
     product: str = "fprop",
     offset: tuple[int, ...] = (1,),
     kernel_batch: int = 1,
+    autotune: bool = False,
 ) -> jax.Array:
     results = [
         jax.ShapeDtypeStruct(d, d_type),
@@ -40,7 +41,7 @@ def matmul(
     ]
     call = jax.ffi.ffi_call("jax_grouped_matmul", results, vmap_method="sequential")
     arguments = (jnp.ones(a, a_type), jnp.ones(b, BF16), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
-    return call(*arguments, product=product, kernel_batch=np.int64(kernel_batch))[0]
+    return call(*arguments, product=product, kernel_batch=np.int64(kernel_batch), autotune=autotune)[0]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,23 @@ def test_algorithms_are_chosen_once_and_can_be_listed() -> None:
     lines = module.describe_plans()
     matmul()
     assert module.describe_plans() == lines
-    assert any("fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line for line in lines)
+    (line,) = [line for line in lines if "fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line]
+    assert line.endswith(", heuristic")
+
+
+def test_timed_algorithms_are_listed_as_such_and_kept() -> None:
+    def line() -> str:
+        module = extension.load()
+        assert module is not None
+        (found,) = [line for line in module.describe_plans() if "fprop bf16 -> bf16, E 4 T 32 K 16 N 40:" in line]
+        return found
+
+    shapes = dict(b=(4, 16, 40), d=(32, 40))
+    assert float(matmul(**shapes, autotune=True)[0, 0]) == 16
+    timed = line()
+    assert timed.endswith(", tuned")
+    matmul(**shapes)
+    assert line() == timed
 
 
 def test_cublaslt_is_the_copy_that_jax_loads() -> None:

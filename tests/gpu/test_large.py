@@ -1,5 +1,8 @@
 """Arrays of more than 2^31 elements and thousands of groups, checked where a 32-bit offset would go wrong."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,10 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import shapes
-from tests import oracle
+from jax_grouped.recipes import Recipe
+from tests import oracle, quantize_oracle
+
+BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +80,66 @@ def test_thousands_of_groups(groups: int, skew: str) -> None:
     oracle.assert_groups_close(y, oracle.fprop(x64, kernel64, sizes), sizes, groups, 4e-3)
     oracle.assert_groups_close(dx, oracle.dgrad(dy64, kernel64, sizes), sizes, groups, 4e-3)
     oracle.assert_kernels_close(dkernel, oracle.wgrad(x64, dy64, sizes, groups), 4e-3)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fp8_products(
+    recipe: Recipe, x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, ...]:
+    y, vjp = jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=recipe), x, kernel)
+    return y, *vjp(dy)
+
+
+def quantized(recipe: Recipe, x: Any, sizes: np.ndarray | None, *, gradient: bool = False) -> quantize_oracle.Quantized:
+    """Tokens, gradients, or kernels if there are no sizes, as `recipe` rounds them."""
+    mode = recipe.kernel_mode if sizes is None else recipe.token_mode
+    dtype = jnp.dtype(recipe.grad_dtype if gradient else recipe.fwd_dtype).name
+    pow2_scales = getattr(recipe, "pow2_scales", False)
+    return quantize_oracle.quantize(np.asarray(x), sizes, mode, dtype=dtype, pow2_scales=pow2_scales)
+
+
+def test_token_arrays_of_more_than_2_31_elements_in_fp8() -> None:
+    tokens, in_features, features = 70_000, 16, 32_768
+    sizes = np.array([30_000, 5, 39_000], np.int32)  # and a tail of 995 rows
+    assert tokens * features > 2**31
+    x, kernel = random(0, tokens, in_features), random(1, 3, in_features, features).astype(jnp.float32)
+    dy = random(2, tokens, features).at[int(sizes.sum()) :].set(jnp.nan)
+    y, dx, dkernel = fp8_products(BLOCK, x, kernel, dy, jnp.asarray(sizes))
+
+    weights = quantized(BLOCK, kernel, None)
+    group_of = np.repeat([0, 1, 2], sizes)
+    for row in (0, 29_999, 30_000, 30_004, 30_005, 65_535, 65_536, 69_004):
+        # Rowwise blocks know nothing of other rows.
+        group, alone = group_of[row], np.array([1])
+        x_row = quantized(BLOCK, x[row : row + 1], alone).rowwise.dequantized
+        dy_row = quantized(BLOCK, dy[row : row + 1], alone, gradient=True).rowwise.dequantized
+        expected = x_row.astype(np.float64) @ weights.columnwise.dequantized[group]
+        assert oracle.relative_error(y[row : row + 1], expected) < 5e-3, f"y, row {row}"
+        expected = dy_row.astype(np.float64) @ weights.rowwise.dequantized[group].T
+        assert oracle.relative_error(dx[row : row + 1], expected) < 5e-3, f"dx, row {row}"
+    assert not bool(jnp.any(y[69_005:]))
+    assert not bool(jnp.any(dx[69_005:]))
+
+    # Columnwise ones know nothing of other features, and begin at the group's first row.
+    last, columns = slice(30_005, 69_005), slice(features - 64, features)
+    x_last = quantized(BLOCK, x[last], sizes[2:]).columnwise.dequantized
+    dy_last = quantized(BLOCK, dy[last, columns], sizes[2:], gradient=True).columnwise.dequantized
+    expected = x_last.astype(np.float64).T @ dy_last
+    assert oracle.relative_error(dkernel[2][:, columns], expected) < oracle.fp8_tolerance()
+
+
+@pytest.mark.parametrize("recipe", [BLOCK, CURRENT], ids=["block", "current"])
+@pytest.mark.parametrize("skew", ["lognormal", "alternate_empty", "one_hot"])
+def test_thousands_of_groups_in_fp8(recipe: Recipe, skew: str) -> None:
+    shape = shapes.Shape("many", 4096, tokens=10_007, K=64, N=80)
+    sizes, groups = shapes.group_sizes(shape, skew), shape.num_groups
+    x, dy, kernel = random(0, shape.tokens, shape.K), random(1, shape.tokens, shape.N), random(2, groups, 64, 80)
+    y, dx, dkernel = fp8_products(recipe, x, kernel, dy, jnp.asarray(sizes))
+    qx, qdy = quantized(recipe, x, sizes), quantized(recipe, dy, sizes, gradient=True)
+    weights = quantized(recipe, kernel, None)
+    expected = oracle.fprop(qx.rowwise.dequantized, weights.columnwise.dequantized, sizes)
+    oracle.assert_groups_close(y, expected, sizes, groups, 5e-3)
+    expected = oracle.dgrad(qdy.rowwise.dequantized, weights.rowwise.dequantized, sizes)
+    oracle.assert_groups_close(dx, expected, sizes, groups, 5e-3)
+    expected = oracle.wgrad(qx.columnwise.dequantized, qdy.columnwise.dequantized, sizes, groups)
+    oracle.assert_kernels_close(dkernel, expected, 5e-3)

@@ -1,0 +1,113 @@
+#include "csrc/cublaslt/problem.h"
+
+#include <tuple>
+
+namespace jax_grouped {
+namespace {
+
+auto Fields(const MatmulProblem& problem) {
+  return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
+                         problem.a_mode, problem.b_mode, problem.tokens, problem.in_features, problem.out_features,
+                         problem.num_groups);
+}
+
+const char* Name(Product product) {
+  switch (product) {
+    case Product::kFprop:
+      return "fprop";
+    case Product::kDgrad:
+      return "dgrad";
+    case Product::kWgrad:
+      break;
+  }
+  return "wgrad";
+}
+
+const char* Name(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_32F:
+      return "f32";
+    case CUDA_R_16BF:
+      return "bf16";
+    case CUDA_R_8F_E4M3:
+      return "e4m3";
+    case CUDA_R_8F_E5M2:
+      return "e5m2";
+    default:
+      return "f16";
+  }
+}
+
+const char* Name(ScalingMode mode) {
+  switch (mode) {
+    case ScalingMode::kBlock1D:
+      return "1x128";
+    case ScalingMode::kBlock2D:
+      return "128x128";
+    case ScalingMode::kMx:
+      return "1x32";
+    case ScalingMode::kTensor:
+      break;
+  }
+  return "tensor";
+}
+
+std::string DescribeOperands(const MatmulProblem& problem) {
+  if (!problem.scaled) return Name(problem.a_type);
+  return std::string(Name(problem.a_type)) + " " + Name(problem.a_mode) + " x " + Name(problem.b_type) + " " +
+         Name(problem.b_mode);
+}
+
+}  // namespace
+
+bool operator<(const MatmulProblem& first, const MatmulProblem& second) { return Fields(first) < Fields(second); }
+
+QuantizedLayout LayoutOfA(const MatmulProblem& problem, const Groups& groups) {
+  const int64_t features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
+  return {problem.a_mode,
+          problem.product == Product::kWgrad,
+          problem.a_mode == ScalingMode::kMx,
+          groups.batch,
+          groups.capacity,
+          features,
+          groups.num_groups,
+          0};
+}
+
+QuantizedLayout LayoutOfB(const MatmulProblem& problem, const Groups& groups, int64_t kernels) {
+  if (problem.product == Product::kWgrad) {
+    QuantizedLayout tokens = LayoutOfA(problem, groups);
+    tokens.features = problem.out_features;
+    return tokens;
+  }
+  return {problem.b_mode,
+          problem.product == Product::kFprop,
+          problem.b_mode == ScalingMode::kMx,
+          1,
+          kernels * problem.in_features,
+          problem.out_features,
+          kernels,
+          problem.in_features};
+}
+
+Status CheckCapability(const MatmulProblem& problem, int major, int minor) {
+  if (!problem.scaled) return Status::Ok();
+  const std::string found = "this GPU has " + std::to_string(major) + "." + std::to_string(minor);
+  if (major < 9) return Status::Failed("FP8 products need compute capability 9.0 or newer, " + found + ".");
+  if (problem.a_mode == ScalingMode::kMx && major < 10) {
+    return Status::Failed("MXFP8 products need Blackwell (10.0), " + found +
+                          ": lower the program where this GPU is visible, which multiplies in bfloat16 instead.");
+  }
+  if (problem.a_mode == ScalingMode::kBlock1D && major > 9) {
+    return Status::Failed("block scaling needs Hopper (compute capability 9.0), " + found + ": use MXFP8BlockScaling.");
+  }
+  return Status::Ok();
+}
+
+std::string Describe(const MatmulProblem& problem) {
+  return std::string(Name(problem.product)) + " " + DescribeOperands(problem) + " -> " + Name(problem.result_type) +
+         ", E " + std::to_string(problem.num_groups) + " T " + std::to_string(problem.tokens) + " K " +
+         std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features);
+}
+
+}  // namespace jax_grouped

@@ -1,0 +1,164 @@
+"""What `grouped_dense` and its halves take: checked, and brought to one form."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _checks
+from jax_grouped._varying import vary_alike, varying_axes
+from jax_grouped.arrays import KernelCache
+from jax_grouped.backends.spec import MatmulSpec, Product, QuantizeSpec
+from jax_grouped.fp8_state import Fp8State, check_state
+from jax_grouped.quantize import check_cache, kernel_spec, scaling_options
+from jax_grouped.recipes import DelayedScaling, Recipe
+
+_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+
+class Inputs(NamedTuple):
+    """The arrays of one `grouped_dense`."""
+
+    x: jax.Array
+    kernel: jax.Array
+    group_sizes: jax.Array
+    group_offset: jax.Array
+    bias: jax.Array | None = None
+    kernel_cache: KernelCache | None = None
+    fp8_state: Fp8State | None = None
+    dkernel_accumulator: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the products have to know besides arrays."""
+
+    recipe: Recipe | None
+    precision: jax.lax.Precision
+    kernel: jax.ShapeDtypeStruct
+    tokens: int
+    out_dtype: DTypeLike
+    x_dtype: DTypeLike
+    bias_dtype: DTypeLike | None
+
+    @property
+    def num_groups(self) -> int:
+        """`G`, the groups whose kernels are here."""
+        return self.kernel.shape[0]
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Shape of the result."""
+        return (self.tokens, self.kernel.shape[2])
+
+    def matmul(self, product: Product, out_dtype: DTypeLike) -> MatmulSpec:
+        """A product without a recipe."""
+        return MatmulSpec(product, self.num_groups, out_dtype, self.precision)
+
+    def token_spec(self, dtype: DTypeLike, *, rowwise: bool, columnwise: bool, dbias: bool = False) -> QuantizeSpec:
+        """How tokens or gradients are quantized."""
+        assert self.recipe is not None
+        return QuantizeSpec(
+            self.recipe.token_mode,
+            dtype,
+            self.num_groups,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            dbias=dbias,
+            given_scale=isinstance(self.recipe, DelayedScaling),
+            **scaling_options(self.recipe),
+        )
+
+
+def canonical_inputs(
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: ArrayLike,
+    bias: jax.Array | None,
+    *,
+    recipe: Recipe | None,
+    fp8_state: Fp8State | None,
+    kernel_cache: KernelCache | None,
+    dkernel_accumulator: jax.Array | None,
+    group_offset: ArrayLike | None,
+    preferred_element_type: DTypeLike | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Inputs, Static]:
+    """The arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
+
+    All arrays but the state vary over the same mesh axes afterwards.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    _checks.check_tokens("x", x)
+    _checks.check_kernel("kernel", kernel, "x", x)
+    out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
+    _checks.check_dtype("preferred_element_type", out_dtype)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        _checks.check_bias(bias, kernel)
+    _check_recipe(recipe, kernel, kernel_cache, precision)
+    check_state(fp8_state, recipe, kernel.shape[0])
+    if dkernel_accumulator is not None:
+        dkernel_accumulator = jnp.asarray(dkernel_accumulator)
+        check_accumulator(dkernel_accumulator, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        _check_varying(kernel, x)
+    sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", kernel, capacity=x.shape[0])
+
+    static = Static(
+        recipe=recipe,
+        precision=_checks.canonical_precision(precision),
+        kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+        tokens=x.shape[0],
+        out_dtype=out_dtype,
+        x_dtype=x.dtype,
+        bias_dtype=None if bias is None else bias.dtype,
+    )
+    kernel_cache, dkernel_accumulator = jax.lax.stop_gradient((kernel_cache, dkernel_accumulator))
+    inputs = Inputs(x, kernel, sizes, offset, bias, kernel_cache, None, dkernel_accumulator)
+    arrays, structure = jax.tree.flatten(inputs)
+    return jax.tree.unflatten(structure, vary_alike(*arrays))._replace(fp8_state=fp8_state), static
+
+
+def _check_recipe(
+    recipe: Recipe | None, kernel: jax.Array, kernel_cache: KernelCache | None, precision: jax.lax.PrecisionLike
+) -> None:
+    """Raises unless the recipe has types that products take and fits the kernel, the cache and the precision."""
+    if recipe is None:
+        if kernel_cache is not None:
+            raise ValueError("kernel_cache needs a recipe, the one that it was made with.")
+        return
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(), or None, got {recipe!r}.")
+    if recipe.fwd_dtype != _E4M3:
+        raise TypeError(
+            f"recipe.fwd_dtype must be {_E4M3.name}, got {recipe.fwd_dtype} with grad_dtype {recipe.grad_dtype}: "
+            f"of the two operands of a product only one may be {_E5M2.name}, and x and kernel both have fwd_dtype."
+        )
+    if precision is not None:
+        raise ValueError(f"precision is for recipe=None; FP8 products have only one. Got {precision!r}.")
+    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
+    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
+    if kernel_cache is not None:
+        check_cache("kernel_cache", kernel_cache, "kernel", kernel.shape, kernel_spec(kernel.shape, recipe))
+
+
+def check_accumulator(accumulator: jax.Array, kernel: jax.ShapeDtypeStruct) -> None:
+    """Raises unless the gradient of the kernel can be added to the accumulator."""
+    if accumulator.shape != kernel.shape:
+        raise ValueError(f"dkernel_accumulator must have the kernel's shape {kernel.shape}, got {accumulator.shape}.")
+    if accumulator.dtype != kernel.dtype:
+        raise TypeError(
+            f"dkernel_accumulator must have the kernel's type, {kernel.dtype.name}, got {accumulator.dtype.name}."
+        )
+
+
+def _check_varying(kernel: jax.Array, x: jax.Array) -> None:
+    """Raises unless the gradient of the kernel stays on its device."""
+    if missing := varying_axes(x) - varying_axes(kernel):
+        raise ValueError(
+            f"With dkernel_accumulator the kernel must vary over the mesh axes {sorted(missing, key=str)} as x does, "
+            "or the accumulator would be summed over them at every step: use jax.lax.pcast(kernel, axes, to='varying') "
+            "before, and sum the gradient over these axes after the last microbatch."
+        )

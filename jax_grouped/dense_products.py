@@ -1,0 +1,225 @@
+"""The three products of `grouped_dense`, with what surrounds them: quantization, bias, and what waits in between.
+
+Each is a plain function of arrays and one static value. `jax_grouped.dense` makes one rule of differentiation of them,
+`jax_grouped.dense_split` hands them out one by one.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
+from jax_grouped.backends import primitives
+from jax_grouped.backends.spec import Product, ScaledMatmulSpec
+from jax_grouped.bias import add_bias, bias_grad
+from jax_grouped.dense_inputs import Inputs, Static
+from jax_grouped.fp8_state import Fp8State
+from jax_grouped.matmul import gradient_type, grouped_matmul
+from jax_grouped.quantize import kernel_spec, quantize_stack, quantize_tokens
+from jax_grouped.recipes import DelayedScaling
+
+#: Names of the quantized tokens and kernels that wait for the backward pass:
+#: `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel")
+
+#: Numbers as a product reads them: quantized with a recipe, as they are without.
+Operand = ScaledArray | jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class DenseResiduals:
+    """What waits between the forward pass and dgrad.
+
+    Attributes:
+        x: what wgrad reads, or None if it will not run.
+        kernel: what dgrad reads, or None if it will not run.
+        group_sizes, group_offset: `int32[E]` and `int32[1]`.
+        fp8_state: the state that the forward pass used, with `DelayedScaling`.
+        amax: the largest values for the next state, by tensor; None if nobody wants that state.
+        static: everything else.
+    """
+
+    x: Operand | None
+    kernel: Operand | None
+    group_sizes: jax.Array
+    group_offset: jax.Array
+    fp8_state: Fp8State | None
+    amax: dict[str, jax.Array] | None
+    static: Static = dataclasses.field(metadata=dict(static=True))
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class PendingWgrad:
+    """What waits between dgrad and wgrad, FP8 with a recipe.
+
+    Attributes:
+        x, dy: what wgrad reads, or None if it will not run.
+        dbias: the gradient of the bias, which is there already; None if there is no bias.
+        fp8_state: the next state of `DelayedScaling`, which is there already; None with other recipes.
+        group_sizes, group_offset: `int32[E]` and `int32[1]`.
+        static: everything else.
+    """
+
+    x: Operand | None
+    dy: Operand | None
+    dbias: jax.Array | None
+    fp8_state: Fp8State | None
+    group_sizes: jax.Array
+    group_offset: jax.Array
+    static: Static = dataclasses.field(metadata=dict(static=True))
+
+
+def fprop(
+    inputs: Inputs, static: Static, *, for_dgrad: bool, for_wgrad: bool, for_state: bool
+) -> tuple[jax.Array, DenseResiduals]:
+    """The result, and what those of the later steps need that will be taken."""
+    amax: dict[str, jax.Array] = {}
+    x: Operand | None
+    kernel: Operand | None
+    if static.recipe is None:
+        x, kernel = inputs.x, inputs.kernel.astype(inputs.x.dtype)
+        spec = static.matmul("fprop", static.out_dtype)
+        y = grouped_matmul(x, kernel, inputs.group_sizes, inputs.group_offset, spec)
+    else:
+        tokens, kernels = _quantized(inputs, static, for_dgrad=for_dgrad, for_wgrad=for_wgrad)
+        y = _multiply("fprop", tokens.rowwise, kernels.columnwise, inputs, static.out_dtype)
+        x, kernel = tokens.columnwise, kernels.rowwise
+        amax = {"input": tokens.amax, "kernel": kernels.amax}
+    if inputs.bias is not None:
+        y = add_bias(y, inputs.bias, inputs.group_sizes, inputs.group_offset)
+    residuals = DenseResiduals(
+        x=x if for_wgrad else None,
+        kernel=kernel if for_dgrad else None,
+        group_sizes=inputs.group_sizes,
+        group_offset=inputs.group_offset,
+        fp8_state=inputs.fp8_state,
+        amax=amax if for_state else None,
+        static=static,
+    )
+    return y, residuals
+
+
+def _quantized(
+    inputs: Inputs, static: Static, *, for_dgrad: bool, for_wgrad: bool
+) -> tuple[GroupedQuantized, GroupedQuantized | KernelCache]:
+    """The tokens and the kernels, in the orientations that are read."""
+    recipe = static.recipe
+    assert recipe is not None
+    x_scale, kernel_scale = [], []
+    if isinstance(recipe, DelayedScaling):
+        assert inputs.fp8_state is not None
+        scales = inputs.fp8_state.scales(recipe)
+        x_scale, kernel_scale = [scales.input], [scales.kernel]
+    spec = static.token_spec(recipe.fwd_dtype, rowwise=True, columnwise=for_wgrad)
+    tokens = quantize_tokens(inputs.x, inputs.group_sizes, inputs.group_offset, *x_scale, spec=spec)
+    if inputs.kernel_cache is not None:
+        return tokens, inputs.kernel_cache
+    spec = dataclasses.replace(kernel_spec(inputs.kernel.shape, recipe), rowwise=for_dgrad)
+    return tokens, quantize_stack(inputs.kernel, *kernel_scale, spec=spec)
+
+
+def _multiply(
+    product: Product,
+    a: Operand | None,
+    b: Operand | None,
+    groups: Inputs | DenseResiduals | PendingWgrad,
+    out_dtype: DTypeLike,
+    accumulator: jax.Array | None = None,
+) -> jax.Array:
+    """A product of quantized operands."""
+    assert isinstance(a, ScaledArray)
+    assert isinstance(b, ScaledArray)
+    spec = ScaledMatmulSpec(product, a.layout, b.layout, out_dtype)
+    sizes, offset = groups.group_sizes, groups.group_offset
+    return primitives.scaled_matmul(a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset, spec, accumulator)
+
+
+def named(residuals: DenseResiduals) -> DenseResiduals:
+    """The same, the quantized arrays among them under `CHECKPOINT_NAMES`."""
+
+    def name(operand: Operand | None, name: str) -> Operand | None:
+        if not isinstance(operand, ScaledArray):
+            return operand
+        data, scale_inv = checkpoint_name(operand.data, name), checkpoint_name(operand.scale_inv, name)
+        return dataclasses.replace(operand, data=data, scale_inv=scale_inv)
+
+    x, kernel = (name(*pair) for pair in zip((residuals.x, residuals.kernel), CHECKPOINT_NAMES, strict=True))
+    return dataclasses.replace(residuals, x=x, kernel=kernel)
+
+
+def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, PendingWgrad]:
+    """The gradient of `x`, if it was to be taken, and what wgrad needs, if it was.
+
+    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass.
+    """
+    static = residuals.static
+    sizes, offset = residuals.group_sizes, residuals.group_offset
+    amax: dict[str, jax.Array] = {}
+    dx = dbias = None
+    operand: Operand | None = None
+    if static.recipe is None:
+        if residuals.kernel is not None:
+            assert isinstance(residuals.kernel, jax.Array)
+            dtype = gradient_type(jnp.dtype(static.x_dtype), dy.dtype)
+            spec = static.matmul("dgrad", static.x_dtype)
+            dx = grouped_matmul(dy.astype(dtype), residuals.kernel.astype(dtype), sizes, offset, spec)
+        operand = dy if residuals.x is not None else None
+    elif residuals.x is not None or residuals.kernel is not None or residuals.amax:
+        quantized = _quantized_gradient(residuals, dy)
+        if residuals.kernel is not None:
+            dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, static.x_dtype)
+        operand, dbias = quantized.columnwise, quantized.dbias
+        amax = {"output_grad": quantized.amax}
+    if static.bias_dtype is not None:
+        if dbias is None:
+            dbias = bias_grad(dy, sizes, offset, static.num_groups, jnp.dtype(static.bias_dtype))
+        dbias = dbias.astype(static.bias_dtype)
+    return dx, PendingWgrad(residuals.x, operand, dbias, next_state(residuals, amax), sizes, offset, static)
+
+
+def _quantized_gradient(residuals: DenseResiduals, dy: jax.Array) -> GroupedQuantized:
+    static, recipe = residuals.static, residuals.static.recipe
+    assert recipe is not None
+    scale = []
+    if isinstance(recipe, DelayedScaling):
+        assert residuals.fp8_state is not None
+        scale = [residuals.fp8_state.scales(recipe).output_grad]
+    spec = static.token_spec(
+        recipe.grad_dtype,
+        # One orientation is made in any case: the next state wants the largest values.
+        rowwise=residuals.kernel is not None or residuals.x is None,
+        columnwise=residuals.x is not None,
+        dbias=static.bias_dtype is not None,
+    )
+    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *scale, spec=spec)
+
+
+def next_state(residuals: DenseResiduals, amax: dict[str, jax.Array]) -> Fp8State | None:
+    """The state after this step, with the largest values of the gradient, if it was quantized; None if not wanted."""
+    if residuals.fp8_state is None or residuals.amax is None:
+        return None
+    assert isinstance(residuals.static.recipe, DelayedScaling)
+    return residuals.fp8_state.after(residuals.static.recipe, residuals.amax | amax)
+
+
+def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array | None:
+    """The gradient of `kernel` in its own type, added to the accumulator if there is one; None if it was not wanted."""
+    static = pending.static
+    if pending.x is None:
+        return None
+    if static.recipe is not None:
+        return _multiply("wgrad", pending.x, pending.dy, pending, static.kernel.dtype, accumulator)
+    assert isinstance(pending.x, jax.Array)
+    assert isinstance(pending.dy, jax.Array)
+    dtype = gradient_type(jnp.dtype(static.x_dtype), pending.dy.dtype)
+    operands = pending.x.astype(dtype), pending.dy.astype(dtype), pending.group_sizes, pending.group_offset
+    spec = static.matmul("wgrad", static.kernel.dtype)
+    if accumulator is None:
+        return grouped_matmul(*operands, spec)
+    return primitives.grouped_matmul(*operands, spec, accumulator)

@@ -1,0 +1,125 @@
+"""`grouped_dense` in three calls, for schedules that take the kernel's gradient later than that of the tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _checks
+from jax_grouped._varying import vary_alike
+from jax_grouped.arrays import KernelCache
+from jax_grouped.dense_inputs import canonical_inputs, check_accumulator
+from jax_grouped.dense_products import DenseResiduals, PendingWgrad, dgrad, fprop, wgrad
+from jax_grouped.fp8_state import Fp8State
+from jax_grouped.recipes import Recipe
+
+
+def grouped_dense_fwd(
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: ArrayLike,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | None = None,
+    fp8_state: Fp8State | None = None,
+    kernel_cache: KernelCache | None = None,
+    group_offset: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, DenseResiduals]:
+    """The forward pass of `jax_grouped.grouped_dense`, with what its backward pass needs.
+
+    `grouped_dense_dgrad` and `grouped_dense_wgrad` take the gradients in two halves, so that a schedule can do the
+    second one when nothing else waits for the device. Together they give what the gradient of `grouped_dense` is, bit
+    for bit. JAX does not differentiate these functions themselves; they are meant for rules of one's own.
+
+        y, residuals = jg.grouped_dense_fwd(x, kernel, group_sizes, bias, recipe=recipe)
+        dx, pending = jg.grouped_dense_dgrad(residuals, dy)
+        dkernel, dbias = jg.grouped_dense_wgrad(pending)
+
+    Args:
+        x: see `jax_grouped.grouped_dense`, as for all others.
+        kernel: likewise.
+        group_sizes: likewise.
+        bias: likewise.
+        recipe: likewise.
+        fp8_state: likewise; its next value is `pending.fp8_state`.
+        kernel_cache: likewise.
+        group_offset: likewise.
+        preferred_element_type: likewise.
+        precision: likewise.
+
+    Returns:
+        `[T, N]`, and a pytree for `grouped_dense_dgrad`.
+
+    Raises:
+        TypeError: as `jax_grouped.grouped_dense`.
+        ValueError: as `jax_grouped.grouped_dense`.
+    """
+    inputs, static = canonical_inputs(
+        x,
+        kernel,
+        group_sizes,
+        bias,
+        recipe=recipe,
+        fp8_state=fp8_state,
+        kernel_cache=kernel_cache,
+        dkernel_accumulator=None,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+    )
+    return fprop(inputs, static, for_dgrad=True, for_wgrad=True, for_state=True)
+
+
+def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
+    """The gradient of `x`, and what the gradient of `kernel` needs.
+
+    With a recipe, `dy` is quantized here, once for both halves. `residuals` and `dy` can be forgotten afterwards.
+
+    Args:
+        residuals: from `grouped_dense_fwd`.
+        dy: `[T, N]`, the gradient of its result: bfloat16, float16 or float32.
+
+    Returns:
+        `[T, K]` in the type of `x`, and a pytree for `grouped_dense_wgrad`, of which `dbias` and `fp8_state`, the next
+        state of `DelayedScaling`, can be read at once.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: `dy` has another shape than the result.
+    """
+    if not isinstance(residuals, DenseResiduals):
+        raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
+    dy = jnp.asarray(dy)
+    _checks.check_dtype("dy's type", dy.dtype)
+    if dy.shape != residuals.static.out_shape:
+        raise ValueError(f"dy must have the result's shape {residuals.static.out_shape}, got {dy.shape}.")
+    dx, pending = dgrad(residuals, vary_alike(dy, residuals.group_sizes)[0])
+    assert dx is not None
+    return dx, pending
+
+
+def grouped_dense_wgrad(
+    pending: PendingWgrad, *, dkernel_accumulator: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of `kernel` and `bias`.
+
+    Args:
+        pending: from `grouped_dense_dgrad`.
+        dkernel_accumulator: see `jax_grouped.grouped_dense`.
+
+    Returns:
+        `[G, K, N]` in the type of `kernel`, and `[G, N]` in that of `bias`, or None if there was no bias.
+
+    Raises:
+        TypeError: an argument has a type that does not fit.
+        ValueError: the accumulator has another shape than the kernel.
+    """
+    if not isinstance(pending, PendingWgrad):
+        raise TypeError(f"pending must be that of grouped_dense_dgrad, got {type(pending).__name__}.")
+    if dkernel_accumulator is not None:
+        dkernel_accumulator = jnp.asarray(dkernel_accumulator)
+        check_accumulator(dkernel_accumulator, pending.static.kernel)
+    dkernel = wgrad(pending, dkernel_accumulator)
+    assert dkernel is not None
+    return dkernel, pending.dbias

@@ -1,0 +1,133 @@
+"""The state of delayed scaling: the largest values of earlier steps, from which the next scales follow."""
+
+import dataclasses
+import functools
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_grouped._varying import varying_axes
+from jax_grouped.backends import fp8
+from jax_grouped.recipes import DelayedScaling
+
+
+class PerTensor(NamedTuple):
+    """Something of each tensor that is quantized: of `x`, of `kernel`, and of the gradient of the result."""
+
+    input: jax.Array
+    kernel: jax.Array
+    output_grad: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class Fp8State:
+    """What `DelayedScaling` remembers from step to step, for `E` groups and a history of `H` steps.
+
+    The gradient of `jax_grouped.grouped_dense` with respect to its `fp8_state` is the state's next value, as with
+    Flax's FP8 operations, whose names these are: instead of an optimizer's update, the gradient takes the state's
+    place. What several microbatches or devices make of one state is combined by taking the larger of each number:
+    `jax.tree.map(jnp.maximum, one, other)`, or `jax.lax.pmax`. Inside `jax.shard_map` with its checks on, that is done
+    for a state that is replicated. Where JAX itself adds gradients up, as it does if one state is used twice or in the
+    steps of a `jax.lax.scan`, pass `state.astype(flax.linen.fp8_ops.fp32_max_grad)`, a type whose sum is the maximum.
+
+    Attributes:
+        input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
+            values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
+        input_scale, kernel_scale, output_grad_scale: `float32[E]`, what was last multiplied by before rounding to FP8.
+    """
+
+    input_amax_history: jax.Array
+    input_scale: jax.Array
+    kernel_amax_history: jax.Array
+    kernel_scale: jax.Array
+    output_grad_amax_history: jax.Array
+    output_grad_scale: jax.Array
+
+    @classmethod
+    def initial(cls, recipe: DelayedScaling, num_groups: int) -> Self:
+        """The state before the first step: nothing is known, every scale is 1."""
+        fields = {}
+        for name in PerTensor._fields:
+            fields[f"{name}_amax_history"] = jnp.zeros((num_groups, recipe.amax_history_len), jnp.float32)
+            fields[f"{name}_scale"] = jnp.ones((num_groups,), jnp.float32)
+        return cls(**fields)
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """The same numbers as another type, one whose sum is the maximum."""
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, dtype), self)
+
+    def scales(self, recipe: DelayedScaling) -> PerTensor:
+        """What the next product's operands are multiplied by before rounding, `float32[E]` each.
+
+        `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al., arXiv:2209.05433). Where that
+        is zero or not finite, as with an empty history, it is the scale of the state, and 1 if that is no scale either.
+        """
+        dtypes = {"input": recipe.fwd_dtype, "kernel": recipe.fwd_dtype, "output_grad": recipe.grad_dtype}
+        return PerTensor(**{name: self._scale(name, dtype, recipe) for name, dtype in dtypes.items()})
+
+    def _scale(self, name: str, dtype: DTypeLike, recipe: DelayedScaling) -> jax.Array:
+        history = _float32(getattr(self, f"{name}_amax_history"))
+        last = _float32(getattr(self, f"{name}_scale"))
+        amax = jnp.max(history, axis=1) if recipe.amax_compute_algo == "max" else history[:, 0]
+        amax = fp8.flush(amax * np.float32(2.0**recipe.margin))
+        known = (amax > 0) & jnp.isfinite(amax)
+        usable = (last > 0) & jnp.isfinite(last)
+        last = jnp.where(usable, fp8.clamp_scale(last), 1)
+        return jnp.where(known, fp8.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
+
+    def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:
+        """The next state: the scales that were used, and the histories with `amax`, `float32[E]` for each name."""
+        scales = self.scales(recipe)._asdict()
+        fields = {}
+        for name in PerTensor._fields:
+            history = _float32(getattr(self, f"{name}_amax_history"))
+            if name in amax:
+                newest = _reduced(amax[name], history)[:, None]
+                history = jnp.concatenate([newest, history[:, :-1]], axis=1)
+            fields[f"{name}_amax_history"] = history
+            fields[f"{name}_scale"] = scales[name]
+        return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), type(self)(**fields), self)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
+    """The maximum over the mesh axes over which `amax` varies and the history does not."""
+    axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
+    return jax.lax.pmax(amax, axes) if axes else amax
+
+
+def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None:
+    """Raises unless `state` is there if the recipe is delayed scaling, fits it, and is absent otherwise.
+
+    Raises:
+        TypeError: it is no Fp8State, or holds something other than float32.
+        ValueError: it is missing, of no use, or of another shape.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            raise ValueError(f"fp8_state is for DelayedScaling, got recipe {recipe!r}.")
+        return
+    if state is None:
+        raise ValueError(
+            f"DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups={num_groups})."
+        )
+    if not isinstance(state, Fp8State):
+        raise TypeError(f"fp8_state must be a jax_grouped.Fp8State, got {type(state).__name__}.")
+    shapes = {"amax_history": (num_groups, recipe.amax_history_len), "scale": (num_groups,)}
+    for field in dataclasses.fields(Fp8State):
+        array = getattr(state, field.name)
+        expected = shapes["scale" if field.name.endswith("_scale") else "amax_history"]
+        if array.shape != expected:
+            raise ValueError(
+                f"fp8_state.{field.name} must have shape {expected} for {num_groups} groups and amax_history_len "
+                f"{recipe.amax_history_len}, got {array.shape}."
+            )
+        if array.dtype != jnp.float32 and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")

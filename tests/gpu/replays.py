@@ -1,0 +1,81 @@
+"""What programs share that run one step thousands of times: other sizes each time, and results that stay on the device.
+
+Copying results to the host would take longer than the steps, and would leave the device idle between them. So results
+are digested where they are, and the digests are fetched at the end.
+"""
+
+import collections
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import shapes
+
+#: Odd numbers, far from each other.
+_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
+
+
+def changing_sizes(shape: shapes.Shape, index: int) -> np.ndarray:
+    """Every skew in turn, hostile ones included, each time drawn anew."""
+    skew = shapes.TEST_SKEWS[index % len(shapes.TEST_SKEWS)]
+    return np.random.default_rng(index).permutation(shapes.group_sizes(shape, skew, seed=index))
+
+
+@jax.jit
+def digest(arrays: Sequence[jax.Array]) -> jax.Array:
+    """`uint32[n, 3]` of `n` arrays: two sums of each one's bits, weighted by position, and whether it is all finite.
+
+    Weights are odd, so two arrays that differ in one number never have the same sums.
+    """
+    return jnp.stack([_digest(array) for array in arrays])
+
+
+def _digest(array: jax.Array) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32).ravel()
+    position = jax.lax.iota(jnp.uint32, words.size)
+    sums = [jnp.sum(words * (position * np.uint32(m) | np.uint32(1)), dtype=jnp.uint32) for m in _MULTIPLIERS]
+    return jnp.stack([*sums, jnp.isfinite(array).all().astype(jnp.uint32)])
+
+
+def fetch(digests: Iterable[jax.Array], names: Sequence[str]) -> np.ndarray:
+    """The sums of each step's results on the host, `uint32[steps, n, 2]`.
+
+    Raises:
+        AssertionError: a result was not finite; says which, by its name.
+    """
+    on_host = np.stack(jax.device_get(list(digests)))
+    not_finite = np.argwhere(on_host[..., 2] == 0)
+    if not_finite.size:
+        step, result = not_finite[0].tolist()
+        raise AssertionError(f"{len(not_finite)} results have NaN or infinity, the first is {names[result]} of {step}")
+    return on_host[..., :2]
+
+
+def first_difference(got: np.ndarray, expected: np.ndarray, names: Sequence[str]) -> str:
+    """How many steps have other digests than expected, and where the first one is; empty if none has."""
+    different = np.argwhere((got != expected).any(axis=-1))
+    if not different.size:
+        return ""
+    step, result = different[0].tolist()
+    count = len(set(different[:, 0].tolist()))
+    return f"{count} of {len(got)} steps differ, the first in {names[result]} of step {step}"
+
+
+def events(run: Callable[[], Any]) -> dict[str, int]:
+    """How often each event occurs in a profile of `run`, on the host and on the device; waits for what it returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    return collections.Counter(event.name for plane in data.planes for line in plane.lines for event in line.events)
+
+
+def occurrences(counts: dict[str, int], *parts: str) -> int:
+    """How many events have one of these parts in their name."""
+    return sum(count for name, count in counts.items() if any(part.lower() in name.lower() for part in parts))

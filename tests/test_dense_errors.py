@@ -1,0 +1,125 @@
+"""Types and errors of FP8 `grouped_dense`."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_grouped as jg
+from tests.test_dense_fp8 import BLOCK, CURRENT, SIZES
+from tests.test_dense_lowering import BIAS, CACHE, KERNEL, X
+from tests.test_lowering import struct
+
+DELAYED = jg.DelayedScaling(amax_history_len=4)
+STATE = jg.Fp8State.initial(DELAYED, 2)
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize("kernel_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16", "float32"])
+def test_types(x_dtype: str, kernel_dtype: str, out_dtype: str | None) -> None:
+    def step(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(
+            lambda *a: jg.grouped_dense(*a[:2], SIZES, a[2], recipe=CURRENT, preferred_element_type=out_dtype),
+            *(x, kernel, bias),
+        )
+        return y, *vjp(y)
+
+    results = jax.eval_shape(step, struct(X.shape, x_dtype), struct(KERNEL.shape, kernel_dtype), BIAS)
+    assert [r.dtype for r in results] == [out_dtype or x_dtype, x_dtype, kernel_dtype, "bfloat16"]
+
+
+E5M2 = "float8_e5m2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            dict(recipe="fp8"),
+            TypeError,
+            "recipe must be a recipe such as Float8BlockScaling(), or None, got 'fp8'.",
+        ),
+        (
+            dict(recipe=DELAYED),
+            ValueError,
+            "DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups=2).",
+        ),
+        (
+            dict(recipe=CURRENT, fp8_state=STATE),
+            ValueError,
+            "fp8_state is for DelayedScaling, got recipe Float8CurrentScaling(",
+        ),
+        (
+            dict(recipe=DELAYED, fp8_state={}),
+            TypeError,
+            "fp8_state must be a jax_grouped.Fp8State, got dict.",
+        ),
+        (
+            dict(recipe=jg.DelayedScaling(), fp8_state=STATE),
+            ValueError,
+            "fp8_state.input_amax_history must have shape (2, 1024) for 2 groups and amax_history_len 1024, got (2, 4)",
+        ),
+        (
+            dict(recipe=DELAYED, fp8_state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), STATE)),
+            TypeError,
+            "fp8_state.input_amax_history must be float32, got bfloat16.",
+        ),
+        (
+            dict(dkernel_accumulator=jnp.ones((2, 48, 32))),
+            ValueError,
+            "dkernel_accumulator must have the kernel's shape (2, 32, 48), got (2, 48, 32).",
+        ),
+        (
+            dict(dkernel_accumulator=jnp.ones((2, 32, 48), jnp.bfloat16)),
+            TypeError,
+            "dkernel_accumulator must have the kernel's type, float32, got bfloat16.",
+        ),
+        (
+            dict(recipe=jg.Float8CurrentScaling(fwd_dtype=E5M2)),
+            TypeError,
+            "recipe.fwd_dtype must be float8_e4m3fn, got float8_e5m2 with grad_dtype float8_e5m2: of the two operands "
+            "of a product only one may be float8_e5m2, and x and kernel both have fwd_dtype.",
+        ),
+        (
+            dict(kernel=jnp.ones((2, 32, 24))),
+            ValueError,
+            "quantized features must be a multiple of 16, got 24 from kernel (2, 32, 24); pad the feature axis with ",
+        ),
+        (
+            dict(x=jnp.ones((6, 24)), kernel=jnp.ones((2, 24, 48))),
+            ValueError,
+            "quantized features must be a multiple of 16, got 24 from kernel (2, 24, 48); pad the feature axis with ",
+        ),
+        (
+            dict(precision="highest"),
+            ValueError,
+            "precision is for recipe=None; FP8 products have only one. Got 'highest'.",
+        ),
+        (
+            dict(recipe=None, kernel_cache=CACHE),
+            ValueError,
+            "kernel_cache needs a recipe, the one that it was made with.",
+        ),
+        (dict(kernel_cache=3), TypeError, "kernel_cache must be a KernelCache, got int."),
+        (
+            dict(kernel_cache=CACHE),
+            ValueError,
+            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
+        ),
+        (
+            dict(
+                recipe=CURRENT,
+                kernel_cache=jax.eval_shape(lambda k: jg.quantize_kernel(k, BLOCK), jnp.ones((2, 32, 48))),
+            ),
+            ValueError,
+            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
+        ),
+    ],
+)
+def test_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = dict(x=jnp.ones((6, 32)), kernel=jnp.ones((2, 32, 48)), group_sizes=jnp.array([2, 3]), recipe=BLOCK)
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        jg.grouped_dense(**(given | arguments))
