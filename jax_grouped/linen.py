@@ -1,5 +1,6 @@
 """Flax linen layers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.dense import grouped_dense
+from jax_grouped.fp8_state import Fp8State
+from jax_grouped.recipes import DelayedScaling, Recipe
 
 try:
     import flax.linen as nn
+    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
 
@@ -27,6 +31,12 @@ class GroupedDense(nn.Module):
     Parameters: `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. Wrap the initialisers with
     `flax.linen.with_logical_partitioning` to name their axes, for example `("expert", "embed", "mlp")`.
 
+    With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
+    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value: a
+    `flax.training.train_state.TrainState` whose `params` are all variables, the collection `params` and this one,
+    replaces them with it and shows its optimizer only the parameters. Gradients of several microbatches, devices or
+    uses of one layer are combined by their elementwise maximum there, as `Fp8State` explains; a sum would be wrong.
+
     Attributes:
         features: `N`, the size of each output row.
         num_groups: `E`, the number of groups (experts).
@@ -37,6 +47,7 @@ class GroupedDense(nn.Module):
         kernel_init: called with `(key, (E, K, N), param_dtype)`. The default is Dense's, with the group axis as a batch
             axis: every group is initialised as a Dense layer would be.
         bias_init: called with `(key, (E, N), param_dtype)`.
+        recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
     """
 
     features: int
@@ -47,6 +58,7 @@ class GroupedDense(nn.Module):
     precision: jax.lax.PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = nn.initializers.zeros_init()
+    recipe: Recipe | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -66,4 +78,23 @@ class GroupedDense(nn.Module):
             bias = self.param("bias", self.bias_init, (self.num_groups, self.features), self.param_dtype)
         # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
         dtype = self.dtype or jnp.result_type(x, kernel)
-        return grouped_dense(jnp.asarray(x, dtype), kernel, group_sizes, bias, precision=self.precision)
+        return grouped_dense(
+            jnp.asarray(x, dtype),
+            kernel,
+            group_sizes,
+            bias,
+            recipe=self.recipe,
+            fp8_state=self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None,
+            precision=self.precision,
+        )
+
+    def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
+        """The variables of delayed scaling, made by `init`."""
+
+        def initial(name: str) -> jax.Array:
+            return getattr(Fp8State.initial(recipe, self.num_groups), name)
+
+        def variable(name: str) -> jax.Array:
+            return self.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value
+
+        return Fp8State(**{field.name: variable(field.name) for field in dataclasses.fields(Fp8State)})

@@ -1,6 +1,7 @@
 """The losses of a run: in memory, as CSV that survives an interruption, and as a picture."""
 
 import csv
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,17 +42,7 @@ class LossCurve:
         Raises:
             UsageError: the file is not a loss curve.
         """
-        self.rows = []
-        if self.csv_path.exists():
-            with self.csv_path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    try:
-                        losses = Losses(int(row["step"]), _value(row["train_loss"]), _value(row["held_out_loss"]))
-                    except (KeyError, TypeError, ValueError):
-                        raise UsageError(f"{self.csv_path} is not a loss curve of this program") from None
-                    if losses.step > step:
-                        break
-                    self.rows.append(losses)
+        self.rows = read_losses(self.csv_path, step) if self.csv_path.exists() else []
         replace_file(self.csv_path, _HEADER + _csv(self.rows))
 
     def extend(self, rows: Iterable[Losses]) -> None:
@@ -63,11 +54,11 @@ class LossCurve:
 
     def held_out(self) -> list[tuple[int, float]]:
         """The steps at which the held-out loss was evaluated, and its values."""
-        return [(row.step, row.held_out) for row in self.rows if row.held_out is not None]
+        return held_out_points(self.rows)
 
     def plot(self) -> None:
         """Draws the curve so far."""
-        train = [(row.step, row.train) for row in self.rows if row.train is not None]
+        train = train_points(self.rows)
         # A Figure of its own, without pyplot, needs no display and leaves nothing global behind.
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
@@ -77,6 +68,36 @@ class LossCurve:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.plot_path, dpi=150)
+
+
+def read_losses(path: Path, last_step: float = math.inf) -> list[Losses]:
+    """The rows of a `loss.csv` up to a step. What follows it is not read, for an interruption can leave half a row.
+
+    Raises:
+        OSError: it cannot be read.
+        UsageError: it is not a loss curve.
+    """
+    rows: list[Losses] = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                losses = Losses(int(row["step"]), _value(row["train_loss"]), _value(row["held_out_loss"]))
+            except (KeyError, TypeError, ValueError):
+                raise UsageError(f"{path} is not a loss curve of this program") from None
+            if losses.step > last_step:
+                break
+            rows.append(losses)
+    return rows
+
+
+def train_points(rows: Iterable[Losses]) -> list[tuple[int, float]]:
+    """The steps with a training loss, and its values."""
+    return [(row.step, row.train) for row in rows if row.train is not None]
+
+
+def held_out_points(rows: Iterable[Losses]) -> list[tuple[int, float]]:
+    """The steps with a held-out loss, and its values."""
+    return [(row.step, row.held_out) for row in rows if row.held_out is not None]
 
 
 def replace_file(path: Path, text: str) -> None:

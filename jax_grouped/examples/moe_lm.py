@@ -1,5 +1,6 @@
 """A causal transformer language model over bytes whose feed-forward layers are mixtures of experts."""
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jax_grouped as jg
+from jax_grouped.recipes import Recipe
 
 #: Every byte is a token.
 VOCABULARY = 256
@@ -82,12 +84,14 @@ class MoEMLP(nn.Module):
         top_k: experts per token.
         hidden: features between an expert's two layers.
         dtype: type of the experts' computation; the router is computed in float32, for its choice is discrete.
+        recipe: how the experts' matmuls are computed in FP8, or None for `dtype`.
     """
 
     num_experts: int
     top_k: int
     hidden: int
     dtype: DTypeLike
+    recipe: Recipe | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,8 +101,10 @@ class MoEMLP(nn.Module):
         routing = route(router(x), self.top_k)
 
         rows = permute_rows(jnp.repeat(x, self.top_k, axis=0), routing.order, routing.inverse)
-        hidden = jg.linen.GroupedDense(self.hidden, self.num_experts, dtype=self.dtype, name="up")
-        output = jg.linen.GroupedDense(features, self.num_experts, dtype=self.dtype, name="down")
+        layer = functools.partial(
+            jg.linen.GroupedDense, num_groups=self.num_experts, dtype=self.dtype, recipe=self.recipe
+        )
+        hidden, output = layer(self.hidden, name="up"), layer(features, name="down")
         rows = output(nn.gelu(hidden(rows, routing.group_sizes)), routing.group_sizes)
 
         pairs = permute_rows(rows, routing.inverse, routing.order).reshape(tokens, self.top_k, features)
@@ -140,6 +146,7 @@ class MoELanguageModel(nn.Module):
         num_heads: attention heads; `d_model` divided by it must be even.
         num_experts, top_k, d_ff: the mixture of experts of each block, see `MoEMLP`.
         dtype: type of the computation. Parameters are float32, and so are router, norms' statistics and logits.
+        recipe: how the experts' matmuls, and only they, are computed in FP8, or None for `dtype`.
     """
 
     d_model: int
@@ -149,6 +156,7 @@ class MoELanguageModel(nn.Module):
     top_k: int
     d_ff: int
     dtype: DTypeLike
+    recipe: Recipe | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -161,7 +169,7 @@ class MoELanguageModel(nn.Module):
         for layer in range(self.num_layers):
             attention = CausalAttention(self.num_heads, self.dtype, name=f"attention_{layer}")
             x = x + attention(nn.RMSNorm(dtype=self.dtype, name=f"attention_norm_{layer}")(x))
-            experts = MoEMLP(self.num_experts, self.top_k, self.d_ff, self.dtype, name=f"experts_{layer}")
+            experts = MoEMLP(self.num_experts, self.top_k, self.d_ff, self.dtype, self.recipe, name=f"experts_{layer}")
             normed = nn.RMSNorm(dtype=self.dtype, name=f"experts_norm_{layer}")(x)
             y, balance_loss = experts(normed.reshape(-1, self.d_model))
             x = x + y.reshape(x.shape)

@@ -7,7 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-RECIPES = ("bf16",)
+from jax_grouped.group_layout import FP8_ALIGNMENT
+from jax_grouped.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+#: How the experts' matmuls are computed in FP8, None for bfloat16.
+RECIPES: Mapping[str, Recipe | None] = {
+    "bf16": None,
+    "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
 
 #: Flags that may change when a run is resumed; every other one shapes the loss curve.
 CHANGEABLE = ("steps", "eval_every", "save_every")
@@ -121,8 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe",
         choices=RECIPES,
         default="bf16",
-        help="number formats. bf16: matmuls and activations in bfloat16; parameters, Adam, router and loss in float32 "
-        "(default: %(default)s)",
+        help="number formats. bf16: matmuls and activations in bfloat16; parameters, Adam, router and loss in float32. "
+        "The others compute the experts' matmuls in FP8, scaled per block of 128, per expert with the current or the "
+        "delayed largest value, or per block of 32 (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="of the parameters and the data order (default: %(default)s)"
@@ -201,3 +212,10 @@ def _check(settings: Settings) -> None:
             f"--d-model {settings.d_model} must be a multiple of 2 * --heads = {2 * settings.heads}: "
             "rotary attention needs heads of an even size"
         )
+    if RECIPES[settings.recipe] is not None:
+        for flag, features in (("--d-model", settings.d_model), ("--d-ff", settings.d_ff)):
+            if features % FP8_ALIGNMENT:
+                raise UsageError(
+                    f"{flag} {features} must be a multiple of {FP8_ALIGNMENT}: "
+                    f"the FP8 matmuls of --recipe {settings.recipe} need it"
+                )

@@ -16,7 +16,7 @@ from jax_grouped.backends import extension
 from jax_grouped.examples.loss_curve import Losses
 from jax_grouped.examples.moe_lm import MoELanguageModel
 from jax_grouped.examples.run_folder import RunFolder, restore, save
-from jax_grouped.examples.settings import Settings
+from jax_grouped.examples.settings import RECIPES, Settings
 from jax_grouped.examples.text_data import Corpus, even_windows, random_windows
 
 #: Weight of the load-balancing loss, as in Switch Transformers.
@@ -28,7 +28,10 @@ HELD_OUT_BATCHES = 8
 
 
 class TrainState(flax.training.train_state.TrainState):
-    """Parameters, Adam's state and the number of steps taken."""
+    """All of the model's variables as `params`, Adam's state and the number of steps taken.
+
+    Adam and the clipping of gradients see the parameters alone: delayed scaling's variables are replaced.
+    """
 
 
 def backend_name() -> str:
@@ -53,8 +56,8 @@ def create_state(settings: Settings) -> TrainState:
         num_experts=settings.experts,
         top_k=settings.top_k,
         d_ff=settings.d_ff,
-        # What the recipe bf16, so far the only one, stands for.
         dtype=jnp.bfloat16,
+        recipe=RECIPES[settings.recipe],
     )
     params = model.init(jax.random.key(settings.seed), jnp.zeros((1, settings.sequence), jnp.int32))
     # The rate does not depend on the number of steps, so that a run can be continued past its end.
@@ -91,7 +94,7 @@ def held_out_loss(state: TrainState, batches: jax.Array) -> jax.Array:
 def parameter_count(settings: Settings) -> int:
     """How many numbers the model learns."""
     state = jax.eval_shape(functools.partial(create_state, settings))
-    return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    return sum(leaf.size for leaf in jax.tree.leaves(state.params["params"]))
 
 
 def train(settings: Settings, corpus: Corpus, folder: RunFolder) -> float | None:

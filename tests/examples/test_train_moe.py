@@ -2,8 +2,10 @@
 
 import contextlib
 import csv
+import functools
 import io
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.examples import loss_curve, moe_lm, settings, text_data
+from jax_grouped.examples import loss_curve, moe_lm, settings, text_data, training
 from jax_grouped.examples.train_moe import main
 
 Params = dict[str, dict[str, jax.Array]]
@@ -94,6 +96,47 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     assert read_rows(folder) == read_rows(finished[0])
 
 
+def test_delayed_scaling_resumes_with_what_it_remembers(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    status, out, err = run("--data", text_file, "--out", folder, "--steps", 6, "--recipe", "delayed", *TINY)
+    assert status == 0, err
+    interrupted = shutil.copytree(folder, tmp_path / "interrupted")
+    shutil.rmtree(interrupted / "checkpoints" / "6")
+
+    status, resumed_out, err = run("--out", interrupted, "--resume")
+
+    assert status == 0, err
+    assert "resuming at step 4" in resumed_out
+    model = next(line for line in out.splitlines() if line.startswith("model: "))
+    assert model.endswith("recipe delayed")
+    assert model in resumed_out
+    rows = read_rows(interrupted)
+    assert rows == read_rows(folder)
+    assert float(rows[-1][2]) < float(rows[1][2])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "types"),
+    [
+        ("bf16", set()),
+        ("block", {"f8_e4m3fn"}),
+        ("current", {"f8_e4m3fn", "f8_e5m2"}),
+        ("delayed", {"f8_e4m3fn", "f8_e5m2"}),
+        ("mxfp8", {"f8_e4m3fn", "f8_e8m0fnu"}),
+    ],
+)
+def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8(recipe: str, types: set[str]) -> None:
+    flags = settings.parse(["--recipe", recipe, "--layers", "2"])
+    state = jax.eval_shape(functools.partial(training.create_state, flags))
+
+    step = str(training.train_step.trace(state, jax.ShapeDtypeStruct((2, 17), "uint8")).jaxpr)
+
+    assert set(re.findall(r"f8_\w+", step)) == types
+    # Two layers, of which each has two matmuls with three products.
+    assert step.count("scaled_matmul[") == (12 if types else 0)
+    assert training.parameter_count(flags) == training.parameter_count(settings.parse(["--layers", "2"]))
+
+
 def test_resuming_a_finished_run_says_so(finished: tuple[Path, str], finished_copy: Path) -> None:
     status, out, _ = run("--out", finished_copy, "--resume")
 
@@ -123,6 +166,14 @@ def test_a_new_run_moves_the_earlier_one(finished: tuple[Path, str], finished_co
         ("--recipe fp4", "argument --recipe: invalid choice: 'fp4' (choose from"),
         ("--top-k 9", "--top-k 9 is more than --experts 8"),
         ("--heads 3", "--d-model 128 must be a multiple of 2 * --heads = 6"),
+        (
+            "--recipe block --d-model 24",
+            "--d-model 24 must be a multiple of 16: the FP8 matmuls of --recipe block need",
+        ),
+        (
+            "--recipe delayed --d-ff 40",
+            "--d-ff 40 must be a multiple of 16: the FP8 matmuls of --recipe delayed need it",
+        ),
         ("--data missing.txt", "missing.txt is not a file or a folder"),
         ("--data empty", "empty holds 0 bytes of text, --sequence 128 needs 2580"),
         ("--data long.txt --out long.txt", "--out: cannot write long.txt: File exists"),
@@ -149,6 +200,7 @@ def test_an_error_is_one_clear_line(flags: str, message: str, tmp_path: Path, mo
     [
         ("--d-model 64", "was started with --d-model 32, not 64"),
         ("--experts 8 --top-k 8", "was started with --experts 4, not 8"),
+        ("--recipe block", "was started with --recipe bf16, not block"),
         ("--steps 11", "is at step 12, past --steps 11"),
         ("--data other.txt", "other.txt has changed since the run"),
     ],
