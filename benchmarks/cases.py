@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from benchmarks.shapes import Shape, group_ends, group_sizes
 
-#: The operations, with how many grouped products each consists of. `backward` is dgrad and wgrad.
-OPS = {"fprop": 1, "dgrad": 1, "wgrad": 1, "wgrad f32": 1, "backward": 2}
+#: The operations, with how many grouped products each consists of. `backward` is dgrad and wgrad, `step` all three.
+OPS = {"fprop": 1, "dgrad": 1, "wgrad": 1, "wgrad f32": 1, "backward": 2, "step": 3}
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -64,7 +65,7 @@ def sets_in_rotation(elements: int, most: int) -> int:
     return min(most, math.ceil(_BYTES_IN_ROTATION / (elements * DTYPE.itemsize)))
 
 
-def random_inputs(shape: Shape, seed: int) -> tuple[Inputs, ...]:
+def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE) -> tuple[Inputs, ...]:
     """Normally distributed operands: as many sets as it takes to keep them from being read out of the L2 cache.
 
     Zeros would draw less power, and the chip would run at a higher clock than it does in training.
@@ -74,7 +75,7 @@ def random_inputs(shape: Shape, seed: int) -> tuple[Inputs, ...]:
 
     def one(key: jax.Array) -> Inputs:
         x, kernel, dy = jax.random.split(key, 3)
-        return Inputs(normal(x, (T, K), DTYPE), normal(kernel, (E, K, N), DTYPE), normal(dy, (T, N), DTYPE))
+        return Inputs(normal(x, (T, K), DTYPE), normal(kernel, (E, K, N), kernel_dtype), normal(dy, (T, N), DTYPE))
 
     return tuple(one(key) for key in jax.random.split(jax.random.key(seed), count))
 

@@ -4,28 +4,14 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.peers import load
-from benchmarks.records import Record, new_record
-
-
-class MeasuredRow(Protocol):
-    """What a run reports of each row as soon as it is measured."""
-
-    @property
-    def milliseconds(self) -> float | None: ...
-
-    @property
-    def reason(self) -> str | None: ...
-
-    @property
-    def labels(self) -> tuple[str, ...]: ...
-
+from benchmarks.records import MeasuredRow, Record, new_record
 
 P = TypeVar("P")
 R = TypeVar("R")
-M = TypeVar("M", bound=MeasuredRow)
+M = TypeVar("M", bound=MeasuredRow[Any])
 
 
 def positive(convert: type[int] | type[float]) -> Callable[[str], float]:

@@ -30,11 +30,13 @@ class DeviceClock:
     Attributes:
         kernel_shares: for each block so far, the fraction of its time in the kernel that takes longest: the product
             itself, so that 1 means that nothing else takes time.
+        by_kernel: milliseconds per call of the latest block, by the kernel's name.
     """
 
     def __init__(self, work: Work):
         self._work = work
         self.kernel_shares: list[float] = []
+        self.by_kernel: dict[str, float] = {}
 
     def results(self) -> tuple[jax.Array, ...]:
         return self._work.results()
@@ -42,10 +44,11 @@ class DeviceClock:
     def block(self, calls: int) -> float:
         spans = profile(self._work, calls)
         total = _length(spans)
-        by_kernel: dict[str, float] = collections.defaultdict(float)
+        nanoseconds: dict[str, float] = collections.defaultdict(float)
         for name, start, end in spans:
-            by_kernel[name] += end - start
-        self.kernel_shares.append(max(by_kernel.values()) / total)
+            nanoseconds[name] += end - start
+        self.kernel_shares.append(max(nanoseconds.values()) / total)
+        self.by_kernel = {name: time / 1e6 / calls for name, time in nanoseconds.items()}
         return total / 1e9
 
     @property

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import jax
 
@@ -19,42 +19,73 @@ from jax_grouped.backends.extension import cublas_version, cuda_devices
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "numpy", "torch", "transformer_engine", "nvidia-cublas")
 
 
+S = TypeVar("S")
+
+
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One measurement, or why there is none.
+class MeasuredRow(Generic[S]):
+    """One measurement, or why there is none: what the rows of every program have.
 
     Attributes:
         shape: the static sizes.
         skew, seed: what the group sizes follow from.
-        dtype: of the operands.
-        op: the operation.
-        peer: who ran it.
+        dtype: of the tokens.
         milliseconds, fastest, slowest: per call: the median of the blocks, and the outermost of them.
         calls: per block.
+        reason: why figures are missing.
+    """
+
+    shape_type: ClassVar[type]
+
+    shape: S
+    skew: str
+    seed: int
+    dtype: str
+    _: dataclasses.KW_ONLY
+    milliseconds: float | None = None
+    fastest: float | None = None
+    slowest: float | None = None
+    calls: int | None = None
+    reason: str | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What tells the row from all others."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> Self:
+        """The row that a record in JSON holds as these fields."""
+        return cls(**{**fields, "shape": cls.shape_type(**fields["shape"])})
+
+    def timed(self, timing: Timing) -> Self:
+        """The row with this timing."""
+        return dataclasses.replace(self, **dataclasses.asdict(timing))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(MeasuredRow[Shape]):
+    """One measurement of a grouped product.
+
+    Attributes:
+        op: the operation.
+        peer: who ran it.
         tflops: TFLOP/s over the useful operations.
         of_dense: fraction of the rate of a dense product on the same kind of device.
         of_cublaslt: fraction of the rate of a bare cuBLASLt call on the same kind of device.
         kernel_share: fraction of the time in the product's own kernel, if the device's clock was read.
         difference: relative Frobenius norm of the difference from this library's result.
-        reason: why figures are missing.
     """
 
-    shape: Shape
-    skew: str
-    seed: int
-    dtype: str
+    shape_type = Shape
+
     op: str
     peer: str
-    milliseconds: float | None = None
-    fastest: float | None = None
-    slowest: float | None = None
-    calls: int | None = None
     tflops: float | None = None
     of_dense: float | None = None
     of_cublaslt: float | None = None
     kernel_share: float | None = None
     difference: float | None = None
-    reason: str | None = None
 
     @property
     def case(self) -> tuple[str, str, str]:
@@ -65,11 +96,6 @@ class Row:
     def labels(self) -> tuple[str, ...]:
         """What tells the row from all others."""
         return *self.case, self.peer
-
-    @classmethod
-    def parse(cls, fields: dict[str, Any]) -> "Row":
-        """The row that a record in JSON holds as these fields."""
-        return cls(**{**fields, "shape": Shape(**fields["shape"])})
 
 
 R = TypeVar("R")
@@ -126,11 +152,7 @@ def with_timing(row: Row, timing: Timing, case: Case, device: str, *, device_clo
     on_reference = cublaslt_rates.DEVICE in device
     rate = cublaslt_rates.RATES.get(row.case) if on_reference and device_clock else None
     return dataclasses.replace(
-        row,
-        milliseconds=timing.milliseconds,
-        fastest=timing.fastest,
-        slowest=timing.slowest,
-        calls=timing.calls,
+        row.timed(timing),
         tflops=tflops,
         of_dense=tflops / cublaslt_rates.DENSE_BF16 if on_reference else None,
         of_cublaslt=tflops / rate if rate else None,

@@ -1,28 +1,15 @@
 """Results as text."""
 
-from collections.abc import Callable, Collection
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import tabulate
 
 from benchmarks import cublaslt_rates
 from benchmarks.peers import OURS
-from benchmarks.records import Record, Row
+from benchmarks.records import MeasuredRow, Record, Row
 
 R = TypeVar("R")
-
-
-class Timed(Protocol):
-    """A row with what was measured of its blocks, if anything was."""
-
-    @property
-    def milliseconds(self) -> float | None: ...
-
-    @property
-    def fastest(self) -> float | None: ...
-
-    @property
-    def slowest(self) -> float | None: ...
 
 
 def number(template: str, value: float | None) -> str:
@@ -30,32 +17,37 @@ def number(template: str, value: float | None) -> str:
     return "" if value is None else template.format(value)
 
 
-def spread(row: Timed) -> str:
+def spread(row: MeasuredRow[Any]) -> str:
     """How far the outermost blocks lie apart, as a share of the median."""
     if not row.milliseconds or row.fastest is None or row.slowest is None:
         return ""
     return f"{(row.slowest - row.fastest) / row.milliseconds:.1%}"
 
 
-def render(record: Record[R], columns: dict[str, Callable[[R], str]], right: Collection[str]) -> str:
-    """One line per row, and two about the device and the versions.
+def render(rows: Sequence[R], columns: dict[str, Callable[[R], str]], right: Collection[str]) -> str:
+    """One line per row.
 
     Args:
-        record: the rows.
+        rows: what the lines are about.
         columns: what each column says of a row; one that no row fills is left out.
         right: the columns that are aligned to the right.
     """
-    lines = [[text(row) for text in columns.values()] for row in record.rows]
+    lines = [[text(row) for text in columns.values()] for row in rows]
     shown = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     headers = list(columns)
-    body = tabulate.tabulate(
+    body: str = tabulate.tabulate(
         [[line[i] for i in shown] for line in lines],
         headers=[headers[i] for i in shown],
         disable_numparse=True,
         colalign=["right" if headers[i] in right else "left" for i in shown],
     )
+    return body
+
+
+def footer(record: Record[Any]) -> str:
+    """Two lines about the device and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    return f"{body}\n\n{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"
+    return f"{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"
 
 
 def table(record: Record[Row], against: str) -> str:
@@ -87,7 +79,7 @@ def table(record: Record[Row], against: str) -> str:
         "difference": lambda row: number("{:.1e}", row.difference),
         "note": lambda row: row.reason or "",
     }
-    return render(record, columns, right=("ms", "spread", "TFLOP/s"))
+    return f"{render(record.rows, columns, right=('ms', 'spread', 'TFLOP/s'))}\n\n{footer(record)}"
 
 
 def cublaslt_summary(record: Record[Row]) -> str | None:

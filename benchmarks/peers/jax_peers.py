@@ -35,6 +35,10 @@ def _program(op: str, forward: Forward, forward_f32: Forward) -> Callable[..., R
                 return jax.vjp(lambda kernel: forward_f32(x, kernel, sizes), kernel.astype(jnp.float32))[1](dy)
             case "backward":
                 return jax.vjp(lambda x, kernel: forward(x, kernel, sizes), x, kernel)[1](dy)
+            case "step":
+                product = forward if kernel.dtype == x.dtype else forward_f32
+                y, backward = jax.vjp(lambda x, kernel: product(x, kernel, sizes), x, kernel)
+                return y, *backward(dy)
             case _:
                 raise ValueError(f"unknown operation {op!r}")
 

@@ -54,7 +54,7 @@ class TorchWork:
 
 
 def load_grouped_mm() -> Callable[[Case], Work]:
-    """`torch._grouped_mm`. A float32 kernel gradient is converted after the product, which gives bfloat16."""
+    """`torch._grouped_mm`. A float32 kernel is converted first, its gradient after the product, which is bfloat16."""
     torch = importlib.import_module("torch")
     if jax.default_backend() == "gpu" and not torch.cuda.is_available():
         raise RuntimeError("JAX runs on a GPU, but this torch sees none")
@@ -86,6 +86,9 @@ def load_grouped_mm() -> Callable[[Case], Work]:
                     return (wgrad(x, dy).float(),)
                 case "backward":
                     return (dgrad(kernel, dy), wgrad(x, dy))
+                case "step":
+                    weights = kernel.to(x.dtype)
+                    return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), wgrad(x, dy).to(kernel.dtype))
                 case _:
                     raise ValueError(f"unknown operation {case.op!r}")
 

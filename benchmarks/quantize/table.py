@@ -5,7 +5,7 @@ from collections.abc import Callable
 from benchmarks import cublaslt_rates
 from benchmarks.quantize.records import Row
 from benchmarks.records import Record
-from benchmarks.table import number, render, spread
+from benchmarks.table import footer, number, render, spread
 
 
 def table(record: Record[Row]) -> str:
@@ -26,4 +26,4 @@ def table(record: Record[Row]) -> str:
         f"of {cublaslt_rates.COPY / 1e3:g} TB/s": lambda row: number("{:.1%}", row.of_reference),
         "note": lambda row: row.reason or "",
     }
-    return render(record, columns, right=("MB", "ms", "spread", "GB/s"))
+    return f"{render(record.rows, columns, right=('MB', 'ms', 'spread', 'GB/s'))}\n\n{footer(record)}"
