@@ -49,6 +49,7 @@ class Settings:
     batch: int
     sequence: int
     learning_rate: float
+    cool_down: int
     d_model: int
     layers: int
     heads: int
@@ -72,6 +73,12 @@ def _positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return value
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    return int(text)
 
 
 def _path(text: str) -> str:
@@ -143,6 +150,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--learning-rate", type=_positive_float, metavar="X", help="after the warm-up (default: 0.25 / d_model)"
     )
+    parser.add_argument(
+        "--cool-down",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="last steps, over which the learning rate falls to zero; such a run cannot be extended (default: 0)",
+    )
     positive("--d-model", 128, "features per token")
     positive("--layers", 2, "transformer blocks")
     positive("--heads", 4, "attention heads per block")
@@ -179,9 +193,13 @@ def parse_resumed(argv: Sequence[str] | None, recorded: Mapping[str, Any]) -> Se
     if missing := names - recorded.keys():
         raise UsageError(f"--resume: the run has no record of {', '.join(sorted(missing))}")
     settings = _settings(argv, {name: recorded[name] for name in names})
+    changeable = {*CHANGEABLE, "data"}
+    if settings.cool_down:
+        # The learning rate depends on the number of steps.
+        changeable.remove("steps")
     for name, value in settings.recorded().items():
         # Not the path, for the text may have moved; its content is compared when it is read.
-        if name not in (*CHANGEABLE, "data") and value != recorded[name]:
+        if name not in changeable and value != recorded[name]:
             flag = "--" + name.replace("_", "-")
             raise UsageError(
                 f"--resume: the run in {settings.out} was started with {flag} {recorded[name]}, not {value}"
@@ -212,6 +230,8 @@ def _check(settings: Settings) -> None:
             f"--d-model {settings.d_model} must be a multiple of 2 * --heads = {2 * settings.heads}: "
             "rotary attention needs heads of an even size"
         )
+    if settings.cool_down > settings.steps:
+        raise UsageError(f"--cool-down {settings.cool_down} is more than --steps {settings.steps}")
     if RECIPES[settings.recipe] is not None:
         for flag, features in (("--d-model", settings.d_model), ("--d-ff", settings.d_ff)):
             if features % FP8_ALIGNMENT:

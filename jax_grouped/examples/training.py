@@ -60,10 +60,21 @@ def create_state(settings: Settings) -> TrainState:
         recipe=RECIPES[settings.recipe],
     )
     params = model.init(jax.random.key(settings.seed), jnp.zeros((1, settings.sequence), jnp.int32))
-    # The rate does not depend on the number of steps, so that a run can be continued past its end.
-    rate = optax.linear_schedule(settings.learning_rate / WARM_UP_STEPS, settings.learning_rate, WARM_UP_STEPS)
-    optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(rate))
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(learning_rate(settings)))
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+
+def learning_rate(settings: Settings) -> optax.Schedule:
+    """A short warm-up, then a constant rate, so that a run can be continued past its end, unless it is to cool down.
+
+    The cool-down is linear (Hägele et al., https://arxiv.org/abs/2405.18392).
+    """
+    rate = settings.learning_rate
+    warm_up = optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS)
+    if settings.cool_down == 0:
+        return warm_up
+    cool_down = optax.linear_schedule(rate, 0.0, settings.cool_down)
+    return optax.join_schedules([warm_up, cool_down], [settings.steps - settings.cool_down])
 
 
 def _losses(state: TrainState, params: optax.Params, windows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -96,6 +96,15 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     assert read_rows(folder) == read_rows(finished[0])
 
 
+def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> None:
+    flags = ["--steps", "100", "--cool-down", "40", "--learning-rate", "0.5"]
+    chosen = settings.parse(flags)
+    rate = training.learning_rate(chosen)
+    assert [round(float(rate(step)), 3) for step in (20, 60, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.125, 0.0]
+    with pytest.raises(settings.UsageError, match=r"was started with --steps 100, not 200"):
+        settings.parse_resumed(["--resume", "--steps", "200"], chosen.recorded())
+
+
 def test_delayed_scaling_resumes_with_what_it_remembers(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     status, out, err = run("--data", text_file, "--out", folder, "--steps", 6, "--recipe", "delayed", *TINY)
@@ -163,6 +172,8 @@ def test_a_new_run_moves_the_earlier_one(finished: tuple[Path, str], finished_co
         ("--batch 2.5", "argument --batch: must be a positive integer, got '2.5'"),
         ("--seed -1", "argument --seed: must be an integer from 0 to 2147483647, got '-1'"),
         ("--learning-rate nan", "argument --learning-rate: must be a positive number, got 'nan'"),
+        ("--cool-down -1", "argument --cool-down: must be an integer of at least 0, got '-1'"),
+        ("--cool-down 251", "--cool-down 251 is more than --steps 250"),
         ("--recipe fp4", "argument --recipe: invalid choice: 'fp4' (choose from"),
         ("--top-k 9", "--top-k 9 is more than --experts 8"),
         ("--heads 3", "--d-model 128 must be a multiple of 2 * --heads = 6"),
