@@ -82,7 +82,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         losses.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), **style)
         losses.plot(*np.transpose(run.held_out), "o", label=run.label, **style)
         differences.plot(*np.transpose(run.differences), "o-", **style)
-    losses.set(ylabel="loss (nats per byte)")
+    losses.set(ylabel="loss (nats per byte)", yscale="log")
     losses.legend(title="training, smoothed, and held out (dots)")
     differences.set(xlabel="step", ylabel="held-out loss, % above bf16")
     figure.savefig(path, dpi=150)

@@ -26,7 +26,7 @@ def panels(record: Record[Any], count: int, bars: int) -> Figure:
     """A figure with that many panels, one above the other, for so many bars for each shape and skew."""
     groups = len({(row.shape.name, row.skew) for row in record.rows})
     # Wide enough for the names of the groups, however few their bars are.
-    width = max(6.0, 2 + groups * max(0.95, 0.3 * (bars + 1)))
+    width = max(6.0, 2 + groups * max(0.95, 0.15 * (bars + 1)))
     figure = Figure(figsize=(width, 1 + 2.8 * count), layout="constrained")
     figure.subplots(count)
     figure.suptitle(heading(record), fontsize="medium")

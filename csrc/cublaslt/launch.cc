@@ -29,7 +29,9 @@ Status LaunchGroupedMatmul(const CublasLt& library, cublasLtHandle_t handle, con
   const bool zero_rest = problem.product != Product::kWgrad && !accumulate;
   // XLA lends the workspace's memory to other buffers between calls, and cuBLASLt releases up to 13.7 are known to
   // trust what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on
-  // an H200 uses more than 0.2 MB.
+  // an H200 uses more than 0.2 MB. tests/gpu/workspace_stress.py compares this with a workspace of its own for every
+  // matmul: with 13.10, no difference in 5000 replays of a captured step of four layers, one or two executables at a
+  // time, the memory overwritten in between; nor, with two, without the zeros, whose only reason are older releases.
   const Region workspace{buffers.workspace, static_cast<int64_t>(algorithm.workspace_bytes)};
   const float beta = accumulate ? 1.0f : 0.0f;
   JAX_GROUPED_RETURN_IF_FAILED(problem.scaled
