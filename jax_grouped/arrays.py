@@ -1,15 +1,38 @@
 """Quantized arrays: FP8 data with its scales, as pytrees that pass through every transformation of JAX."""
 
 import dataclasses
-import functools
+import json
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax import export
 
 from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.recipes import ScalingMode
+
+T = TypeVar("T")
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+def register_pytree(cls: type[T]) -> type[T]:
+    """Makes a dataclass, whose static fields are layouts, a pytree, also of programs that `jax.export` writes."""
+    jax.tree_util.register_dataclass(cls)
+    export.register_pytree_node_serialization(
+        cls, serialized_name=f"jax_grouped.{cls.__name__}", serialize_auxdata=_to_json, deserialize_auxdata=_from_json
+    )
+    return cls
+
+
+def _to_json(layouts: tuple[QuantizedLayout, ...]) -> bytes:
+    fields = [dataclasses.asdict(layout) | {"mode": layout.mode.value} for layout in layouts]
+    return json.dumps(fields).encode()
+
+
+def _from_json(text: bytes | bytearray) -> tuple[QuantizedLayout, ...]:
+    return tuple(QuantizedLayout(**(fields | {"mode": ScalingMode(fields["mode"])})) for fields in json.loads(text))
+
+
+@register_pytree
 @dataclasses.dataclass(frozen=True)
 class ScaledArray:
     """One orientation of a quantized array: `x ~ data * scale_inv`, block by block.
@@ -40,7 +63,7 @@ class ScaledArray:
         return (layout.num_groups, layout.stack_rows, layout.features)
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@register_pytree
 @dataclasses.dataclass(frozen=True)
 class GroupedQuantized:
     """What `jax_grouped.grouped_quantize` returns.
@@ -58,7 +81,7 @@ class GroupedQuantized:
     dbias: jax.Array | None
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@register_pytree
 @dataclasses.dataclass(frozen=True)
 class KernelCache:
     """A quantized stack of kernels `[E, K, N]`, which microbatches share; from `jax_grouped.quantize_kernel`.

@@ -1,7 +1,6 @@
 """The state of delayed scaling: the largest values of earlier steps, from which the next scales follow."""
 
 import dataclasses
-import functools
 from typing import NamedTuple, Self
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped._varying import varying_axes
+from jax_grouped.arrays import register_pytree
 from jax_grouped.backends import fp8
 from jax_grouped.recipes import DelayedScaling
 
@@ -22,7 +22,7 @@ class PerTensor(NamedTuple):
     output_grad: jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@register_pytree
 @dataclasses.dataclass(frozen=True)
 class Fp8State:
     """What `DelayedScaling` remembers from step to step, for `E` groups and a history of `H` steps.

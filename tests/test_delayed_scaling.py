@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import fp8_ops
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import assert_same_trees
-from tests.test_dense_fp8 import SHAPE, SIZES, operands
+from tests.test_dense_fp8 import SHAPE, SIZES, assert_close, operands
 
 GROUPS, HISTORY = SHAPE.num_groups, 3
 RECIPE = jg.DelayedScaling(amax_history_len=HISTORY, margin=1.0)
@@ -195,3 +196,31 @@ def test_rematerialized_steps_give_the_same_bits(backend: str) -> None:
 
     got = jax.jit(again)(state, *(jnp.asarray(array) for array in (x, kernel, bias)))
     assert_same_trees(got, jitted(backend)(state, x, kernel, bias, dy))
+
+
+def test_an_exported_step_takes_a_state_and_a_cache(backend: str) -> None:
+    state = some_state()
+    x, kernel, bias, dy = (jnp.asarray(array) for array in operands())
+    cache = jg.quantize_kernel(kernel, RECIPE, scale=state.scales(RECIPE).kernel)
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    exported = export.export(jax.jit(step), platforms=[platform], disabled_checks=checks)(
+        state, x, kernel, bias, dy, cache
+    )
+    got = export.deserialize(exported.serialize()).call(state, x, kernel, bias, dy, cache)
+    assert_same_trees(got, jitted(backend)(state, x, kernel, bias, dy, cache))
+
+
+def test_vmap_gives_every_element_a_state(backend: str) -> None:
+    states = [some_state(seed) for seed in range(2)]
+    batches = [operands(seed) for seed in range(2)]
+    _, kernel, bias, _ = operands()
+    xs, dys = (np.stack([batch[i] for batch in batches]) for i in (0, 3))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    got = jax.jit(jax.vmap(step, (0, 0, None, None, 0)))(stacked, xs, kernel, bias, dys)
+    for i in range(2):
+        y, gradients, after = jitted(backend)(states[i], xs[i], kernel, bias, dys[i])
+        assert_same_trees(jax.tree.map(lambda leaf, i=i: leaf[i], got[2]), after)
+        assert_close(
+            [got[0][i], *(gradient[i] for gradient in got[1])], (y, *gradients), oracle.fp8_tolerance("bfloat16")
+        )

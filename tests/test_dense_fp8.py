@@ -141,7 +141,7 @@ def test_vmap_gives_every_element_what_the_plain_call_gives(backend: str) -> Non
     sizes = np.stack([SIZES, SIZES[::-1]])
     batches = [operands(seed, own) for seed, own in enumerate(sizes)]
     xs, dys = (np.stack([batch[i] for batch in batches]) for i in (0, 3))
-    for name in some(backend, ["block", "current"], 1):
+    for name in some(backend, ["block", "current", "mxfp8"], 1):
         step = jitted(backend, name)
         got = jax.jit(jax.vmap(step, (0, None, None, 0, 0)))(xs, kernel, bias, dys, sizes)
         for i in range(2):
@@ -180,10 +180,14 @@ def test_exported_programs_give_the_same_result(backend: str) -> None:
     x, kernel, bias, dy = operands()
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    step = jax.jit(lambda x, kernel, sizes: jg.grouped_dense(x, kernel, sizes, bias, recipe=BLOCK))
-    exported = export.export(step, platforms=[platform], disabled_checks=checks)(x, kernel, SIZES)
-    got = export.deserialize(exported.serialize()).call(x, kernel, SIZES)
-    assert_close((got,), jitted(backend, "block")(x, kernel, bias, dy, SIZES)[:1])
+    for name in some(backend, ["block", "current", "mxfp8"], 0):
+
+        def step(x: jax.Array, kernel: jax.Array, sizes: jax.Array, name: str = name) -> jax.Array:
+            return jg.grouped_dense(x, kernel, sizes, bias, recipe=RECIPES[name])
+
+        exported = export.export(jax.jit(step), platforms=[platform], disabled_checks=checks)(x, kernel, SIZES)
+        got = export.deserialize(exported.serialize()).call(x, kernel, SIZES)
+        assert_close((got,), jitted(backend, name)(x, kernel, bias, dy, SIZES)[:1])
 
 
 @pytest.mark.parametrize(("tokens", "K", "N", "groups"), [(0, 16, 32, 2), (6, 0, 32, 2), (6, 16, 0, 2), (6, 16, 32, 0)])
