@@ -15,6 +15,8 @@ from jax_grouped.backends import extension
 from jax_grouped.backends.cuda import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.dense import grouped_dense as grouped_dense
 from jax_grouped.dense_products import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_grouped.dense_products import DenseResiduals as DenseResiduals
+from jax_grouped.dense_products import PendingWgrad as PendingWgrad
 from jax_grouped.dense_split import grouped_dense_dgrad as grouped_dense_dgrad
 from jax_grouped.dense_split import grouped_dense_fwd as grouped_dense_fwd
 from jax_grouped.dense_split import grouped_dense_wgrad as grouped_dense_wgrad
@@ -27,6 +29,7 @@ from jax_grouped.recipes import DelayedScaling as DelayedScaling
 from jax_grouped.recipes import Float8BlockScaling as Float8BlockScaling
 from jax_grouped.recipes import Float8CurrentScaling as Float8CurrentScaling
 from jax_grouped.recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from jax_grouped.recipes import Recipe as Recipe
 from jax_grouped.recipes import ScalingMode as ScalingMode
 
 if TYPE_CHECKING:
@@ -43,12 +46,15 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "CUSTOM_CALL_TARGETS",
     "DelayedScaling",
+    "DenseResiduals",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Fp8State",
     "GroupedQuantized",
     "KernelCache",
     "MXFP8BlockScaling",
+    "PendingWgrad",
+    "Recipe",
     "ScaledArray",
     "ScalingMode",
     "autotune",

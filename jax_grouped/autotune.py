@@ -15,13 +15,15 @@ def autotune(function: Callable[..., R], *args: object, **kwargs: object) -> R:
 
     For each product's types, sizes and layouts, the algorithms that cuBLASLt offers are timed on the GPU, with groups
     of equal sizes, before the product runs. From then on the process uses the fastest one for that product, so call
-    this before the programs that count. The choices are also kept in a file, per GPU, cuBLAS version and product, from
-    which later processes take them if they ask for them, by this function or by `JAX_GROUPED_AUTOTUNE=1`: a choice that
-    is in the file does not change. That is `~/.cache/jax_grouped/algorithms.tsv`, or what `JAX_GROUPED_AUTOTUNE_CACHE`
-    names; empty for no file. Another algorithm may round differently. On the `xla` backend nothing is timed.
+    this before the programs that count. Another algorithm may round differently. On the `xla` backend nothing is timed.
+
+    The choices are also kept in a file, per GPU, cuBLAS version and product, from which later processes take them if
+    they ask for them, by this function or by `JAX_GROUPED_AUTOTUNE=1`: a choice that is in the file does not change.
+    Let one process make it before many start. The file is `~/.cache/jax_grouped/algorithms.tsv`, or what
+    `JAX_GROUPED_AUTOTUNE_CACHE` names; empty for none.
 
     Args:
-        function: may be jitted; a donated argument is gone afterwards, as always.
+        function: may be jitted, but not compiled ahead of time; a donated argument is gone afterwards, as always.
         *args: of the function.
         **kwargs: of the function.
 

@@ -8,7 +8,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import Inputs, Static, canonical_inputs
+from jax_grouped.dense_inputs import DenseSpec, Inputs, canonical_inputs
 from jax_grouped.dense_products import DenseResiduals, dgrad, fprop, named, next_state, wgrad
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.recipes import Recipe
@@ -39,7 +39,8 @@ def grouped_dense(
     there even a float32 result has a relative error of 1e-4 to 3e-4. With `Float8BlockScaling` that is the training of
     DeepSeek-V3 (arXiv:2412.19437, section 3.3). What is kept for the backward pass is FP8 too, under the names of
     `jax_grouped.CHECKPOINT_NAMES` for the policies of `jax.checkpoint`. Gradients are straight-through: those of the
-    product of the quantized numbers, as if quantization were the identity. They are of first order.
+    product of the quantized numbers, as if quantization were the identity. They are of first order, as are those with
+    an accumulator.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -56,7 +57,9 @@ def grouped_dense(
             gradient is that of `kernel`; the cache has none.
         dkernel_accumulator: `[G, K, N]` in the type of `kernel`: its gradient is then this plus what it would be, added
             by the matmul itself, in place where the accumulator's memory can be had (donate it, or carry it through a
-            `jax.lax.scan`). Where the result does not reach the loss, JAX asks for no gradient, and it is zero.
+            `jax.lax.scan`). It is added in every use, so take the gradient where there is one: of a single call, inside
+            the steps of a `scan`, the `vmap` or the `shard_map`. Where the result does not reach the loss, JAX asks for
+            no gradient, and it is zero. `grouped_dense_wgrad` takes an accumulator with none of these conditions.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -69,7 +72,7 @@ def grouped_dense(
         ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
             recipe needs an argument that is missing, or takes none that is there.
     """
-    inputs, static = canonical_inputs(
+    inputs, spec = canonical_inputs(
         x,
         kernel,
         group_sizes,
@@ -82,23 +85,23 @@ def grouped_dense(
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
-    return _dense(inputs, static)
+    return _dense(inputs, spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _dense(inputs: Inputs, static: Static) -> jax.Array:
-    return fprop(inputs, static, for_dgrad=False, for_wgrad=False, for_state=False)[0]
+def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
+    return fprop(inputs, spec, for_dgrad=False, for_wgrad=False, for_state=False)[0]
 
 
-def _forward(primals: Any, static: Static) -> tuple[jax.Array, tuple[DenseResiduals, jax.Array | None]]:
+def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, tuple[DenseResiduals, jax.Array | None]]:
     # Which arguments have gradients is known here, so that only what these need is made and kept.
     inputs = jax.tree.map(lambda primal: primal.value, primals)
     wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
     if not wanted.bias:
-        static = dataclasses.replace(static, bias_dtype=None)
+        spec = dataclasses.replace(spec, bias_dtype=None)
     y, residuals = fprop(
         inputs,
-        static,
+        spec,
         for_dgrad=wanted.x,
         for_wgrad=wanted.kernel,
         for_state=any(jax.tree.leaves(wanted.fp8_state)),
@@ -106,8 +109,8 @@ def _forward(primals: Any, static: Static) -> tuple[jax.Array, tuple[DenseResidu
     return y, (named(residuals), inputs.dkernel_accumulator if wanted.kernel else None)
 
 
-def _backward(static: Static, saved: tuple[DenseResiduals, jax.Array | None], dy: Any) -> tuple[Any]:
-    del static
+def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], dy: Any) -> tuple[Any]:
+    del spec
     residuals, accumulator = saved
     dx = dbias = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):

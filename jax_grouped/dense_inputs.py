@@ -1,10 +1,12 @@
 """What `grouped_dense` and its halves take: checked, and brought to one form."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
@@ -32,7 +34,7 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class DenseSpec:
     """What the products have to know besides arrays."""
 
     recipe: Recipe | None
@@ -85,10 +87,10 @@ def canonical_inputs(
     group_offset: ArrayLike | None,
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
-) -> tuple[Inputs, Static]:
+) -> tuple[Inputs, DenseSpec]:
     """The arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
 
-    All arrays but the state vary over the same mesh axes afterwards.
+    Afterwards all arrays but the state vary over the same mesh axes: all those over which any array does.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     _checks.check_tokens("x", x)
@@ -98,15 +100,14 @@ def canonical_inputs(
     if bias is not None:
         bias = jnp.asarray(bias)
         _checks.check_bias(bias, kernel)
-    _check_recipe(recipe, kernel, kernel_cache, precision)
+    _check_recipe(recipe, x, kernel, kernel_cache, precision)
     check_state(fp8_state, recipe, kernel.shape[0])
     if dkernel_accumulator is not None:
         dkernel_accumulator = jnp.asarray(dkernel_accumulator)
-        check_accumulator(dkernel_accumulator, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
-        _check_varying(kernel, x)
+        check_accumulator(dkernel_accumulator, kernel.shape, (kernel.dtype,))
     sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", kernel, capacity=x.shape[0])
 
-    static = Static(
+    spec = DenseSpec(
         recipe=recipe,
         precision=_checks.canonical_precision(precision),
         kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
@@ -116,13 +117,21 @@ def canonical_inputs(
         bias_dtype=None if bias is None else bias.dtype,
     )
     kernel_cache, dkernel_accumulator = jax.lax.stop_gradient((kernel_cache, dkernel_accumulator))
-    inputs = Inputs(x, kernel, sizes, offset, bias, kernel_cache, None, dkernel_accumulator)
+    inputs = Inputs(x, kernel, sizes, offset, bias, kernel_cache, fp8_state, dkernel_accumulator)
     arrays, structure = jax.tree.flatten(inputs)
-    return jax.tree.unflatten(structure, vary_alike(*arrays))._replace(fp8_state=fp8_state), static
+    if dkernel_accumulator is not None:
+        _check_varying(kernel, arrays)
+    varying = jax.tree.unflatten(structure, vary_alike(*arrays))
+    # What devices make of a replicated state is combined by the rule for its gradient.
+    return varying._replace(fp8_state=fp8_state), spec
 
 
 def _check_recipe(
-    recipe: Recipe | None, kernel: jax.Array, kernel_cache: KernelCache | None, precision: jax.lax.PrecisionLike
+    recipe: Recipe | None,
+    x: jax.Array,
+    kernel: jax.Array,
+    kernel_cache: KernelCache | None,
+    precision: jax.lax.PrecisionLike,
 ) -> None:
     """Raises unless the recipe has types that products take and fits the kernel, the cache and the precision."""
     if recipe is None:
@@ -140,25 +149,28 @@ def _check_recipe(
         raise ValueError(f"precision is for recipe=None; FP8 products have only one. Got {precision!r}.")
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
     _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
+    if not isinstance(x.shape[0], int):
+        raise ValueError(
+            f"With a recipe the number of tokens must be known when the program is traced, got x {x.shape}."
+        )
     if kernel_cache is not None:
         check_cache("kernel_cache", kernel_cache, "kernel", kernel.shape, kernel_spec(kernel.shape, recipe))
 
 
-def check_accumulator(accumulator: jax.Array, kernel: jax.ShapeDtypeStruct) -> None:
-    """Raises unless the gradient of the kernel can be added to the accumulator."""
-    if accumulator.shape != kernel.shape:
-        raise ValueError(f"dkernel_accumulator must have the kernel's shape {kernel.shape}, got {accumulator.shape}.")
-    if accumulator.dtype != kernel.dtype:
-        raise TypeError(
-            f"dkernel_accumulator must have the kernel's type, {kernel.dtype.name}, got {accumulator.dtype.name}."
-        )
+def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Sequence[np.dtype]) -> None:
+    """Raises unless the accumulator has the kernel's shape and one of the types."""
+    if accumulator.shape != shape:
+        raise ValueError(f"dkernel_accumulator must have the kernel's shape {shape}, got {accumulator.shape}.")
+    if accumulator.dtype not in dtypes:
+        names = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
+        raise TypeError(f"dkernel_accumulator must be {names} for this kernel, got {accumulator.dtype.name}.")
 
 
-def _check_varying(kernel: jax.Array, x: jax.Array) -> None:
-    """Raises unless the gradient of the kernel stays on its device."""
-    if missing := varying_axes(x) - varying_axes(kernel):
+def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
+    """Raises unless the gradient of the kernel stays on its device, though any of the arrays differs there."""
+    if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
         raise ValueError(
-            f"With dkernel_accumulator the kernel must vary over the mesh axes {sorted(missing, key=str)} as x does, "
-            "or the accumulator would be summed over them at every step: use jax.lax.pcast(kernel, axes, to='varying') "
-            "before, and sum the gradient over these axes after the last microbatch."
+            f"With dkernel_accumulator kernel must vary over the mesh axes {sorted(missing, key=str)} as others do, or "
+            "the accumulator is summed over them too: use jax.lax.pcast(kernel, axes, to='varying') before, and sum "
+            "the gradient over these axes after the last microbatch."
         )

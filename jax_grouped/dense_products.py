@@ -6,6 +6,7 @@ Each is a plain function of arrays and one static value. `jax_grouped.dense` mak
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Product, ScaledMatmulSpec
 from jax_grouped.bias import add_bias, bias_grad
-from jax_grouped.dense_inputs import Inputs, Static
+from jax_grouped.dense_inputs import DenseSpec, Inputs
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.matmul import gradient_type, grouped_matmul
 from jax_grouped.quantize import kernel_spec, quantize_stack, quantize_tokens
@@ -41,7 +42,7 @@ class DenseResiduals:
         group_sizes, group_offset: `int32[E]` and `int32[1]`.
         fp8_state: the state that the forward pass used, with `DelayedScaling`.
         amax: the largest values for the next state, by tensor; None if nobody wants that state.
-        static: everything else.
+        spec: everything else.
     """
 
     x: Operand | None
@@ -50,7 +51,7 @@ class DenseResiduals:
     group_offset: jax.Array
     fp8_state: Fp8State | None
     amax: dict[str, jax.Array] | None
-    static: Static = dataclasses.field(metadata=dict(static=True))
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True))
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -63,7 +64,7 @@ class PendingWgrad:
         dbias: the gradient of the bias, which is there already; None if there is no bias.
         fp8_state: the next state of `DelayedScaling`, which is there already; None with other recipes.
         group_sizes, group_offset: `int32[E]` and `int32[1]`.
-        static: everything else.
+        spec: everything else.
     """
 
     x: Operand | None
@@ -72,23 +73,22 @@ class PendingWgrad:
     fp8_state: Fp8State | None
     group_sizes: jax.Array
     group_offset: jax.Array
-    static: Static = dataclasses.field(metadata=dict(static=True))
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True))
 
 
 def fprop(
-    inputs: Inputs, static: Static, *, for_dgrad: bool, for_wgrad: bool, for_state: bool
+    inputs: Inputs, spec: DenseSpec, *, for_dgrad: bool, for_wgrad: bool, for_state: bool
 ) -> tuple[jax.Array, DenseResiduals]:
     """The result, and what those of the later steps need that will be taken."""
     amax: dict[str, jax.Array] = {}
     x: Operand | None
     kernel: Operand | None
-    if static.recipe is None:
+    if spec.recipe is None:
         x, kernel = inputs.x, inputs.kernel.astype(inputs.x.dtype)
-        spec = static.matmul("fprop", static.out_dtype)
-        y = grouped_matmul(x, kernel, inputs.group_sizes, inputs.group_offset, spec)
+        y = grouped_matmul(x, kernel, inputs.group_sizes, inputs.group_offset, spec.matmul("fprop", spec.out_dtype))
     else:
-        tokens, kernels = _quantized(inputs, static, for_dgrad=for_dgrad, for_wgrad=for_wgrad)
-        y = _multiply("fprop", tokens.rowwise, kernels.columnwise, inputs, static.out_dtype)
+        tokens, kernels = _quantized(inputs, spec, for_dgrad=for_dgrad, for_wgrad=for_wgrad)
+        y = _multiply("fprop", tokens.rowwise, kernels.columnwise, inputs, spec.out_dtype)
         x, kernel = tokens.columnwise, kernels.rowwise
         amax = {"input": tokens.amax, "kernel": kernels.amax}
     if inputs.bias is not None:
@@ -99,29 +99,29 @@ def fprop(
         group_sizes=inputs.group_sizes,
         group_offset=inputs.group_offset,
         fp8_state=inputs.fp8_state,
-        amax=amax if for_state else None,
-        static=static,
+        amax=amax if for_state and inputs.fp8_state is not None else None,
+        spec=spec,
     )
     return y, residuals
 
 
 def _quantized(
-    inputs: Inputs, static: Static, *, for_dgrad: bool, for_wgrad: bool
+    inputs: Inputs, spec: DenseSpec, *, for_dgrad: bool, for_wgrad: bool
 ) -> tuple[GroupedQuantized, GroupedQuantized | KernelCache]:
     """The tokens and the kernels, in the orientations that are read."""
-    recipe = static.recipe
+    recipe = spec.recipe
     assert recipe is not None
     x_scale, kernel_scale = [], []
     if isinstance(recipe, DelayedScaling):
         assert inputs.fp8_state is not None
         scales = inputs.fp8_state.scales(recipe)
         x_scale, kernel_scale = [scales.input], [scales.kernel]
-    spec = static.token_spec(recipe.fwd_dtype, rowwise=True, columnwise=for_wgrad)
-    tokens = quantize_tokens(inputs.x, inputs.group_sizes, inputs.group_offset, *x_scale, spec=spec)
+    x_spec = spec.token_spec(recipe.fwd_dtype, rowwise=True, columnwise=for_wgrad)
+    tokens = quantize_tokens(inputs.x, inputs.group_sizes, inputs.group_offset, *x_scale, spec=x_spec)
     if inputs.kernel_cache is not None:
         return tokens, inputs.kernel_cache
-    spec = dataclasses.replace(kernel_spec(inputs.kernel.shape, recipe), rowwise=for_dgrad)
-    return tokens, quantize_stack(inputs.kernel, *kernel_scale, spec=spec)
+    both = kernel_spec(inputs.kernel.shape, recipe)
+    return tokens, quantize_stack(inputs.kernel, *kernel_scale, spec=dataclasses.replace(both, rowwise=for_dgrad))
 
 
 def _multiply(
@@ -141,16 +141,20 @@ def _multiply(
 
 
 def named(residuals: DenseResiduals) -> DenseResiduals:
-    """The same, the quantized arrays among them under `CHECKPOINT_NAMES`."""
+    """The same, what comes from quantization under `CHECKPOINT_NAMES`."""
 
-    def name(operand: Operand | None, name: str) -> Operand | None:
-        if not isinstance(operand, ScaledArray):
-            return operand
-        data, scale_inv = checkpoint_name(operand.data, name), checkpoint_name(operand.scale_inv, name)
-        return dataclasses.replace(operand, data=data, scale_inv=scale_inv)
+    def name(value: Any, name: str) -> Any:
+        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
 
-    x, kernel = (name(*pair) for pair in zip((residuals.x, residuals.kernel), CHECKPOINT_NAMES, strict=True))
-    return dataclasses.replace(residuals, x=x, kernel=kernel)
+    if residuals.spec.recipe is None:
+        return residuals
+    x_name, kernel_name = CHECKPOINT_NAMES
+    # The largest values come from the same passes: kept without a name, a policy would have these run again.
+    amax = residuals.amax
+    if amax is not None:
+        amax = {"input": name(amax["input"], x_name), "kernel": name(amax["kernel"], kernel_name)}
+    x, kernel = name(residuals.x, x_name), name(residuals.kernel, kernel_name)
+    return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
 
 
 def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, PendingWgrad]:
@@ -158,68 +162,76 @@ def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, P
 
     With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass.
     """
-    static = residuals.static
+    spec = residuals.spec
     sizes, offset = residuals.group_sizes, residuals.group_offset
     amax: dict[str, jax.Array] = {}
     dx = dbias = None
     operand: Operand | None = None
-    if static.recipe is None:
+    if spec.recipe is None:
+        operand = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         if residuals.kernel is not None:
             assert isinstance(residuals.kernel, jax.Array)
-            dtype = gradient_type(jnp.dtype(static.x_dtype), dy.dtype)
-            spec = static.matmul("dgrad", static.x_dtype)
-            dx = grouped_matmul(dy.astype(dtype), residuals.kernel.astype(dtype), sizes, offset, spec)
-        operand = dy if residuals.x is not None else None
-    elif residuals.x is not None or residuals.kernel is not None or residuals.amax:
+            kernel = residuals.kernel.astype(operand.dtype)
+            dx = grouped_matmul(operand, kernel, sizes, offset, spec.matmul("dgrad", spec.x_dtype))
+    elif residuals.x is not None or residuals.kernel is not None or residuals.amax is not None:
         quantized = _quantized_gradient(residuals, dy)
         if residuals.kernel is not None:
-            dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, static.x_dtype)
+            dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, spec.x_dtype)
         operand, dbias = quantized.columnwise, quantized.dbias
         amax = {"output_grad": quantized.amax}
-    if static.bias_dtype is not None:
+    if spec.bias_dtype is not None:
         if dbias is None:
-            dbias = bias_grad(dy, sizes, offset, static.num_groups, jnp.dtype(static.bias_dtype))
-        dbias = dbias.astype(static.bias_dtype)
-    return dx, PendingWgrad(residuals.x, operand, dbias, next_state(residuals, amax), sizes, offset, static)
+            dbias = bias_grad(dy, sizes, offset, spec.num_groups, jnp.dtype(spec.bias_dtype))
+        dbias = dbias.astype(spec.bias_dtype)
+    pending = PendingWgrad(
+        x=residuals.x,
+        dy=None if residuals.x is None else operand,
+        dbias=dbias,
+        fp8_state=next_state(residuals, amax),
+        group_sizes=sizes,
+        group_offset=offset,
+        spec=spec,
+    )
+    return dx, pending
 
 
 def _quantized_gradient(residuals: DenseResiduals, dy: jax.Array) -> GroupedQuantized:
-    static, recipe = residuals.static, residuals.static.recipe
+    spec, recipe = residuals.spec, residuals.spec.recipe
     assert recipe is not None
     scale = []
     if isinstance(recipe, DelayedScaling):
         assert residuals.fp8_state is not None
         scale = [residuals.fp8_state.scales(recipe).output_grad]
-    spec = static.token_spec(
+    dy_spec = spec.token_spec(
         recipe.grad_dtype,
         # One orientation is made in any case: the next state wants the largest values.
         rowwise=residuals.kernel is not None or residuals.x is None,
         columnwise=residuals.x is not None,
-        dbias=static.bias_dtype is not None,
+        dbias=spec.bias_dtype is not None,
     )
-    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *scale, spec=spec)
+    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *scale, spec=dy_spec)
 
 
 def next_state(residuals: DenseResiduals, amax: dict[str, jax.Array]) -> Fp8State | None:
     """The state after this step, with the largest values of the gradient, if it was quantized; None if not wanted."""
-    if residuals.fp8_state is None or residuals.amax is None:
+    if residuals.amax is None:
         return None
-    assert isinstance(residuals.static.recipe, DelayedScaling)
-    return residuals.fp8_state.after(residuals.static.recipe, residuals.amax | amax)
+    assert residuals.fp8_state is not None
+    assert isinstance(residuals.spec.recipe, DelayedScaling)
+    return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | amax)
 
 
 def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array | None:
-    """The gradient of `kernel` in its own type, added to the accumulator if there is one; None if it was not wanted."""
-    static = pending.static
+    """The gradient of `kernel` in its own type, or the accumulator with it added; None if it was not wanted."""
+    spec = pending.spec
     if pending.x is None:
         return None
-    if static.recipe is not None:
-        return _multiply("wgrad", pending.x, pending.dy, pending, static.kernel.dtype, accumulator)
+    out_dtype = spec.kernel.dtype if accumulator is None else accumulator.dtype
+    if spec.recipe is not None:
+        return _multiply("wgrad", pending.x, pending.dy, pending, out_dtype, accumulator)
     assert isinstance(pending.x, jax.Array)
     assert isinstance(pending.dy, jax.Array)
-    dtype = gradient_type(jnp.dtype(static.x_dtype), pending.dy.dtype)
-    operands = pending.x.astype(dtype), pending.dy.astype(dtype), pending.group_sizes, pending.group_offset
-    spec = static.matmul("wgrad", static.kernel.dtype)
+    operands = pending.x.astype(pending.dy.dtype), pending.dy, pending.group_sizes, pending.group_offset
     if accumulator is None:
-        return grouped_matmul(*operands, spec)
-    return primitives.grouped_matmul(*operands, spec, accumulator)
+        return grouped_matmul(*operands, spec.matmul("wgrad", out_dtype))
+    return primitives.grouped_matmul(*operands, spec.matmul("wgrad", out_dtype), accumulator)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
@@ -30,23 +31,16 @@ def grouped_dense_fwd(
 
     `grouped_dense_dgrad` and `grouped_dense_wgrad` take the gradients in two halves, so that a schedule can do the
     second one when nothing else waits for the device. Together they give what the gradient of `grouped_dense` is, bit
-    for bit. JAX does not differentiate these functions themselves; they are meant for rules of one's own.
+    for bit. JAX does not differentiate these functions themselves; they are meant for rules of one's own. Inside
+    `jax.shard_map`, `dkernel` and `dbias` are each device's own, to be summed over the axes over which the kernel is
+    replicated; `fp8_state` is combined already, as `jax_grouped.Fp8State` says.
 
         y, residuals = jg.grouped_dense_fwd(x, kernel, group_sizes, bias, recipe=recipe)
         dx, pending = jg.grouped_dense_dgrad(residuals, dy)
         dkernel, dbias = jg.grouped_dense_wgrad(pending)
 
-    Args:
-        x: see `jax_grouped.grouped_dense`, as for all others.
-        kernel: likewise.
-        group_sizes: likewise.
-        bias: likewise.
-        recipe: likewise.
-        fp8_state: likewise; its next value is `pending.fp8_state`.
-        kernel_cache: likewise.
-        group_offset: likewise.
-        preferred_element_type: likewise.
-        precision: likewise.
+    Arguments are those of `jax_grouped.grouped_dense`, except that an accumulator is given to `grouped_dense_wgrad`.
+    The next value of `fp8_state` is `pending.fp8_state`.
 
     Returns:
         `[T, N]`, and a pytree for `grouped_dense_dgrad`.
@@ -55,7 +49,7 @@ def grouped_dense_fwd(
         TypeError: as `jax_grouped.grouped_dense`.
         ValueError: as `jax_grouped.grouped_dense`.
     """
-    inputs, static = canonical_inputs(
+    inputs, spec = canonical_inputs(
         x,
         kernel,
         group_sizes,
@@ -68,7 +62,7 @@ def grouped_dense_fwd(
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
-    return fprop(inputs, static, for_dgrad=True, for_wgrad=True, for_state=True)
+    return fprop(inputs, spec, for_dgrad=True, for_wgrad=True, for_state=True)
 
 
 def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
@@ -92,8 +86,8 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
     dy = jnp.asarray(dy)
     _checks.check_dtype("dy's type", dy.dtype)
-    if dy.shape != residuals.static.out_shape:
-        raise ValueError(f"dy must have the result's shape {residuals.static.out_shape}, got {dy.shape}.")
+    if dy.shape != residuals.spec.out_shape:
+        raise ValueError(f"dy must have the result's shape {residuals.spec.out_shape}, got {dy.shape}.")
     dx, pending = dgrad(residuals, vary_alike(dy, residuals.group_sizes)[0])
     assert dx is not None
     return dx, pending
@@ -106,10 +100,12 @@ def grouped_dense_wgrad(
 
     Args:
         pending: from `grouped_dense_dgrad`.
-        dkernel_accumulator: see `jax_grouped.grouped_dense`.
+        dkernel_accumulator: `[G, K, N]` in the type of `kernel`, or float32: the gradient is added to it by the matmul,
+            in place where its memory can be had.
 
     Returns:
-        `[G, K, N]` in the type of `kernel`, and `[G, N]` in that of `bias`, or None if there was no bias.
+        `[G, K, N]` in the type of `kernel`, or of the accumulator, and `[G, N]` in that of `bias`, or None if there was
+        no bias.
 
     Raises:
         TypeError: an argument has a type that does not fit.
@@ -119,7 +115,8 @@ def grouped_dense_wgrad(
         raise TypeError(f"pending must be that of grouped_dense_dgrad, got {type(pending).__name__}.")
     if dkernel_accumulator is not None:
         dkernel_accumulator = jnp.asarray(dkernel_accumulator)
-        check_accumulator(dkernel_accumulator, pending.static.kernel)
+        kernel = pending.spec.kernel
+        check_accumulator(dkernel_accumulator, kernel.shape, (kernel.dtype, np.dtype(np.float32)))
     dkernel = wgrad(pending, dkernel_accumulator)
     assert dkernel is not None
     return dkernel, pending.dbias

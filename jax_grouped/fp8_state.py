@@ -29,10 +29,19 @@ class Fp8State:
 
     The gradient of `jax_grouped.grouped_dense` with respect to its `fp8_state` is the state's next value, as with
     Flax's FP8 operations, whose names these are: instead of an optimizer's update, the gradient takes the state's
-    place. What several microbatches or devices make of one state is combined by taking the larger of each number:
-    `jax.tree.map(jnp.maximum, one, other)`, or `jax.lax.pmax`. Inside `jax.shard_map` with its checks on, that is done
-    for a state that is replicated. Where JAX itself adds gradients up, as it does if one state is used twice or in the
-    steps of a `jax.lax.scan`, pass `state.astype(flax.linen.fp8_ops.fp32_max_grad)`, a type whose sum is the maximum.
+    place. What several microbatches or devices make of one state must be combined by taking the larger of each number,
+    where JAX would add gradients up:
+
+    - Separate gradients: `jax.tree.map(jnp.maximum, one, other)`; of a batch, `jnp.max` over its axis.
+    - One state used twice, or in the steps of a `jax.lax.scan`: `loss(state.astype(fp32_max_grad))` inside the function
+      that is differentiated, with Flax's type whose sum is the maximum, `flax.linen.fp8_ops.fp32_max_grad`.
+    - `jax.vmap` over tokens: map over a copy of the state per element as well.
+    - `jax.shard_map` with its checks on: nothing, a replicated state's next value is the maximum over the devices.
+    - `jax.pmap`, and `jax.shard_map` without checks: take the gradient inside, then `jax.lax.pmax` of it.
+
+    A layer whose result does not reach the loss, as in the branch of a `jax.lax.cond` that is not taken, gets a
+    gradient of zeros: `jnp.where(new.input_scale[0] > 0, new_array, old_array)` keeps what was known. A scale of 0
+    counts as 1.
 
     Attributes:
         input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
@@ -49,7 +58,13 @@ class Fp8State:
 
     @classmethod
     def initial(cls, recipe: DelayedScaling, num_groups: int) -> Self:
-        """The state before the first step: nothing is known, every scale is 1."""
+        """The state before the first step: nothing is known, every scale is 1.
+
+        Raises:
+            TypeError: the recipe is not DelayedScaling.
+        """
+        if not isinstance(recipe, DelayedScaling):
+            raise TypeError(f"recipe must be DelayedScaling, which alone has a state, got {recipe!r}.")
         fields = {}
         for name in PerTensor._fields:
             fields[f"{name}_amax_history"] = jnp.zeros((num_groups, recipe.amax_history_len), jnp.float32)
@@ -129,5 +144,6 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
                 f"fp8_state.{field.name} must have shape {expected} for {num_groups} groups and amax_history_len "
                 f"{recipe.amax_history_len}, got {array.shape}."
             )
-        if array.dtype != jnp.float32 and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        # Flax's type of which the sum is the maximum.
+        if getattr(array.dtype, "float_dtype", array.dtype) != jnp.float32:
             raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")

@@ -34,8 +34,8 @@ class GroupedDense(nn.Module):
     With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
     `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value: a
     `flax.training.train_state.TrainState` whose `params` are all variables, the collection `params` and this one,
-    replaces them with it and shows its optimizer only the parameters. Gradients of several microbatches, devices or
-    uses of one layer are combined by their elementwise maximum there, as `Fp8State` explains; a sum would be wrong.
+    replaces them with it and shows its optimizer only the parameters. Where several microbatches, devices or uses of
+    one layer each have a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum.
 
     Attributes:
         features: `N`, the size of each output row.

@@ -140,10 +140,12 @@ class DelayedScaling(_Types):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be an integer of at least 1, got {self.amax_history_len}.")
-        if not -126 <= self.margin <= 126:
-            raise ValueError(f"margin must be between -126 and 126, got {self.margin}.")
+        length = self.amax_history_len
+        if not isinstance(length, int | np.integer) or isinstance(length, bool) or length < 1:
+            raise ValueError(f"amax_history_len must be an integer of at least 1, got {length!r}.")
+        object.__setattr__(self, "amax_history_len", int(length))
+        if not isinstance(self.margin, int | float) or not -126 <= self.margin <= 126:
+            raise ValueError(f"margin must be a number between -126 and 126, got {self.margin!r}.")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}.")
 

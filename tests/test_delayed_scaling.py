@@ -181,6 +181,29 @@ def test_devices_combine_by_maximum(backend: str) -> None:
     assert_same_trees(after, jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), *states))
 
 
+def test_devices_with_states_of_their_own_can_share_everything_else(backend: str) -> None:
+    devices = min(2, jax.device_count())
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    states = [some_state(seed) for seed in range(devices)]
+    x, kernel, bias, dy = (jnp.asarray(array) for array in operands())
+
+    def own(states: jg.Fp8State, *arrays: jax.Array) -> jg.Fp8State:
+        _, vjp = jax.vjp(
+            lambda state, x, kernel: jg.grouped_dense(x, kernel, SIZES, bias, recipe=RECIPE, fp8_state=state),
+            jax.tree.map(lambda leaf: leaf[0], states),
+            *arrays[:2],
+        )
+        after = vjp(jax.lax.pcast(arrays[2], "data", to="varying"))[0]
+        return jax.tree.map(lambda leaf: leaf[None], after)
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    in_specs = (P("data"), P(), P(), P())
+    after = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=P("data")))(stacked, x, kernel, dy)
+    for i, state in enumerate(states):
+        expected = jitted(backend)(state, x, kernel, bias, dy)[2]
+        assert_same_trees(jax.tree.map(lambda leaf, i=i: leaf[i], after), expected)
+
+
 def test_rematerialized_steps_give_the_same_bits(backend: str) -> None:
     state = some_state()
     x, kernel, bias, dy = operands()

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 
 import jax_grouped as jg
 from tests.test_dense_fp8 import BLOCK, CURRENT, SIZES
@@ -75,7 +76,7 @@ E5M2 = "float8_e5m2"
         (
             dict(dkernel_accumulator=jnp.ones((2, 32, 48), jnp.bfloat16)),
             TypeError,
-            "dkernel_accumulator must have the kernel's type, float32, got bfloat16.",
+            "dkernel_accumulator must be float32 for this kernel, got bfloat16.",
         ),
         (
             dict(recipe=jg.Float8CurrentScaling(fwd_dtype=E5M2)),
@@ -123,3 +124,27 @@ def test_rejects(arguments: dict[str, Any], error: type[Exception], message: str
     given = dict(x=jnp.ones((6, 32)), kernel=jnp.ones((2, 32, 48)), group_sizes=jnp.array([2, 3]), recipe=BLOCK)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         jg.grouped_dense(**(given | arguments))
+
+
+def test_a_recipe_needs_to_know_the_number_of_tokens() -> None:
+    (tokens,) = export.symbolic_shape("t")
+    x, kernel = jax.ShapeDtypeStruct((tokens, 32), jnp.float32), jax.ShapeDtypeStruct((2, 32, 48), jnp.float32)
+    message = "With a recipe the number of tokens must be known when the program is traced, got x (t, 32)."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export.export(jax.jit(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES[:2], recipe=BLOCK)))(x, kernel)
+
+
+@pytest.mark.parametrize("recipe", [BLOCK, None], ids=["recipe", "accumulator"])
+def test_second_derivatives_that_do_not_exist_say_so(recipe: jg.Recipe | None) -> None:
+    x, kernel = jnp.ones((6, 32)), jnp.ones((2, 32, 48))
+    accumulator = None if recipe else kernel
+
+    def slope(kernel: jax.Array) -> jax.Array:
+        def loss(kernel: jax.Array) -> jax.Array:
+            y = jg.grouped_dense(x, kernel, SIZES[:2], recipe=recipe, dkernel_accumulator=accumulator)
+            return jnp.sum(y**2)
+
+        return jnp.sum(jax.grad(loss)(kernel))
+
+    with pytest.raises(NotImplementedError, match="of first order with a recipe or a dkernel_accumulator"):
+        jax.grad(slope)(kernel)

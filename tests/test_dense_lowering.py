@@ -131,6 +131,19 @@ def test_names_choose_what_a_policy_keeps() -> None:
         assert not re.search(left, saved.getvalue()), saved.getvalue()
 
 
+def test_a_policy_that_keeps_what_has_a_name_has_nothing_quantized_again() -> None:
+    recipe = jg.DelayedScaling(amax_history_len=4)
+    state = jg.Fp8State.initial(recipe, KERNEL.shape[0])
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*jg.CHECKPOINT_NAMES))
+    def dense(x: Any, kernel: Any, state: jg.Fp8State, sizes: Any) -> jax.Array:
+        return jg.grouped_dense(x, kernel, sizes, recipe=recipe, fp8_state=state)
+
+    gradient = jax.grad(lambda *arguments: jnp.sum(jnp.sin(dense(*arguments).astype(jnp.float32))), (0, 1, 2))
+    quantized = [word for word in summary(gradient, X, KERNEL, state, GROUPS) if word.startswith(("tokens", "kernel"))]
+    assert quantized == [f"kernel {BOTH}", f"tokens {BOTH}", f"tokens {BOTH}"]
+
+
 def test_gradients_pass_by_a_cache_that_is_made_on_the_way() -> None:
     def whole(kernel: jax.Array, x: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
         return loss(x, kernel, bias, sizes, jg.quantize_kernel(kernel, BLOCK))

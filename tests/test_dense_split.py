@@ -170,16 +170,34 @@ def test_a_donated_accumulator_is_added_to_in_place() -> None:
     assert not re.search(rf"= f32\[{shape}\]\S* (copy|add|fusion)\(", text), text
 
 
-def test_an_accumulator_needs_the_gradient_of_its_own_device() -> None:
+@pytest.mark.parametrize("varying", ["x", "sizes", "bias", "accumulator"])
+def test_an_accumulator_needs_the_gradient_of_its_own_device(varying: str) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
-    def dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jg.grouped_dense(x, kernel, SIZES, dkernel_accumulator=jnp.zeros_like(kernel))
+    def dense(kernel: jax.Array, x: jax.Array, sizes: jax.Array, bias: jax.Array, accumulator: jax.Array) -> jax.Array:
+        return jg.grouped_dense(x, kernel, sizes, bias, dkernel_accumulator=accumulator)
 
-    sharded = jax.shard_map(dense, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    message = r"With dkernel_accumulator the kernel must vary over the mesh axes \['data'\] as x does"
+    groups = SHAPE.num_groups
+    at = dict(x=X, sizes=struct((groups,), "int32"), bias=struct((groups, SHAPE.N)), accumulator=KERNEL)
+    at[varying] = struct((2 * at[varying].shape[0], *at[varying].shape[1:]), at[varying].dtype)
+    specs = [P("data") if name == varying else P() for name in at]
+    sharded = jax.shard_map(dense, mesh=mesh, in_specs=(P(), *specs), out_specs=P("data"))
+    message = r"With dkernel_accumulator kernel must vary over the mesh axes \['data'\] as others do"
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(sharded, struct((2 * SHAPE.tokens, SHAPE.K)), KERNEL)
+        jax.eval_shape(sharded, KERNEL, *at.values())
+
+
+def test_wgrad_takes_a_float32_accumulator_for_a_kernel_of_16_bits(backend: str) -> None:
+    at, dy = arguments("block"), jnp.asarray(operands()[3])
+    kernel = at["kernel"].astype(jnp.bfloat16)
+    accumulator = jnp.full(kernel.shape, 0.5, jnp.float32)
+    for name in some(backend, ["none", "block"], 1):
+        pending = _pending(RECIPES[name], dy, at | dict(kernel=kernel))
+        plain = jg.grouped_dense_wgrad(pending, dkernel_accumulator=jnp.zeros_like(accumulator))[0]
+        added = jg.grouped_dense_wgrad(pending, dkernel_accumulator=accumulator)[0]
+        assert added.dtype == plain.dtype == jnp.float32
+        assert_close((added,), (plain + 0.5,), 1e-6)
+        assert_close((jg.grouped_dense_wgrad(pending)[0],), (plain,), 4e-3)
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,11 @@ def require_block_scaling() -> None:
 def keep_tuned_algorithms() -> None:
     """Tells the extension in which file to keep, and to look for, the algorithms that were timed."""
     module = load()
-    if module is None or not (path := _tuned_algorithms_path()):
-        return
-    # Without the file, what was timed holds for this process.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        module.set_autotune_file(str(path))
+    # Without the file, or a home to keep it in, what was timed holds for this process.
+    with contextlib.suppress(OSError, RuntimeError):
+        if module is not None and (path := _tuned_algorithms_path()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            module.set_autotune_file(str(path))
 
 
 def _tuned_algorithms_path() -> Path | None:

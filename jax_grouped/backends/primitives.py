@@ -12,12 +12,12 @@ of them, or fewer if it is kernels, each of which then serves a run of batch ele
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -91,6 +91,14 @@ def _define(
             return jitted(**params)(*args)
 
     primitive.def_impl(impl)
+
+    def jvp(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{primitive.name} has no derivative of its own: ragged_dot and grouped_dense have gradients, in reverse "
+            "mode, which are of first order with a recipe or a dkernel_accumulator; quantization has none."
+        )
+
+    ad.primitive_jvps[primitive] = jvp
 
     def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
         del backend

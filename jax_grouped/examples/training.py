@@ -4,11 +4,11 @@ import functools
 import time
 from collections.abc import Iterable
 
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import jax_grouped as jg
@@ -27,13 +27,6 @@ MAX_GRADIENT_NORM = 1.0
 HELD_OUT_BATCHES = 8
 
 
-class TrainState(flax.training.train_state.TrainState):
-    """All of the model's variables as `params`, Adam's state and the number of steps taken.
-
-    Adam and the clipping of gradients see the parameters alone: delayed scaling's variables are replaced.
-    """
-
-
 def backend_name() -> str:
     """Which backend of `jax_grouped` runs on the default device, and that device, in words.
 
@@ -48,7 +41,10 @@ def backend_name() -> str:
 
 
 def create_state(settings: Settings) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step, with all of the model's variables as `params`.
+
+    Adam and the clipping of gradients see the parameters alone: delayed scaling's variables are replaced.
+    """
     model = MoELanguageModel(
         d_model=settings.d_model,
         num_layers=settings.layers,
@@ -73,8 +69,9 @@ def learning_rate(settings: Settings) -> optax.Schedule:
     warm_up = optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS)
     if settings.cool_down == 0:
         return warm_up
-    cool_down = optax.linear_schedule(rate, 0.0, settings.cool_down)
-    return optax.join_schedules([warm_up, cool_down], [settings.steps - settings.cool_down])
+    start = settings.steps - settings.cool_down
+    cool_down = optax.linear_schedule(rate, 0.0, settings.cool_down, transition_begin=start)
+    return lambda step: jnp.minimum(warm_up(step), cool_down(step))
 
 
 def _losses(state: TrainState, params: optax.Params, windows: jax.Array) -> tuple[jax.Array, jax.Array]:
