@@ -37,9 +37,8 @@ inline ffi::Error CheckKernelBatch(const char* op, Product product, int64_t batc
 // Makes the result hold the accumulator, if the call brings one. It is the result's own buffer, except where XLA has
 // the result written straight into a slice of a larger array, as it does with the results of a loop.
 inline ffi::Error LoadAccumulator(const char* op, cudaStream_t stream, const ffi::RemainingArgs& rest,
-                                  const ffi::AnyBuffer& d, bool* accumulate) {
-  *accumulate = rest.size() > 0;
-  if (!*accumulate) return ffi::Error::Success();
+                                  const ffi::AnyBuffer& d) {
+  if (rest.size() == 0) return ffi::Error::Success();
   const auto accumulator = rest.get<ffi::AnyBuffer>(0);
   if (!accumulator.has_value()) return accumulator.error();
   if (accumulator->untyped_data() == d.untyped_data()) return ffi::Error::Success();

@@ -58,6 +58,7 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckKernelBatch(kOp, problem->product, call.Batch(), call.kernel_batch, kernel.dimensions()[0]));
   problem->num_groups = kernel.dimensions()[0] / call.kernel_batch * call.Batch();
+  problem->elements_per_kernel = static_cast<int32_t>(call.Batch() / call.kernel_batch);
   problem->in_features = kernel.dimensions()[1];
   problem->out_features = kernel.dimensions()[2];
   const int64_t a_features = problem->product == Product::kDgrad ? problem->out_features : problem->in_features;
@@ -78,12 +79,14 @@ ffi::Error CheckShapes(const Call& call, MatmulProblem* problem) {
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeProblem(const Call& call, std::string_view product, MatmulProblem* problem) {
+ffi::Error Decode(const Call& call, std::string_view product, MatmulProblem* problem, Groups* groups) {
   const auto known = ToProduct(product);
   if (!known) return Invalid(kOp, "product must be fprop, dgrad or wgrad, got " + std::string(product) + ".");
   problem->product = *known;
   JAX_GROUPED_RETURN_IF_ERROR(CheckTypes(call, problem));
   JAX_GROUPED_RETURN_IF_ERROR(CheckShapes(call, problem));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      DecodeGroups(kOp, call.group_sizes, call.group_offset, problem->num_groups, problem->tokens, groups));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the bytes of scratch", static_cast<int64_t>(call.scratch.size_bytes()),
                                          static_cast<int64_t>(MatmulScratch::Bytes(problem->num_groups))));
   return CheckEqual(kOp, "the bytes of workspace", static_cast<int64_t>(call.workspace.size_bytes()),
@@ -91,36 +94,35 @@ ffi::Error DecodeProblem(const Call& call, std::string_view product, MatmulProbl
 }
 
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes, S32 group_offset,
-                      ffi::RemainingArgs, Result d, Result scratch, Result workspace, std::string_view product,
+                      ffi::RemainingArgs rest, Result d, Result scratch, Result workspace, std::string_view product,
                       int64_t kernel_batch, bool autotune) {
-  MatmulProblem problem{};
   const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
+  MatmulProblem problem{};
+  Groups groups{};
+  JAX_GROUPED_RETURN_IF_ERROR(Decode(call, product, &problem, &groups));
+  problem.accumulate = rest.size() > 0;
   return ToError(kOp, PrepareGroupedMatmul(device, problem, autotune));
 }
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32 group_sizes,
                    S32 group_offset, ffi::RemainingArgs rest, Result d, Result scratch, Result workspace,
                    std::string_view product, int64_t kernel_batch, bool /*autotune*/) {
-  MatmulProblem problem{};
   const Call call{a, b, group_sizes, group_offset, *d, *scratch, *workspace, kernel_batch};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(call, product, &problem));
+  MatmulProblem problem{};
   Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(
-      DecodeGroups(kOp, group_sizes, group_offset, problem.num_groups, problem.tokens, &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(Decode(call, product, &problem, &groups));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "a", a.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "b", b.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "the result", d->untyped_data()));
-  bool accumulate = false;
-  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d, &accumulate));
+  problem.accumulate = rest.size() > 0;
+  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d));
   MatmulBuffers buffers{};
   buffers.a = a.untyped_data();
   buffers.b = b.untyped_data();
   buffers.d = d->untyped_data();
   buffers.scratch = scratch->untyped_data();
   buffers.workspace = workspace->untyped_data();
-  const auto elements_per_kernel = static_cast<int32_t>(groups.batch / kernel_batch);
-  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
+  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, buffers));
 }
 
 // What both stages take besides their contexts.

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
 
 #include "csrc/cublaslt/grouped_matmul.h"
 #include "csrc/cublaslt/library.h"
@@ -51,7 +52,8 @@ NB_MODULE(_cuda, m) {
   m.def("handlers", &Handlers);
   m.def("set_cublaslt_path", &SetCublasLtPath, nb::arg("path"));
   m.def("cublaslt_version", &CublasLtVersion);
-  m.def("set_autotune_file", &SetAutotuneFile, nb::arg("path"));
+  m.def(
+      "set_autotune_file", [](std::string path) { TunedAlgorithms::Get().SetFile(std::move(path)); }, nb::arg("path"));
   m.def("describe_plans", &DescribePlans);
 }
 

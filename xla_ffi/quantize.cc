@@ -1,6 +1,7 @@
 #include "csrc/kernels/quantize.h"
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -252,6 +253,9 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   const int64_t tokens = out->dimensions()[0];
   if (num_groups <= 0 || group_sizes.element_count() == 0 || tokens == 0) {
     return Invalid(kDequantize, "there must be groups and rows.");
+  }
+  if (num_groups > std::numeric_limits<int32_t>::max()) {
+    return Invalid(kDequantize, "at most 2^31 - 1 groups are supported, got " + std::to_string(num_groups) + ".");
   }
   const int64_t all_groups = num_groups * static_cast<int64_t>(group_offset.element_count());
   Groups groups{};

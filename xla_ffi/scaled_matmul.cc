@@ -82,6 +82,7 @@ ffi::Error DecodeSizes(const Call& call, MatmulProblem* problem) {
   const auto kernels = (is_wgrad ? call.d : call.b).dimensions();
   JAX_GROUPED_RETURN_IF_ERROR(CheckKernelBatch(kOp, problem->product, call.Batch(), call.kernel_batch, kernels[0]));
   problem->num_groups = kernels[0] / call.kernel_batch * call.Batch();
+  problem->elements_per_kernel = static_cast<int32_t>(call.Batch() / call.kernel_batch);
   problem->tokens = call.tokens * call.Batch();
   // Columnwise kernels are stored transposed.
   problem->in_features = problem->product == Product::kFprop ? kernels[2] : kernels[1];
@@ -99,11 +100,10 @@ ffi::Error DecodeSizes(const Call& call, MatmulProblem* problem) {
 ffi::Error CheckOperands(const Call& call, const MatmulProblem& problem, const Groups& groups, int64_t* kernel_scales) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kOp, LayoutOfA(problem, groups), call.a, call.a_scale));
   if (problem.product == Product::kWgrad) {
-    return CheckScaled(kOp, LayoutOfB(problem, groups, 0), call.b, call.b_scale);
+    return CheckScaled(kOp, LayoutOfB(problem, groups), call.b, call.b_scale);
   }
-  const int64_t kernels = call.b.dimensions()[0];
-  const QuantizedLayout b = LayoutOfB(problem, groups, kernels);
-  *kernel_scales = b.ScaleElements() / kernels;
+  const QuantizedLayout b = LayoutOfB(problem, groups);
+  *kernel_scales = b.ScaleElements() / NumKernels(problem);
   return CheckScaled(kOp, b, call.b, call.b_scale);
 }
 
@@ -122,7 +122,7 @@ ffi::Error Decode(const Call& call, MatmulProblem* problem, Groups* groups, int6
 }
 
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer b,
-                      ffi::AnyBuffer b_scale, S32 group_sizes, S32 group_offset, ffi::RemainingArgs, Result d,
+                      ffi::AnyBuffer b_scale, S32 group_sizes, S32 group_offset, ffi::RemainingArgs rest, Result d,
                       Result scratch, Result workspace, std::string_view product, std::string_view a_mode,
                       std::string_view b_mode, int64_t tokens, int64_t kernel_batch, bool autotune) {
   const Call call{a,        a_scale,    b,       b_scale, group_sizes, group_offset, *d,
@@ -131,6 +131,7 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer a_scale, 
   Groups groups{};
   int64_t kernel_scales = 0;
   JAX_GROUPED_RETURN_IF_ERROR(Decode(call, &problem, &groups, &kernel_scales));
+  problem.accumulate = rest.size() > 0;
   return ToError(kOp, PrepareGroupedMatmul(device, problem, autotune));
 }
 
@@ -145,8 +146,8 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   MatmulBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(Decode(call, &problem, &groups, &buffers.kernel_scales));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "the result", d->untyped_data()));
-  bool accumulate = false;
-  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d, &accumulate));
+  problem.accumulate = rest.size() > 0;
+  JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(kOp, stream, rest, *d));
   buffers.a = a.untyped_data();
   buffers.b = b.untyped_data();
   buffers.a_scale = a_scale.untyped_data();
@@ -154,8 +155,7 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   buffers.d = d->untyped_data();
   buffers.scratch = scratch->untyped_data();
   buffers.workspace = workspace->untyped_data();
-  const auto elements_per_kernel = static_cast<int32_t>(groups.batch / kernel_batch);
-  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, elements_per_kernel, buffers, accumulate));
+  return ToError(kOp, EnqueueGroupedMatmul(device, stream, problem, groups, buffers));
 }
 
 // What both stages take besides their contexts.

@@ -246,21 +246,9 @@ struct ScaleLayout {
   __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
 };
 
-// Where a group's columnwise data begins, in units of 16 elements, and where its kBlock1D scales begin in either
-// orientation, from the units of rows before the group.
-__device__ inline int64_t ColumnDataBefore(const ScaleLayout& layout, int64_t units_of_16) {
-  return layout.features * units_of_16;
-}
-__device__ inline int64_t RowScalesBefore(const ScaleLayout& layout, int64_t units_of_4) {
-  return layout.FeatureBlocks() * 4 * units_of_4;
-}
-__device__ inline int64_t ColumnScalesBefore(const ScaleLayout& layout, int64_t units_of_128) {
-  return layout.features * units_of_128;
-}
-
 // Position of a chunk of one feature in columnwise data, in units of its 16 elements.
 __device__ inline int64_t ColumnDataUnit(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
-  return ColumnDataBefore(layout, chunk.Before(Unit::k16)) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
+  return layout.features * chunk.Before(Unit::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
 }
 
 // The byte of a block in a 128 x 4 tile of swizzled scales.
@@ -276,7 +264,7 @@ __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chun
     case ScalingMode::kTensor:
       return chunk.group;
     case ScalingMode::kBlock1D:
-      return RowScalesBefore(layout, chunk.Before(Unit::k4)) + block * RoundUp(chunk.group_rows, 4) + row;
+      return layout.FeatureBlocks() * 4 * chunk.Before(Unit::k4) + block * RoundUp(chunk.group_rows, 4) + row;
     case ScalingMode::kBlock2D:
       return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(Unit::k128) + row / kBlock) + block;
     case ScalingMode::kMx:
@@ -296,7 +284,7 @@ __device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& c
     case ScalingMode::kTensor:
       return chunk.group;
     case ScalingMode::kBlock1D:
-      return ColumnScalesBefore(layout, chunk.Before(Unit::k128) + chunk.row / kBlock) + feature;
+      return layout.features * (chunk.Before(Unit::k128) + chunk.row / kBlock) + feature;
     case ScalingMode::kBlock2D:
       return 4 * (layout.FeatureBlocks() * chunk.Before(Unit::k512) + feature * CeilDiv(chunk.group_rows, 4 * kBlock)) +
              chunk.row / kBlock;

@@ -42,6 +42,9 @@ Status InitPreference(const CublasLt& library, const MatmulProblem& problem,
       library.Check(library.MatmulPreferenceInit(preference, sizeof(*preference)), "cublasLtMatmulPreferenceInit"));
   JAX_GROUPED_RETURN_IF_FAILED(
       SetPreference(library, preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspaceBytes}));
+  // Other schemes would add up the parts of a sum in the result's type.
+  JAX_GROUPED_RETURN_IF_FAILED(SetPreference(library, preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                             uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE}));
   for (const auto attribute :
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
@@ -57,12 +60,15 @@ Status InitDescriptorsOfNothing(const CublasLt& library, const MatmulProblem& pr
   return InitDescriptors(library, problem, ToColumnMajor(problem, {}), nowhere, descriptors);
 }
 
-int32_t ConfigAttribute(const CublasLt& library, const Algorithm& algorithm,
-                        cublasLtMatmulAlgoConfigAttributes_t attribute) {
-  int32_t value = -1;
+// `Value` is the attribute's type in cublasLt.h.
+template <typename Value>
+std::string ConfigAttribute(const CublasLt& library, const Algorithm& algorithm,
+                            cublasLtMatmulAlgoConfigAttributes_t attribute) {
+  Value value{};
   size_t written = 0;
-  library.MatmulAlgoConfigGetAttribute(&algorithm.choice, attribute, &value, sizeof(value), &written);
-  return value;
+  const bool known = library.MatmulAlgoConfigGetAttribute(&algorithm.choice, attribute, &value, sizeof(value),
+                                                          &written) == CUBLAS_STATUS_SUCCESS;
+  return known ? std::to_string(value) : "unknown";
 }
 
 }  // namespace
@@ -99,8 +105,10 @@ bool CanRun(const CublasLt& library, cublasLtHandle_t handle, const MatmulProble
 }
 
 std::string Describe(const CublasLt& library, const Algorithm& algorithm) {
-  return "algorithm " + std::to_string(ConfigAttribute(library, algorithm, CUBLASLT_ALGO_CONFIG_ID)) + ", tile " +
-         std::to_string(ConfigAttribute(library, algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID)) + ", workspace " +
+  return "algorithm " + ConfigAttribute<int32_t>(library, algorithm, CUBLASLT_ALGO_CONFIG_ID) + ", tile " +
+         ConfigAttribute<uint32_t>(library, algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID) + ", stages " +
+         ConfigAttribute<uint32_t>(library, algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID) + ", cluster shape " +
+         ConfigAttribute<uint16_t>(library, algorithm, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) + ", workspace " +
          std::to_string(algorithm.workspace_bytes) + " bytes";
 }
 

@@ -27,7 +27,7 @@ Status ProposeAlgorithms(const CublasLt& library, cublasLtHandle_t handle, const
 // Whether the current device can run an algorithm that an earlier process chose for the problem, in its workspace.
 bool CanRun(const CublasLt& library, cublasLtHandle_t handle, const MatmulProblem& problem, const Algorithm& algorithm);
 
-// Its number, tile and workspace, for people.
+// Its number, tile, stages, cluster shape and workspace, for people.
 std::string Describe(const CublasLt& library, const Algorithm& algorithm);
 
 }  // namespace jax_grouped

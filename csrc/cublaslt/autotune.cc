@@ -41,17 +41,16 @@ class Race {
   Race(const CublasLt& library, cublasLtHandle_t handle, const MatmulProblem& problem)
       : library_(library), handle_(handle), problem_(problem) {}
 
-  // A time for each algorithm: kNever if it cannot be had, which holds for all if there is no memory for the race. A
-  // failure of the device is an error.
+  // A time for each algorithm: kNever for those that do not run.
   Status Run(const std::vector<Algorithm>& algorithms, std::vector<float>* times) {
     times->assign(algorithms.size(), kNever);
     JAX_GROUPED_RETURN_IF_FAILED(stopwatch_.Create());
-    bool allocated = false;
-    JAX_GROUPED_RETURN_IF_FAILED(operands_.Create(problem_, stopwatch_.stream(), &allocated));
-    if (!allocated) return Status::Ok();
+    JAX_GROUPED_RETURN_IF_FAILED(operands_.Create(problem_, stopwatch_.stream()));
     std::vector<Owned<cudaGraphExec_t>> graphs(algorithms.size());
     for (size_t i = 0; i < algorithms.size(); ++i) {
-      JAX_GROUPED_RETURN_IF_FAILED(WarmUp(algorithms[i], &graphs[i]));
+      if (WarmUp(algorithms[i], &graphs[i]).ok()) continue;
+      graphs[i].reset();
+      (void)cudaGetLastError();  // Or CUDA would report it again, to whoever asks next.
     }
     for (int turn = 0; turn < kTurns; ++turn) {
       for (size_t i = 0; i < algorithms.size(); ++i) {
@@ -65,14 +64,15 @@ class Race {
   }
 
  private:
-  // Runs an algorithm once by itself, as its kernels are loaded then, and records its graph: null if cuBLASLt refuses,
-  // or if it cannot be captured.
+  // Runs an algorithm once by itself, as its kernels are loaded then, and records and runs its graph. Fails if cuBLASLt
+  // refuses, or if it cannot be captured.
   Status WarmUp(const Algorithm& algorithm, Owned<cudaGraphExec_t>* graph) {
+    int call = 0;
     const auto launch = [&] {
-      return LaunchGroupedMatmul(library_, handle_, algorithm, stopwatch_.stream(), problem_, operands_.groups(), 1,
-                                 operands_.buffers(), false);
+      return LaunchGroupedMatmul(library_, handle_, algorithm, stopwatch_.stream(), problem_, operands_.groups(),
+                                 operands_.Buffers(call++));
     };
-    if (!launch().ok()) return ForgetError();
+    JAX_GROUPED_RETURN_IF_FAILED(launch());
     JAX_GROUPED_RETURN_IF_FAILED(
         Status::FromCuda(cudaStreamSynchronize(stopwatch_.stream()), "Running an algorithm of cuBLASLt to time it"));
     float milliseconds = 0;
@@ -81,7 +81,7 @@ class Race {
       const float products = std::ceil(kMeasurementMilliseconds / milliseconds);
       products_ = static_cast<int>(std::clamp<float>(products, 1, kMostProducts));
     }
-    if (!stopwatch_.Record(products_, launch, graph).ok()) return ForgetError();
+    JAX_GROUPED_RETURN_IF_FAILED(stopwatch_.Record(products_, launch, graph));
     return stopwatch_.Time(graph->get(), &milliseconds);
   }
 
@@ -90,12 +90,6 @@ class Race {
     for (float& measured : milliseconds) JAX_GROUPED_RETURN_IF_FAILED(stopwatch_.Time(graph, &measured));
     std::sort(milliseconds.begin(), milliseconds.end());
     *median = milliseconds[kMeasurements / 2];
-    return Status::Ok();
-  }
-
-  // CUDA would report the failure of an algorithm that is left out again, to whoever asks next.
-  static Status ForgetError() {
-    (void)cudaGetLastError();
     return Status::Ok();
   }
 
@@ -123,27 +117,27 @@ Status TuningKey(const CublasLt& library, const Plans::Key& key, std::string* te
   return Status::Ok();
 }
 
+// Changes the plan unless it fails.
 Status ChooseByTime(const CublasLt& library, const Plans::Key& key, Plan* plan) {
   std::string text;
   JAX_GROUPED_RETURN_IF_FAILED(TuningKey(library, key, &text));
   const MatmulProblem& problem = key.second;
-  for (const Algorithm& known : TunedAlgorithms::Get().Find(text)) {
-    if (!CanRun(library, plan->handle, problem, known)) continue;
-    *plan = {plan->handle, known, Origin::kTuned};
-    return Status::Ok();
+  const auto can_run = [&](const Algorithm& known) { return CanRun(library, plan->handle, problem, known); };
+  TunedAlgorithms& tuned = TunedAlgorithms::Get();
+  Algorithm choice;
+  if (!tuned.Find(text, can_run, &choice)) {
+    std::vector<Algorithm> algorithms;
+    JAX_GROUPED_RETURN_IF_FAILED(ProposeAlgorithms(library, plan->handle, problem, kMostAlgorithms, &algorithms));
+    size_t winner = 0;
+    if (algorithms.size() > 1) {
+      std::vector<float> times;
+      JAX_GROUPED_RETURN_IF_FAILED(Race(library, plan->handle, problem).Run(algorithms, &times));
+      winner = Winner(times);
+      if (times[winner] == kNever) return Status::Failed("None of cuBLASLt's algorithms ran.");
+    }
+    choice = tuned.Add(text, can_run, algorithms[winner]);
   }
-  std::vector<Algorithm> algorithms;
-  JAX_GROUPED_RETURN_IF_FAILED(ProposeAlgorithms(library, plan->handle, problem, kMostAlgorithms, &algorithms));
-  size_t winner = 0;
-  if (algorithms.size() > 1) {
-    std::vector<float> times;
-    JAX_GROUPED_RETURN_IF_FAILED(Race(library, plan->handle, problem).Run(algorithms, &times));
-    winner = Winner(times);
-    plan->origin = Origin::kNotTimed;
-    if (times[winner] == kNever) return Status::Ok();
-  }
-  *plan = {plan->handle, algorithms[winner], Origin::kTuned};
-  TunedAlgorithms::Get().Add(text, plan->algorithm);
+  *plan = {plan->handle, choice, Origin::kTuned};
   return Status::Ok();
 }
 
@@ -159,7 +153,11 @@ Status Tune(const CublasLt& library, const Plans::Key& key) {
   static std::mutex* const one_at_a_time = new std::mutex();
   std::lock_guard<std::mutex> lock(*one_at_a_time);
   if (!plans.Find(key, &plan) || plan.origin != Origin::kHeuristic) return Status::Ok();
-  JAX_GROUPED_RETURN_IF_FAILED(ChooseByTime(library, key, &plan));
+  // The program has an algorithm that works, so it goes on. A fault of the device shows in its next call.
+  if (!ChooseByTime(library, key, &plan).ok()) {
+    (void)cudaGetLastError();
+    plan.origin = Origin::kNotTimed;
+  }
   plans.Replace(key, plan);
   return Status::Ok();
 }

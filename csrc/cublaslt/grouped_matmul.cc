@@ -31,15 +31,14 @@ Status PrepareGroupedMatmul(int device, const MatmulProblem& problem, bool autot
 }
 
 Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                            int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate) {
+                            const MatmulBuffers& buffers) {
   const CublasLt* library = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));
   Plan plan;
   if (!Plans::Get().Find({device, problem}, &plan)) {
     return Status::Failed("A grouped matmul ran on a device on which it had not been initialized.");
   }
-  return LaunchGroupedMatmul(*library, plan.handle, plan.algorithm, stream, problem, groups, elements_per_kernel,
-                             buffers, accumulate);
+  return LaunchGroupedMatmul(*library, plan.handle, plan.algorithm, stream, problem, groups, buffers);
 }
 
 std::vector<std::string> DescribePlans() {

@@ -6,7 +6,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -17,15 +16,15 @@
 namespace jax_grouped {
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which is the current one:
-// the heuristic's first, or with `autotune` the fastest (autotune.h), which calls without it then use, too. Cheap when
-// that has been done. Fails if the device lacks the product. Not for a stream that is being captured.
+// the heuristic's first, or with `autotune` the fastest (autotune.h), which calls without it then use, too; graphs that
+// have captured a call keep the algorithm that it had. Cheap when that has been done. Fails if the device lacks the
+// product. Not for a stream that is being captured.
 Status PrepareGroupedMatmul(int device, const MatmulProblem& problem, bool autotune);
 
-// Enqueues the product of a prepared problem: d = a b, or d += a b with `accumulate`. Tokens of `d` that belong to no
-// local group become zero, or keep their value with `accumulate`. Of kernels, `elements_per_kernel` successive batch
-// elements share [groups.num_groups]. May be captured.
+// Enqueues the product of a prepared problem: d = a b, or d += a b if it accumulates. Tokens of `d` that belong to no
+// local group become zero, or keep their value if it accumulates. May be captured.
 Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                            int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate);
+                            const MatmulBuffers& buffers);
 
 // One line for each algorithm kept, for people.
 std::vector<std::string> DescribePlans();

@@ -7,14 +7,14 @@ namespace jax_grouped {
 namespace {
 
 // The setup kernel of scaled operands. cuBLASLt's A is b, and its B is a.
-Status SetUpScaled(cudaStream_t stream, const MatmulProblem& problem, const Groups& groups, int32_t elements_per_kernel,
+Status SetUpScaled(cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
                    const MatmulBuffers& buffers, const ColumnMajor& operands, float beta, bool zero_rest,
                    const Region& workspace, const ScaledMatmulScratch& scratch) {
   const QuantizedLayout a = LayoutOfA(problem, groups);
   const OperandScales b_scales{buffers.b_scale, problem.b_mode, static_cast<int32_t>(problem.out_features),
-                               problem.product == Product::kWgrad ? 0 : buffers.kernel_scales};
+                               buffers.kernel_scales};
   const OperandScales a_scales{buffers.a_scale, problem.a_mode, static_cast<int32_t>(a.features), 0};
-  return LaunchScaledMatmulSetup(stream, groups, a.ElementUnits(), elements_per_kernel, operands.a, b_scales,
+  return LaunchScaledMatmulSetup(stream, groups, a.ElementUnits(), problem.elements_per_kernel, operands.a, b_scales,
                                  operands.b, a_scales, operands.d, beta, zero_rest, workspace, scratch);
 }
 
@@ -22,23 +22,25 @@ Status SetUpScaled(cudaStream_t stream, const MatmulProblem& problem, const Grou
 
 Status LaunchGroupedMatmul(const CublasLt& library, cublasLtHandle_t handle, const Algorithm& algorithm,
                            cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                           int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate) {
+                           const MatmulBuffers& buffers) {
   const ColumnMajor operands = ToColumnMajor(problem, buffers);
   const ScaledMatmulScratch scaled_scratch(buffers.scratch, groups.batch, groups.num_groups);
   const MatmulScratch scratch = scaled_scratch.Matmul();
-  const bool zero_rest = problem.product != Product::kWgrad && !accumulate;
+  const bool zero_rest = problem.product != Product::kWgrad && !problem.accumulate;
   // XLA lends the workspace's memory to other buffers between calls, and cuBLASLt releases up to 13.7 are known to
-  // trust what an earlier matmul left there. So each call starts from zeros, which costs nothing: no algorithm seen on
-  // an H200 uses more than 0.2 MB. tests/gpu/workspace_stress.py compares this with a workspace of its own for every
-  // matmul: with 13.10, no difference in 5000 replays of a captured step of four layers, one or two executables at a
-  // time, the memory overwritten in between; nor, with two, without the zeros, whose only reason are older releases.
+  // trust what an earlier matmul left there. So each call starts from zeros. On an H200 that costs nothing with the
+  // heuristic's first algorithms, which use 0.2 MB at most; those in the rest of its list may use up to
+  // kWorkspaceBytes, and are timed with their zeros. tests/gpu/workspace_stress.py compares this with a workspace of
+  // its own for every matmul: with 13.10, no difference in 5000 replays of a captured step of four layers, one or two
+  // executables at a time, the memory overwritten in between; nor, with two, without the zeros, whose only reason are
+  // older releases.
   const Region workspace{buffers.workspace, static_cast<int64_t>(algorithm.workspace_bytes)};
-  const float beta = accumulate ? 1.0f : 0.0f;
-  JAX_GROUPED_RETURN_IF_FAILED(problem.scaled
-                                   ? SetUpScaled(stream, problem, groups, elements_per_kernel, buffers, operands, beta,
-                                                 zero_rest, workspace, scaled_scratch)
-                                   : LaunchMatmulSetup(stream, groups, elements_per_kernel, operands.a, operands.b,
-                                                       operands.d, beta, zero_rest, workspace, scratch));
+  const float beta = problem.accumulate ? 1.0f : 0.0f;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      problem.scaled
+          ? SetUpScaled(stream, problem, groups, buffers, operands, beta, zero_rest, workspace, scaled_scratch)
+          : LaunchMatmulSetup(stream, groups, problem.elements_per_kernel, operands.a, operands.b, operands.d, beta,
+                              zero_rest, workspace, scratch));
   Descriptors descriptors;
   JAX_GROUPED_RETURN_IF_FAILED(InitDescriptors(library, problem, operands, scaled_scratch, &descriptors));
   // C is D itself: with beta = 1 the product is added in place, with beta = 0 it is not read.

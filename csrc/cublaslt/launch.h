@@ -6,8 +6,6 @@
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
 #include "csrc/cublaslt/algorithms.h"
@@ -19,7 +17,7 @@ namespace jax_grouped {
 // Enqueues the product by that algorithm, as EnqueueGroupedMatmul describes it. May be captured.
 Status LaunchGroupedMatmul(const CublasLt& library, cublasLtHandle_t handle, const Algorithm& algorithm,
                            cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
-                           int32_t elements_per_kernel, const MatmulBuffers& buffers, bool accumulate);
+                           const MatmulBuffers& buffers);
 
 }  // namespace jax_grouped
 

@@ -47,7 +47,7 @@ Status Plans::Ensure(const CublasLt& library, const Key& key) {
 
 void Plans::Replace(const Key& key, const Plan& plan) {
   std::lock_guard<std::mutex> lock(mutex_);
-  plans_.at(key) = plan;
+  if (const auto found = plans_.find(key); found != plans_.end()) found->second = plan;
 }
 
 std::map<Plans::Key, Plan> Plans::Copy() {

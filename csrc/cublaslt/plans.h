@@ -28,8 +28,8 @@ struct Plan {
   Origin origin;
 };
 
-// For every thread. The lock is held for look-ups and for questions to the heuristic, which take microseconds; what
-// takes longer is done outside, and its result put in afterwards.
+// For every thread. The lock is held for look-ups and questions to the heuristic, which take microseconds, and while a
+// device's handle is made, once; whatever else takes longer is done outside, and its result put in afterwards.
 class Plans {
  public:
   using Key = std::pair<int, MatmulProblem>;  // the device and what runs there
@@ -41,7 +41,7 @@ class Plans {
   // Takes the heuristic's first algorithm unless there is a plan for the key. Fails if the device lacks the product.
   Status Ensure(const CublasLt& library, const Key& key);
 
-  // Replaces the plan of a key that has one.
+  // Replaces the plan of a key, if it has one.
   void Replace(const Key& key, const Plan& plan);
 
   std::map<Key, Plan> Copy();

@@ -8,7 +8,7 @@ namespace {
 auto Fields(const MatmulProblem& problem) {
   return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
                          problem.a_mode, problem.b_mode, problem.tokens, problem.in_features, problem.out_features,
-                         problem.num_groups);
+                         problem.num_groups, problem.elements_per_kernel, problem.accumulate);
 }
 
 const char* Name(Product product) {
@@ -62,6 +62,8 @@ std::string DescribeOperands(const MatmulProblem& problem) {
 
 bool operator<(const MatmulProblem& first, const MatmulProblem& second) { return Fields(first) < Fields(second); }
 
+int64_t NumKernels(const MatmulProblem& problem) { return problem.num_groups / problem.elements_per_kernel; }
+
 QuantizedLayout LayoutOfA(const MatmulProblem& problem, const Groups& groups) {
   const int64_t features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
   return {problem.a_mode,
@@ -74,12 +76,13 @@ QuantizedLayout LayoutOfA(const MatmulProblem& problem, const Groups& groups) {
           0};
 }
 
-QuantizedLayout LayoutOfB(const MatmulProblem& problem, const Groups& groups, int64_t kernels) {
+QuantizedLayout LayoutOfB(const MatmulProblem& problem, const Groups& groups) {
   if (problem.product == Product::kWgrad) {
     QuantizedLayout tokens = LayoutOfA(problem, groups);
     tokens.features = problem.out_features;
     return tokens;
   }
+  const int64_t kernels = NumKernels(problem);
   return {problem.b_mode,
           problem.product == Product::kFprop,
           problem.b_mode == ScalingMode::kMx,
@@ -105,9 +108,14 @@ Status CheckCapability(const MatmulProblem& problem, int major, int minor) {
 }
 
 std::string Describe(const MatmulProblem& problem) {
-  return std::string(Name(problem.product)) + " " + DescribeOperands(problem) + " -> " + Name(problem.result_type) +
-         ", E " + std::to_string(problem.num_groups) + " T " + std::to_string(problem.tokens) + " K " +
-         std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features);
+  std::string text = std::string(Name(problem.product)) + " " + DescribeOperands(problem) +
+                     (problem.accumulate ? " onto " : " -> ") + Name(problem.result_type) + ", E " +
+                     std::to_string(problem.num_groups) + " T " + std::to_string(problem.tokens) + " K " +
+                     std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features);
+  if (problem.elements_per_kernel > 1) {
+    text += ", kernels of " + std::to_string(problem.elements_per_kernel) + " batch elements";
+  }
+  return text;
 }
 
 }  // namespace jax_grouped

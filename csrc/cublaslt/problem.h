@@ -39,6 +39,8 @@ struct MatmulProblem {
   int64_t in_features;  // multiples of kFeatureAlignment, as out_features; of kFp8Alignment for scaled operands
   int64_t out_features;
   int64_t num_groups;
+  int32_t elements_per_kernel;  // successive batch elements that share kernels: 1 without a batch, and for kWgrad
+  bool accumulate;              // whether the product is added to d
 };
 
 bool operator<(const MatmulProblem& first, const MatmulProblem& second);
@@ -49,7 +51,7 @@ struct MatmulBuffers {
   const void* b;
   const void* a_scale;  // inverse scales: E8M0 with kMx, float32 otherwise; null without
   const void* b_scale;
-  int64_t kernel_scales;  // inverse scales of one kernel
+  int64_t kernel_scales;  // inverse scales of one kernel; 0 for kWgrad and without
   void* d;
   void* scratch;  // MatmulScratch::Bytes(num_groups), or ScaledMatmulScratch's
   void* workspace;
@@ -58,14 +60,18 @@ struct MatmulBuffers {
 // Bytes of MatmulBuffers::workspace: what NVIDIA recommends for Hopper.
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 
-// Where the operands of a scaled problem lie. `kernels` is how many there are, of products that take kernels.
+// How many kernels there are.
+int64_t NumKernels(const MatmulProblem& problem);
+
+// Where the operands of a scaled problem lie.
 QuantizedLayout LayoutOfA(const MatmulProblem& problem, const Groups& groups);
-QuantizedLayout LayoutOfB(const MatmulProblem& problem, const Groups& groups, int64_t kernels);
+QuantizedLayout LayoutOfB(const MatmulProblem& problem, const Groups& groups);
 
 // Fails, with what to use instead, unless GPUs of a compute capability have the product.
 Status CheckCapability(const MatmulProblem& problem, int major, int minor);
 
-// The problem in one line.
+// The problem in one line, for people. The files of TunedAlgorithms know a problem by it, too, so problems that differ
+// must not read the same, and another wording has everything timed again.
 std::string Describe(const MatmulProblem& problem);
 
 }  // namespace jax_grouped

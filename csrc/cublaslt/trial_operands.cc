@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <random>
 #include <utility>
 #include <vector>
@@ -32,17 +33,19 @@ Pattern ElementPattern(cudaDataType_t type) {
       return {0x87878787, 0x38383838};
     case CUDA_R_16BF:
       return {0x80FF80FF, 0x3F003F00};
+    case CUDA_R_32F:
+      return {0x80FFFFFF, 0x3F000000};
     default:
       return {0x87FF87FF, 0x38003800};
   }
 }
 
 // Random numbers take time to make and to copy, so arrays repeat the first 4 MiB.
-Status Fill(void* array, int64_t bytes, const Pattern& pattern, cudaStream_t stream) {
+Status Fill(void* array, int64_t bytes, const Pattern& pattern, std::mt19937* random, cudaStream_t stream) {
+  if (bytes == 0) return Status::Ok();
   constexpr int64_t kMostRandomBytes = 4 << 20;
-  std::mt19937 random;
   std::vector<uint32_t> words(CeilDiv(std::min(bytes, kMostRandomBytes), 4));
-  for (uint32_t& word : words) word = (random() & pattern.random) | pattern.fixed;
+  for (uint32_t& word : words) word = ((*random)() & pattern.random) | pattern.fixed;
   char* base = static_cast<char*>(array);
   int64_t filled = std::min(bytes, kMostRandomBytes);
   JAX_GROUPED_RETURN_IF_FAILED(
@@ -55,11 +58,13 @@ Status Fill(void* array, int64_t bytes, const Pattern& pattern, cudaStream_t str
   return Status::FromCuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-// Sizes that differ by one row at most, then the offset 0.
-Status FillSizes(int32_t* sizes, const MatmulProblem& problem, cudaStream_t stream) {
-  std::vector<int32_t> values(problem.num_groups + 1, static_cast<int32_t>(problem.tokens / problem.num_groups));
-  for (int64_t group = 0; group < problem.tokens % problem.num_groups; ++group) ++values[group];
-  values.back() = 0;
+// Sizes that differ by one row at most, then offsets of 0.
+Status FillSizes(int32_t* sizes, const Groups& groups, cudaStream_t stream) {
+  std::vector<int32_t> values(groups.AllGroups(), static_cast<int32_t>(groups.capacity / groups.num_groups));
+  for (int32_t i = 0; i < groups.AllGroups(); ++i) {
+    if (i % groups.num_groups < groups.capacity % groups.num_groups) ++values[i];
+  }
+  values.resize(groups.AllGroups() + groups.batch, 0);
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
       cudaMemcpyAsync(sizes, values.data(), values.size() * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
       "cudaMemcpyAsync"));
@@ -79,7 +84,7 @@ struct Sizes {
 // Bytes of every array.
 Sizes CountBytes(const MatmulProblem& problem, const Groups& groups) {
   const int64_t x = problem.tokens * problem.in_features;
-  const int64_t kernels = problem.num_groups * problem.in_features * problem.out_features;
+  const int64_t kernels = NumKernels(problem) * problem.in_features * problem.out_features;
   const int64_t y = problem.tokens * problem.out_features;
   Sizes sizes{};
   sizes.a = problem.product == Product::kDgrad ? y : x;
@@ -88,61 +93,82 @@ Sizes CountBytes(const MatmulProblem& problem, const Groups& groups) {
   sizes.scratch = static_cast<int64_t>(MatmulScratch::Bytes(problem.num_groups));
   if (problem.scaled) {
     const QuantizedLayout a = LayoutOfA(problem, groups);
-    const QuantizedLayout b = LayoutOfB(problem, groups, problem.num_groups);
+    const QuantizedLayout b = LayoutOfB(problem, groups);
     const int64_t scale_bytes = problem.a_mode == ScalingMode::kMx ? 1 : sizeof(float);
     sizes.a = a.DataElements();
     sizes.b = b.DataElements();
     sizes.a_scale = a.ScaleElements() * scale_bytes;
     sizes.b_scale = b.ScaleElements() * scale_bytes;
-    sizes.scratch = static_cast<int64_t>(ScaledMatmulScratch::Bytes(1, problem.num_groups));
+    sizes.scratch = static_cast<int64_t>(ScaledMatmulScratch::Bytes(groups.batch, groups.num_groups));
   }
   sizes.a *= ElementBytes(problem.a_type);
   sizes.b *= ElementBytes(problem.b_type);
   sizes.d *= ElementBytes(problem.result_type);
-  sizes.group_sizes = (problem.num_groups + 1) * static_cast<int64_t>(sizeof(int32_t));
+  sizes.group_sizes = (groups.AllGroups() + groups.batch) * static_cast<int64_t>(sizeof(int32_t));
   return sizes;
+}
+
+// How many copies of so many bytes are twice as large as the current device's L2 cache, at most 8.
+Status CountCopies(int64_t bytes, int* copies) {
+  constexpr int64_t kMostCopies = 8;
+  int device = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "cudaGetDevice"));
+  int l2_bytes = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Status::FromCuda(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute"));
+  *copies = static_cast<int>(std::clamp<int64_t>(CeilDiv(2 * int64_t{l2_bytes}, bytes), 1, kMostCopies));
+  return Status::Ok();
 }
 
 }  // namespace
 
-Status TrialOperands::Create(const MatmulProblem& problem, cudaStream_t stream, bool* allocated) {
-  const auto num_groups = static_cast<int32_t>(problem.num_groups);
-  groups_ = {nullptr, nullptr, num_groups, num_groups, problem.tokens, 1};
+Status TrialOperands::Create(const MatmulProblem& problem, cudaStream_t stream) {
+  // A batch whose elements all share kernels, with as many groups and tokens as that of the problem.
+  const int32_t batch = problem.elements_per_kernel;
+  const auto num_groups = static_cast<int32_t>(problem.num_groups / batch);
+  groups_ = {nullptr, nullptr, num_groups, num_groups, problem.tokens / batch, batch};
   const Sizes sizes = CountBytes(problem, groups_);
-  int64_t total = 0;
-  for (const int64_t bytes : {sizes.a, sizes.b, sizes.a_scale, sizes.b_scale, sizes.d, sizes.group_sizes, sizes.scratch,
-                              static_cast<int64_t>(kWorkspaceBytes)}) {
-    total += RoundUp(bytes, kBufferAlignment);
-  }
+  const auto sum = [](std::initializer_list<int64_t> arrays) {
+    int64_t total = 0;
+    for (const int64_t bytes : arrays) total += RoundUp(bytes, kBufferAlignment);
+    return total;
+  };
+  const int64_t call_bytes = sum({sizes.a, sizes.b, sizes.a_scale, sizes.b_scale, sizes.d});
+  int copies = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(CountCopies(call_bytes, &copies));
+  const int64_t total = copies * call_bytes + sum({sizes.group_sizes, sizes.scratch, kWorkspaceBytes});
   void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, total);
-  *allocated = error == cudaSuccess;
-  if (error == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();  // This failure is no one else's.
-    return Status::Ok();
-  }
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(error, "cudaMalloc"));
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaMalloc(&memory, total), "cudaMalloc"));
   memory_.reset(static_cast<char*>(memory));
 
   char* next = memory_.get();
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + RoundUp(bytes, kBufferAlignment)); };
-  char* const a = take(sizes.a);
-  char* const b = take(sizes.b);
-  char* const a_scale = take(sizes.a_scale);
-  char* const b_scale = take(sizes.b_scale);
   auto* const group_sizes = reinterpret_cast<int32_t*>(take(sizes.group_sizes));
   groups_.sizes = group_sizes;
-  groups_.offset = group_sizes + num_groups;
-  buffers_ = {a, b, a_scale, b_scale, 0, take(sizes.d), take(sizes.scratch), take(kWorkspaceBytes)};
-  JAX_GROUPED_RETURN_IF_FAILED(FillSizes(group_sizes, problem, stream));
-  JAX_GROUPED_RETURN_IF_FAILED(Fill(a, sizes.a, ElementPattern(problem.a_type), stream));
-  JAX_GROUPED_RETURN_IF_FAILED(Fill(b, sizes.b, ElementPattern(problem.b_type), stream));
-  if (!problem.scaled) return Status::Ok();
-  const QuantizedLayout b_layout = LayoutOfB(problem, groups_, num_groups);
-  if (problem.product != Product::kWgrad) buffers_.kernel_scales = b_layout.ScaleElements() / num_groups;
+  groups_.offset = group_sizes + groups_.AllGroups();
+  JAX_GROUPED_RETURN_IF_FAILED(FillSizes(group_sizes, groups_, stream));
+  char* const scratch = take(sizes.scratch);
+  char* const workspace = take(kWorkspaceBytes);
+  const bool scaled_kernels = problem.scaled && problem.product != Product::kWgrad;
+  const int64_t kernel_scales = scaled_kernels ? LayoutOfB(problem, groups_).ScaleElements() / NumKernels(problem) : 0;
   const Pattern& ones = problem.a_mode == ScalingMode::kMx ? kE8M0Ones : kFloat32Ones;
-  JAX_GROUPED_RETURN_IF_FAILED(Fill(a_scale, sizes.a_scale, ones, stream));
-  return Fill(b_scale, sizes.b_scale, ones, stream);
+  std::mt19937 random;  // One for all: with the same numbers in both operands, products would be squares.
+  for (int copy = 0; copy < copies; ++copy) {
+    char* const a = take(sizes.a);
+    char* const b = take(sizes.b);
+    char* const a_scale = take(sizes.a_scale);
+    char* const b_scale = take(sizes.b_scale);
+    char* const d = take(sizes.d);
+    buffers_.push_back({a, b, a_scale, b_scale, kernel_scales, d, scratch, workspace});
+    JAX_GROUPED_RETURN_IF_FAILED(Fill(a, sizes.a, ElementPattern(problem.a_type), &random, stream));
+    JAX_GROUPED_RETURN_IF_FAILED(Fill(b, sizes.b, ElementPattern(problem.b_type), &random, stream));
+    JAX_GROUPED_RETURN_IF_FAILED(Fill(a_scale, sizes.a_scale, ones, &random, stream));
+    JAX_GROUPED_RETURN_IF_FAILED(Fill(b_scale, sizes.b_scale, ones, &random, stream));
+    if (problem.accumulate) {
+      JAX_GROUPED_RETURN_IF_FAILED(Fill(d, sizes.d, ElementPattern(problem.result_type), &random, stream));
+    }
+  }
+  return Status::Ok();
 }
 
 }  // namespace jax_grouped

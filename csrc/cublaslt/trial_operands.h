@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <vector>
 
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
@@ -13,15 +14,18 @@
 
 namespace jax_grouped {
 
-// One call of a problem in device memory of its own: groups of equal sizes, random elements with magnitudes from 1/2 to
+// Calls of a problem in device memory of their own: groups of equal sizes, random elements with magnitudes from 1/2 to
 // 2, inverse scales of 1. Zeros would not do, as they draw less power and so let the GPU run faster.
 class TrialOperands {
  public:
-  // Allocates on the current device and fills in on `stream`. Without the memory for it, `*allocated` is false.
-  Status Create(const MatmulProblem& problem, cudaStream_t stream, bool* allocated);
+  // Allocates on the current device and fills in on `stream`.
+  Status Create(const MatmulProblem& problem, cudaStream_t stream);
 
   const Groups& groups() const { return groups_; }
-  const MatmulBuffers& buffers() const { return buffers_; }
+
+  // Of the call of that number. Calls take turns among copies of the arrays, eight at most, that fill the device's L2
+  // cache twice: a small product would else find there what the one before it has read.
+  const MatmulBuffers& Buffers(int call) const { return buffers_[call % buffers_.size()]; }
 
  private:
   struct Free {
@@ -30,7 +34,7 @@ class TrialOperands {
 
   std::unique_ptr<char, Free> memory_;
   Groups groups_{};
-  MatmulBuffers buffers_{};
+  std::vector<MatmulBuffers> buffers_;
 };
 
 }  // namespace jax_grouped

@@ -1,13 +1,14 @@
 #include "csrc/cublaslt/tuned_algorithms.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -44,7 +45,7 @@ bool ParseHex(std::string_view hex, cublasLtMatmulAlgo_t* choice) {
   return true;
 }
 
-bool ParseLine(std::string_view line, std::string* key, Algorithm* algorithm) {
+bool ParseLine(std::string_view line, std::string_view* key, Algorithm* algorithm) {
   const size_t key_end = line.find('\t');
   const size_t hex_end = line.rfind('\t');
   if (key_end == std::string_view::npos || key_end == hex_end) return false;
@@ -52,6 +53,59 @@ bool ParseLine(std::string_view line, std::string* key, Algorithm* algorithm) {
   return ParseHex(line.substr(key_end + 1, hex_end - key_end - 1), &algorithm->choice) &&
          ParseNumber(line.substr(hex_end + 1), 10, &algorithm->workspace_bytes);
 }
+
+// The algorithms that the text of a file has for a key.
+std::vector<Algorithm> Parse(std::string_view text, std::string_view wanted) {
+  std::vector<Algorithm> algorithms;
+  // What follows the last line end was not written in full.
+  size_t begin = 0;
+  for (size_t end = text.find('\n'); end != std::string_view::npos; begin = end + 1, end = text.find('\n', begin)) {
+    std::string_view key;
+    Algorithm algorithm;
+    if (ParseLine(text.substr(begin, end - begin), &key, &algorithm) && key == wanted) algorithms.push_back(algorithm);
+  }
+  return algorithms;
+}
+
+bool FirstThatRuns(const std::vector<Algorithm>& algorithms, const TunedAlgorithms::CanRun& can_run,
+                   Algorithm* algorithm) {
+  const auto found = std::find_if(algorithms.begin(), algorithms.end(), can_run);
+  if (found == algorithms.end()) return false;
+  *algorithm = *found;
+  return true;
+}
+
+// A file that may not be there, or be something else. Nothing throws, as streams do when they read a folder.
+class File {
+ public:
+  File(const std::string& path, int flags) : descriptor_(open(path.c_str(), flags | O_CLOEXEC, 0644)) {}
+  ~File() {
+    if (descriptor_ < 0) return;
+    // A child that was forked meanwhile has the descriptor, too, and closing would leave the lock to it.
+    flock(descriptor_, LOCK_UN);
+    close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  // Waits until no other process has locked it; holds until the file is closed. Not every file system has locks.
+  void Lock() const {
+    while (flock(descriptor_, LOCK_EX) != 0 && errno == EINTR) continue;
+  }
+
+  std::string Read() const {
+    std::string text;
+    char part[4096];
+    for (ssize_t size = 0; (size = read(descriptor_, part, sizeof(part))) > 0;) text.append(part, size);
+    return text;
+  }
+
+  // A line that did not get there in full is a damaged one.
+  void Write(const std::string& text) const { (void)!write(descriptor_, text.data(), text.size()); }
+
+ private:
+  int descriptor_;  // -1 without a file: then every call fails, and does nothing
+};
 
 }  // namespace
 
@@ -63,43 +117,26 @@ TunedAlgorithms& TunedAlgorithms::Get() {
 void TunedAlgorithms::SetFile(std::string path) {
   std::lock_guard<std::mutex> lock(mutex_);
   path_ = std::move(path);
-  read_ = path_.empty();
 }
 
-void TunedAlgorithms::ReadFile() {
-  std::ifstream file(path_, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  // What follows the last line end was not written in full.
-  size_t begin = 0;
-  for (size_t end = text.find('\n'); end != std::string::npos; begin = end + 1, end = text.find('\n', begin)) {
-    std::string key;
-    Algorithm algorithm;
-    if (ParseLine(std::string_view(text).substr(begin, end - begin), &key, &algorithm)) {
-      known_[key].push_back(algorithm);
-    }
+bool TunedAlgorithms::Find(const std::string& key, const CanRun& can_run, Algorithm* algorithm) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return FirstThatRuns(known_[key], can_run, algorithm) ||
+         FirstThatRuns(Parse(File(path_, O_RDONLY).Read(), key), can_run, algorithm);
+}
+
+Algorithm TunedAlgorithms::Add(const std::string& key, const CanRun& can_run, const Algorithm& algorithm) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const File file(path_, O_RDWR | O_APPEND | O_CREAT);
+  file.Lock();
+  const std::string text = file.Read();
+  Algorithm choice = algorithm;
+  if (!FirstThatRuns(Parse(text, key), can_run, &choice)) {
+    const std::string separator = text.empty() || text.back() == '\n' ? "" : "\n";
+    file.Write(separator + key + "\t" + ToHex(choice.choice) + "\t" + std::to_string(choice.workspace_bytes) + "\n");
   }
+  known_[key].push_back(choice);
+  return choice;
 }
-
-std::vector<Algorithm> TunedAlgorithms::Find(const std::string& key) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!std::exchange(read_, true)) ReadFile();
-  const auto found = known_.find(key);
-  return found == known_.end() ? std::vector<Algorithm>() : found->second;
-}
-
-void TunedAlgorithms::Add(const std::string& key, const Algorithm& algorithm) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  known_[key].push_back(algorithm);
-  if (path_.empty()) return;
-  const std::string line =
-      key + "\t" + ToHex(algorithm.choice) + "\t" + std::to_string(algorithm.workspace_bytes) + "\n";
-  const int file = open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
-  if (file < 0) return;
-  // A line that did not get there in full is a damaged one.
-  (void)!write(file, line.data(), line.size());
-  close(file);
-}
-
-void SetAutotuneFile(std::string path) { TunedAlgorithms::Get().SetFile(std::move(path)); }
 
 }  // namespace jax_grouped

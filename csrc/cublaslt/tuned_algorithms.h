@@ -3,6 +3,7 @@
 #ifndef JAX_GROUPED_CSRC_CUBLASLT_TUNED_ALGORITHMS_H_
 #define JAX_GROUPED_CSRC_CUBLASLT_TUNED_ALGORITHMS_H_
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -14,32 +15,31 @@ namespace jax_grouped {
 
 // Keys are one line of text, without tabs. Every line of the file is one choice: the key, the algorithm's bytes in
 // hexadecimal and its workspace in bytes, with a tab between each two. NVIDIA lets the bytes of an algorithm be stored
-// for the same version of cuBLASLt, so that version belongs into the key. Lines are only ever appended, each with one
-// write, so that processes can share a file; those that are damaged count as absent. A file that cannot be read or
-// written costs time only: the algorithms of the next process are timed again.
+// for the same version of cuBLASLt, so that version belongs into the key. Lines are only ever appended, by one process
+// at a time, and the first that can run counts: so all processes that share a file make the same choices, even if they
+// time the same algorithms at once. Lines that are damaged count as absent. A file that cannot be read or written costs
+// time only: the algorithms of the next process are timed again.
 class TunedAlgorithms {
  public:
+  // Whether an algorithm that is known for a key can run here.
+  using CanRun = std::function<bool(const Algorithm&)>;
+
   static TunedAlgorithms& Get();
 
   // The file to look into and to add to from now on. What is known already stays so.
   void SetFile(std::string path);
 
-  // What is known for the key, oldest first.
-  std::vector<Algorithm> Find(const std::string& key);
+  // Finds the oldest algorithm known for the key that can run.
+  bool Find(const std::string& key, const CanRun& can_run, Algorithm* algorithm);
 
-  void Add(const std::string& key, const Algorithm& algorithm);
+  // Adds an algorithm and returns it, unless another process has meanwhile added one that can run: then returns that.
+  Algorithm Add(const std::string& key, const CanRun& can_run, const Algorithm& algorithm);
 
  private:
-  void ReadFile();
-
   std::mutex mutex_;
   std::string path_;
-  bool read_ = true;  // whether the file has been
-  std::map<std::string, std::vector<Algorithm>> known_;
+  std::map<std::string, std::vector<Algorithm>> known_;  // what Add returned
 };
-
-// Names the file of TunedAlgorithms::Get().
-void SetAutotuneFile(std::string path);
 
 }  // namespace jax_grouped
 

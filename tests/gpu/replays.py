@@ -57,13 +57,14 @@ def fetch(digests: Iterable[jax.Array], names: Sequence[str]) -> np.ndarray:
 
 
 def first_difference(got: np.ndarray, expected: np.ndarray, names: Sequence[str]) -> str:
-    """How many steps have other digests than expected, and where the first one is; empty if none has."""
+    """How many steps have other digests than expected, in which results, and where the first is; empty if none has."""
     different = np.argwhere((got != expected).any(axis=-1))
     if not different.size:
         return ""
     step, result = different[0].tolist()
     count = len(set(different[:, 0].tolist()))
-    return f"{count} of {len(got)} steps differ, the first in {names[result]} of step {step}"
+    where = ", ".join(names[index] for index in sorted(set(different[:, 1].tolist())))
+    return f"{count} of {len(got)} steps differ, in {where}, the first in {names[result]} of step {step}"
 
 
 def events(run: Callable[[], Any]) -> dict[str, int]:

@@ -22,7 +22,9 @@ EVERYTHING = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"
 def run(commands: str, out: pathlib.Path, steps: int, variant: str, *options: str) -> dict[str, Any]:
     """Runs steps in a process of their own, in which XLA captures these kinds of commands, however few they are."""
     xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
-    # Another process might find another algorithm fastest, which may add up in another order.
+    # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
+    # of XLA's for what surrounds the custom calls.
+    xla_flags += " --xla_gpu_autotune_level=0"
     settings = {"JAX_GROUPED_AUTOTUNE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment = {**os.environ, **settings, "XLA_FLAGS": xla_flags}
     root = pathlib.Path(__file__).parents[2]
