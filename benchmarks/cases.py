@@ -56,6 +56,10 @@ class Case:
         """Multiplications and additions that the result needs."""
         return OPS[self.op] * 2 * self.valid_rows * self.shape.K * self.shape.N
 
+    def tflops(self, milliseconds: float) -> float:
+        """TFLOP/s over the useful operations of a call that takes so long."""
+        return self.useful_operations / milliseconds / 1e9
+
 
 normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 

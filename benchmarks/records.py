@@ -1,5 +1,6 @@
 """Results as data: one row per measurement, and what it was measured with, kept in JSON."""
 
+import abc
 import dataclasses
 import datetime
 import importlib.metadata
@@ -23,7 +24,7 @@ S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredRow(Generic[S]):
+class MeasuredRow(abc.ABC, Generic[S]):
     """One measurement, or why there is none: what the rows of every program have.
 
     Attributes:
@@ -49,9 +50,9 @@ class MeasuredRow(Generic[S]):
     reason: str | None = None
 
     @property
+    @abc.abstractmethod
     def labels(self) -> tuple[str, ...]:
         """What tells the row from all others."""
-        raise NotImplementedError
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Self:
@@ -148,7 +149,7 @@ def with_timing(row: Row, timing: Timing, case: Case, device: str, *, device_clo
     Its share of cuBLASLt's rate is left out without `device_clock`: those rates hold for short blocks and the device's
     clock, and a chip that is kept busy for longer runs slower.
     """
-    tflops = case.useful_operations / timing.milliseconds / 1e9
+    tflops = case.tflops(timing.milliseconds)
     on_reference = cublaslt_rates.DEVICE in device
     rate = cublaslt_rates.RATES.get(row.case) if on_reference and device_clock else None
     return dataclasses.replace(

@@ -119,6 +119,7 @@ def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], d
         dx, pending = dgrad(residuals, dy)
         dkernel = wgrad(pending, accumulator)
         dbias, fp8_state = pending.dbias, pending.fp8_state
+    # None is a gradient of zero, also of arguments that always have a value.
     return (Inputs(dx, dkernel, None, None, dbias, None, fp8_state, None),)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from jax_grouped.arrays import KernelCache
 from jax_grouped.backends.spec import MatmulSpec, Product, QuantizeSpec
 from jax_grouped.fp8_state import Fp8State, check_state
 from jax_grouped.quantize import check_cache, kernel_spec, scaling_options
-from jax_grouped.recipes import DelayedScaling, Recipe
+from jax_grouped.recipes import Recipe
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -69,7 +69,6 @@ class DenseSpec:
             rowwise=rowwise,
             columnwise=columnwise,
             dbias=dbias,
-            given_scale=isinstance(self.recipe, DelayedScaling),
             **scaling_options(self.recipe),
         )
 

@@ -184,6 +184,11 @@ class QuantizedLayout:
     stack_rows: int | None = None
     swizzled_scales: bool = False
 
+    def stack_sizes(self, batch: int = 1) -> jax.Array:
+        """Rows of every group of a stack, `int32[batch * num_groups]`."""
+        assert self.stack_rows is not None
+        return jnp.full((batch * self.num_groups,), self.stack_rows, jnp.int32)
+
     def units(self, unit: int) -> int:
         """How many units of `unit` rows, none of which crosses a group, any group sizes can need."""
         if self.stack_rows is not None:

@@ -162,8 +162,7 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     layout, sizes = scaled.layout, scaled.group_sizes
     _checks.check_scaled(scaled)
     if sizes is None:
-        assert layout.stack_rows is not None
-        sizes = jnp.full((layout.num_groups,), layout.stack_rows, jnp.int32)
+        sizes = layout.stack_sizes()
     out = primitives.dequantize(scaled.data, scaled.scale_inv, sizes, layout=layout, out_dtype=dtype)
     return out.reshape(scaled.shape)
 
@@ -229,7 +228,6 @@ def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
         num_groups=shape[0],
         stack_rows=shape[1],
         columnwise=True,
-        given_scale=isinstance(recipe, DelayedScaling),
         **scaling_options(recipe),
     )
 
@@ -237,6 +235,7 @@ def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
 def scaling_options(recipe: Recipe) -> dict[str, Any]:
     """What a recipe says about scales, as keyword arguments of `QuantizeSpec`."""
     return dict(
+        given_scale=isinstance(recipe, DelayedScaling),
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
         # Data for products is in the order that Blackwell's matmul reads.

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import fp8_ops
-from jax import export
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests import oracle, quantize_oracle
+from tests.exports import exported
+from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees
 from tests.test_dense_fp8 import SHAPE, SIZES, assert_close, operands
 
@@ -169,7 +169,7 @@ def test_microbatches_combine_by_maximum(backend: str) -> None:
 
 def test_devices_combine_by_maximum(backend: str) -> None:
     devices = min(2, jax.device_count())
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = data_mesh(devices)
     state = some_state()
     _, kernel, bias, _ = operands()
     batches = [operands(seed) for seed in range(devices)]
@@ -183,7 +183,7 @@ def test_devices_combine_by_maximum(backend: str) -> None:
 
 def test_devices_with_states_of_their_own_can_share_everything_else(backend: str) -> None:
     devices = min(2, jax.device_count())
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = data_mesh(devices)
     states = [some_state(seed) for seed in range(devices)]
     x, kernel, bias, dy = (jnp.asarray(array) for array in operands())
 
@@ -225,13 +225,8 @@ def test_an_exported_step_takes_a_state_and_a_cache(backend: str) -> None:
     state = some_state()
     x, kernel, bias, dy = (jnp.asarray(array) for array in operands())
     cache = jg.quantize_kernel(kernel, RECIPE, scale=state.scales(RECIPE).kernel)
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
-    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    exported = export.export(jax.jit(step), platforms=[platform], disabled_checks=checks)(
-        state, x, kernel, bias, dy, cache
-    )
-    got = export.deserialize(exported.serialize()).call(state, x, kernel, bias, dy, cache)
-    assert_same_trees(got, jitted(backend)(state, x, kernel, bias, dy, cache))
+    arguments = state, x, kernel, bias, dy, cache
+    assert_same_trees(exported(step, *arguments)(*arguments), jitted(backend)(*arguments))
 
 
 def test_vmap_gives_every_element_a_state(backend: str) -> None:

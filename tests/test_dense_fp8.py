@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle, quantize_oracle
+from tests.exports import exported
+from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees, poison, some
 
 BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
@@ -150,7 +150,7 @@ def test_vmap_gives_every_element_what_the_plain_call_gives(backend: str) -> Non
 
 def test_shard_map_sums_the_gradients_of_replicated_kernels(backend: str) -> None:
     devices = min(2, jax.device_count())
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = data_mesh(devices)
     _, kernel, bias, _ = operands()
     batches = [operands(seed) for seed in range(devices)]
     xs, dys = (np.concatenate([batch[i] for batch in batches]) for i in (0, 3))
@@ -178,15 +178,12 @@ def test_expert_shards_with_group_offset_add_up_to_the_whole(backend: str) -> No
 
 def test_exported_programs_give_the_same_result(backend: str) -> None:
     x, kernel, bias, dy = operands()
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
-    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     for name in some(backend, ["block", "current", "mxfp8"], 0):
 
         def step(x: jax.Array, kernel: jax.Array, sizes: jax.Array, name: str = name) -> jax.Array:
             return jg.grouped_dense(x, kernel, sizes, bias, recipe=RECIPES[name])
 
-        exported = export.export(jax.jit(step), platforms=[platform], disabled_checks=checks)(x, kernel, SIZES)
-        got = export.deserialize(exported.serialize()).call(x, kernel, SIZES)
+        got = exported(step, x, kernel, SIZES)(x, kernel, SIZES)
         assert_close((got,), jitted(backend, name)(x, kernel, bias, dy, SIZES)[:1])
 
 

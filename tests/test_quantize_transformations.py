@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from jax_grouped import ScalingMode
 from tests import quantize_oracle
+from tests.exports import exported
 from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees, each_mode
 
@@ -228,16 +229,8 @@ def test_pmap_runs_every_device_on_its_own_tokens() -> None:
     assert_same_trees(got, stacked([quantized_contents(x) for x in xs]))
 
 
-def _exported(function: Callable, *arguments: Any) -> Callable:
-    """The function after a round trip through bytes."""
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
-    platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    exported = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*arguments)
-    return export.deserialize(exported.serialize()).call
-
-
 def test_exported_programs_give_the_same_result() -> None:
-    assert_same_trees(_exported(quantized_contents, tokens())(tokens()), quantized_contents(tokens()))
+    assert_same_trees(exported(quantized_contents, tokens())(tokens()), quantized_contents(tokens()))
 
 
 def test_exported_kernels_give_the_same_result() -> None:
@@ -247,7 +240,7 @@ def test_exported_kernels_give_the_same_result() -> None:
 
     previous = jg.quantize_kernel(kernels(0), BLOCK)
     leaves, structure = jax.tree.flatten(previous)
-    call = _exported(step, kernels(1), leaves, jnp.array(True))
+    call = exported(step, kernels(1), leaves, jnp.array(True))
     assert_same_trees(call(kernels(1), leaves, jnp.array(True)), leaves)
     expected = jax.tree.leaves(jg.quantize_kernel(kernels(1), BLOCK))
     assert_same_trees(call(kernels(1), leaves, jnp.array(False)), expected)
@@ -258,7 +251,7 @@ def test_a_number_of_tokens_can_be_left_open(mode: ScalingMode) -> None:
     # How many units of rows groups need depends on whether there are more tokens than groups.
     (open_tokens,) = export.symbolic_shape("tokens", constraints=[f"tokens >= {len(SIZES)}"])
     x = jax.ShapeDtypeStruct((open_tokens, FEATURES), jnp.float32)
-    call = _exported(lambda x, sizes: quantized_contents(x, sizes, mode), x, SIZES)
+    call = exported(lambda x, sizes: quantized_contents(x, sizes, mode), x, SIZES)
     for count in (TOKENS, len(SIZES)):
         x = tokens()[:count]
         data, rowwise, columnwise, amax, _ = call(x, SIZES)

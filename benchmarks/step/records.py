@@ -52,7 +52,7 @@ class Row(MeasuredRow[Shape]):
 
 def with_timing(row: Row, timing: Timing, case: Case) -> Row:
     """The row with everything that follows from the time that its case took."""
-    return dataclasses.replace(row.timed(timing), tflops=case.useful_operations / timing.milliseconds / 1e9)
+    return dataclasses.replace(row.timed(timing), tflops=case.tflops(timing.milliseconds))
 
 
 def parts(by_kernel: dict[str, float]) -> dict[str, float]:

@@ -112,7 +112,7 @@ def _matmul32(
     spec: MatmulSpec,
     accumulator: jax.Array | None,
 ) -> jax.Array:
-    """A grouped matmul of float32 operands as bfloat16 products, the smallest first, accumulated in float32.
+    """A float32 grouped matmul of such operands as bfloat16 products, the smallest first, accumulated in float32.
 
     Of the products of parts `i` and `j`, those with `i + j` below the number of parts matter: 3 for two parts,
     6 for three.
@@ -121,9 +121,8 @@ def _matmul32(
     a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
     pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
     out = accumulator
-    product = dataclasses.replace(spec, out_dtype=jnp.float32)
     for i, j in pairs:
-        out = _matmul16(a_parts[i], b_parts[j], group_sizes, group_offset, product, out)
+        out = _matmul16(a_parts[i], b_parts[j], group_sizes, group_offset, spec, out)
     assert out is not None
     return out
 
@@ -143,17 +142,14 @@ def grouped_matmul(
     shape = spec.out_shape(a.shape, b.shape)
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
+    in_parts = a.dtype == jnp.float32
+    direct = not in_parts and spec.out_dtype in (a.dtype, jnp.float32)
+    gemm = spec if direct else dataclasses.replace(spec, out_dtype=jnp.float32)
     if accumulator is not None:
         # In place, unless its type or its features are none that cuBLASLt can write.
-        accumulator = _pad_features(accumulator, (1, 2))
-    if a.dtype == jnp.float32:
-        wide = None if accumulator is None else accumulator.astype(jnp.float32)
-        out = _matmul32(a, b, group_sizes, group_offset, spec, wide)
-    elif spec.out_dtype in (a.dtype, jnp.float32):
-        out = _matmul16(a, b, group_sizes, group_offset, spec, accumulator)
-    else:
-        wide = None if accumulator is None else accumulator.astype(jnp.float32)
-        out = _matmul16(a, b, group_sizes, group_offset, dataclasses.replace(spec, out_dtype=jnp.float32), wide)
+        accumulator = _pad_features(accumulator, (1, 2)).astype(gemm.out_dtype)
+    multiply = _matmul32 if in_parts else _matmul16
+    out = multiply(a, b, group_sizes, group_offset, gemm, accumulator)
     return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
 
 

@@ -62,15 +62,11 @@ def _in_bfloat16(
     """The same product of the same numbers, which bfloat16 holds exactly: for GPUs without products of this format."""
 
     def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout, count: int) -> jax.Array:
+        options = dict(layout=layout, out_dtype=jnp.bfloat16, batch=count)
         if layout.stack_rows is None:
-            sizes, offset = group_sizes, group_offset
-        else:
-            sizes = jnp.full((count * layout.num_groups,), layout.stack_rows, jnp.int32)
-            offset = jnp.zeros((count,), jnp.int32)
-        tokens = cuda_quantize.dequantize(
-            data, scale_inv, sizes, offset, layout=layout, out_dtype=jnp.bfloat16, batch=count
-        )
-        return tokens if layout.stack_rows is None else tokens.reshape(-1, layout.stack_rows, layout.features)
+            return cuda_quantize.dequantize(data, scale_inv, group_sizes, group_offset, **options)
+        tokens = cuda_quantize.dequantize(data, scale_inv, layout.stack_sizes(count), **options)
+        return tokens.reshape(-1, layout.stack_rows, layout.features)
 
     a = numbers(a_data, a_scale, spec.a, batch)
     b = numbers(b_data, b_scale, spec.b, _kernel_batch(b_data, spec, batch))

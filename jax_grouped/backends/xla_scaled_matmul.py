@@ -23,12 +23,10 @@ def scaled_matmul(
     """One of the three products of `ScaledMatmulSpec`, exact but for accumulation in float32."""
 
     def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-        rows = layout.stack_rows
-        if rows is None:
+        if layout.stack_rows is None:
             return dequantize(data, scale_inv, group_sizes, group_offset, layout=layout, out_dtype=jnp.float32)
-        sizes = jnp.full((layout.num_groups,), rows, jnp.int32)
-        tokens = dequantize(data, scale_inv, sizes, layout=layout, out_dtype=jnp.float32)
-        return tokens.reshape(layout.num_groups, rows, layout.features)
+        tokens = dequantize(data, scale_inv, layout.stack_sizes(), layout=layout, out_dtype=jnp.float32)
+        return tokens.reshape(layout.num_groups, layout.stack_rows, layout.features)
 
     a, b = numbers(a_data, a_scale, spec.a), numbers(b_data, b_scale, spec.b)
     product = MatmulSpec(spec.product, spec.num_groups, spec.out_dtype, jax.lax.Precision.HIGHEST)

@@ -21,6 +21,7 @@ from benchmarks.quantize.runner import Plan, copy_work, run
 from benchmarks.quantize.table import table
 from benchmarks.records import Record
 from benchmarks.timing import Timing
+from tests.benchmarks.programs import assert_ends_in_one_line
 
 TINY = Tokens("tiny", 2, 256, 128)
 TINY_COPY = Tokens("copy", 1, 32, 64)
@@ -158,13 +159,7 @@ def test_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_arguments_end_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-
-    usage, error = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2
-    assert usage == "usage: python3 -m benchmarks.quantize [options]"
-    assert error.startswith(f"python3 -m benchmarks.quantize: error: {message}")
+    assert_ends_in_one_line(main, "python3 -m benchmarks.quantize", arguments, message, capsys)
 
 
 def test_a_peer_that_fails_gives_a_row_with_the_reason() -> None:

@@ -19,6 +19,7 @@ from benchmarks.runner import Plan, run
 from benchmarks.shapes import SHAPES
 from benchmarks.table import cublaslt_summary, table
 from benchmarks.timing import BLOCKS, Timing, TooSlowError, measure
+from tests.benchmarks.programs import assert_ends_in_one_line
 
 FAST = ["--calls", "2", "--shapes", "odd", "--skews", "tail"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -104,13 +105,7 @@ def test_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_arguments_end_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-
-    usage, error = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2
-    assert usage == "usage: python3 -m benchmarks [options]"
-    assert error.startswith(f"python3 -m benchmarks: error: {message}")
+    assert_ends_in_one_line(main, "python3 -m benchmarks", arguments, message, capsys)
 
 
 def test_a_peer_that_cannot_be_imported_is_skipped(

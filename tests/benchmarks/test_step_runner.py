@@ -18,6 +18,7 @@ from benchmarks.step.runner import Plan, run
 from benchmarks.step.table import parts_table, table
 from benchmarks.step.variants import BASE, LOADERS, Variant
 from benchmarks.timing import Timing
+from tests.benchmarks.programs import assert_ends_in_one_line
 
 TINY = Shape("tiny", 2, 80, 32, 48)
 # The others differ only in the recipe, and take long to compile.
@@ -133,13 +134,7 @@ def test_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_wrong_arguments_end_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-
-    usage, error = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2
-    assert usage == "usage: python3 -m benchmarks.step [options]"
-    assert error.startswith(f"python3 -m benchmarks.step: error: {message}")
+    assert_ends_in_one_line(main, "python3 -m benchmarks.step", arguments, message, capsys)
 
 
 def test_a_variant_that_fails_gives_a_row_with_the_reason() -> None:
