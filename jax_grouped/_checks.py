@@ -28,14 +28,14 @@ def check_dtype(name: str, dtype: DTypeLike) -> None:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {jnp.dtype(dtype).name}.")
 
 
-def check_tokens(name: str, x: jax.Array) -> None:
+def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless `x` is a `[T, features]` array of a supported type."""
     check_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
 
 
-def check_kernel(name: str, kernel: jax.Array, tokens_name: str, tokens: jax.Array) -> None:
+def check_kernel(name: str, kernel: jax.Array, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
     check_dtype(f"{name}'s type", kernel.dtype)
     if kernel.ndim != 3:

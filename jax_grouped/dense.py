@@ -1,6 +1,5 @@
 """`grouped_dense`: a grouped matmul with bias, the functional form of the layer."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -8,8 +7,8 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import DenseSpec, Inputs, canonical_inputs
-from jax_grouped.dense_products import DenseResiduals, dgrad, fprop, named, next_state, wgrad
+from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_inputs
+from jax_grouped.dense_products import Saved, forward, fprop, gradients
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.recipes import Recipe
 
@@ -74,14 +73,10 @@ def grouped_dense(
     """
     inputs, spec = canonical_inputs(
         x,
-        kernel,
+        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),
         group_sizes,
-        bias,
+        group_offset,
         recipe=recipe,
-        fp8_state=fp8_state,
-        kernel_cache=kernel_cache,
-        dkernel_accumulator=dkernel_accumulator,
-        group_offset=group_offset,
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
@@ -93,34 +88,15 @@ def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
     return fprop(inputs, spec, for_dgrad=False, for_wgrad=False, for_state=False)[0]
 
 
-def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, tuple[DenseResiduals, jax.Array | None]]:
-    # Which arguments have gradients is known here, so that only what these need is made and kept.
+def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
     inputs = jax.tree.map(lambda primal: primal.value, primals)
     wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
-    if not wanted.bias:
-        spec = dataclasses.replace(spec, bias_dtype=None)
-    y, residuals = fprop(
-        inputs,
-        spec,
-        for_dgrad=wanted.x,
-        for_wgrad=wanted.kernel,
-        for_state=any(jax.tree.leaves(wanted.fp8_state)),
-    )
-    return y, (named(residuals), inputs.dkernel_accumulator if wanted.kernel else None)
+    return forward(inputs, wanted, spec, for_dgrad=wanted.x)
 
 
-def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], dy: Any) -> tuple[Any]:
+def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:
     del spec
-    residuals, accumulator = saved
-    dx = dbias = None
-    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        dkernel, fp8_state = accumulator, next_state(residuals, {})
-    else:
-        dx, pending = dgrad(residuals, dy)
-        dkernel = wgrad(pending, accumulator)
-        dbias, fp8_state = pending.dbias, pending.fp8_state
-    # None is a gradient of zero, also of arguments that always have a value.
-    return (Inputs(dx, dkernel, None, None, dbias, None, fp8_state, None),)  # type: ignore[arg-type]
+    return (gradients(saved, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy),)
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)

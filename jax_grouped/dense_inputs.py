@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike, varying_axes
 from jax_grouped.arrays import KernelCache
-from jax_grouped.backends.spec import MatmulSpec, Product, QuantizeSpec
+from jax_grouped.backends.spec import Activation, MatmulSpec, Product, QuantizeSpec
 from jax_grouped.fp8_state import Fp8State, check_state
 from jax_grouped.quantize import check_cache, kernel_spec, scaling_options
 from jax_grouped.recipes import Recipe
@@ -35,7 +35,11 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DenseSpec:
-    """What the products have to know besides arrays."""
+    """What the products have to know besides arrays.
+
+    With a recipe, activations can be part of the quantization: `input_activation` of what the product reads, and
+    `output_activation` of what is to become of its result, so that the gradient arrives as that of the activation's.
+    """
 
     recipe: Recipe | None
     precision: jax.lax.Precision
@@ -44,6 +48,8 @@ class DenseSpec:
     out_dtype: DTypeLike
     x_dtype: DTypeLike
     bias_dtype: DTypeLike | None
+    input_activation: Activation | None = None
+    output_activation: Activation | None = None
 
     @property
     def num_groups(self) -> int:
@@ -59,31 +65,54 @@ class DenseSpec:
         """A product without a recipe."""
         return MatmulSpec(product, self.num_groups, out_dtype, self.precision)
 
-    def token_spec(self, dtype: DTypeLike, *, rowwise: bool, columnwise: bool, dbias: bool = False) -> QuantizeSpec:
-        """How tokens or gradients are quantized."""
+    def x_spec(self, *, columnwise: bool) -> QuantizeSpec:
+        """How the tokens are quantized."""
         assert self.recipe is not None
-        return QuantizeSpec(
-            self.recipe.token_mode,
-            dtype,
-            self.num_groups,
+        options = dict(rowwise=True, columnwise=columnwise, activation=self.input_activation)
+        return self._token_spec(self.recipe.fwd_dtype, options)
+
+    def dy_spec(self, *, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        """How the gradient of the result is quantized."""
+        assert self.recipe is not None
+        options = dict(
             rowwise=rowwise,
             columnwise=columnwise,
-            dbias=dbias,
-            **scaling_options(self.recipe),
+            dbias=self.bias_dtype is not None,
+            activation=self.output_activation,
+            backward=self.output_activation is not None,
         )
+        return self._token_spec(self.recipe.grad_dtype, options)
+
+    def _token_spec(self, dtype: DTypeLike, options: dict[str, Any]) -> QuantizeSpec:
+        assert self.recipe is not None
+        return QuantizeSpec(self.recipe.token_mode, dtype, self.num_groups, **options, **scaling_options(self.recipe))
+
+
+class Weights(NamedTuple):
+    """What one product has beside tokens and groups; the fields are those arguments of `jax_grouped.grouped_dense`.
+
+    Attributes:
+        kernel: `[E, K, N]`.
+        bias: `[E, N]` or None.
+        kernel_cache: the quantized kernel, which is then read instead; None to quantize it.
+        fp8_state: with `DelayedScaling`.
+        dkernel_accumulator: what the gradient of `kernel` is added to, or None.
+    """
+
+    kernel: jax.Array
+    bias: jax.Array | None = None
+    kernel_cache: KernelCache | None = None
+    fp8_state: Fp8State | None = None
+    dkernel_accumulator: jax.Array | None = None
 
 
 def canonical_inputs(
     x: jax.Array,
-    kernel: jax.Array,
+    weights: Weights,
     group_sizes: ArrayLike,
-    bias: jax.Array | None,
+    group_offset: ArrayLike | None,
     *,
     recipe: Recipe | None,
-    fp8_state: Fp8State | None,
-    kernel_cache: KernelCache | None,
-    dkernel_accumulator: jax.Array | None,
-    group_offset: ArrayLike | None,
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Inputs, DenseSpec]:
@@ -91,21 +120,40 @@ def canonical_inputs(
 
     Afterwards all arrays but the state vary over the same mesh axes: all those over which any array does.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x = jnp.asarray(x)
+    weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
+    sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
+    return vary_inputs(Inputs(x, group_sizes=sizes, group_offset=offset, **weights._asdict()))[0], spec
+
+
+def canonical_weights(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weights: Weights,
+    recipe: Recipe | None,
+    preferred_element_type: DTypeLike | None,
+    precision: jax.lax.PrecisionLike,
+    name: str = "kernel",
+) -> tuple[Weights, DenseSpec]:
+    """The weights as arrays, and everything static about their product with tokens such as `x`.
+
+    Raises:
+        TypeError: as `jax_grouped.grouped_dense`, calling the kernel by this name.
+        ValueError: the same.
+    """
+    kernel, bias, cache, state, accumulator = weights
+    kernel = jnp.asarray(kernel)
     _checks.check_tokens("x", x)
-    _checks.check_kernel("kernel", kernel, "x", x)
+    _checks.check_kernel(name, kernel, "x", x)
     out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
     _checks.check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
         bias = jnp.asarray(bias)
         _checks.check_bias(bias, kernel)
-    _check_recipe(recipe, x, kernel, kernel_cache, precision)
-    check_state(fp8_state, recipe, kernel.shape[0])
-    if dkernel_accumulator is not None:
-        dkernel_accumulator = jnp.asarray(dkernel_accumulator)
-        check_accumulator(dkernel_accumulator, kernel.shape, (kernel.dtype,))
-    sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", kernel, capacity=x.shape[0])
-
+    _check_recipe(recipe, x, name, kernel, cache, precision)
+    check_state(state, recipe, kernel.shape[0])
+    if accumulator is not None:
+        accumulator = jnp.asarray(accumulator)
+        check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
     spec = DenseSpec(
         recipe=recipe,
         precision=_checks.canonical_precision(precision),
@@ -115,19 +163,25 @@ def canonical_inputs(
         x_dtype=x.dtype,
         bias_dtype=None if bias is None else bias.dtype,
     )
-    kernel_cache, dkernel_accumulator = jax.lax.stop_gradient((kernel_cache, dkernel_accumulator))
-    inputs = Inputs(x, kernel, sizes, offset, bias, kernel_cache, fp8_state, dkernel_accumulator)
+    cache, accumulator = jax.lax.stop_gradient((cache, accumulator))
+    return Weights(kernel, bias, cache, state, accumulator), spec
+
+
+def vary_inputs(*inputs: Inputs) -> tuple[Inputs, ...]:
+    """The same, all arrays but the states varying over the same mesh axes: all those over which any array does."""
     arrays, structure = jax.tree.flatten(inputs)
-    if dkernel_accumulator is not None:
-        _check_varying(kernel, arrays)
+    for one in inputs:
+        if one.dkernel_accumulator is not None:
+            _check_varying(one.kernel, arrays)
     varying = jax.tree.unflatten(structure, vary_alike(*arrays))
     # What devices make of a replicated state is combined by the rule for its gradient.
-    return varying._replace(fp8_state=fp8_state), spec
+    return tuple(new._replace(fp8_state=old.fp8_state) for new, old in zip(varying, inputs, strict=True))
 
 
 def _check_recipe(
     recipe: Recipe | None,
-    x: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    name: str,
     kernel: jax.Array,
     kernel_cache: KernelCache | None,
     precision: jax.lax.PrecisionLike,
@@ -146,14 +200,14 @@ def _check_recipe(
         )
     if precision is not None:
         raise ValueError(f"precision is for recipe=None; FP8 products have only one. Got {precision!r}.")
-    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
-    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
+    _checks.check_fp8_features(name, kernel.shape, kernel.shape[1])
+    _checks.check_fp8_features(name, kernel.shape, kernel.shape[2])
     if not isinstance(x.shape[0], int):
         raise ValueError(
             f"With a recipe the number of tokens must be known when the program is traced, got x {x.shape}."
         )
     if kernel_cache is not None:
-        check_cache("kernel_cache", kernel_cache, "kernel", kernel.shape, kernel_spec(kernel.shape, recipe))
+        check_cache("kernel_cache", kernel_cache, name, kernel.shape, kernel_spec(kernel.shape, recipe))
 
 
 def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Sequence[np.dtype]) -> None:

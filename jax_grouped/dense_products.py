@@ -6,7 +6,7 @@ Each is a plain function of arrays and one static value. `jax_grouped.dense` mak
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from jax_grouped.matmul import gradient_type, grouped_matmul
 from jax_grouped.quantize import kernel_spec, quantize_stack, quantize_tokens
 from jax_grouped.recipes import DelayedScaling
 
-#: Names of the quantized tokens and kernels that wait for the backward pass:
-#: `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
-CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel")
+#: Names of what waits for the backward pass: the quantized tokens and kernels, and what `jax_grouped.moe.grouped_mlp`
+#: applies its activation to. For `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 
 #: Numbers as a product reads them: quantized with a recipe, as they are without.
 Operand = ScaledArray | jax.Array
@@ -116,7 +116,7 @@ def _quantized(
         assert inputs.fp8_state is not None
         scales = inputs.fp8_state.scales(recipe)
         x_scale, kernel_scale = [scales.input], [scales.kernel]
-    x_spec = spec.token_spec(recipe.fwd_dtype, rowwise=True, columnwise=for_wgrad)
+    x_spec = spec.x_spec(columnwise=for_wgrad)
     tokens = quantize_tokens(inputs.x, inputs.group_sizes, inputs.group_offset, *x_scale, spec=x_spec)
     if inputs.kernel_cache is not None:
         return tokens, inputs.kernel_cache
@@ -140,7 +140,7 @@ def _multiply(
     return primitives.scaled_matmul(a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset, spec, accumulator)
 
 
-def named(residuals: DenseResiduals) -> DenseResiduals:
+def _named(residuals: DenseResiduals) -> DenseResiduals:
     """The same, what comes from quantization under `CHECKPOINT_NAMES`."""
 
     def name(value: Any, name: str) -> Any:
@@ -148,7 +148,7 @@ def named(residuals: DenseResiduals) -> DenseResiduals:
 
     if residuals.spec.recipe is None:
         return residuals
-    x_name, kernel_name = CHECKPOINT_NAMES
+    x_name, kernel_name, _ = CHECKPOINT_NAMES
     # The largest values come from the same passes: kept without a name, a policy would have these run again.
     amax = residuals.amax
     if amax is not None:
@@ -157,10 +157,13 @@ def named(residuals: DenseResiduals) -> DenseResiduals:
     return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
 
 
-def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, PendingWgrad]:
+def dgrad(
+    residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None = None
+) -> tuple[jax.Array | None, PendingWgrad]:
     """The gradient of `x`, if it was to be taken, and what wgrad needs, if it was.
 
-    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass.
+    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. Where the spec has
+    an `output_activation`, `dy` is the gradient of what that made of `activated`, the product's result.
     """
     spec = residuals.spec
     sizes, offset = residuals.group_sizes, residuals.group_offset
@@ -173,8 +176,8 @@ def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, P
             assert isinstance(residuals.kernel, jax.Array)
             kernel = residuals.kernel.astype(operand.dtype)
             dx = grouped_matmul(operand, kernel, sizes, offset, spec.matmul("dgrad", spec.x_dtype))
-    elif residuals.x is not None or residuals.kernel is not None or residuals.amax is not None:
-        quantized = _quantized_gradient(residuals, dy)
+    elif activated is not None or any(kept is not None for kept in (residuals.x, residuals.kernel, residuals.amax)):
+        quantized = _quantized_gradient(residuals, dy, activated)
         if residuals.kernel is not None:
             dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, spec.x_dtype)
         operand, dbias = quantized.columnwise, quantized.dbias
@@ -195,21 +198,20 @@ def dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array | None, P
     return dx, pending
 
 
-def _quantized_gradient(residuals: DenseResiduals, dy: jax.Array) -> GroupedQuantized:
+def _quantized_gradient(residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None) -> GroupedQuantized:
     spec, recipe = residuals.spec, residuals.spec.recipe
-    assert recipe is not None
-    scale = []
+    more = []
     if isinstance(recipe, DelayedScaling):
         assert residuals.fp8_state is not None
-        scale = [residuals.fp8_state.scales(recipe).output_grad]
-    dy_spec = spec.token_spec(
-        recipe.grad_dtype,
+        more.append(residuals.fp8_state.scales(recipe).output_grad)
+    if activated is not None:
+        more.append(activated)
+    dy_spec = spec.dy_spec(
         # One orientation is made in any case: the next state wants the largest values.
         rowwise=residuals.kernel is not None or residuals.x is None,
         columnwise=residuals.x is not None,
-        dbias=spec.bias_dtype is not None,
     )
-    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *scale, spec=dy_spec)
+    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *more, spec=dy_spec)
 
 
 def next_state(residuals: DenseResiduals, amax: dict[str, jax.Array]) -> Fp8State | None:
@@ -235,3 +237,44 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array | N
     if accumulator is None:
         return grouped_matmul(*operands, spec.matmul("wgrad", out_dtype))
     return primitives.grouped_matmul(*operands, spec.matmul("wgrad", out_dtype), accumulator)
+
+
+class Saved(NamedTuple):
+    """What waits between the two passes of a rule of differentiation."""
+
+    residuals: DenseResiduals
+    dkernel_accumulator: jax.Array | None
+
+
+def forward(inputs: Inputs, wanted: Inputs, spec: DenseSpec, *, for_dgrad: bool) -> tuple[jax.Array, Saved]:
+    """The result, and what its gradients need; made and kept is only what the wanted ones do.
+
+    Args:
+        inputs: the arrays.
+        wanted: for each of them, whether it has a gradient.
+        spec: everything else.
+        for_dgrad: whether the gradient of `x` is to be taken.
+    """
+    if not wanted.bias:
+        spec = dataclasses.replace(spec, bias_dtype=None)
+    for_state = any(jax.tree.leaves(wanted.fp8_state))
+    y, residuals = fprop(inputs, spec, for_dgrad=for_dgrad, for_wgrad=bool(wanted.kernel), for_state=for_state)
+    return y, Saved(_named(residuals), inputs.dkernel_accumulator if wanted.kernel else None)
+
+
+def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = None) -> Inputs:
+    """The gradient of every input, as `dgrad` and `wgrad` give it; None for zero.
+
+    Args:
+        saved: from the forward pass.
+        dy: the gradient of the result; None where that does not reach the loss.
+        activated: as in `dgrad`.
+    """
+    residuals, accumulator = saved
+    if dy is None:
+        dx, dkernel, dbias, fp8_state = None, accumulator, None, next_state(residuals, {})
+    else:
+        dx, pending = dgrad(residuals, dy, activated)
+        dkernel, dbias, fp8_state = wgrad(pending, accumulator), pending.dbias, pending.fp8_state
+    # None is a gradient of zero, also of arguments that always have a value.
+    return Inputs(dx, dkernel, None, None, dbias, None, fp8_state, None)  # type: ignore[arg-type]

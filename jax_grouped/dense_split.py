@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike
 from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import canonical_inputs, check_accumulator
+from jax_grouped.dense_inputs import Weights, canonical_inputs, check_accumulator
 from jax_grouped.dense_products import DenseResiduals, PendingWgrad, dgrad, fprop, wgrad
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.recipes import Recipe
@@ -51,14 +51,10 @@ def grouped_dense_fwd(
     """
     inputs, spec = canonical_inputs(
         x,
-        kernel,
+        Weights(kernel, bias, kernel_cache, fp8_state),
         group_sizes,
-        bias,
+        group_offset,
         recipe=recipe,
-        fp8_state=fp8_state,
-        kernel_cache=kernel_cache,
-        dkernel_accumulator=None,
-        group_offset=group_offset,
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
