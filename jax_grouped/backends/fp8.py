@@ -1,11 +1,13 @@
 """FP8 numerics in plain JAX, the same to the bit on every platform.
 
 Platforms differ in what XLA makes of float32: CPUs flush subnormal numbers to zero and GPUs don't, and GPUs round
-divisions wrongly by up to 2 units (openxla/xla#37181). So subnormals are flushed here, and integers are divided.
+divisions wrongly by up to 2 units (openxla/xla#37181). So subnormals are flushed here, and except on CPUs integers are
+divided.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.recipes import FP8_MAX
@@ -48,6 +50,17 @@ def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
         numerator_exponent: of two.
         x: positive normal float32 numbers.
     """
+    dividend = np.float32(numerator * 2.0**numerator_exponent)
+    return jax.lax.platform_dependent(
+        x,
+        # A tenth of the instructions, and rounded as IEEE 754 says.
+        cpu=lambda x: clamp_scale(dividend / x),
+        default=lambda x: divide_integers(numerator, numerator_exponent, x),
+    )
+
+
+def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
+    """The same, where a floating-point division is not rounded correctly."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) | (1 << _MANTISSA_BITS)
     # Long division, 7 bits at a time, so that remainders stay below 2^31. The quotient has 27 or 28 bits; the lowest
