@@ -1,0 +1,254 @@
+"""Expert parallelism: rows travel to the devices that hold their experts, and the results travel back."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Hashable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_grouped import _checks
+from jax_grouped._varying import vary_alike
+from jax_grouped.group_layout import group_rows
+from jax_grouped.moe.capacity import fit_to_capacity
+
+#: How rows are moved.
+Method = Literal["auto", "ragged", "padded"]
+
+#: The origin of a row that comes from nowhere: past the end of every array.
+_NOWHERE = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """The rows of an array that go to each device, or come from it: `n = E / D` slices of each.
+
+    Attributes:
+        starts: `int32[D, n]`, where the slices start here.
+        sizes: `int32[D, n]`, their rows.
+        peer_starts: `int32[D, n]`, where they start on the other device.
+        num_rows: rows of the array here; static.
+    """
+
+    starts: jax.Array
+    sizes: jax.Array
+    peer_starts: jax.Array
+    num_rows: int = dataclasses.field(metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Which rows travel between the `D` devices of a mesh axis, and where to; from `plan_exchange`.
+
+    Attributes:
+        group_sizes: `int32[E / D]`, rows per own expert after `send_rows`.
+        dropped: `int32[]`, how many of the own rows are not sent.
+        outgoing: the slices that `send_rows` sends; internal.
+        incoming: the slices that it receives; internal.
+        axis_name: the mesh axis; static.
+        method: how rows are moved, see `plan_exchange`; static.
+    """
+
+    group_sizes: jax.Array
+    dropped: jax.Array
+    outgoing: _Slices
+    incoming: _Slices
+    axis_name: Hashable = dataclasses.field(metadata=dict(static=True))
+    method: Method = dataclasses.field(metadata=dict(static=True))
+
+
+def plan_exchange(
+    group_sizes: ArrayLike, axis_name: Hashable, *, num_rows: int, capacity: int, method: Method = "auto"
+) -> Exchange:
+    """Plans how rows reach the devices of their experts; called inside `jax.shard_map`.
+
+    Every device has `num_rows` rows, sorted by expert, of all `E` experts. Expert `e` lives on device `e // (E / D)` of
+    the axis. Where more than `capacity` rows would go to one device, its largest chunks, one chunk being the rows of
+    one source for one expert, are cut to one length: their first rows travel.
+
+    Args:
+        group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
+            and rows past `num_rows` do not exist.
+        axis_name: the mesh axis of `D` devices, or a tuple of axes; other axes exchange nothing.
+        num_rows: `R`, rows of this device's array, the same on every device.
+        capacity: rows that a device has room for after `send_rows`. `D * num_rows` drops none, whatever the sizes.
+        method: "ragged" is one `jax.lax.ragged_all_to_all`, which moves only rows that there are; "padded" is
+            `jax.lax.all_to_all` of `min(num_rows, capacity)` rows from every device to every other, with `D` times as
+            much memory; "auto" is "padded" on CPUs, for which XLA has no ragged one, and "ragged" elsewhere. On GPUs
+            that NVLink does not connect, XLA's ragged one is slow, waits for the host, or refuses to run.
+
+    Returns:
+        The plan for `send_rows` and `return_rows`. All devices come to the same answer from the sizes of all.
+
+    Raises:
+        TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
+        ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative,
+            `method` is another, or `axis_name` is no axis of a surrounding `jax.shard_map`.
+    """
+    devices = axis_size(axis_name)
+    num_rows, capacity = _row_count("num_rows", num_rows), _row_count("capacity", capacity)
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
+    sizes = _checks.canonical_sizes_of(group_sizes, num_rows)
+    experts = sizes.shape[0]
+    if experts == 0 or experts % devices:
+        raise ValueError(
+            f"group_sizes must have a multiple of {devices} entries, the devices of the axis {axis_name!r}, "
+            f"got {experts}."
+        )
+    sizes, me, offset = vary_alike(sizes, jax.lax.axis_index(axis_name), jnp.zeros((1,), jnp.int32))
+    sizes = group_rows(sizes, offset, experts, num_rows).sizes
+
+    # Of all devices, by source, destination and expert of the destination.
+    chunks = jax.lax.all_gather(sizes, axis_name).reshape(devices, devices, experts // devices)
+    kept = jax.vmap(fit_to_capacity, in_axes=(1, None), out_axes=1)(chunks, capacity)
+    starts = _starts(chunks)
+    # A destination has its rows by expert, and those of an expert by source.
+    placed = _starts(kept.transpose(1, 2, 0)).transpose(2, 0, 1)
+    return Exchange(
+        group_sizes=jnp.sum(kept[:, me], axis=0, dtype=jnp.int32),
+        dropped=jnp.sum(chunks[me] - kept[me], dtype=jnp.int32),
+        outgoing=_Slices(starts[me], kept[me], placed[me], num_rows),
+        incoming=_Slices(placed[:, me], kept[:, me], starts[:, me], capacity),
+        axis_name=axis_name,
+        method=method,
+    )
+
+
+def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """Sends rows to the devices of their experts. Its gradient is `return_rows`, and so on to any order.
+
+    Args:
+        rows: `[R, C]` of a floating-point type, sorted by expert. What the tail holds goes nowhere.
+        exchange: the plan, made on the same devices.
+
+    Returns:
+        `[capacity, C]`, the rows for this device's experts, group by group and in a group by source, as `grouped_dense`
+        takes them with `exchange.group_sizes`. The tail is zero.
+
+    Raises:
+        TypeError: `rows` is not of a floating-point type.
+        ValueError: `rows` is not `[R, C]` with the `num_rows` of the plan.
+    """
+    return _exchanged(rows, exchange, exchange.outgoing, exchange.incoming)
+
+
+def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """Sends the results for rows back to where the rows were before `send_rows`. Its gradient is `send_rows`.
+
+    Args:
+        rows: `[capacity, C]` of a floating-point type, laid out as by `send_rows`. What the tail holds goes nowhere.
+        exchange: the plan, made on the same devices.
+
+    Returns:
+        `[R, C]`; zeros for rows that were not sent, and in the tail.
+
+    Raises:
+        TypeError: `rows` is not of a floating-point type.
+        ValueError: `rows` is not `[capacity, C]` with the `capacity` of the plan.
+    """
+    return _exchanged(rows, exchange, exchange.incoming, exchange.outgoing)
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """How many devices the axis has. Raises ValueError outside `jax.shard_map` over it."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map over it.") from None
+
+
+def _row_count(name: str, count: int) -> int:
+    try:
+        count = operator.index(count)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, known when the program is traced, got {count!r}.") from None
+    if count < 0:
+        raise ValueError(f"{name} must not be negative, got {count}.")
+    return count
+
+
+def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
+    rows = jnp.asarray(rows)
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise TypeError(f"rows must be of a floating-point type, got {rows.dtype.name}.")
+    if rows.ndim != 2 or rows.shape[0] != source.num_rows:
+        raise ValueError(f"rows must have shape [{source.num_rows}, C] for this exchange, got {rows.shape}.")
+    arrays, structure = jax.tree.flatten((rows, source, target))
+    return _move(exchange.axis_name, exchange.method, *jax.tree.unflatten(structure, vary_alike(*arrays)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _move(axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+    """Puts the slices of all devices' rows into their places in new rows, the others of which are zero."""
+    if 0 in (*rows.shape, target.num_rows):
+        return _zeros(rows, target)
+    ragged, padded = functools.partial(_move_ragged, axis_name), functools.partial(_move_padded, axis_name)
+    match method:
+        case "ragged":
+            return ragged(rows, source, target)
+        case "padded":
+            return padded(rows, source, target)
+        case "auto":
+            return jax.lax.platform_dependent(rows, source, target, cpu=padded, default=ragged)
+
+
+def _move_forward(
+    axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices, target: _Slices
+) -> tuple[jax.Array, tuple[_Slices, _Slices]]:
+    return _move(axis_name, method, rows, source, target), (source, target)
+
+
+def _move_backward(
+    axis_name: Hashable, method: Method, slices: tuple[_Slices, _Slices], dy: jax.Array
+) -> tuple[Any, ...]:
+    source, target = slices
+    return _move(axis_name, method, dy, target, source), None, None
+
+
+_move.defvjp(_move_forward, _move_backward)
+
+
+def _move_ragged(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+    offsets_and_sizes = (source.starts, source.sizes, source.peer_starts, target.sizes)
+    return jax.lax.ragged_all_to_all(
+        rows, _zeros(rows, target), *(x.reshape(-1) for x in offsets_and_sizes), axis_name=axis_name
+    )
+
+
+def _move_padded(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+    # The slices of one device follow each other in its chunk, which has room for all that can be sent or received.
+    devices, room = source.sizes.shape[0], min(source.num_rows, target.num_rows)
+    sent = jax.vmap(functools.partial(_origins, num_rows=room))(_starts(source.sizes), source.sizes, source.starts)
+    received = jax.lax.all_to_all(_take(rows, sent), axis_name, 0, 0).reshape(devices * room, -1)
+    places = room * jnp.arange(devices, dtype=jnp.int32)[:, None] + _starts(target.sizes)
+    slices = (x.reshape(-1) for x in (target.starts, target.sizes, places))
+    return _take(received, _origins(*slices, num_rows=target.num_rows))
+
+
+def _zeros(rows: jax.Array, target: _Slices) -> jax.Array:
+    zeros, _ = vary_alike(jnp.zeros((target.num_rows, rows.shape[1]), rows.dtype), rows)
+    return zeros
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    """The sum of all entries before each, in the order of memory, anew for every index of the first axis."""
+    flat = sizes.reshape(sizes.shape[0], -1)
+    return (jnp.cumsum(flat, axis=1, dtype=jnp.int32) - flat).reshape(sizes.shape)
+
+
+def _origins(starts: jax.Array, sizes: jax.Array, origins: jax.Array, *, num_rows: int) -> jax.Array:
+    """Which row each of `num_rows` is, if slice `i`, from row `starts[i]` on, holds those from `origins[i]` on."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    inside = (row >= starts) & (row < starts + sizes)
+    return jnp.min(jnp.where(inside, origins + row - starts, _NOWHERE), axis=1)
+
+
+def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """`rows[index]`, zeros where the index is past the end."""
+    return rows.at[index].get(mode="fill", fill_value=0)

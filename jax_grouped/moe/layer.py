@@ -1,0 +1,139 @@
+"""`moe_mlp`: everything between a router's logits and the weighted sum of the experts' results."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped import _checks
+from jax_grouped.dense_inputs import Weights
+from jax_grouped.moe.exchange import Method, axis_size, plan_exchange, return_rows, send_rows
+from jax_grouped.moe.mlp import as_weights, grouped_mlp
+from jax_grouped.moe.permutation import group_by_expert, permute, unpermute
+from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
+from jax_grouped.recipes import Recipe
+
+
+class MoEMetrics(NamedTuple):
+    """What is to be known of one use of a mixture of experts, beside its result. All of it stays on the device.
+
+    Attributes:
+        balance_loss: `float32[]`, see `load_balancing_loss`; what is trained on, times a small weight.
+        expert_load: `int32[E]`, how many of this device's pairs of a token and an expert chose each expert.
+        dropped: `int32[]`, how many of these pairs found no room; without a `capacity_factor` always 0.
+    """
+
+    balance_loss: jax.Array
+    expert_load: jax.Array
+    dropped: jax.Array
+
+
+def moe_mlp(
+    x: jax.Array,
+    logits: jax.Array,
+    gate_up: jax.Array | Weights,
+    down: jax.Array | Weights,
+    *,
+    top_k: int,
+    score: Score = "softmax",
+    normalize_weights: bool = True,
+    weight_scale: float = 1.0,
+    selection_bias: jax.Array | None = None,
+    capacity_factor: float | None = None,
+    recipe: Recipe | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    expert_axis: str | None = None,
+    feature_axis: str | None = None,
+    batch_axes: Sequence[str] = (),
+    exchange_method: Method = "auto",
+) -> tuple[jax.Array, MoEMetrics]:
+    """Sends each token to the `top_k` experts that its logits choose, and adds up their results by their weights.
+
+    The parts are there on their own: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
+    `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
+
+    The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
+    experts, and tokens too: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
+    inside an expert, for which the kernels' features are given gate and up apart on each device; the results are added
+    up over it. Axes that split tokens alone need no mention but in `batch_axes`, for the balance loss.
+
+    Args:
+        x: `[T, K]` tokens of this device, bfloat16, float16 or float32.
+        logits: `[T, E]`, the router's scores of all experts.
+        gate_up: `[E / D, K, 2 F]`, this device's experts, see `grouped_mlp`. `D` is the size of `expert_axis`, else 1.
+        down: `[E / D, F, N]`.
+        top_k: experts per token.
+        score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
+        normalize_weights: whether a token's weights are divided by their sum.
+        weight_scale: what the weights are multiplied by in the end.
+        selection_bias: `[E]`, added to the scores for the choice only.
+        capacity_factor: room for rows on each device, in multiples of `T * top_k`, which is what a device gets if all
+            experts are chosen alike. What finds no room is dropped, evenly over experts and sources, and counted. None
+            gives room for the worst case, and drops nothing: `T * top_k`, with an `expert_axis`
+            `D * T * min(top_k, E / D)`.
+        recipe: how the experts compute in FP8, None to compute in the type of `x`.
+        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+        expert_axis: mesh axis over which the experts are split.
+        feature_axis: mesh axis over which `F` is split.
+        batch_axes: mesh axes over which one batch is split; the balance loss is then that of the whole batch.
+        exchange_method: how rows travel over `expert_axis`, see `plan_exchange`.
+
+    Returns:
+        `[T, N]` in the type of `x`, and what else is to be known.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape or value that does not fit, or an axis is not there.
+    """
+    x, logits = jnp.asarray(x), jnp.asarray(logits)
+    gate_up, down = as_weights(gate_up), as_weights(down)
+    devices = 1 if expert_axis is None else axis_size(expert_axis)
+    for axis in (*batch_axes, *([] if feature_axis is None else [feature_axis])):
+        axis_size(axis)  # Raises where there is no such axis.
+    _check_arguments(x, logits, jnp.shape(gate_up.kernel), devices, capacity_factor)
+    tokens, num_experts = logits.shape
+    if feature_axis is not None and down.bias is not None:
+        # The devices' results are added up, of which each has this bias in it.
+        first = jax.lax.axis_index(feature_axis) == 0
+        down = down._replace(bias=jnp.where(first, down.bias, 0))
+
+    routing = top_k_routing(
+        logits, top_k, score=score, normalize=normalize_weights, selection_bias=selection_bias, scale=weight_scale
+    )
+    worst = devices * tokens * min(top_k, num_experts // devices)
+    capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
+    places = group_by_expert(routing.experts, num_experts, capacity=None if expert_axis else capacity)
+    rows, dropped = permute(x, places), places.dropped
+    if expert_axis is None:
+        rows = grouped_mlp(rows, gate_up, down, places.group_sizes, recipe=recipe, precision=precision)
+    else:
+        exchange = plan_exchange(
+            places.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
+        )
+        rows = send_rows(rows, exchange)
+        rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, recipe=recipe, precision=precision)
+        rows, dropped = return_rows(rows, exchange), dropped + exchange.dropped
+    y = unpermute(rows, places, routing.weights)
+    if feature_axis is not None:
+        y = jax.lax.psum(y, feature_axis)
+    balance_loss = load_balancing_loss(routing, axis_name=tuple(batch_axes) or None)
+    return y, MoEMetrics(balance_loss, expert_load(routing), dropped)
+
+
+def _check_arguments(
+    x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int, capacity_factor: float | None
+) -> None:
+    _checks.check_tokens("x", x)
+    if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
+        raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
+    if kernel[:1] != (logits.shape[1] / devices,):
+        raise ValueError(
+            f"gate_up must hold E / D experts, for logits {logits.shape} of E experts and an expert_axis of D = "
+            f"{devices} devices, got {kernel}."
+        )
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ValueError(
+            f"capacity_factor must be a positive number, or None for the worst case, got {capacity_factor}."
+        )

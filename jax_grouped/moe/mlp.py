@@ -1,0 +1,132 @@
+"""`grouped_mlp`: the experts' feed-forward network, two grouped products with SwiGLU in between."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jax_grouped import _checks
+from jax_grouped.dense import grouped_dense
+from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
+from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients
+from jax_grouped.recipes import Recipe
+
+_HIDDEN_NAME = CHECKPOINT_NAMES[2]
+
+
+def grouped_mlp(
+    x: jax.Array,
+    gate_up: jax.Array | Weights,
+    down: jax.Array | Weights,
+    group_sizes: ArrayLike,
+    *,
+    recipe: Recipe | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """Applies a gated linear network per group: `(silu(x @ gate) * (x @ up)) @ down`, SwiGLU (arXiv:2002.05202).
+
+    With a recipe, SwiGLU is part of the quantization of what the second product reads, and its derivative part of the
+    quantization of the gradient that goes into the first: both are computed in float32 and rounded once, to FP8, and
+    neither is ever written in a wider type. Without one they are plain JAX. Everything else is as in
+    `jax_grouped.grouped_dense`: types, rows of no group, gradients, what is kept under
+    `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of `Weights` is.
+
+        y = jg.moe.grouped_mlp(rows, gate_up, down, group_sizes, recipe=jg.Float8BlockScaling())
+
+    Args:
+        x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
+        gate_up: `[E, K, 2 F]`, the gate's features first, or `Weights` with such a kernel.
+        down: `[E, F, N]`, or `Weights` with such a kernel.
+        group_sizes: `[E]` integers, rows per group, read on the device only.
+        recipe: how both products are computed in FP8, with `K`, `F` and `N` multiples of 16; None to compute in the
+            type of `x`.
+        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+
+    Returns:
+        `[T, N]` in the type of `x`.
+
+    Raises:
+        TypeError: an argument, or the recipe, has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, or as `jax_grouped.grouped_dense`.
+    """
+    x = jnp.asarray(x)
+    gate_up, down = as_weights(gate_up), as_weights(down)
+    _check_shapes(jnp.shape(gate_up.kernel), jnp.shape(down.kernel))
+    gate_up, up_spec = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
+    hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
+    down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
+    if recipe is None:
+        dense = functools.partial(_plain_dense, group_sizes=group_sizes, precision=precision)
+        return dense(swiglu(dense(x, gate_up)), down)
+
+    sizes, offset = _checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
+    spec = _MlpSpec(
+        up=dataclasses.replace(up_spec, output_activation="silu_mul"),
+        down=dataclasses.replace(down_spec, input_activation="silu_mul"),
+    )
+    up_inputs = Inputs(x, group_sizes=sizes, group_offset=offset, **gate_up._asdict())
+    # The second product's tokens are the first one's result.
+    down_inputs = Inputs(None, group_sizes=sizes, group_offset=offset, **down._asdict())  # type: ignore[arg-type]
+    return _mlp(vary_inputs(up_inputs, down_inputs), spec)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """`silu(gate) * up` of `[T, 2 F]`, the gate's features first, computed in float32: `[T, F]`."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def as_weights(weights: jax.Array | Weights) -> Weights:
+    """Weights of which only the kernel is given."""
+    return weights if isinstance(weights, Weights) else Weights(weights)
+
+
+def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:
+    if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != 2 * down[1]:
+        raise ValueError(f"gate_up and down must have shapes [E, K, 2 F] and [E, F, N], got {gate_up} and {down}.")
+
+
+def _plain_dense(x: jax.Array, weights: Weights, group_sizes: ArrayLike, precision: jax.lax.PrecisionLike) -> jax.Array:
+    kernel, bias, _, _, accumulator = weights
+    return grouped_dense(x, kernel, group_sizes, bias, dkernel_accumulator=accumulator, precision=precision)
+
+
+class _MlpSpec(NamedTuple):
+    up: DenseSpec
+    down: DenseSpec
+
+
+class _MlpSaved(NamedTuple):
+    up: Saved
+    hidden: jax.Array | None
+    down: Saved
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
+    run = functools.partial(fprop, for_dgrad=False, for_wgrad=False, for_state=False)
+    hidden, _ = run(inputs[0], spec.up)
+    return run(inputs[1]._replace(x=hidden), spec.down)[0]
+
+
+def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
+    up, down = jax.tree.map(lambda primal: primal.value, primals)
+    up_wanted, down_wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
+    hidden, saved_up = forward(up, up_wanted, spec.up, for_dgrad=up_wanted.x)
+    any_above = any(jax.tree.leaves(up_wanted))
+    y, saved_down = forward(down._replace(x=hidden), down_wanted, spec.down, for_dgrad=any_above)
+    return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME) if any_above else None, saved_down)
+
+
+def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:
+    del spec
+    down = gradients(saved.down, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy)
+    up = gradients(saved.up, down.x, saved.hidden)
+    return ((up, down._replace(x=None)),)  # type: ignore[arg-type]
+
+
+_mlp.defvjp(_forward, _backward, symbolic_zeros=True)

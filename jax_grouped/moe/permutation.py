@@ -1,0 +1,255 @@
+"""Tokens to the rows of their experts and back: gathers in both directions, and in both of their gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped import _checks
+from jax_grouped._varying import vary_alike
+from jax_grouped.arrays import register_pytree
+from jax_grouped.moe.capacity import fit_to_capacity
+
+
+@register_pytree
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """Which rows the pairs of `T` tokens and their `k` choices have: those of expert 0 first, then of 1, and so on.
+
+    Pair `token * k + choice` is that token's choice. Rows past the last expert's are the tail.
+
+    Attributes:
+        order: `int32[R]`, the pair of each row, and `T * k` in the tail.
+        inverse: `int32[T, k]`, the row of each pair, and `R` for a pair that was dropped.
+        group_sizes: `int32[E]`, rows per expert; it never leaves the device.
+        dropped: `int32[]`, how many pairs have no row.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
+    group_sizes: jax.Array
+    dropped: jax.Array
+
+
+def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | None = None) -> Permutation:
+    """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
+
+    Args:
+        experts: `[T, k]` integers, the experts of each token. Ones outside of `[0, num_experts)` are nobody's: these
+            pairs are dropped, as padding tokens should be.
+        num_experts: `E`.
+        capacity: how many rows there are at most, `T * k` by default. If more are needed, the longest groups are cut to
+            one length, and their last pairs are dropped.
+
+    Returns:
+        The permutation, of `R = min(capacity, T * k)` rows.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape or value that does not fit.
+    """
+    experts = jnp.asarray(experts)
+    _check_arguments(experts, num_experts, capacity)
+    pairs = experts.size
+    rows = pairs if capacity is None else min(capacity, pairs)
+
+    keys = _keys(experts, num_experts)
+    keys, sorted_pairs = jax.lax.sort(vary_alike(keys, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    wanted = jnp.diff(_first_at_least(keys, jnp.arange(1, num_experts + 1, dtype=jnp.int32)), prepend=0)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    if rows < pairs:
+        group_sizes = fit_to_capacity(wanted, rows)
+        cut = wanted - group_sizes
+        group = _first_at_least(jnp.cumsum(group_sizes, dtype=jnp.int32), row + 1)
+        # Among the sorted pairs, a row stands after all that was cut from the groups before its own.
+        cut_before = jnp.cumsum(cut, dtype=jnp.int32) - cut
+        sorted_pairs = sorted_pairs[row + cut_before[jnp.minimum(group, num_experts - 1)]]
+    else:
+        group_sizes = wanted
+    used = jnp.sum(group_sizes, dtype=jnp.int32)
+    # What has no row goes past the end, each to a place of its own, for the scatter is promised that no two collide.
+    place = jnp.where(row < used, sorted_pairs, pairs + row)
+    nowhere, place, row = vary_alike(jnp.full((pairs,), rows, jnp.int32), place, row)
+    inverse = nowhere.at[place].set(row, mode="drop", unique_indices=True)
+    return Permutation(
+        order=jnp.minimum(place, pairs),
+        inverse=inverse.reshape(experts.shape),
+        group_sizes=group_sizes,
+        dropped=pairs - used,
+    )
+
+
+def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None) -> None:
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
+    if experts.ndim != 2 or experts.shape[1] == 0:
+        raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
+    _check_number("num_experts", num_experts, least=1)
+    if capacity is not None:
+        _check_number("capacity", capacity, least=0)
+
+
+def _check_number(name: str, value: int, *, least: int) -> None:
+    if not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
+def _keys(experts: jax.Array, num_experts: int) -> jax.Array:
+    """The expert of each pair, `int32[T * k]`, and `num_experts` for those that are none."""
+    limits = jnp.iinfo(experts.dtype)
+    keys = jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
+    return jnp.where(keys < 0, num_experts, keys).reshape(experts.size)
+
+
+def _first_at_least(ascending: jax.Array, values: jax.Array) -> jax.Array:
+    """For each value, the index of the first number that is not less, `int32`."""
+    # Without the default method's loop, a few comparisons per value in one kernel.
+    return jnp.searchsorted(ascending, values, method="scan_unrolled").astype(jnp.int32)
+
+
+def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
+    """Copies tokens to the rows of their experts.
+
+    Args:
+        x: `[T, C]`, bfloat16, float16 or float32.
+        permutation: of `T` tokens to `R` rows.
+
+    Returns:
+        `[R, C]` in the type of `x`; the tail is zero. The gradient adds each token's rows up in float32.
+
+    Raises:
+        TypeError: `x` has a type that is not supported.
+        ValueError: `x` has a shape that does not fit.
+    """
+    x = jnp.asarray(x)
+    _check_rows("x", x, "[T, C]", permutation.inverse.shape[0], "tokens")
+    return _permute(*vary_alike(x, permutation.order, permutation.inverse))
+
+
+def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | None = None) -> jax.Array:
+    """Adds up the rows of each token, times their weights: in float32, first choice first.
+
+    What rows of the tail hold reaches neither the result nor a gradient.
+
+    Args:
+        rows: `[R, C]`, bfloat16, float16 or float32.
+        permutation: of `T` tokens to `R` rows.
+        weights: `[T, k]`, likewise, what each choice's row is multiplied by; None for 1. Its gradient is summed in
+            float32.
+
+    Returns:
+        `[T, C]` in the type of `rows`. A pair that was dropped adds nothing, and its weight's gradient is zero.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit.
+    """
+    rows = jnp.asarray(rows)
+    order, inverse = permutation.order, permutation.inverse
+    _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
+    if weights is None:
+        return _unpermute(*vary_alike(rows, order, inverse))
+    weights = jnp.asarray(weights)
+    _checks.check_dtype("weights' type", weights.dtype)
+    if weights.shape != inverse.shape:
+        raise ValueError(f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}.")
+    return _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
+
+
+def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
+    _checks.check_dtype(f"{name}'s type", x.dtype)
+    if x.ndim != 2:
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
+    if x.shape[0] != rows:
+        raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
+
+
+def _gather(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """`x[indices]`, zero for indices past the end, whatever any other row of `x` holds."""
+    if x.shape[0] == 0:  # XLA refuses to gather from nothing.
+        x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
+    return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def _tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The token of each row, `int32[R]`, and `T` in the tail."""
+    return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
+
+
+def _sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """The sum of each token's rows, `[T, C]`, of those that it has."""
+    # Choice by choice, for one kernel of gathers and a sum of a known order: of one gather of all choices XLA may make
+    # an array `[T, k, C]` in memory.
+    terms = []
+    for choice in range(inverse.shape[1]):
+        term = _gather(rows, inverse[:, choice]).astype(jnp.float32)
+        terms.append(term if weights is None else term * weights[:, choice, None])
+    return functools.reduce(jnp.add, terms).astype(rows.dtype)
+
+
+# The gradient of a gather is a scatter-add, which a GPU does with atomics in any order. Here each of the two is the
+# other's gradient, and both are gathers: faster, and the same bits in every run.
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    return _gather(x, _tokens_of(order, inverse))
+
+
+def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
+    return _permute(x, order, inverse), (order, inverse)
+
+
+def _permute_backward(residuals: Any, drows: jax.Array) -> tuple[Any, ...]:
+    return _unpermute(drows, *residuals), None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+@jax.custom_vjp
+def _unpermute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    del order
+    return _sum_of_choices(rows, inverse, None)
+
+
+def _unpermute_forward(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
+    return _unpermute(rows, order, inverse), (order, inverse)
+
+
+def _unpermute_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    return _permute(dy, *residuals), None, None
+
+
+_unpermute.defvjp(_unpermute_forward, _unpermute_backward)
+
+
+@jax.custom_vjp
+def _unpermute_weighted(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    # A dropped pair's row is zero, which a weight that is not finite would make NaN.
+    weights = jnp.where(inverse < order.shape[0], weights, 0)
+    return _sum_of_choices(rows, inverse, weights)
+
+
+def _weighted_forward(
+    rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _unpermute_weighted(rows, weights, order, inverse), (rows, weights, order, inverse)
+
+
+def _weighted_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    rows, weights, order, inverse = residuals
+    weight_of_row = _gather(weights.reshape(weights.size), order)
+    drows = (_permute(dy, order, inverse).astype(jnp.float32) * weight_of_row[:, None]).astype(rows.dtype)
+    # With the rows gathered, not `dy` once more: what two kernels gather alike, XLA may make one array in memory of.
+    products = dy[:, None].astype(jnp.float32) * _gather(rows, inverse).astype(jnp.float32)
+    dweights = jnp.where(inverse < order.shape[0], jnp.sum(products, axis=2), 0)
+    return drows, dweights, None, None
+
+
+_unpermute_weighted.defvjp(_weighted_forward, _weighted_backward)

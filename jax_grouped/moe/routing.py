@@ -1,0 +1,170 @@
+"""Which experts each token goes to, with which weights, and the loss that spreads tokens evenly over experts."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped import _checks
+from jax_grouped.arrays import register_pytree
+
+#: How a router's logits become scores.
+Score = Literal["softmax", "sigmoid"]
+
+
+@register_pytree
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where `T` tokens go, `k` of `E` experts each.
+
+    Attributes:
+        experts: `int32[T, k]`, the chosen experts, best first, no two of a token alike.
+        weights: `float32[T, k]`, what each choice's output is multiplied by.
+        probabilities: `float32[T, E]`, the router's scores, each token's adding up to 1; for `load_balancing_loss`.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    probabilities: jax.Array
+
+
+def top_k_routing(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    score: Score = "softmax",
+    normalize: bool = True,
+    selection_bias: jax.Array | None = None,
+    scale: float = 1.0,
+) -> Routing:
+    """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
+
+    Everything is computed in float32. Gradients reach the logits through the weights and the probabilities, the same
+    bits in every run. With `score="sigmoid"` and a bias that is moved after each step against the experts' loads, this
+    is the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+
+    Args:
+        logits: `[T, E]`, bfloat16, float16 or float32. NaN makes weights of NaN, but counts as the lowest score, and
+            no logit makes an expert outside of `[0, E)`.
+        top_k: experts per token, from 1 to `E`.
+        score: "softmax" over the experts, or "sigmoid" of each logit.
+        normalize: whether a token's weights are divided by their sum, rather than being the scores themselves. Scores
+            that are all 0 stay 0.
+        selection_bias: `[E]`, likewise, added to the scores for the choice only. It has no gradient.
+        scale: what the weights are multiplied by in the end.
+
+    Returns:
+        The choice. The probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape or value that does not fit.
+    """
+    logits = jnp.asarray(logits)
+    _check_arguments(logits, top_k, score)
+    logits = logits.astype(jnp.float32)
+    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    experts = _best(scores, top_k, selection_bias)
+    weights = _scores_of(scores, experts)
+    return Routing(
+        experts=experts,
+        weights=(_normalized(weights) if normalize else weights) * scale,
+        probabilities=scores if score == "softmax" else _normalized(scores),
+    )
+
+
+def _check_arguments(logits: jax.Array, top_k: int, score: str) -> None:
+    _checks.check_dtype("logits' type", logits.dtype)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
+    if not isinstance(top_k, int | np.integer):
+        raise TypeError(f"top_k must be an integer, got {top_k!r}.")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(
+            f"top_k must be at least 1 and at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}."
+        )
+    if score not in get_args(Score):
+        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
+
+
+def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
+    """The indices of the highest sums of score and bias, `int32[T, top_k]`."""
+    scores = jax.lax.stop_gradient(scores)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        _checks.check_dtype("selection_bias's type", bias.dtype)
+        if bias.shape != scores.shape[1:]:
+            raise ValueError(f"selection_bias must have shape [E] = {scores.shape[1:]}, got {bias.shape}.")
+        scores = scores + jax.lax.stop_gradient(bias).astype(jnp.float32)
+    # Where NaN sorts is up to the device, and an implementation may fill up with -inf of no index.
+    lowest = jnp.finfo(jnp.float32).min
+    return jax.lax.top_k(jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest), top_k)[1]
+
+
+@jax.custom_vjp
+def _scores_of(scores: jax.Array, experts: jax.Array) -> jax.Array:
+    """The scores `[T, k]` of the chosen experts.
+
+    The gradient of a gather is a scatter-add, while here each score gathers its own from the token's few choices: one
+    kernel without atomics, and nothing of the size of the comparisons is kept for it.
+    """
+    return jnp.take_along_axis(scores, experts, axis=1, mode="clip")
+
+
+def _scores_of_forward(scores: jax.Array, experts: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return _scores_of(scores, experts), (experts, scores.shape[1])
+
+
+def _scores_of_backward(residuals: tuple[jax.Array, int], dweights: jax.Array) -> tuple[jax.Array, None]:
+    experts, num_experts = residuals
+    return jnp.sum(jnp.where(_chosen(experts, num_experts), dweights[..., None], 0), axis=1), None
+
+
+_scores_of.defvjp(_scores_of_forward, _scores_of_backward)
+
+
+def _chosen(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Whether each choice is each expert, `bool[T, k, E]`."""
+    return experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    """Numbers `[T, n]`, none negative, divided by their sum over `n`; zeros where that is 0."""
+    # A quotient's gradient divides by the square of the sum, which is 0 for tiny numbers. So they are first divided by
+    # the largest: a constant to the gradient too, as no common factor changes the result.
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=1, keepdims=True))
+    x = x / jnp.where(largest > 0, largest, 1)
+    total = jnp.sum(x, axis=1, keepdims=True)
+    return x / jnp.where(total > 0, total, 1)
+
+
+def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+    """How unevenly the experts share the tokens: 1 if they do evenly, and `E` if one has all choices and probability.
+
+    `E * sum_e share_e * probability_e`, where `share_e` is the part of all choices that fell on expert `e` and
+    `probability_e` its mean probability: the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for any
+    number of choices per token. The shares are constants to the gradient.
+
+    Args:
+        routing: of `T` tokens to `E` experts.
+        axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`: the loss is then
+            that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it lets each
+            device be uneven.
+
+    Returns:
+        `float32[]`; 0 for no tokens.
+    """
+    tokens, num_experts = routing.probabilities.shape
+    share = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)
+    probability = jnp.sum(routing.probabilities, axis=0) / max(tokens, 1)
+    if axis_name is not None:
+        share, probability = jax.lax.pmean((share, probability), axis_name)
+    return num_experts * jnp.sum(share * probability)
+
+
+def expert_load(routing: Routing) -> jax.Array:
+    """How many choices fell on each expert, `int32[E]`."""
+    chosen = _chosen(routing.experts, routing.probabilities.shape[1])
+    return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
