@@ -6,6 +6,7 @@ import importlib.metadata
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jax_grouped import moe as moe
 from jax_grouped._config import config as config
 from jax_grouped.arrays import GroupedQuantized as GroupedQuantized
 from jax_grouped.arrays import KernelCache as KernelCache
@@ -21,6 +22,10 @@ from jax_grouped.dense_split import grouped_dense_dgrad as grouped_dense_dgrad
 from jax_grouped.dense_split import grouped_dense_fwd as grouped_dense_fwd
 from jax_grouped.dense_split import grouped_dense_wgrad as grouped_dense_wgrad
 from jax_grouped.fp8_state import Fp8State as Fp8State
+from jax_grouped.gradients import accumulate_gradients as accumulate_gradients
+from jax_grouped.gradients import apply_updates as apply_updates
+from jax_grouped.gradients import overwrite_with_gradient as overwrite_with_gradient
+from jax_grouped.gradients import reduce_gradients as reduce_gradients
 from jax_grouped.matmul import ragged_dot as ragged_dot
 from jax_grouped.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.quantize import grouped_quantize as grouped_quantize
@@ -34,6 +39,7 @@ from jax_grouped.recipes import ScalingMode as ScalingMode
 
 if TYPE_CHECKING:
     from jax_grouped import linen as linen
+    from jax_grouped import nnx as nnx
 
 # An exported program may run without anything of ours being lowered first, so its custom calls are registered right
 # away. An extension that is broken is reported when a GPU needs it: everything else works without.
@@ -57,6 +63,8 @@ __all__ = [
     "Recipe",
     "ScaledArray",
     "ScalingMode",
+    "accumulate_gradients",
+    "apply_updates",
     "autotune",
     "config",
     "grouped_dense",
@@ -65,13 +73,16 @@ __all__ = [
     "grouped_dense_wgrad",
     "grouped_dequantize",
     "grouped_quantize",
+    "moe",
+    "overwrite_with_gradient",
     "quantize_kernel",
     "ragged_dot",
+    "reduce_gradients",
 ]
 
 
 def __getattr__(name: str) -> ModuleType:
     # The layers need Flax, which the operations do not.
-    if name == "linen":
-        return importlib.import_module("jax_grouped.linen")
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"jax_grouped.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

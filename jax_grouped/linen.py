@@ -1,15 +1,22 @@
 """Flax linen layers."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.dense import grouped_dense
+from jax_grouped import _layers
+from jax_grouped._layers import Initializer
+from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.arrays import KernelCache
+from jax_grouped.dense_inputs import Weights
 from jax_grouped.fp8_state import Fp8State
+from jax_grouped.moe.exchange import Method
+from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.routing import Score
 from jax_grouped.recipes import DelayedScaling, Recipe
 
 try:
@@ -18,11 +25,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
 
-Initializer = Callable[..., Any]
-
-default_kernel_init = nn.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
-)
+#: The collection of kernels that microbatches share, quantized.
+KERNEL_CACHE = "kernel_cache"
 
 
 class GroupedDense(nn.Module):
@@ -35,7 +39,23 @@ class GroupedDense(nn.Module):
     `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value: a
     `flax.training.train_state.TrainState` whose `params` are all variables, the collection `params` and this one,
     replaces them with it and shows its optimizer only the parameters. Where several microbatches, devices or uses of
-    one layer each have a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum.
+    one layer each have a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
+    `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do.
+
+    With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache`, the variable
+    `kernel` of the collection `kernel_cache`. It is no parameter, and nothing can be learned through it: keep it out of
+    what is differentiated, and out of checkpoints. `init` makes it of the initial kernel.
+
+        variables = layer.init(key, x, group_sizes)
+        cache = {"kernel_cache": variables.pop("kernel_cache")}
+
+        def loss(variables, cache, x, is_first):
+            y, cache = layer.apply(
+                variables | cache, x, group_sizes, is_first_microbatch=is_first, mutable=["kernel_cache"]
+            )
+            return jnp.mean(y**2), cache
+
+        gradients, cache = jax.grad(loss, has_aux=True)(variables, cache, x, True)
 
     Attributes:
         features: `N`, the size of each output row.
@@ -48,6 +68,8 @@ class GroupedDense(nn.Module):
             axis: every group is initialised as a Dense layer would be.
         bias_init: called with `(key, (E, N), param_dtype)`.
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
+        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Needs a
+            recipe.
     """
 
     features: int
@@ -59,42 +81,239 @@ class GroupedDense(nn.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = nn.initializers.zeros_init()
     recipe: Recipe | None = None
+    cache_kernel: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, group_sizes: ArrayLike, *, is_first_microbatch: ArrayLike | None = None
+    ) -> jax.Array:
         """Applies each group's layer to its rows.
 
         Args:
             x: `[T, K]`, rows of group 0 first, then group 1, and so on.
             group_sizes: `int[E]`, rows per group.
+            is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
+                stores the result. False multiplies by what is stored, and does not read the kernel. A boolean scalar on
+                the device makes the choice there, so that one compiled program serves all microbatches; a Python bool
+                saves the kernels that would look at it. None quantizes, and leaves what is stored alone.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
+
+        Raises:
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` without a recipe, or
+                the collection `kernel_cache` would have to be written but is not mutable.
         """
-        kernel_shape = (self.num_groups, jnp.shape(x)[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, kernel_shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.num_groups, self.features), self.param_dtype)
-        # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
-        dtype = self.dtype or jnp.result_type(x, kernel)
-        return grouped_dense(
-            jnp.asarray(x, dtype),
-            kernel,
-            group_sizes,
-            bias,
+        kernel = GroupedKernel(
+            (self.num_groups, jnp.shape(x)[-1], self.features),
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init if self.use_bias else None,
+            param_dtype=self.param_dtype,
             recipe=self.recipe,
-            fp8_state=self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None,
-            precision=self.precision,
+            cache_kernel=self.cache_kernel,
         )
+        # Its variables are this layer's own, directly below its name.
+        nn.share_scope(self, kernel)
+        weights = kernel(is_first_microbatch)
+        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+
+
+class GroupedKernel(nn.Module):
+    """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
+
+    They are those of `GroupedDense`, which says what each is: `kernel`, `bias`, the state of `DelayedScaling`, and the
+    quantized kernel that microbatches share.
+
+    Attributes:
+        shape: `(E, K, ...)` of the parameter; its last axes are `N` features for the product and the quantization.
+        kernel_init: called with `(key, shape, param_dtype)`.
+        bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
+        param_dtype: type of the parameters.
+        recipe, cache_kernel: as in `GroupedDense`.
+    """
+
+    shape: tuple[int, ...]
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer | None = None
+    param_dtype: DTypeLike = jnp.float32
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
+
+    @nn.compact
+    def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """What the product takes: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None for each.
+
+        Raises:
+            ValueError: as in `GroupedDense`.
+        """
+        _layers.check_caching(self.recipe, self.cache_kernel, is_first_microbatch)
+        groups, inputs, *features = self.shape
+        N = math.prod(features)
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype).reshape(groups, inputs, N)
+        bias = None
+        if self.bias_init is not None:
+            bias = self.param("bias", self.bias_init, (groups, *features), self.param_dtype).reshape(groups, N)
+        state = self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None
+        cache = self._kernel_cache(kernel, state, is_first_microbatch) if self.cache_kernel else None
+        return Weights(kernel, bias, cache, state)
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
         """The variables of delayed scaling, made by `init`."""
 
         def initial(name: str) -> jax.Array:
-            return getattr(Fp8State.initial(recipe, self.num_groups), name)
+            return getattr(Fp8State.initial(recipe, self.shape[0]), name)
 
         def variable(name: str) -> jax.Array:
             return self.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value
 
         return Fp8State(**{field.name: variable(field.name) for field in dataclasses.fields(Fp8State)})
+
+    def _kernel_cache(
+        self, kernel: jax.Array, state: Fp8State | None, is_first_microbatch: ArrayLike | None
+    ) -> KernelCache | None:
+        """What this microbatch multiplies by, stored if it is new."""
+        if is_first_microbatch is None and not self.is_initializing():
+            return None
+        changes = _layers.changes_cache(is_first_microbatch)
+        if changes and not self.is_mutable_collection(KERNEL_CACHE):
+            raise ValueError(
+                f"The collection {KERNEL_CACHE} is not mutable, and is_first_microbatch={is_first_microbatch} writes "
+                f'it: pass mutable=["{KERNEL_CACHE}"] to apply, or is_first_microbatch=False to read it only.'
+            )
+        variable = self.variable(KERNEL_CACHE, "kernel", _layers.quantized, kernel, self.recipe, state)
+        if is_first_microbatch is None:
+            return None
+        if changes:
+            variable.value = _layers.requantized(
+                kernel, self.recipe, state, stored=variable.value, is_first_microbatch=is_first_microbatch
+            )
+        return variable.value
+
+
+class MoEMlp(nn.Module):
+    """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
+
+    No token is dropped unless a `capacity_factor` says so, and nothing is read on the host. The router is computed in
+    float32, for its choice is discrete. Parameters: `router/kernel` `[K, E]`, `gate_up/kernel` `[E, K, 2, F]` with the
+    gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and `down/bias` `[E, K]`. The
+    state of `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below
+    `gate_up` and `down`.
+
+        layer = jg.linen.MoEMlp(num_experts=8, top_k=2, hidden_features=1024, recipe=jg.Float8BlockScaling())
+        y, metrics = layer.apply(variables, x)
+        loss = task_loss(y) + 0.01 * metrics.balance_loss
+
+    Several devices: `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
+    `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,
+    feature_axis)`, `down` as `P(expert_axis, feature_axis)`, states as `P(expert_axis)`, and the router whole.
+
+    Attributes:
+        num_experts: `E`, on all devices together.
+        top_k: experts per token.
+        hidden_features: `F`, features inside an expert, on all devices together.
+        score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`.
+        capacity_factor: room for rows, in multiples of an even share, see `jg.moe.moe_mlp`; None for the worst case.
+        use_bias: whether the experts' products add a bias.
+        dtype: type of the experts' computation and of the result. Default: the promotion of the input's and
+            parameters' types.
+        param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
+        precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
+        router_init, gate_up_init, down_init, bias_init: called with `(key, shape, param_dtype)`.
+        recipe: how the experts compute in FP8; None to compute in `dtype`.
+        cache_kernel: as in `GroupedDense`.
+        expert_axis, feature_axis, batch_axes, exchange_method: as in `jg.moe.moe_mlp`.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_features: int
+    score: Score = "softmax"
+    normalize_weights: bool = True
+    weight_scale: float = 1.0
+    capacity_factor: float | None = None
+    use_bias: bool = False
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    router_init: Initializer = nn.linear.default_kernel_init
+    gate_up_init: Initializer = default_kernel_init
+    down_init: Initializer = default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros_init()
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
+    expert_axis: str | None = None
+    feature_axis: str | None = None
+    batch_axes: Sequence[str] = ()
+    exchange_method: Method = "auto"
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        selection_bias: jax.Array | None = None,
+        is_first_microbatch: ArrayLike | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Applies to every token the experts that the router chooses for it.
+
+        Args:
+            x: `[..., K]`, tokens of any leading shape.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`.
+            is_first_microbatch: as in `GroupedDense`.
+
+        Returns:
+            `[..., K]`, and the metrics.
+
+        Raises:
+            ValueError: a size does not fit, or as in `GroupedDense`.
+        """
+        features = jnp.shape(x)[-1]
+        # The parameters are made whole, wherever that happens.
+        expert_axis, feature_axis, batch_axes = self.expert_axis, self.feature_axis, self.batch_axes
+        if self.is_initializing():
+            expert_axis, feature_axis, batch_axes = None, None, ()
+        experts = _layers.local_size("num_experts", self.num_experts, expert_axis)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, feature_axis)
+
+        def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
+            kernel = GroupedKernel(
+                shape,
+                kernel_init=kernel_init,
+                bias_init=self.bias_init if self.use_bias else None,
+                param_dtype=self.param_dtype,
+                recipe=self.recipe,
+                cache_kernel=self.cache_kernel,
+                name=name,
+            )
+            return kernel(is_first_microbatch)
+
+        tokens = jnp.reshape(x, (-1, features))
+        router = nn.Dense(
+            self.num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            param_dtype=self.param_dtype,
+            kernel_init=self.router_init,
+            name="router",
+        )
+        gate_up = weights("gate_up", (experts, features, 2, hidden), self.gate_up_init)
+        down = weights("down", (experts, hidden, features), self.down_init)
+        y, metrics = moe_mlp(
+            jnp.asarray(tokens, self.dtype or jnp.result_type(x, gate_up.kernel)),
+            router(tokens),
+            gate_up,
+            down,
+            top_k=self.top_k,
+            score=self.score,
+            normalize_weights=self.normalize_weights,
+            weight_scale=self.weight_scale,
+            selection_bias=selection_bias,
+            capacity_factor=self.capacity_factor,
+            recipe=self.recipe,
+            precision=self.precision,
+            expert_axis=expert_axis,
+            feature_axis=feature_axis,
+            batch_axes=batch_axes,
+            exchange_method=self.exchange_method,
+        )
+        return y.reshape(jnp.shape(x)), metrics

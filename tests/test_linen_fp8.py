@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import flax.errors
@@ -10,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training.train_state import TrainState
 
 import jax_grouped as jg
+from tests.layers import filled
 
 E, K, N = 3, 32, 16
 SIZES = jnp.array([20, 0, 40])
@@ -127,3 +130,21 @@ def test_a_plain_train_state_replaces_delayed_scalings_variables(backend: str, x
         losses.append(float(value))
         assert_same(state.params[OVERWRITE_WITH_GRADIENT], gradients[OVERWRITE_WITH_GRADIENT])
     assert losses[-1] < 0.02 * losses[0]
+
+
+def test_a_checkpoint_is_read_on_another_backend(backend: str, x: jax.Array, tmp_path: Path) -> None:
+    layer = jg.linen.GroupedDense(N, E, recipe=DELAYED)
+    variables = filled(jax.eval_shape(layer.init, jax.random.key(0), x, SIZES))
+    known = jax.tree.map(lambda leaf: leaf + 8, variables[OVERWRITE_WITH_GRADIENT])
+    variables = variables | {OVERWRITE_WITH_GRADIENT: known}
+    y = jax.jit(layer.apply)(variables, x, SIZES)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "variables", variables)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "variables", jax.eval_shape(lambda: variables))
+    with jg.config.override(backend="xla"):
+        again = jax.jit(lambda variables: layer.apply(variables, x, SIZES))(restored)
+
+    assert_same(restored, variables)
+    np.testing.assert_allclose(again, y, rtol=1e-3, atol=1e-3)

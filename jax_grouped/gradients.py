@@ -1,0 +1,203 @@
+"""Gradients that are next values, among those that an optimizer is for.
+
+The gradient of delayed scaling's state is the state's next value. In a tree of gradients, it is what lies
+
+- in a `jax_grouped.Fp8State`;
+- below a key `_overwrite_with_gradient` of a mapping, as in the variables of Flax linen;
+- in an object whose class has a true attribute `overwrite_with_gradient`, as `jax_grouped.nnx.Fp8Variable` has.
+
+Every other gradient belongs to a parameter: of several, the sum or the mean counts, while of next values it is the
+largest of each number. They are taken of the gradients that pass through a layer, and so depend on what the loss is
+multiplied by: to have the same with any number of microbatches, divide the gradients of parameters by it, not the loss.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped._varying import varying_axes
+from jax_grouped.fp8_state import Fp8State
+
+if TYPE_CHECKING:
+    import optax
+
+#: The key that `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT` is, without Flax.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+#: A pytree of arrays.
+Tree = Any
+
+
+def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
+    """The gradients of one more microbatch added to those of earlier ones, for loops over microbatches.
+
+    Args:
+        total: what the earlier ones give; before the first, zeros: `jax.tree.map(jnp.zeros_like, gradients)`.
+        gradients: a tree of the same structure.
+
+    Returns:
+        The sums, and the larger of each number for next values.
+    """
+    return _map(jnp.maximum, jnp.add, total, gradients)
+
+
+def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...], *, mean: bool = True) -> Tree:
+    """The gradients of all devices, for `jax.pmap` and for `jax.shard_map` without its checks.
+
+    With its checks on, `jax.shard_map` has combined the gradients of what is replicated already: those of parameters by
+    sums, those of states by maximum. Then only gradients that vary over the devices are taken here.
+
+    Args:
+        gradients: each device's own.
+        axis_name: the axis of devices, or a tuple of them.
+        mean: whether to take the mean; if not, the sum.
+
+    Returns:
+        The means or sums over the devices, and the largest of each number for next values.
+
+    Raises:
+        ValueError: gradients do not vary over the axes, where JAX keeps account of that.
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # An axis is known to vary over itself only where there are checks.
+    checked = {axis for axis in axes if axis in varying_axes(jax.lax.axis_index(axis))}
+    for path, leaf in jax.tree.leaves_with_path(gradients):
+        if missing := checked - varying_axes(leaf):
+            raise ValueError(
+                f"The gradient {jax.tree_util.keystr(path)} does not vary over {sorted(missing, key=str)}: "
+                "jax.shard_map with its checks on has summed it already, so leave reduce_gradients out, and divide by "
+                "the number of devices for a mean."
+            )
+    reduce = jax.lax.pmean if mean else jax.lax.psum
+    return _map(lambda x: jax.lax.pmax(x, axes), lambda x: reduce(x, axes), gradients)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NextValue:
+    """An update that replaces: anything plus this is `value`, also in `optax.apply_updates`."""
+
+    value: jax.Array
+
+    #: NumPy's arrays leave the sum to this class.
+    __array_ufunc__ = None
+
+    def __radd__(self, other: Any) -> jax.Array:
+        return self.value
+
+
+class OverwriteState(NamedTuple):
+    """The state of `overwrite_with_gradient`.
+
+    Attributes:
+        inner: that of the optimizer.
+        next_values: the largest since its last step, in the tree's order; none if it steps with every call.
+    """
+
+    inner: Any
+    next_values: tuple[jax.Array, ...]
+
+
+def overwrite_with_gradient(
+    optimizer: "optax.GradientTransformation", *, every: int = 1
+) -> "optax.GradientTransformationExtraArgs":
+    """An optimizer of parameters, for trees that also hold the states of delayed scaling.
+
+    It has no momentum of states, clips nothing by them and does not change them. Instead, their gradients take their
+    place. The updates of states are not differences but replacements, to the bit: give them to
+    `jax_grouped.apply_updates`, `optax.apply_updates` or `flax.nnx.Optimizer`, and do not change them on the way.
+
+    Args:
+        optimizer: for the parameters.
+        every: how many calls, of one microbatch each, are one step. The optimizer gets the mean of their gradients, as
+            from `optax.MultiSteps(optimizer, every)`, and a state becomes the largest of its next values; between the
+            steps, parameters and states stay as they are.
+
+    Returns:
+        A transformation whose `update` needs `params`, as the optimizer itself may.
+
+    Raises:
+        ModuleNotFoundError: Optax is not installed.
+        ValueError: `every` is not a positive number.
+    """
+    try:
+        import optax
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'jax_grouped.overwrite_with_gradient needs Optax: python3 -m pip install "optax>=0.2.5"'
+        ) from error
+
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a positive number of microbatches, got {every!r}.")
+    inner = optax.with_extra_args_support(optimizer) if every == 1 else optax.MultiSteps(optimizer, every)
+
+    def parameters(tree: Tree) -> Tree:
+        return _map(lambda _: optax.MaskedNode(), lambda x: x, tree)
+
+    def states(tree: Tree) -> Tree:
+        return _map(lambda x: x, lambda _: optax.MaskedNode(), tree)
+
+    def init(params: Tree) -> OverwriteState:
+        known = jax.tree.leaves(states(params)) if every > 1 else []
+        return OverwriteState(inner.init(parameters(params)), tuple(map(jnp.zeros_like, known)))
+
+    def update(updates: Tree, state: OverwriteState, params: Tree = None, **extra: Any) -> tuple[Tree, OverwriteState]:
+        if params is None:
+            raise ValueError("overwrite_with_gradient needs params: update(updates, state, params).")
+        steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
+        following, structure = jax.tree.flatten(states(updates))
+        collected: tuple[jax.Array, ...] = ()
+        if every > 1:
+            is_step = inner_state.mini_step == 0
+            largest = [jnp.maximum(*pair) for pair in zip(following, state.next_values, strict=True)]
+            known = jax.tree.leaves(states(params))
+            following = [jnp.where(is_step, new, old) for new, old in zip(largest, known, strict=True)]
+            collected = tuple(jnp.where(is_step, 0, new) for new in largest)
+        merged = _map(
+            lambda _, __, new: NextValue(new),
+            lambda _, step, __: step,
+            updates,
+            steps,
+            jax.tree.unflatten(structure, following),
+        )
+        return merged, OverwriteState(inner_state, collected)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Parameters after an optimizer's updates, and states replaced by theirs.
+
+    Args:
+        params: parameters and states.
+        updates: a tree of the same structure: what to add to parameters, and the next values of states, from
+            `overwrite_with_gradient` or as they are in gradients.
+
+    Returns:
+        A tree of the same structure and types.
+    """
+
+    def replace(old: jax.Array, new: Any) -> jax.Array:
+        return jnp.asarray(new.value if isinstance(new, NextValue) else new, jnp.result_type(old))
+
+    def add(old: jax.Array, update: Any) -> jax.Array:
+        return jnp.asarray(old + update, jnp.result_type(old))
+
+    return _map(replace, add, params, updates)
+
+
+def _map(of_next_value: Callable[..., Any], of_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`jax.tree.map` with one function for next values in `tree`, and another one for everything else."""
+
+    def of_node(path: tuple[Any, ...], node: Tree, *others: Tree) -> Tree:
+        below = any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)
+        return jax.tree.map(of_next_value if below or _is_overwritten(node) else of_other, node, *others)
+
+    return jax.tree.map_with_path(of_node, tree, *rest, is_leaf=_is_overwritten)
+
+
+def _is_overwritten(node: Any) -> bool:
+    return isinstance(node, Fp8State) or getattr(type(node), "overwrite_with_gradient", False) is True

@@ -1,0 +1,344 @@
+"""Flax NNX layers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _layers
+from jax_grouped._layers import Initializer
+from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.arrays import KernelCache
+from jax_grouped.dense_inputs import Weights
+from jax_grouped.fp8_state import Fp8State
+from jax_grouped.moe.exchange import Method
+from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.routing import Score
+from jax_grouped.recipes import DelayedScaling, Recipe
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('jax_grouped.nnx needs Flax: python3 -m pip install "flax>=0.12"') from error
+
+
+class Fp8Variable(nnx.Variable[Fp8State]):
+    """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value."""
+
+    overwrite_with_gradient = True
+
+
+class KernelCacheVariable(nnx.Variable[KernelCache]):
+    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient, and needs no checkpoint."""
+
+
+#: A filter for what has gradients: parameters, and the states of delayed scaling.
+TRAINED = (nnx.Param, Fp8Variable)
+
+
+class GroupedKernel(nnx.Module):
+    """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
+
+    Attributes:
+        kernel: `nnx.Param`, `(E, K, ...)`; its last axes are `N` features for the product and the quantization.
+        bias: `nnx.Param`, `(E, ...)`, or None.
+        fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
+        kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
+
+    Args:
+        shape: of `kernel`.
+        kernel_init: called with `(key, shape, param_dtype)`.
+        bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
+        param_dtype: type of the parameters.
+        recipe, cache_kernel, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        _layers.check_caching(recipe, cache_kernel, None)
+        groups, _, *features = shape
+        self.recipe = recipe
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if bias_init is not None:
+            self.bias = nnx.Param(bias_init(rngs.params(), (groups, *features), param_dtype), **bias_metadata)
+        self.fp8_state: Fp8Variable | None = nnx.data(None)
+        if isinstance(recipe, DelayedScaling):
+            self.fp8_state = Fp8Variable(Fp8State.initial(recipe, groups))
+        self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
+        if cache_kernel:
+            weights = self.weights()
+            self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, weights.fp8_state))
+
+    def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """What the product takes: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None for each.
+
+        Raises:
+            ValueError: as in `GroupedDense`.
+        """
+        _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
+        groups, inputs, *features = self.kernel.shape
+        N = math.prod(features)
+        kernel = self.kernel[...].reshape(groups, inputs, N)
+        bias = None if self.bias is None else self.bias[...].reshape(groups, N)
+        state = None if self.fp8_state is None else self.fp8_state.get_value()
+        cache = None
+        if self.kernel_cache is not None and is_first_microbatch is not None:
+            cache = _layers.requantized(
+                kernel,
+                self.recipe,
+                state,
+                stored=self.kernel_cache.get_value(),
+                is_first_microbatch=is_first_microbatch,
+            )
+            if _layers.changes_cache(is_first_microbatch):
+                self.kernel_cache.set_value(cache)
+        return Weights(kernel, bias, cache, state)
+
+
+class GroupedDense(GroupedKernel):
+    """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
+
+    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. Take gradients of it beside
+    those of the parameters, and let an optimizer that knows of such values put both in their place:
+
+        optimizer = nnx.Optimizer(model, jg.overwrite_with_gradient(optax.adam(1e-3)), wrt=jg.nnx.TRAINED)
+
+        @nnx.jit
+        def step(model, optimizer, batch):
+            value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, jg.nnx.TRAINED))(model, batch)
+            optimizer.update(model, gradients)
+            return value
+
+    With an optimizer of the parameters only, `wrt=nnx.Param`, put the states in their place by
+    `nnx.update(model, nnx.filter_state(gradients, jg.nnx.Fp8Variable))`. Where several microbatches or devices each
+    have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
+    `jax_grouped.accumulate_gradients` and `reduce_gradients` do.
+
+    With `cache_kernel`, microbatches share one quantization of the kernel, a `KernelCacheVariable` that is first made
+    of the initial kernel. Checkpoints do without it: `nnx.state(model, jg.nnx.TRAINED)`.
+
+    Attributes:
+        kernel: `nnx.Param`, `[E, K, N]`.
+        bias: `nnx.Param`, `[E, N]`, or None.
+        fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
+        kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
+
+    Args:
+        in_features: `K`, the size of each input row.
+        out_features: `N`, the size of each output row.
+        num_groups: `E`, the number of groups (experts).
+        use_bias: whether to add a bias per group.
+        dtype: type of the computation and the result. Default: the promotion of the input's and parameters' types.
+        param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
+        precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
+        kernel_init: called with `(key, (E, K, N), param_dtype)`. The default is Linear's, with the group axis as a
+            batch axis: every group is initialised as a Linear layer would be.
+        bias_init: called with `(key, (E, N), param_dtype)`.
+        recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
+        cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Needs a recipe.
+        kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
+        rngs: where the initialisers' keys come from.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        *,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            (num_groups, in_features, out_features),
+            kernel_init=kernel_init,
+            bias_init=bias_init if use_bias else None,
+            param_dtype=param_dtype,
+            recipe=recipe,
+            cache_kernel=cache_kernel,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            rngs=rngs,
+        )
+        self.dtype = dtype
+        self.precision = precision
+
+    def __call__(
+        self, x: jax.Array, group_sizes: ArrayLike, *, is_first_microbatch: ArrayLike | None = None
+    ) -> jax.Array:
+        """Applies each group's layer to its rows.
+
+        Args:
+            x: `[T, K]`, rows of group 0 first, then group 1, and so on.
+            group_sizes: `int[E]`, rows per group.
+            is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
+                stores the result. False multiplies by what is stored, and does not read the kernel. A boolean scalar on
+                the device makes the choice there, so that one compiled program serves all microbatches; a Python bool
+                saves the kernels that would look at it. None quantizes, and leaves what is stored alone.
+
+        Returns:
+            `[T, N]`; rows past `sum(group_sizes)` are zero.
+
+        Raises:
+            ValueError: there is `is_first_microbatch` without `cache_kernel`.
+        """
+        weights = self.weights(is_first_microbatch)
+        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+
+
+class MoEMlp(nnx.Module):
+    """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
+
+    `jax_grouped.linen.MoEMlp` for NNX: that class says what is computed, and what the parameters and most of the
+    arguments are.
+
+        layer = jg.nnx.MoEMlp(256, num_experts=8, top_k=2, hidden_features=1024, rngs=nnx.Rngs(0))
+        y, metrics = layer(x)
+
+    Several devices: the constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer
+    from this device's part of them.
+
+    Attributes:
+        router: `nnx.Linear`, its kernel `[K, E]`.
+        gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first.
+        down: `GroupedKernel` of `[E, F, K]`.
+
+    Args:
+        features: `K`, features of a token.
+        num_experts, top_k, hidden_features: `E`, experts per token, and `F`.
+        score, normalize_weights, weight_scale, capacity_factor: as in linen.
+        use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
+        recipe, cache_kernel: as in `GroupedDense`.
+        expert_axis, feature_axis, batch_axes, exchange_method: as in linen.
+        rngs: where the initialisers' keys come from.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_features: int,
+        score: Score = "softmax",
+        normalize_weights: bool = True,
+        weight_scale: float = 1.0,
+        capacity_factor: float | None = None,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        router_init: Initializer = nnx.nn.linear.default_kernel_init,
+        gate_up_init: Initializer = default_kernel_init,
+        down_init: Initializer = default_kernel_init,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        expert_axis: str | None = None,
+        feature_axis: str | None = None,
+        batch_axes: Sequence[str] = (),
+        exchange_method: Method = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.router = nnx.Linear(
+            features,
+            num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            param_dtype=param_dtype,
+            kernel_init=router_init,
+            rngs=rngs,
+        )
+
+        def kernel(shape: tuple[int, ...], kernel_init: Initializer) -> GroupedKernel:
+            return GroupedKernel(
+                shape,
+                kernel_init=kernel_init,
+                bias_init=bias_init if use_bias else None,
+                param_dtype=param_dtype,
+                recipe=recipe,
+                cache_kernel=cache_kernel,
+                rngs=rngs,
+            )
+
+        self.gate_up = kernel((num_experts, features, 2, hidden_features), gate_up_init)
+        self.down = kernel((num_experts, hidden_features, features), down_init)
+        self.top_k = top_k
+        self.score = score
+        self.normalize_weights = normalize_weights
+        self.weight_scale = weight_scale
+        self.capacity_factor = capacity_factor
+        self.dtype = dtype
+        self.precision = precision
+        self.recipe = recipe
+        self.expert_axis = expert_axis
+        self.feature_axis = feature_axis
+        self.batch_axes = tuple(batch_axes)
+        self.exchange_method = exchange_method
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        selection_bias: jax.Array | None = None,
+        is_first_microbatch: ArrayLike | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Applies to every token the experts that the router chooses for it.
+
+        Args:
+            x: `[..., K]`, tokens of any leading shape.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`.
+            is_first_microbatch: as in `GroupedDense`.
+
+        Returns:
+            `[..., K]`, and the metrics.
+
+        Raises:
+            ValueError: a size does not fit, or as in `GroupedDense`.
+        """
+        tokens = jnp.reshape(x, (-1, jnp.shape(x)[-1]))
+        gate_up = self.gate_up.weights(is_first_microbatch)
+        y, metrics = moe_mlp(
+            jnp.asarray(tokens, self.dtype or jnp.result_type(x, gate_up.kernel)),
+            self.router(tokens),
+            gate_up,
+            self.down.weights(is_first_microbatch),
+            top_k=self.top_k,
+            score=self.score,
+            normalize_weights=self.normalize_weights,
+            weight_scale=self.weight_scale,
+            selection_bias=selection_bias,
+            capacity_factor=self.capacity_factor,
+            recipe=self.recipe,
+            precision=self.precision,
+            expert_axis=self.expert_axis,
+            feature_axis=self.feature_axis,
+            batch_axes=self.batch_axes,
+            exchange_method=self.exchange_method,
+        )
+        return y.reshape(jnp.shape(x)), metrics

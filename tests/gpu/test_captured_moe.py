@@ -1,0 +1,30 @@
+"""A mixture-of-experts layer in a CUDA graph: routing, permutation, cached kernels, products and gradients."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests.gpu.captured_moe import PROFILED_STEPS, RECIPES
+from tests.gpu.replays import occurrences
+from tests.gpu.test_command_buffers import EVERYTHING, difference, run
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 1000
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_steps_give_the_uncaptured_results_without_the_host(recipe: str, tmp_path: pathlib.Path) -> None:
+    captured, uncaptured = (
+        run(commands, tmp_path / f"{name}.json", STEPS, recipe, module="tests.gpu.captured_moe")
+        for name, commands in (("captured", EVERYTHING), ("uncaptured", ""))
+    )
+
+    assert not difference(captured, uncaptured)
+    distinct = {json.dumps(digests) for digests in captured["digests"]}
+    assert len(distinct) > STEPS / 2, "the tokens must matter for the comparison to mean anything"
+    assert occurrences(captured["events"], "GraphLaunch") >= PROFILED_STEPS - 1, sorted(captured["events"])
+    assert occurrences(uncaptured["events"], "QuantizeTiles") >= PROFILED_STEPS
+    for profiled in (captured, uncaptured):
+        assert occurrences(profiled["events"], "MemcpyD2H", "DtoH") == 0, sorted(profiled["events"])

@@ -1,0 +1,118 @@
+"""`GroupedDense` of linen and of NNX as pure functions of their variables, so that one test serves both."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+import jax_grouped as jg
+from jax_grouped.recipes import Recipe
+
+E, K, N, T = 3, 32, 16, 40
+SIZES = np.array([14, 0, 20], np.int32)
+CACHE = jg.linen.KERNEL_CACHE
+APIS = ("linen", "nnx")
+
+Parts = tuple[jax.Array, jax.Array, jg.Fp8State | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer of `E` groups, `[T, K] -> [T, N]`.
+
+    Attributes:
+        trained: what has gradients: the parameters and the state of delayed scaling.
+        cache: the quantized kernel, all zeros; an empty tree without `cache_kernel`.
+        apply: `(trained, cache, x, is_first_microbatch)` to the result and the cache afterwards.
+        parts: the kernel, the bias, and the state of delayed scaling or None, in a tree like `trained`.
+        with_kernel: `trained` with another kernel.
+    """
+
+    trained: Any
+    cache: Any
+    apply: Callable[..., tuple[jax.Array, Any]]
+    parts: Callable[[Any], Parts]
+    with_kernel: Callable[[Any, jax.Array], Any]
+
+    def loss(self, trained: Any, cache: Any, x: jax.Array, first: Any = None) -> tuple[jax.Array, Any]:
+        """A loss with another gradient in every place, and the cache afterwards."""
+        y, cache = self.apply(trained, cache, x, first)
+        return jnp.mean((y - 1) ** 2), cache
+
+
+@functools.cache
+def layer(api: str, recipe: Recipe | None, *, cache_kernel: bool = False) -> Layer:
+    """With the same parameters for both APIs. Nothing of it may be donated: it is made once."""
+    options = dict(recipe=recipe, cache_kernel=cache_kernel)
+    return _linen(**options) if api == "linen" else _nnx(**options)
+
+
+def _linen(**options: Any) -> Layer:
+    module = jg.linen.GroupedDense(N, E, **options)
+    variables = filled(jax.eval_shape(module.init, jax.random.key(0), tokens(), SIZES))
+    cache = {CACHE: variables.pop(CACHE)} if CACHE in variables else {}
+
+    def apply(trained: Any, cache: Any, x: jax.Array, first: Any = None) -> tuple[jax.Array, Any]:
+        return module.apply(trained | cache, x, SIZES, is_first_microbatch=first, mutable=list(cache))
+
+    def parts(trained: Any) -> Parts:
+        state = jg.Fp8State(**trained[OVERWRITE_WITH_GRADIENT]) if OVERWRITE_WITH_GRADIENT in trained else None
+        return trained["params"]["kernel"], trained["params"]["bias"], state
+
+    def with_kernel(trained: Any, kernel: jax.Array) -> Any:
+        return trained | {"params": trained["params"] | {"kernel": kernel}}
+
+    return Layer(variables, cache, apply, parts, with_kernel)
+
+
+def _nnx(**options: Any) -> Layer:
+    model = nnx.eval_shape(lambda: jg.nnx.GroupedDense(K, N, E, **options, rngs=nnx.Rngs(0)))
+    graph, trained, cache = nnx.split(model, jg.nnx.TRAINED, jg.nnx.KernelCacheVariable)
+
+    def apply(trained: Any, cache: Any, x: jax.Array, first: Any = None) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, trained, cache, copy=True)
+        return model(x, SIZES, is_first_microbatch=first), nnx.state(model, jg.nnx.KernelCacheVariable)
+
+    def parts(trained: Any) -> Parts:
+        values = nnx.as_pure(trained)
+        return values["kernel"], values["bias"], values.get("fp8_state")
+
+    def with_kernel(trained: Any, kernel: jax.Array) -> Any:
+        model = nnx.merge(graph, trained, cache, copy=True)
+        model.kernel.set_value(kernel)
+        return nnx.state(model, jg.nnx.TRAINED)
+
+    return Layer(filled(trained), filled(cache), apply, parts, with_kernel)
+
+
+def filled(shapes: Any) -> Any:
+    """Variables as `init` makes them, from their shapes, with zeros for caches: compiling `init` takes seconds."""
+    rng = np.random.default_rng(0)
+
+    def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if "kernel'" in name and CACHE not in name and leaf.dtype == jnp.float32 and leaf.ndim > 1:
+            return jnp.asarray(rng.standard_normal(leaf.shape, np.float32) / leaf.shape[-2] ** 0.5)
+        return jnp.asarray(np.full(leaf.shape, "_scale" in name and "scale_inv" not in name, leaf.dtype))
+
+    return jax.tree.map_with_path(fill, shapes)
+
+
+def cached(tree: Any) -> jg.KernelCache:
+    """The one `KernelCache` in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, jg.KernelCache))
+    (found,) = (leaf for leaf in leaves if isinstance(leaf, jg.KernelCache))
+    return found
+
+
+def tokens(seed: int = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
+    """`[*shape, T, K]`, with NaN in the rows of no group."""
+    x = np.random.default_rng(seed).standard_normal((*shape, T, K), np.float32)
+    x[..., SIZES.sum() :, :] = np.nan
+    return x
