@@ -264,6 +264,24 @@ def test_each_platform_gets_what_xla_has_for_it(platform: str, ragged: int) -> N
     assert "scatter" not in text
 
 
+@pytest.mark.parametrize("pieces", [1, 3, 64])
+def test_pieces_of_slices_hold_the_same_rows(pieces: int) -> None:
+    starts, sizes, peer_starts = np.random.default_rng(0).integers(0, 40, (3, 4, 2)).astype(np.int32)
+    slices = exchange._Slices(jnp.asarray(starts), jnp.asarray(sizes), jnp.asarray(peer_starts), num_rows=100)
+
+    cut = jax.jit(exchange._cut, static_argnums=1)(slices, pieces)
+
+    assert cut.sizes.shape == (4, 2 * pieces)
+
+    def rows(slices: Any, device: int) -> list[tuple[int, int]]:
+        of_device = zip(*(x[device].tolist() for x in (slices.starts, slices.peer_starts, slices.sizes)), strict=True)
+        return [(start + row, peer + row) for start, peer, size in of_device for row in range(size)]
+
+    for device in range(4):
+        assert rows(cut, device) == rows(slices, device)
+    assert int(cut.sizes.max()) <= -(-int(sizes.max()) // pieces)
+
+
 @pytest.mark.parametrize(("method", "ragged"), [("ragged", 2), ("padded", 0)], ids=["ragged", "padded"])
 def test_the_method_can_be_chosen(method: str, ragged: int) -> None:
     sizes = sizes_of(SIZES["uneven"], 4)

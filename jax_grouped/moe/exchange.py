@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
 
 import jax
@@ -17,6 +17,9 @@ from jax_grouped.moe.capacity import fit_to_capacity
 
 #: How rows are moved.
 Method = Literal["auto", "ragged", "padded"]
+
+#: So many thread blocks keep a GPU's links busy: on two H200, 16 slices of 4 MB moved at 43 GB/s.
+_GPU_SLICES = 1024
 
 #: The origin of a row that comes from nowhere: past the end of every array.
 _NOWHERE = 2**31 - 1
@@ -52,6 +55,20 @@ class Exchange:
         incoming: the slices that it receives; internal.
         axis_name: the mesh axis; static.
         method: how rows are moved, see `plan_exchange`; static.
+
+    Example:
+        from jax.sharding import AxisType, PartitionSpec as P
+
+        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+        def rows_per_own_expert(group_sizes):
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8)
+            assert isinstance(exchange, jg.moe.Exchange)
+            return exchange.group_sizes
+
+        sharded = jax.shard_map(rows_per_own_expert, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+
+        assert jax.jit(sharded)(jnp.array([3, 4])).tolist() == [3, 4]
     """
 
     group_sizes: jax.Array
@@ -89,6 +106,19 @@ def plan_exchange(
         TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
         ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative,
             `method` is another, or `axis_name` is no axis of a surrounding `jax.shard_map`.
+
+    Example:
+        from jax.sharding import AxisType, PartitionSpec as P
+
+        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+        def dropped(group_sizes):
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=6)
+            return jax.lax.psum(exchange.dropped, "expert")
+
+        sharded = jax.shard_map(dropped, mesh=mesh, in_specs=P("expert"), out_specs=P())
+
+        assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
     """
     devices = axis_size(axis_name)
     num_rows, capacity = _row_count("num_rows", num_rows), _row_count("capacity", capacity)
@@ -134,6 +164,21 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
     Raises:
         TypeError: `rows` is not of a floating-point type.
         ValueError: `rows` is not `[R, C]` with the `num_rows` of the plan.
+
+    Example:
+        from jax.sharding import AxisType, PartitionSpec as P
+
+        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+        def there_and_back(rows, group_sizes):
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8, method="padded")
+            received = jg.moe.send_rows(rows, exchange)  # for own experts
+            return jg.moe.return_rows(2 * received, exchange)
+
+        sharded = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        y = jax.jit(sharded)(jnp.ones((8, 2)), jnp.array([3, 4]))
+
+        assert y[:7].tolist() == 7 * [[2.0, 2.0]] and not y[7:].any()
     """
     return _exchanged(rows, exchange, exchange.outgoing, exchange.incoming)
 
@@ -151,6 +196,21 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
     Raises:
         TypeError: `rows` is not of a floating-point type.
         ValueError: `rows` is not `[capacity, C]` with the `capacity` of the plan.
+
+    Example:
+        from jax.sharding import AxisType, PartitionSpec as P
+
+        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+        def there_and_back(rows, group_sizes):
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8, method="padded")
+            received = jg.moe.send_rows(rows, exchange)  # for own experts
+            return jg.moe.return_rows(2 * received, exchange)
+
+        sharded = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        y = jax.jit(sharded)(jnp.ones((8, 2)), jnp.array([3, 4]))
+
+        assert y[:7].tolist() == 7 * [[2.0, 2.0]] and not y[7:].any()
     """
     return _exchanged(rows, exchange, exchange.incoming, exchange.outgoing)
 
@@ -190,12 +250,12 @@ def _move(axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices,
         return _zeros(rows, target)
     ragged, padded = functools.partial(_move_ragged, axis_name), functools.partial(_move_padded, axis_name)
     match method:
-        case "ragged":
-            return ragged(rows, source, target)
         case "padded":
             return padded(rows, source, target)
+        case "ragged":
+            return jax.lax.platform_dependent(rows, source, target, cuda=_in_pieces(ragged), default=ragged)
         case "auto":
-            return jax.lax.platform_dependent(rows, source, target, cpu=padded, default=ragged)
+            return jax.lax.platform_dependent(rows, source, target, cpu=padded, cuda=_in_pieces(ragged), default=ragged)
 
 
 def _move_forward(
@@ -212,6 +272,32 @@ def _move_backward(
 
 
 _move.defvjp(_move_forward, _move_backward)
+
+
+def _in_pieces(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`move` of smaller slices, for GPUs: where XLA moves rows by its own kernel, each slice has one thread block."""
+
+    def move_pieces(rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+        pieces = -(-_GPU_SLICES // source.sizes.size)
+        return move(rows, _cut(source, pieces), _cut(target, pieces))
+
+    return move_pieces
+
+
+def _cut(slices: _Slices, pieces: int) -> _Slices:
+    """Every slice in so many pieces of one length, but for the last ones."""
+    length = -(-slices.sizes[..., None] // pieces)
+    before = jnp.minimum(length * jnp.arange(pieces, dtype=jnp.int32), slices.sizes[..., None])
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], -1)
+
+    return _Slices(
+        starts=flat(slices.starts[..., None] + before),
+        sizes=flat(jnp.minimum(length, slices.sizes[..., None] - before)),
+        peer_starts=flat(slices.peer_starts[..., None] + before),
+        num_rows=slices.num_rows,
+    )
 
 
 def _move_ragged(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
