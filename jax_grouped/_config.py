@@ -42,6 +42,12 @@ class Config:
             host callback in every operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`.
         autotune: whether matmuls on a GPU time cuBLASLt's algorithms the first time, and use the fastest from then on,
             instead of the first that cuBLASLt names; see `jax_grouped.autotune`. Initial value: `JAX_GROUPED_AUTOTUNE`.
+
+    Example:
+        with jg.config.override(backend="xla", check=True):
+            y = jg.ragged_dot(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 16)
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,21 @@ Initializer = Callable[..., Any]
 
 
 def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The initialiser of Flax's Dense for every group of kernels `[E, K, ...]`."""
+    """The initialiser of Flax's Dense for every group of kernels `[E, K, ...]`.
+
+    Args:
+        key: for the random numbers.
+        shape: `(E, K, ...)`; all axes after `K` are features.
+        dtype: type of the result.
+
+    Returns:
+        Random numbers of variance `1 / K`, a truncated normal distribution.
+
+    Example:
+        kernel = jg.linen.default_kernel_init(jax.random.key(0), (2, 32, 16))
+
+        assert jnp.allclose(kernel.std(), 32**-0.5, rtol=0.1)
+    """
     init = jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=range(2, len(shape)), batch_axis=0
     )

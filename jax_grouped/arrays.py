@@ -42,6 +42,14 @@ class ScaledArray:
         scale_inv: float32, or float8_e8m0fnu with `ScalingMode.MX`.
         group_sizes: `int32[G]`, rows per group; None for a stack of equal groups.
         layout: where each group's data and scales lie; static.
+
+    Example:
+        x = 0.3 * jnp.ones((16, 32))
+        scaled = jg.grouped_quantize(x, jnp.array([10, 4]), jg.ScalingMode.TENSOR, columnwise=True).rowwise
+
+        assert isinstance(scaled, jg.ScaledArray)
+        assert scaled.shape == (16, 32) and scaled.dtype == jnp.float8_e4m3fn
+        assert jnp.allclose(scaled.data[:14].astype(jnp.float32) * scaled.scale_inv[0], 0.3)
     """
 
     data: jax.Array
@@ -73,6 +81,13 @@ class GroupedQuantized:
         columnwise: quantized along the rows of each group and stored transposed, or None.
         amax: `float32[G]`, the largest finite absolute value of each group.
         dbias: `float32[G, C]`, the sum of each group's rows before quantization, or None.
+
+    Example:
+        x = 0.3 * jnp.ones((16, 32))
+        quantized = jg.grouped_quantize(x, jnp.array([10, 4]), jg.ScalingMode.TENSOR, columnwise=True)
+
+        assert isinstance(quantized, jg.GroupedQuantized)
+        assert jnp.allclose(quantized.amax, 0.3) and quantized.dbias is None
     """
 
     rowwise: ScaledArray | None
@@ -90,6 +105,13 @@ class KernelCache:
         rowwise: quantized along `N`: what dgrad reads.
         columnwise: quantized along `K` and stored transposed: what fprop reads.
         amax: `float32[E]`, the largest finite absolute value of each kernel.
+
+    Example:
+        kernel = jnp.ones((2, 32, 16))
+        cache = jg.quantize_kernel(kernel, jg.Float8CurrentScaling())
+
+        assert isinstance(cache, jg.KernelCache)
+        assert cache.rowwise.shape == kernel.shape and cache.amax.tolist() == [1.0, 1.0]
     """
 
     rowwise: ScaledArray

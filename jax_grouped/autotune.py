@@ -29,6 +29,13 @@ def autotune(function: Callable[..., R], *args: object, **kwargs: object) -> R:
 
     Returns:
         What the function returns, when it is there.
+
+    Example:
+        step = jax.jit(jg.ragged_dot)
+
+        y = jg.autotune(step, jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 16)
     """
     with config.override(autotune=True):
         return jax.block_until_ready(function(*args, **kwargs))

@@ -70,6 +70,16 @@ def grouped_dense(
         TypeError: an argument, or the recipe, has a type that is not supported.
         ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
             recipe needs an argument that is missing, or takes none that is there.
+
+    Example:
+        x, kernel, bias = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.ones((2, 16))
+        group_sizes = jnp.array([10, 4])
+
+        y = jg.grouped_dense(x, kernel, group_sizes, bias)
+        y_fp8 = jg.grouped_dense(x, kernel, group_sizes, bias, recipe=jg.Float8BlockScaling())
+
+        assert y[:14].tolist() == 14 * [16 * [33.0]] and not y[14:].any()
+        assert jnp.allclose(y_fp8, y, rtol=1e-3)
     """
     inputs, spec = canonical_inputs(
         x,

@@ -97,6 +97,13 @@ class Weights(NamedTuple):
         kernel_cache: the quantized kernel, which is then read instead; None to quantize it.
         fp8_state: with `DelayedScaling`.
         dkernel_accumulator: what the gradient of `kernel` is added to, or None.
+
+    Example:
+        gate_up = jg.moe.Weights(jnp.ones((2, 32, 32)), bias=jnp.ones((2, 32)))
+
+        y = jg.moe.grouped_mlp(jnp.ones((16, 32)), gate_up, jnp.ones((2, 16, 32)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 32)
     """
 
     kernel: jax.Array

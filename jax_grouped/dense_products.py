@@ -43,6 +43,12 @@ class DenseResiduals:
         fp8_state: the state that the forward pass used, with `DelayedScaling`.
         amax: the largest values for the next state, by tensor; None if nobody wants that state.
         spec: everything else.
+
+    Example:
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+
+        assert isinstance(residuals, jg.DenseResiduals)
+        dx, _ = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
     """
 
     x: Operand | None
@@ -65,6 +71,13 @@ class PendingWgrad:
         fp8_state: the next state of `DelayedScaling`, which is there already; None with other recipes.
         group_sizes, group_offset: `int32[E]` and `int32[1]`.
         spec: everything else.
+
+    Example:
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+        dx, pending = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
+
+        assert isinstance(pending, jg.PendingWgrad)
+        dkernel, _ = jg.grouped_dense_wgrad(pending)
     """
 
     x: Operand | None

@@ -35,12 +35,17 @@ def grouped_dense_fwd(
     `jax.shard_map`, `dkernel` and `dbias` are each device's own, to be summed over the axes over which the kernel is
     replicated; `fp8_state` is combined already, as `jax_grouped.Fp8State` says.
 
-        y, residuals = jg.grouped_dense_fwd(x, kernel, group_sizes, bias, recipe=recipe)
-        dx, pending = jg.grouped_dense_dgrad(residuals, dy)
-        dkernel, dbias = jg.grouped_dense_wgrad(pending)
-
-    Arguments are those of `jax_grouped.grouped_dense`, except that an accumulator is given to `grouped_dense_wgrad`.
-    The next value of `fp8_state` is `pending.fp8_state`.
+    Args:
+        x: `[T, K]`; this and the others as in `jax_grouped.grouped_dense`.
+        kernel: `[G, K, N]`. An accumulator of its gradient is given to `grouped_dense_wgrad`.
+        group_sizes: `[G]`.
+        bias: `[G, N]` or None.
+        recipe: how the products are computed in FP8, or None.
+        fp8_state: with `DelayedScaling`. Its next value is `pending.fp8_state`.
+        kernel_cache: `quantize_kernel(kernel, recipe)`, or None.
+        group_offset: of the kernels among the groups.
+        preferred_element_type: type of the result.
+        precision: for float32 `x`.
 
     Returns:
         `[T, N]`, and a pytree for `grouped_dense_dgrad`.
@@ -48,6 +53,15 @@ def grouped_dense_fwd(
     Raises:
         TypeError: as `jax_grouped.grouped_dense`.
         ValueError: as `jax_grouped.grouped_dense`.
+
+    Example:
+        x, kernel, group_sizes = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])
+
+        y, residuals = jg.grouped_dense_fwd(x, kernel, group_sizes)
+        dx, pending = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
+        dkernel, dbias = jg.grouped_dense_wgrad(pending)
+
+        assert dx.shape == x.shape and dkernel.shape == kernel.shape and dbias is None
     """
     inputs, spec = canonical_inputs(
         x,
@@ -77,6 +91,12 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: `dy` has another shape than the result.
+
+    Example:
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+        dx, pending = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
+
+        assert dx[:14].tolist() == 14 * [32 * [16.0]] and not dx[14:].any()
     """
     if not isinstance(residuals, DenseResiduals):
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
@@ -106,6 +126,14 @@ def grouped_dense_wgrad(
     Raises:
         TypeError: an argument has a type that does not fit.
         ValueError: the accumulator has another shape than the kernel.
+
+    Example:
+        kernel = jnp.ones((2, 32, 16))
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), kernel, jnp.array([10, 4]))
+        _, pending = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
+        dkernel, _ = jg.grouped_dense_wgrad(pending, dkernel_accumulator=jnp.ones_like(kernel))
+
+        assert dkernel[:, 0, 0].tolist() == [11.0, 5.0]
     """
     if not isinstance(pending, PendingWgrad):
         raise TypeError(f"pending must be that of grouped_dense_dgrad, got {type(pending).__name__}.")

@@ -47,6 +47,17 @@ class Fp8State:
         input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
             values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
         input_scale, kernel_scale, output_grad_scale: `float32[E]`, what was last multiplied by before rounding to FP8.
+
+    Example:
+        recipe = jg.DelayedScaling(amax_history_len=4)
+        x, kernel, group_sizes = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])
+
+        def loss(state):
+            return jg.grouped_dense(x, kernel, group_sizes, recipe=recipe, fp8_state=state).sum()
+
+        state = jax.jit(jax.grad(loss))(jg.Fp8State.initial(recipe, num_groups=2))
+
+        assert state.input_amax_history.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
     """
 
     input_amax_history: jax.Array

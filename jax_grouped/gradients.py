@@ -40,6 +40,17 @@ def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
 
     Returns:
         The sums, and the larger of each number for next values.
+
+    Example:
+        state = jg.Fp8State.initial(jg.DelayedScaling(), num_groups=2)
+        gradients = {"kernel": jnp.ones(3), "state": state}
+
+        total = jax.tree.map(jnp.zeros_like, gradients)
+        for _ in range(2):
+            total = jg.accumulate_gradients(total, gradients)
+
+        assert total["kernel"].tolist() == [2, 2, 2]
+        assert total["state"].input_scale.tolist() == [1, 1]
     """
     return _map(jnp.maximum, jnp.add, total, gradients)
 
@@ -60,6 +71,17 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
 
     Raises:
         ValueError: gradients do not vary over the axes, where JAX keeps account of that.
+
+    Example:
+        def local_gradient(kernel, x):
+            gradient = jax.grad(lambda kernel: jnp.sum(x @ kernel))(kernel)
+            return jg.reduce_gradients(gradient, "data")
+
+        devices = jax.devices()[:2]
+        step = jax.pmap(local_gradient, axis_name="data", in_axes=(None, 0), out_axes=None, devices=devices)
+        gradient = step(jnp.ones((4, 1)), jnp.ones((len(devices), 8, 4)))
+
+        assert gradient.tolist() == 4 * [[8.0]]
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     # An axis is known to vary over itself only where there are checks.
@@ -122,6 +144,18 @@ def overwrite_with_gradient(
     Raises:
         ModuleNotFoundError: Optax is not installed.
         ValueError: `every` is not a positive number.
+
+    Example:
+        import optax
+
+        optimizer = jg.overwrite_with_gradient(optax.sgd(0.5))
+        params = {"kernel": jnp.ones(3), "state": jg.Fp8State.initial(jg.DelayedScaling(), num_groups=2)}
+        gradients = jax.tree.map(lambda leaf: leaf + 1, params)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        params = jg.apply_updates(params, updates)
+
+        assert params["kernel"].tolist() == [0, 0, 0]
+        assert params["state"].input_scale.tolist() == [2, 2]
     """
     try:
         import optax
@@ -178,6 +212,16 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     Returns:
         A tree of the same structure and types.
+
+    Example:
+        state = jg.Fp8State.initial(jg.DelayedScaling(), num_groups=2)
+        params = {"kernel": jnp.ones(3), "state": state}
+        updates = {"kernel": -0.5 * jnp.ones(3), "state": jax.tree.map(lambda leaf: leaf + 1, state)}
+
+        params = jg.apply_updates(params, updates)
+
+        assert params["kernel"].tolist() == [0.5, 0.5, 0.5]
+        assert params["state"].input_scale.tolist() == [2, 2]
     """
 
     def replace(old: jax.Array, new: Any) -> jax.Array:

@@ -44,18 +44,8 @@ class GroupedDense(nn.Module):
 
     With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache`, the variable
     `kernel` of the collection `kernel_cache`. It is no parameter, and nothing can be learned through it: keep it out of
-    what is differentiated, and out of checkpoints. `init` makes it of the initial kernel.
-
-        variables = layer.init(key, x, group_sizes)
-        cache = {"kernel_cache": variables.pop("kernel_cache")}
-
-        def loss(variables, cache, x, is_first):
-            y, cache = layer.apply(
-                variables | cache, x, group_sizes, is_first_microbatch=is_first, mutable=["kernel_cache"]
-            )
-            return jnp.mean(y**2), cache
-
-        gradients, cache = jax.grad(loss, has_aux=True)(variables, cache, x, True)
+    what is differentiated, and out of checkpoints. `init` makes it of the initial kernel, and
+    `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
 
     Attributes:
         features: `N`, the size of each output row.
@@ -70,6 +60,16 @@ class GroupedDense(nn.Module):
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
         cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Needs a
             recipe.
+
+    Example:
+        layer = jg.linen.GroupedDense(16, num_groups=2)
+        x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
+
+        variables = layer.init(jax.random.key(0), x, group_sizes)
+        y = layer.apply(variables, x, group_sizes)
+
+        assert variables["params"]["kernel"].shape == (2, 32, 16)
+        assert y.shape == (16, 16) and not y[14:].any()
     """
 
     features: int
@@ -130,6 +130,19 @@ class GroupedKernel(nn.Module):
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
         recipe, cache_kernel: as in `GroupedDense`.
+
+    Example:
+        import flax.linen as nn
+
+        class Transposed(nn.Module):
+            @nn.compact
+            def __call__(self, x, group_sizes):
+                weights = jg.linen.GroupedKernel((2, 32, 16), name="experts")()
+                return jg.ragged_dot(x, weights.kernel.transpose(0, 2, 1), group_sizes)
+
+        y, _ = Transposed().init_with_output(jax.random.key(0), jnp.ones((16, 16)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 32)
     """
 
     shape: tuple[int, ...]
@@ -199,10 +212,6 @@ class MoEMlp(nn.Module):
     state of `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below
     `gate_up` and `down`.
 
-        layer = jg.linen.MoEMlp(num_experts=8, top_k=2, hidden_features=1024, recipe=jg.Float8BlockScaling())
-        y, metrics = layer.apply(variables, x)
-        loss = task_loss(y) + 0.01 * metrics.balance_loss
-
     Several devices: `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
     `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,
     feature_axis)`, `down` as `P(expert_axis, feature_axis)`, states as `P(expert_axis)`, and the router whole.
@@ -222,6 +231,20 @@ class MoEMlp(nn.Module):
         recipe: how the experts compute in FP8; None to compute in `dtype`.
         cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method: as in `jg.moe.moe_mlp`.
+
+    Example:
+        layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
+        x = jnp.ones((2, 4, 32))
+
+        def loss(variables, x):
+            y, metrics = layer.apply(variables, x)
+            return jnp.mean(y**2) + 0.01 * metrics.balance_loss
+
+        # Shapes only: leave eval_shape out for parameters and gradients.
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+        gradients = jax.eval_shape(jax.grad(loss), variables, x)
+
+        assert gradients["params"]["gate_up"]["kernel"].shape == (4, 32, 2, 16)
     """
 
     num_experts: int

@@ -103,6 +103,13 @@ def ragged_dot(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit.
+
+    Example:
+        lhs, rhs = jnp.ones((16, 32)), jnp.ones((2, 32, 16))
+
+        y = jg.ragged_dot(lhs, rhs, jnp.array([10, 4]))
+
+        assert y[:14].tolist() == 14 * [16 * [32.0]] and not y[14:].any()
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     _checks.check_tokens("lhs", lhs)

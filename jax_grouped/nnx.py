@@ -27,13 +27,32 @@ except ModuleNotFoundError as error:
 
 
 class Fp8Variable(nnx.Variable[Fp8State]):
-    """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value."""
+    """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.DelayedScaling(), rngs=nnx.Rngs(0))
+
+        assert isinstance(layer.fp8_state, jg.nnx.Fp8Variable)
+        assert isinstance(layer.fp8_state.get_value(), jg.Fp8State)
+    """
 
     overwrite_with_gradient = True
 
 
 class KernelCacheVariable(nnx.Variable[KernelCache]):
-    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient, and needs no checkpoint."""
+    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient, and needs no checkpoint.
+
+    Example:
+        from flax import nnx
+
+        recipe = jg.Float8BlockScaling()
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=recipe, cache_kernel=True, rngs=nnx.Rngs(0))
+
+        assert isinstance(layer.kernel_cache, jg.nnx.KernelCacheVariable)
+        assert layer.kernel_cache.get_value().amax.shape == (2,)
+    """
 
 
 #: A filter for what has gradients: parameters, and the states of delayed scaling.
@@ -55,6 +74,14 @@ class GroupedKernel(nnx.Module):
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
         recipe, cache_kernel, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+
+    Example:
+        from flax import nnx
+
+        experts = jg.nnx.GroupedKernel((2, 32, 16), rngs=nnx.Rngs(0))
+        transposed = experts.weights().kernel.transpose(0, 2, 1)
+
+        assert jg.ragged_dot(jnp.ones((16, 16)), transposed, jnp.array([10, 4])).shape == (16, 32)
     """
 
     def __init__(
@@ -115,17 +142,10 @@ class GroupedDense(GroupedKernel):
     """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
 
     With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. Take gradients of it beside
-    those of the parameters, and let an optimizer that knows of such values put both in their place:
-
-        optimizer = nnx.Optimizer(model, jg.overwrite_with_gradient(optax.adam(1e-3)), wrt=jg.nnx.TRAINED)
-
-        @nnx.jit
-        def step(model, optimizer, batch):
-            value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, jg.nnx.TRAINED))(model, batch)
-            optimizer.update(model, gradients)
-            return value
-
-    With an optimizer of the parameters only, `wrt=nnx.Param`, put the states in their place by
+    those of the parameters, by `nnx.grad(loss, argnums=nnx.DiffState(0, jg.nnx.TRAINED))`, and let an optimizer that
+    knows of such values put both in their place:
+    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. With an optimizer of the
+    parameters only, `wrt=nnx.Param`, put the states in their place by
     `nnx.update(model, nnx.filter_state(gradients, jg.nnx.Fp8Variable))`. Where several microbatches or devices each
     have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
     `jax_grouped.accumulate_gradients` and `reduce_gradients` do.
@@ -154,6 +174,16 @@ class GroupedDense(GroupedKernel):
         cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Needs a recipe.
         kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
         rngs: where the initialisers' keys come from.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, rngs=nnx.Rngs(0))
+
+        y = layer(jnp.ones((16, 32)), jnp.array([10, 4]))
+
+        assert layer.kernel.shape == (2, 32, 16)
+        assert y.shape == (16, 16) and not y[14:].any()
     """
 
     def __init__(
@@ -217,9 +247,6 @@ class MoEMlp(nnx.Module):
     `jax_grouped.linen.MoEMlp` for NNX: that class says what is computed, and what the parameters and most of the
     arguments are.
 
-        layer = jg.nnx.MoEMlp(256, num_experts=8, top_k=2, hidden_features=1024, rngs=nnx.Rngs(0))
-        y, metrics = layer(x)
-
     Several devices: the constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer
     from this device's part of them.
 
@@ -236,6 +263,16 @@ class MoEMlp(nnx.Module):
         recipe, cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method: as in linen.
         rngs: where the initialisers' keys come from.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+        x = jnp.ones((2, 4, 32))
+
+        y, metrics = nnx.jit(lambda layer, x: layer(x))(layer, x)
+
+        assert y.shape == x.shape and int(metrics.dropped) == 0
     """
 
     def __init__(

@@ -66,6 +66,14 @@ def grouped_quantize(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape or a value that does not fit.
+
+    Example:
+        x, group_sizes = jnp.arange(16.0 * 32).reshape(16, 32), jnp.array([10, 4])
+
+        quantized = jg.grouped_quantize(x, group_sizes, jg.ScalingMode.TENSOR, columnwise=True)
+
+        assert quantized.rowwise.data.dtype == jnp.float8_e4m3fn
+        assert quantized.amax.tolist() == [10 * 32 - 1, 14 * 32 - 1]
     """
     x = jnp.asarray(x)
     activation_input = None if activation_input is None else jnp.asarray(activation_input)
@@ -153,6 +161,14 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
 
     Raises:
         TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
+
+    Example:
+        x = 0.3 * jnp.ones((16, 32))
+        quantized = jg.grouped_quantize(x, jnp.array([10, 4]), jg.ScalingMode.TENSOR, columnwise=True)
+
+        restored = jg.grouped_dequantize(quantized.columnwise)
+
+        assert jnp.allclose(restored[:14], 0.3) and not restored[14:].any()
     """
     if not isinstance(scaled, ScaledArray):
         raise TypeError(
@@ -194,6 +210,15 @@ def quantize_kernel(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+
+    Example:
+        kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])
+        recipe = jg.Float8BlockScaling()
+
+        cache = jg.quantize_kernel(kernel, recipe)
+        y = jg.grouped_dense(jnp.ones((16, 32)), kernel, group_sizes, recipe=recipe, kernel_cache=cache)
+
+        assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
     kernel = jax.lax.stop_gradient(jnp.asarray(kernel))
     _checks.check_stack("kernel", kernel)

@@ -20,6 +20,12 @@ class ScalingMode(enum.Enum):
         BLOCK_1D: 128 consecutive elements along the quantized axis (DeepSeek-V3, arXiv:2412.19437).
         BLOCK_2D: 128 x 128 elements, for kernels.
         MX: 32 consecutive elements, the scale a power of two in one byte (OCP Microscaling Formats 1.0).
+
+    Example:
+        x = jnp.ones((16, 32))
+        quantized = jg.grouped_quantize(x, jnp.array([10, 4]), jg.ScalingMode.TENSOR, columnwise=True)
+
+        assert jg.grouped_dequantize(quantized.rowwise)[0, 0] == 1
     """
 
     TENSOR = "tensor"
@@ -73,6 +79,17 @@ class Float8BlockScaling(_Types):
         grad_dtype: FP8 type of gradients.
         pow2_scales: round scales down to powers of two, which adds no rounding error of its own.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
+
+    Raises:
+        TypeError: a type is not one of the two FP8 types.
+        ValueError: `amax_epsilon` is negative or not finite.
+
+    Example:
+        x, kernel, group_sizes = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])
+
+        y = jg.grouped_dense(x, kernel, group_sizes, recipe=jg.Float8BlockScaling())
+
+        assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
 
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
@@ -100,6 +117,16 @@ class Float8CurrentScaling(_Types):
         grad_dtype: FP8 type of gradients.
         pow2_scales: round scales down to powers of two.
         amax_epsilon: groups whose largest value is below this are scaled as if it were this.
+
+    Raises:
+        TypeError: a type is not one of the two FP8 types.
+        ValueError: `amax_epsilon` is negative or not finite.
+
+    Example:
+        recipe = jg.Float8CurrentScaling(grad_dtype=jnp.float8_e4m3fn)
+        cache = jg.quantize_kernel(jnp.ones((2, 32, 16)), recipe)
+
+        assert cache.amax.tolist() == [1.0, 1.0]
     """
 
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
@@ -130,6 +157,16 @@ class DelayedScaling(_Types):
         amax_history_len: how many steps are remembered.
         amax_compute_algo: whether `amax` is the maximum of the history or its most recent entry.
         margin: headroom, in powers of two.
+
+    Raises:
+        TypeError: a type is not one of the two FP8 types.
+        ValueError: the history's length, `margin` or `amax_compute_algo` is outside of its range.
+
+    Example:
+        recipe = jg.DelayedScaling(amax_history_len=16, margin=1)
+        state = jg.Fp8State.initial(recipe, num_groups=2)
+
+        assert state.kernel_amax_history.shape == (2, 16)
     """
 
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
@@ -167,6 +204,14 @@ class MXFP8BlockScaling(_Types):
     Attributes:
         fwd_dtype: FP8 type of tokens and kernels.
         grad_dtype: FP8 type of gradients.
+
+    Raises:
+        TypeError: a type is not one of the two FP8 types.
+
+    Example:
+        layer = jg.linen.GroupedDense(16, num_groups=2, recipe=jg.MXFP8BlockScaling())
+
+        assert layer.recipe.kernel_mode == jg.ScalingMode.MX
     """
 
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn

@@ -1,18 +1,15 @@
 """The README's Python runs as it is printed, from top to bottom."""
 
 import pathlib
-import re
-from typing import Any
+
+from tests import markdown
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_run() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
-    assert names["y"].shape == (1024, 512)
-    assert not names["y"][974:].any(), "padding rows must be zero"
-    assert names["params"]["params"]["GroupedDense_0"]["kernel"].shape == (8, 256, 1024)
+    names = markdown.run(README)
+    assert names["y"].shape == names["tokens"].shape == (1024, 256)
+    assert int(names["metrics"].expert_load.sum()) == 2 * 1024
+    assert names["params"]["params"]["kernel"].shape == (8, 256, 512)
     assert names["gradient"].shape == names["experts"].shape

@@ -1,4 +1,17 @@
-"""Mixtures of experts without Flax: routing, permutation, the experts and their exchange, and all in one function."""
+"""Mixtures of experts without Flax: routing, permutation, the experts and their exchange, and all in one function.
+
+Example:
+    x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
+    gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
+
+    routing = jg.moe.top_k_routing(logits, 2)
+    places = jg.moe.group_by_expert(routing.experts, num_experts=4)
+    rows = jg.moe.permute(x, places)
+    rows = jg.moe.grouped_mlp(rows, gate_up, down, places.group_sizes)
+    y = jg.moe.unpermute(rows, places, routing.weights)
+
+    assert places.group_sizes.tolist() == [0, 0, 8, 8] and y.shape == x.shape
+"""
 
 from jax_grouped.dense_inputs import Weights as Weights
 from jax_grouped.moe.exchange import Exchange as Exchange

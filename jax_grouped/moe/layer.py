@@ -23,6 +23,15 @@ class MoEMetrics(NamedTuple):
         balance_loss: `float32[]`, see `load_balancing_loss`; what is trained on, times a small weight.
         expert_load: `int32[E]`, how many of this device's pairs of a token and an expert chose each expert.
         dropped: `int32[]`, how many of these pairs found no room; without a `capacity_factor` always 0.
+
+    Example:
+        x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
+        gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
+
+        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)
+
+        assert isinstance(metrics, jg.moe.MoEMetrics)
+        assert metrics.expert_load.tolist() == [0, 0, 8, 8] and int(metrics.dropped) == 0
     """
 
     balance_loss: jax.Array
@@ -86,6 +95,14 @@ def moe_mlp(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape or value that does not fit, or an axis is not there.
+
+    Example:
+        x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
+        gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
+
+        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)
+
+        assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
     x, logits = jnp.asarray(x), jnp.asarray(logits)
     gate_up, down = as_weights(gate_up), as_weights(down)

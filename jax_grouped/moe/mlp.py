@@ -35,8 +35,6 @@ def grouped_mlp(
     `jax_grouped.grouped_dense`: types, rows of no group, gradients, what is kept under
     `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of `Weights` is.
 
-        y = jg.moe.grouped_mlp(rows, gate_up, down, group_sizes, recipe=jg.Float8BlockScaling())
-
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
         gate_up: `[E, K, 2 F]`, the gate's features first, or `Weights` with such a kernel.
@@ -52,6 +50,13 @@ def grouped_mlp(
     Raises:
         TypeError: an argument, or the recipe, has a type that is not supported.
         ValueError: an argument has a shape that does not fit, or as `jax_grouped.grouped_dense`.
+
+    Example:
+        x, gate_up, down = jnp.ones((16, 32)), jnp.ones((2, 32, 32)), jnp.ones((2, 16, 32))
+
+        y = jg.moe.grouped_mlp(x, gate_up, down, jnp.array([10, 4]))
+
+        assert jnp.allclose(y[:14], 16 * 32 * jax.nn.silu(32.0)) and not y[14:].any()
     """
     x = jnp.asarray(x)
     gate_up, down = as_weights(gate_up), as_weights(down)

@@ -26,6 +26,13 @@ class Permutation:
         inverse: `int32[T, k]`, the row of each pair, and `R` for a pair that was dropped.
         group_sizes: `int32[E]`, rows per expert; it never leaves the device.
         dropped: `int32[]`, how many pairs have no row.
+
+    Example:
+        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+
+        assert isinstance(places, jg.moe.Permutation)
+        assert places.order.tolist() == [1, 0, 2, 3]  # pairs: token 0's second choice, its first one, ...
+        assert places.inverse.tolist() == [[1, 0], [2, 3]]
     """
 
     order: jax.Array
@@ -50,6 +57,12 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape or value that does not fit.
+
+    Example:
+        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+
+        assert places.group_sizes.tolist() == [1, 2, 1]
+        assert int(places.dropped) == 0
     """
     experts = jnp.asarray(experts)
     _check_arguments(experts, num_experts, capacity)
@@ -125,6 +138,13 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
     Raises:
         TypeError: `x` has a type that is not supported.
         ValueError: `x` has a shape that does not fit.
+
+    Example:
+        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+
+        rows = jg.moe.permute(jnp.array([[10.0], [20.0]]), places)
+
+        assert rows.tolist() == [[10], [10], [20], [20]]
     """
     x = jnp.asarray(x)
     _check_rows("x", x, "[T, C]", permutation.inverse.shape[0], "tokens")
@@ -148,6 +168,14 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit.
+
+    Example:
+        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+
+        y = jg.moe.unpermute(rows, places, jnp.array([[1.0, 1.0], [0.5, 0.5]]))
+
+        assert y.tolist() == [[3.0], [3.5]]
     """
     rows = jnp.asarray(rows)
     order, inverse = permutation.order, permutation.inverse

@@ -23,6 +23,12 @@ class Routing:
         experts: `int32[T, k]`, the chosen experts, best first, no two of a token alike.
         weights: `float32[T, k]`, what each choice's output is multiplied by.
         probabilities: `float32[T, E]`, the router's scores, each token's adding up to 1; for `load_balancing_loss`.
+
+    Example:
+        routing = jg.moe.top_k_routing(jnp.array([[1.0, 3.0, 2.0]]), 2)
+
+        assert isinstance(routing, jg.moe.Routing)
+        assert routing.experts.tolist() == [[1, 2]]
     """
 
     experts: jax.Array
@@ -61,6 +67,14 @@ def top_k_routing(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape or value that does not fit.
+
+    Example:
+        logits = jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]))
+
+        routing = jg.moe.top_k_routing(logits, 2)
+
+        assert routing.experts.tolist() == [[1, 2], [0, 1]]
+        assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
     logits = jnp.asarray(logits)
     _check_arguments(logits, top_k, score)
@@ -155,6 +169,12 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
 
     Returns:
         `float32[]`; 0 for no tokens.
+
+    Example:
+        loss = jax.jit(lambda logits: jg.moe.load_balancing_loss(jg.moe.top_k_routing(logits, 1)))
+
+        assert jnp.allclose(loss(10 * jnp.eye(4)), 1)  # each token to an expert of its own
+        assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
     tokens, num_experts = routing.probabilities.shape
     share = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)

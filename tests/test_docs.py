@@ -1,0 +1,141 @@
+"""The guide's Python runs as it is printed, and what the guide promises about the code is so."""
+
+import ast
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import markdown
+from tests.public_names import public_names
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+#: How many devices a page wants.
+DEVICES = {"parallelism": 4}
+
+
+@functools.cache
+def ran(name: str) -> dict[str, Any]:
+    """What a page has defined in the end."""
+    if jax.device_count() < DEVICES.get(name, 1):
+        pytest.skip(f"needs {DEVICES[name]} devices")
+    return markdown.run(ROOT / "docs" / f"{name}.md")
+
+
+@pytest.mark.parametrize("name", [page.stem for page in PAGES])
+def test_every_page_runs(name: str) -> None:
+    assert ran(name)
+
+
+def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> None:
+    before, after = marked("port: before"), marked("port: after")
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    hunks = [(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
+    removed, added = (sum(lines) for lines in zip(*hunks, strict=True))
+    changed = sum(map(max, hunks))
+    names = ran("getting-started")
+
+    assert changed < 10
+    promise = f"{changed} changed lines, a replaced line counted once: {added} added, {removed} removed"
+    assert promise in " ".join(text("getting-started").split())
+    assert "nn.Dense(" in "".join(before)
+    assert "GroupedDense(" not in "".join(before)
+    assert any(line.lstrip().startswith("for expert in") for line in before)
+    looped, ported = names["looped_gradients"], names["ported_gradients"]
+    for layer in ("up", "down"):
+        for parameter in ("kernel", "bias"):
+            expected = jnp.stack([looped[f"{layer}_{expert}"][parameter] for expert in range(4)])
+            assert jnp.allclose(ported[layer][parameter], expected, rtol=1e-4, atol=1e-6)
+            assert bool(jnp.all(jnp.any(expected, axis=tuple(range(1, expected.ndim)))))
+    assert jnp.allclose(names["ported_y"], names["looped_y"], rtol=1e-4, atol=1e-5)
+
+
+def text(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def marked(mark: str) -> list[str]:
+    """The lines of the block of Python below a comment in the page with the port."""
+    pattern = rf"^<!-- {mark} -->\n```python\n(.*?)^```$"
+    (block,) = re.findall(pattern, text("getting-started"), re.DOTALL | re.MULTILINE)
+    return block.splitlines()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name in a page: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", list(public_names()))
+def test_the_guide_mentions_every_public_name(name: str) -> None:
+    assert any(re.search(rf"{re.escape(name)}\b", page.read_text()) for page in PAGES)
+
+
+def documented_errors() -> list[str]:
+    """The parts of errors that the tables of the guide explain."""
+    rows = re.findall(r"^\| (`.*?`) \| ", text("debugging"), re.MULTILINE)
+    return [part for row in rows for part in re.findall(r"`([^`]+)`", row)]
+
+
+def says(message: str, part: str) -> bool:
+    """Whether a message has the part in it, `...` in either standing for anything."""
+    return re.search(".*".join(map(re.escape, part.split("..."))), message) is not None
+
+
+def test_the_guide_explains_every_error() -> None:
+    parts, texts = documented_errors(), list(strings())
+    unexplained = [error for error in errors() if not any(says(error, part) for part in parts)]
+    unknown = [part for part in parts if not any(says(string, part) for string in texts)]
+    assert not unexplained
+    assert not unknown
+
+
+def trees() -> Iterator[ast.AST]:
+    for path in sorted((ROOT / "jax_grouped").rglob("*.py")):
+        if "examples" not in path.parts:
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def errors() -> Iterator[str]:
+    """The text of every error that the library raises, values replaced by `...`."""
+    for node in trees():
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            message = template(node.exc.args[0])
+            if re.search(r"\w", message) and "has no attribute" not in message:
+                yield message
+
+
+def strings() -> Iterator[str]:
+    return (template(node) for node in trees() if isinstance(node, ast.Constant | ast.JoinedStr))
+
+
+def template(node: ast.expr) -> str:
+    """A string as it is written, `...` in place of each value in it."""
+    match node:
+        case ast.Constant(value=str(value)):
+            return value
+        case ast.JoinedStr(values=values):
+            return "".join(template(value) for value in values)
+        case _:
+            return "..."
