@@ -12,7 +12,7 @@ SIZES = jnp.array([3, 0, 5])
 
 
 def initialised(layer: nn.Module, x: jax.Array) -> dict:
-    return layer.init(jax.random.key(0), x, SIZES)["params"]
+    return jax.jit(layer.init)(jax.random.key(0), x, SIZES)["params"]
 
 
 def test_each_group_computes_what_dense_computes(backend: str) -> None:

@@ -1,0 +1,260 @@
+"""A small model with a mixture of experts, and its training on one device or several: for tests of what is the same.
+
+The names of a mesh's axes say what they split: `feature` the features inside the experts, `expert` the experts and the
+tokens, `data` the tokens, and `fsdp` the tokens and what is stored of the experts' kernels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+
+K, F, E, TOP_K = 16, 32, 8, 2
+STEPS, MICROBATCHES, TOKENS = 5, 2, 64
+
+#: Not Adam, which takes the same steps if all gradients are a multiple of what they should be.
+OPTIMIZER = jg.overwrite_with_gradient(optax.sgd(0.1, momentum=0.9))
+
+
+class LinenModel(nn.Module):
+    options: Mapping[str, Any]
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jg.moe.MoEMetrics]:
+        x = nn.Dense(K, name="embed")(x)
+        layer = nn.remat(jg.linen.MoEMlp) if self.remat else jg.linen.MoEMlp
+        y, metrics = layer(**self.options, name="experts")(x)
+        return x + y, metrics
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, options: Mapping[str, Any], *, remat: bool = False):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Linear(K, K, rngs=rngs)
+        self.experts = jg.nnx.MoEMlp(K, **options, rngs=rngs)
+        self.remat = remat
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jg.moe.MoEMetrics]:
+        x = self.embed(x)
+        y, metrics = (nnx.remat(apply_layer) if self.remat else apply_layer)(self.experts, x)
+        return x + y, metrics
+
+
+def apply_layer(layer: nnx.Module, x: jax.Array) -> Any:
+    """For `nnx.remat`, which takes no function with keyword-only arguments."""
+    return layer(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as a function of its variables.
+
+    Attributes:
+        variables: those with gradients, whole, as NumPy arrays: parameters and states of delayed scaling.
+        apply: `(variables, x [T, K])` to `[T, K]` and the metrics.
+    """
+
+    variables: Any
+    apply: Callable[[Any, jax.Array], tuple[jax.Array, jg.moe.MoEMetrics]]
+
+
+def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: Any) -> Model:
+    """With the same parameters for both APIs and all axes."""
+    roles = dict(
+        expert_axis="expert" if "expert" in axes else None,
+        feature_axis="feature" if "feature" in axes else None,
+        batch_axes=token_axes(axes),
+    )
+    sizes = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
+    options = sizes | roles | options
+    if api == "linen":
+        module = LinenModel(options, remat=remat)
+        return Model(filled(jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, K)))), module.apply)
+    abstract = nnx.eval_shape(lambda: NnxModel(options, remat=remat))
+    graph, variables = nnx.split(abstract, jg.nnx.TRAINED)
+    return Model(filled(variables), lambda variables, x: nnx.merge(graph, variables, copy=True)(x))
+
+
+def filled(shapes: Any) -> Any:
+    """Parameters that hide nothing, no bias being zero, and the initial states of delayed scaling."""
+    rng = np.random.default_rng(0)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = name_of(path)
+        if name.endswith(("scale", "history")):
+            return np.full(leaf.shape, name.endswith("scale"), np.float32)
+        if name == "embed/kernel":
+            # At first, the experts' tokens have the same bits on any number of devices.
+            return np.eye(K, dtype=np.float32)
+        return rng.standard_normal(leaf.shape, np.float32) / np.float32(4)
+
+    return jax.tree.map_with_path(fill, shapes)
+
+
+def name_of(path: Any) -> str:
+    """Such as `experts/down/kernel` and `experts/down/input_scale`, whatever holds the model's variables."""
+    parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    first = min(parts.index(part) for part in ("embed", "experts", parts[-1]) if part in parts)
+    return "/".join(part for part in parts[first:] if part not in ("fp8_state", "value"))
+
+
+def by_name(variables: Any) -> dict[str, np.ndarray]:
+    """Whole arrays, of variables whose parts are all on this process's devices."""
+    named = jax.tree.leaves_with_path(variables)
+    return {name_of(path): np.asarray(leaf) for path, leaf in named}
+
+
+def batches(steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and what to make of them, `[MICROBATCHES, TOKENS, K]` each."""
+    rng = np.random.default_rng(1)
+    xs = rng.standard_normal((steps, MICROBATCHES, TOKENS, K), np.float32)
+    return [(x, np.sin(x[..., ::-1])) for x in xs]
+
+
+def token_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes over which a batch is split."""
+    return tuple(name for name in axes if name != "feature")
+
+
+def specs(axes: Mapping[str, int], tree: Any) -> Any:
+    """Where the parts of a model's variables, or of an optimizer's state, lie on a mesh of these axes."""
+    expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
+
+    def spec(path: Any, leaf: Any) -> P:
+        name = name_of(path)
+        if "experts/gate_up" in name:
+            whole = {"kernel": P(expert, None, None, feature or fsdp), "bias": P(expert, None, feature)}
+        elif "experts/down" in name:
+            whole = {"kernel": P(expert, feature, fsdp)}
+        else:
+            return P()
+        return whole.get(name.rsplit("/", 1)[-1], P(expert))
+
+    return jax.tree.map_with_path(spec, tree)
+
+
+def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any, batch: Any, *, checked: bool) -> Any:
+    """One device's part of a step: the next variables, the optimizer's next state, and the loss of the whole batch."""
+    tokens = token_axes(axes)
+    # FP8 sees the same gradients on any number of devices if each one's loss counts with its part of the batch.
+    parts = MICROBATCHES * int(np.prod([axes[name] for name in tokens]))
+
+    def objective(variables: Any, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+        x, targets = microbatch
+        y, metrics = model.apply(gathered(variables, axes), x)
+        loss = jnp.mean((y - targets) ** 2)
+        return (loss + 0.01 * metrics.balance_loss) / parts, loss / parts
+
+    def add(total: Any, microbatch: Any) -> tuple[Any, jax.Array]:
+        gradients, loss = jax.grad(objective, has_aux=True)(variables, microbatch)
+        return jg.accumulate_gradients(total, gradients), loss
+
+    # On GPUs, the default would be rounding to TF32 and to bfloat16.
+    with jax.default_matmul_precision("highest"):
+        gradients, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, variables), batch)
+    if not checked:
+        gradients = jg.reduce_gradients(gradients, tokens, mean=False)
+    updates, state = OPTIMIZER.update(gradients, state, variables)
+    return jg.apply_updates(variables, updates), state, jax.lax.psum(jnp.sum(losses), tokens)
+
+
+def gathered(variables: Any, axes: Mapping[str, int]) -> Any:
+    """Variables of which every device stores a part only, whole for the time of their use."""
+    if "fsdp" not in axes:
+        return variables
+    return jax.tree.map(
+        lambda leaf, spec: jax.lax.all_gather(leaf, "fsdp", axis=leaf.ndim - 1, tiled=True) if "fsdp" in spec else leaf,
+        variables,
+        specs(axes, variables),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A step, and what it starts from.
+
+    Attributes:
+        step: `(variables, state, batch)` to the next variables and state, and the loss before it.
+        start: the first variables and state, where the step wants them.
+        place: puts a batch where the step wants it.
+    """
+
+    step: Any
+    start: tuple[Any, Any]
+    place: Callable[[Any], Any]
+
+    def run(self, steps: int = STEPS) -> tuple[np.ndarray, list[Any]]:
+        """The loss of every step, and the variables after it."""
+        (variables, state), losses, history = self.start, [], []
+        for batch in batches(steps):
+            variables, state, loss = self.step(variables, state, self.place(batch))
+            losses.append(float(loss))
+            history.append(variables)
+        return np.array(losses), history
+
+
+def sharded(model: Model, mesh: Mesh) -> Training:
+    """Training under `jax.jit` and `jax.shard_map` with its checks on."""
+    axes = dict(mesh.shape)
+    start = _start(model)
+    parts, split = specs(axes, start), P(None, token_axes(axes))
+    step = jax.shard_map(
+        functools.partial(local_step, model, axes, checked=True),
+        mesh=mesh,
+        in_specs=(*parts, split),
+        out_specs=(*parts, P()),
+    )
+
+    def placed(array: np.ndarray, spec: P) -> jax.Array:
+        # Every process makes the parts of its own devices.
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    place = functools.partial(jax.tree.map, placed)
+    return Training(jit(step), place(start, parts), lambda batch: place(batch, (split, split)))
+
+
+@functools.cache
+def on_one_device(device: jax.Device, backend: str, *, steps: int = STEPS, **options: Any) -> Any:
+    """What `Training.run` gives for linen's model of these options; `backend` is the one that is set."""
+    del backend
+    return sharded(model("linen", {"data": 1}, **options), Mesh(np.array([device]), ("data",))).run(steps)
+
+
+def with_pmap(model: Model, devices: int) -> Training:
+    """Training under `jax.pmap`, with a batch for each device and variables that are the same on all."""
+    step = jax.pmap(
+        functools.partial(local_step, model, {"data": devices}, checked=False),
+        axis_name="data",
+        in_axes=(None, None, 1),
+        out_axes=None,
+        devices=jax.devices()[:devices],
+    )
+
+    def place(batch: Any) -> Any:
+        return jax.tree.map(lambda array: array.reshape(MICROBATCHES, devices, -1, K), batch)
+
+    return Training(step, _start(model), place)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`jax.jit`, with less to compile on CPUs, where these programs take longer to compile than to run."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None)
+
+
+def _start(model: Model) -> tuple[Any, Any]:
+    # An optimizer's own program of zeros would have to be compiled.
+    state = jax.eval_shape(OPTIMIZER.init, model.variables)
+    return model.variables, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
