@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from jax_grouped.examples.loss_curve import LossCurve, replace_file
@@ -25,8 +24,17 @@ class RunFolder:
         self._settings_path = self.path / "settings.json"
         self._checkpoints_path = self.path / "checkpoints"
 
+    def create(self) -> None:
+        """Makes the folder where there is none.
+
+        Raises:
+            UsageError: it cannot be.
+        """
+        with _writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+
     def start(self, settings: Settings, text_sha256: str) -> Path | None:
-        """Makes room for a new run.
+        """Makes room for a new run in the folder, which is there.
 
         Returns:
             Where an earlier run that was in the way is now, or None.
@@ -35,7 +43,6 @@ class RunFolder:
             UsageError: the folder cannot be written.
         """
         with _writing():
-            self.path.mkdir(parents=True, exist_ok=True)
             moved = self._move_earlier_run()
             self._checkpoints_path.mkdir()
             self._record(settings, text_sha256)
@@ -115,7 +122,5 @@ def save(manager: ocp.CheckpointManager, step: int, state: Any) -> None:
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: Any) -> Any:
-    """The pytree saved at `step`, with the structure, shapes and types of `like`, on the default device."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), like)
-    return manager.restore(step, args=ocp.args.StandardRestore(target))
+    """The pytree saved at `step`, with the structure, shapes, types and shardings of `like`."""
+    return manager.restore(step, args=ocp.args.StandardRestore(like))

@@ -1,11 +1,8 @@
-"""The command line of `train_moe`: its flags, their rules, and the clear lines for those that break one."""
+"""What one run of `train_moe` does, the rules for it, and the clear lines for what breaks one."""
 
-import argparse
 import dataclasses
-import math
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jax_grouped.group_layout import FP8_ALIGNMENT
 from jax_grouped.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
@@ -19,15 +16,17 @@ RECIPES: Mapping[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
 }
 
+#: Flax's APIs in which the model is written.
+LAYERS = ("linen", "nnx")
+
+#: How a step is spread over devices.
+PARALLEL = ("none", "pmap", "expert")
+
 #: Flags that may change when a run is resumed; every other one shapes the loss curve.
-CHANGEABLE = ("steps", "eval_every", "save_every")
+CHANGEABLE = ("steps", "eval_every", "save_every", "parallel", "devices", "expert_devices")
 
-_DESCRIPTION = """\
-Train a byte-level transformer whose feed-forward layers are mixtures of experts, made of two GroupedDense each.
-
-On a CPU the default sizes train for about a minute. The run's folder receives loss.csv, loss.png, settings.json and
-checkpoints/. A new run never overwrites an earlier one: what it finds there moves to earlier-1, earlier-2, ... first.
-"""
+#: Flags of one process, which a run's folder does not keep.
+_NOT_RECORDED = ("out", "resume", "scaling")
 
 
 class UsageError(Exception):
@@ -44,9 +43,15 @@ class Settings:
     steps: int
     eval_every: int
     save_every: int
+    layer: str
     recipe: str
+    parallel: str
+    devices: int | None
+    expert_devices: int | None
+    scaling: bool
     seed: int
     batch: int
+    microbatches: int
     sequence: int
     learning_rate: float
     cool_down: int
@@ -59,170 +64,15 @@ class Settings:
 
     def recorded(self) -> dict[str, Any]:
         """The settings that a run's folder keeps, to resume with."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("out", "resume")}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_RECORDED}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse's own version prints the usage, which fills a screen, and exits.
-        raise UsageError(message)
-
-
-def _positive_int(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return value
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
-    return int(text)
-
-
-def _path(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def _seed(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2147483647, got {text!r}")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python3 -m jax_grouped.examples.train_moe",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-    def positive(flag: str, default: int, text: str) -> None:
-        parser.add_argument(flag, type=_positive_int, default=default, metavar="N", help=f"{text} (default: {default})")
-
-    parser.add_argument(
-        "--data",
-        type=_path,
-        metavar="PATH",
-        help="a file, or a folder whose text files are read, hidden ones excepted "
-        "(default: the Python sources of the running interpreter's standard library)",
-    )
-    parser.add_argument(
-        "--out", type=_path, metavar="DIR", default="runs/train_moe", help="the run's folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in DIR from its latest checkpoint, with its settings; only --steps, --eval-every and "
-        "--save-every may differ",
-    )
-    positive("--steps", 250, "optimizer steps, counted from the start of the run")
-    positive("--eval-every", 50, "steps between evaluations of the held-out loss")
-    positive("--save-every", 100, "steps between checkpoints; the last step is always saved")
-    parser.add_argument(
-        "--recipe",
-        choices=RECIPES,
-        default="bf16",
-        help="number formats. bf16: matmuls and activations in bfloat16; parameters, Adam, router and loss in float32. "
-        "The others compute the experts' matmuls in FP8, scaled per block of 128, per expert with the current or the "
-        "delayed largest value, or per block of 32 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of the parameters and the data order (default: %(default)s)"
-    )
-    positive("--batch", 16, "sequences per step")
-    positive("--sequence", 128, "bytes per sequence")
-    parser.add_argument(
-        "--learning-rate", type=_positive_float, metavar="X", help="after the warm-up (default: 0.25 / d_model)"
-    )
-    parser.add_argument(
-        "--cool-down",
-        type=_count,
-        metavar="N",
-        default=0,
-        help="last steps, over which the learning rate falls to zero; such a run cannot be extended (default: 0)",
-    )
-    positive("--d-model", 128, "features per token")
-    positive("--layers", 2, "transformer blocks")
-    positive("--heads", 4, "attention heads per block")
-    positive("--experts", 8, "experts per block")
-    positive("--top-k", 2, "experts that each token uses")
-    parser.add_argument(
-        "--d-ff", type=_positive_int, metavar="N", help="features inside an expert (default: 2 * d_model)"
-    )
-    return parser
-
-
-def parse(argv: Sequence[str] | None) -> Settings:
-    """Settings from the command line, or from the process's if `argv` is None.
-
-    With `--resume` only `out` counts: it says where the settings are recorded that `parse_resumed` needs.
+def check(settings: Settings) -> None:
+    """Raises unless the settings fit one another.
 
     Raises:
-        UsageError: a flag is unknown, malformed, or does not fit the others.
-        SystemExit: after `--help`.
+        UsageError: two of them do not.
     """
-    settings = _settings(argv, {})
-    if not settings.resume:
-        _check(settings)
-    return settings
-
-
-def parse_resumed(argv: Sequence[str] | None, recorded: Mapping[str, Any]) -> Settings:
-    """Settings to continue a run with: those that it `recorded`, but for the changeable flags that are given.
-
-    Raises:
-        UsageError: another flag is given with another value, a setting is not recorded, or as in `parse`.
-    """
-    names = _settings([], {}).recorded().keys()
-    if missing := names - recorded.keys():
-        raise UsageError(f"--resume: the run has no record of {', '.join(sorted(missing))}")
-    settings = _settings(argv, {name: recorded[name] for name in names})
-    changeable = {*CHANGEABLE, "data"}
-    if settings.cool_down:
-        # The learning rate depends on the number of steps.
-        changeable.remove("steps")
-    for name, value in settings.recorded().items():
-        # Not the path, for the text may have moved; its content is compared when it is read.
-        if name not in changeable and value != recorded[name]:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"--resume: the run in {settings.out} was started with {flag} {recorded[name]}, not {value}"
-            )
-    _check(settings)
-    return settings
-
-
-def _settings(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> Settings:
-    parser = _parser()
-    parser.set_defaults(**defaults)
-    flags = vars(parser.parse_args(argv))
-    if flags["data"] is not None:
-        flags["data"] = os.path.abspath(flags["data"])
-    if flags["d_ff"] is None:
-        flags["d_ff"] = 2 * flags["d_model"]
-    if flags["learning_rate"] is None:
-        # The best rate of Adam falls as the width grows (https://arxiv.org/abs/2203.03466); 0.25 suits width 128.
-        flags["learning_rate"] = 0.25 / flags["d_model"]
-    return Settings(**flags)
-
-
-def _check(settings: Settings) -> None:
     if settings.top_k > settings.experts:
         raise UsageError(f"--top-k {settings.top_k} is more than --experts {settings.experts}")
     if settings.d_model % (2 * settings.heads):
@@ -239,3 +89,43 @@ def _check(settings: Settings) -> None:
                     f"{flag} {features} must be a multiple of {FP8_ALIGNMENT}: "
                     f"the FP8 matmuls of --recipe {settings.recipe} need it"
                 )
+    if settings.parallel == "none" and settings.devices not in (None, 1):
+        raise UsageError(f"--devices {settings.devices} needs --parallel pmap or --parallel expert")
+    if settings.parallel != "expert" and settings.expert_devices is not None:
+        raise UsageError(f"--expert-devices {settings.expert_devices} needs --parallel expert")
+    if settings.parallel == "none" and settings.scaling:
+        raise UsageError("--scaling compares several devices with one: it needs --parallel pmap or --parallel expert")
+
+
+class Devices(NamedTuple):
+    """The devices of a run.
+
+    Attributes:
+        total: how many.
+        expert: over how many of them the experts are split.
+    """
+
+    total: int
+    expert: int
+
+
+def devices_of(settings: Settings, available: int) -> Devices:
+    """The devices that settings which pass `check` ask for, of so many that there are.
+
+    Raises:
+        UsageError: there are too few, or something cannot be split evenly over them.
+    """
+    count = settings.devices or (1 if settings.parallel == "none" else available)
+    expert = settings.expert_devices or (count if settings.parallel == "expert" else 1)
+    if count > available:
+        raise UsageError(f"--devices {count} is more than the {available} that JAX sees")
+    if count % expert:
+        raise UsageError(f"--devices {count} must be a multiple of --expert-devices {expert}")
+    if settings.experts % expert:
+        raise UsageError(f"--experts {settings.experts} must be a multiple of --expert-devices, here {expert}")
+    if settings.batch % (count * settings.microbatches):
+        raise UsageError(
+            f"--batch {settings.batch} must be a multiple of --devices * --microbatches, here "
+            f"{count} * {settings.microbatches}"
+        )
+    return Devices(count, expert)

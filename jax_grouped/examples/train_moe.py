@@ -1,7 +1,8 @@
 """Trains a byte-level mixture-of-experts language model: `python3 -m jax_grouped.examples.train_moe --help`.
 
-The parts: `moe_lm` is the model, `training` the loop, `text_data` the text, `run_folder` and `loss_curve` the files
-of a run, and `settings` the flags.
+The parts: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`; `step` is what a device computes,
+`parallel` how devices share it, and `training` the loop; `text_data` is the text, `run_folder` and `loss_curve` are the
+files of a run, and `settings` and `command_line` say what it does.
 """
 
 import math
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import jax
 
 import jax_grouped as jg
-from jax_grouped.examples.settings import Settings, UsageError, parse, parse_resumed
+from jax_grouped.examples.command_line import parse, parse_resumed
+from jax_grouped.examples.settings import Settings, UsageError, devices_of
 from jax_grouped.examples.text_data import Corpus, read_corpus
 
 if TYPE_CHECKING:
@@ -50,26 +52,35 @@ def _run(argv: Sequence[str] | None) -> None:
         raise UsageError(str(error)) from None
 
     folder = run_folder.RunFolder(settings.out)
-    settings, corpus = _resume(argv, folder) if settings.resume else _start(settings, folder)
-    print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}")
+    if settings.resume:
+        settings, corpus = _resumed(argv, folder)
+    else:
+        corpus = read_corpus(settings.data, settings.sequence)
+    devices = devices_of(settings, jax.device_count())
+    folder.create()
+    run = training.prepare(settings, devices)
+    if settings.resume:
+        folder.resume(settings, corpus.sha256)
+    elif moved := folder.start(settings, corpus.sha256):
+        print(f"note: the earlier run in {folder.path} has been moved to {moved}")
+    print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}, {run.placement}")
     print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
     print(
-        f"model: {training.parameter_count(settings):,} parameters, {settings.layers} layers, "
-        f"{settings.top_k} of {settings.experts} experts per byte, recipe {settings.recipe}"
+        f"model: {run.parameter_count:,} parameters, {settings.layers} layers, "
+        f"{settings.top_k} of {settings.experts} experts per byte, recipe {settings.recipe}, Flax {settings.layer}"
     )
     print(f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}", flush=True)
-    _report(folder, settings.steps, training.train(settings, corpus, folder))
+    _report(folder, settings.steps, training.train(run, corpus, folder))
+    if settings.scaling:
+        scaling = training.measure_scaling(run, corpus)
+        print(
+            f"scaling: {scaling.together:,.0f} bytes per second on {scaling.devices} devices, {scaling.alone:,.0f} on "
+            f"one with its part of the batch: {100 * scaling.efficiency:.1f} % efficiency"
+        )
 
 
-def _start(settings: Settings, folder: "RunFolder") -> tuple[Settings, Corpus]:
-    corpus = read_corpus(settings.data, settings.sequence)
-    moved = folder.start(settings, corpus.sha256)
-    if moved:
-        print(f"note: the earlier run in {folder.path} has been moved to {moved}")
-    return settings, corpus
-
-
-def _resume(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings, Corpus]:
+def _resumed(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings, Corpus]:
+    """The settings and the text to continue the run in the folder with."""
     step, recorded = folder.recorded()
     settings = parse_resumed(argv, recorded)
     if settings.steps < step:
@@ -77,7 +88,6 @@ def _resume(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings, 
     corpus = read_corpus(settings.data, settings.sequence)
     if corpus.sha256 != recorded["text_sha256"]:
         raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
-    folder.resume(settings, corpus.sha256)
     print(f"note: resuming at step {step}")
     return settings, corpus
 

@@ -1,30 +1,28 @@
-"""The training loop of `train_moe`: one jitted step, the held-out loss, and a run that can be continued."""
+"""The training loop of `train_moe`: a run that can be continued, its held-out loss, and the speed of its steps."""
 
+import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import jax_grouped as jg
 from jax_grouped.backends import extension
 from jax_grouped.examples.loss_curve import Losses
-from jax_grouped.examples.moe_lm import MoELanguageModel
+from jax_grouped.examples.parallel import Programs, programs
 from jax_grouped.examples.run_folder import RunFolder, restore, save
-from jax_grouped.examples.settings import RECIPES, Settings
+from jax_grouped.examples.settings import Devices, Settings, UsageError
 from jax_grouped.examples.text_data import Corpus, even_windows, random_windows
 
-#: Weight of the load-balancing loss, as in Switch Transformers.
-BALANCE_WEIGHT = 0.01
-
-WARM_UP_STEPS = 20
-MAX_GRADIENT_NORM = 1.0
 HELD_OUT_BATCHES = 8
+
+#: Steps that `measure_scaling` times, after one that is not.
+SCALING_STEPS = 20
 
 
 def backend_name() -> str:
@@ -40,88 +38,71 @@ def backend_name() -> str:
     return f"{'cuda' if cuda else 'xla'} backend on {device.device_kind}"
 
 
-def create_state(settings: Settings) -> TrainState:
-    """The state before the first step, with all of the model's variables as `params`.
+class Run(NamedTuple):
+    """A run that is ready to start.
 
-    Adam and the clipping of gradients see the parameters alone: delayed scaling's variables are replaced.
+    Attributes:
+        settings, devices: what it does, and with how many.
+        programs: what it computes.
+        step: the training step, lowered.
     """
-    model = MoELanguageModel(
-        d_model=settings.d_model,
-        num_layers=settings.layers,
-        num_heads=settings.heads,
-        num_experts=settings.experts,
-        top_k=settings.top_k,
-        d_ff=settings.d_ff,
-        dtype=jnp.bfloat16,
-        recipe=RECIPES[settings.recipe],
-    )
-    params = model.init(jax.random.key(settings.seed), jnp.zeros((1, settings.sequence), jnp.int32))
-    optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(learning_rate(settings)))
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    settings: Settings
+    devices: Devices
+    programs: Programs
+    step: jax.stages.Lowered
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the model learns."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.programs.state.params["params"]))
+
+    @property
+    def placement(self) -> str:
+        """What the step is spread over, in words."""
+        count, expert = self.devices
+        return {
+            "none": "one device",
+            "pmap": f"pmap over {count} devices",
+            "expert": f"{count} devices with the experts over {expert}",
+        }[self.settings.parallel]
 
 
-def learning_rate(settings: Settings) -> optax.Schedule:
-    """A short warm-up, then a constant rate, so that a run can be continued past its end, unless it is to cool down.
+def prepare(settings: Settings, devices: Devices) -> Run:
+    """Plans a run, and finds out whether this machine can compute it.
 
-    The cool-down is linear (Hägele et al., https://arxiv.org/abs/2405.18392).
+    Raises:
+        UsageError: its GPUs or their libraries cannot.
     """
-    rate = settings.learning_rate
-    warm_up = optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS)
-    if settings.cool_down == 0:
-        return warm_up
-    start = settings.steps - settings.cool_down
-    cool_down = optax.linear_schedule(rate, 0.0, settings.cool_down, transition_begin=start)
-    return lambda step: jnp.minimum(warm_up(step), cool_down(step))
+    computed = programs(settings, devices)
+    windows = np.zeros((settings.batch, settings.sequence + 1), np.uint8)
+    try:
+        step = computed.take_step.lower(computed.state, computed.split(windows))
+    except jax.errors.JaxRuntimeError:
+        raise
+    except RuntimeError as error:
+        # What jax_grouped says where it finds out which GPU a program is for.
+        raise UsageError(str(error)) from None
+    return Run(settings, devices, computed, step)
 
 
-def _losses(state: TrainState, params: optax.Params, windows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean loss of predicting each next byte of `uint8[B, S + 1]`, in nats, and the balance loss."""
-    tokens = windows.astype(jnp.int32)
-    logits, balance_loss = state.apply_fn(params, tokens[:, :-1])
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])), balance_loss
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def train_step(state: TrainState, windows: jax.Array) -> tuple[TrainState, jax.Array]:
-    """One step of Adam on `uint8[B, S + 1]`: the next state, and the loss in nats per byte before it."""
-
-    def objective(params: optax.Params) -> tuple[jax.Array, jax.Array]:
-        loss, balance_loss = _losses(state, params, windows)
-        return loss + BALANCE_WEIGHT * balance_loss, loss
-
-    gradients, loss = jax.grad(objective, has_aux=True)(state.params)
-    return state.apply_gradients(grads=gradients), loss
-
-
-@jax.jit
-def held_out_loss(state: TrainState, batches: jax.Array) -> jax.Array:
-    """The loss in nats per byte over `uint8[N, B, S + 1]`, a batch at a time."""
-    return jnp.mean(jax.lax.map(lambda windows: _losses(state, state.params, windows)[0], batches))
-
-
-def parameter_count(settings: Settings) -> int:
-    """How many numbers the model learns."""
-    state = jax.eval_shape(functools.partial(create_state, settings))
-    return sum(leaf.size for leaf in jax.tree.leaves(state.params["params"]))
-
-
-def train(settings: Settings, corpus: Corpus, folder: RunFolder) -> float | None:
+def train(run: Run, corpus: Corpus, folder: RunFolder) -> float | None:
     """Trains to step `settings.steps` and keeps `folder` current; with `settings.resume`, from its latest checkpoint.
 
     Returns:
         Bytes trained on per second, not counting compilation, evaluation and files; None if there was no step to take.
     """
-    initialise = jax.jit(functools.partial(create_state, settings))
+    settings, computed = run.settings, run.programs
     with folder.checkpoints() as checkpoints:
         first = step = checkpoints.latest_step() or 0
         if step >= settings.steps:
             return None
-        state = restore(checkpoints, step, jax.eval_shape(initialise)) if settings.resume else initialise()
-        windows = functools.partial(random_windows, corpus.train, settings.sequence, settings.batch, settings.seed)
-        take_step = train_step.lower(state, windows(step)).compile()
-        held_out = _held_out_batches(settings, corpus)
+        state = restore(checkpoints, step, computed.state) if settings.resume else computed.initialise()
+        batches = _batches(run, corpus)
+        take_step = run.step.compile()
+        held_out = _held_out_batches(run, corpus)
         if step == 0:
-            folder.curve.extend([Losses(0, None, float(held_out_loss(state, held_out)))])
+            folder.curve.extend([Losses(0, None, float(computed.held_out_loss(state, held_out)))])
 
         seconds = 0.0
         bytes_per_step = settings.batch * settings.sequence
@@ -130,13 +111,13 @@ def train(settings: Settings, corpus: Corpus, folder: RunFolder) -> float | None
             while step < settings.steps:
                 stop = _next_stop(step, settings)
                 started = time.perf_counter()
-                state, losses = _advance(take_step, state, map(windows, range(step, stop)), bar)
+                state, losses = _advance(take_step, state, map(batches, range(step, stop)), bar, bytes_per_step)
                 seconds += time.perf_counter() - started
 
                 rows = [Losses(number, loss, None) for number, loss in enumerate(losses, start=step + 1)]
                 step = stop
                 if _is_due(step, settings.eval_every, settings):
-                    rows[-1] = rows[-1]._replace(held_out=float(held_out_loss(state, held_out)))
+                    rows[-1] = rows[-1]._replace(held_out=float(computed.held_out_loss(state, held_out)))
                     bar.write(f"step {step}: loss {rows[-1].train:.3f}, held-out loss {rows[-1].held_out:.3f}")
                 folder.curve.extend(rows)
                 if _is_due(step, settings.save_every, settings):
@@ -145,9 +126,16 @@ def train(settings: Settings, corpus: Corpus, folder: RunFolder) -> float | None
     return (step - first) * bytes_per_step / seconds
 
 
-def _held_out_batches(settings: Settings, corpus: Corpus) -> jax.Array:
-    windows = even_windows(corpus.held_out, settings.sequence, HELD_OUT_BATCHES * settings.batch)
-    return jnp.asarray(windows.reshape(HELD_OUT_BATCHES, settings.batch, -1))
+def _batches(run: Run, corpus: Corpus) -> Callable[[int], np.ndarray]:
+    """What each step, by its number, trains on."""
+    settings = run.settings
+    windows = functools.partial(random_windows, corpus.train, settings.sequence, settings.batch, settings.seed)
+    return lambda step: run.programs.split(windows(step))
+
+
+def _held_out_batches(run: Run, corpus: Corpus) -> np.ndarray:
+    count = HELD_OUT_BATCHES * run.settings.batch
+    return run.programs.split(even_windows(corpus.held_out, run.settings.sequence, count))
 
 
 def _is_due(step: int, every: int, settings: Settings) -> bool:
@@ -160,9 +148,9 @@ def _next_stop(step: int, settings: Settings) -> int:
 
 
 def _advance(
-    take_step: jax.stages.Compiled, state: TrainState, batches: Iterable[np.ndarray], bar: tqdm
+    take_step: jax.stages.Compiled, state: TrainState, batches: Iterable[np.ndarray], bar: tqdm, size: int
 ) -> tuple[TrainState, list[float]]:
-    """Takes one step per batch `uint8[B, S + 1]`; the next state, and the loss of each step."""
+    """Takes one step per batch of so many bytes; the next state, and the loss of each step."""
     losses: list[jax.Array] = []
     for batch in batches:
         state, loss = take_step(state, batch)
@@ -170,5 +158,43 @@ def _advance(
         if len(losses) > 1:
             # Reading the loss of the step before leaves the device with one to work on.
             bar.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
-        bar.update(batch[:, 1:].size)
+        bar.update(size)
     return state, [float(loss) for loss in losses]
+
+
+class Scaling(NamedTuple):
+    """Weak scaling: the same work per device on several and on one.
+
+    Attributes:
+        devices: how many.
+        together: bytes per second on all of them.
+        alone: bytes per second on one, with its part of the batch.
+    """
+
+    devices: int
+    together: float
+    alone: float
+
+    @property
+    def efficiency(self) -> float:
+        """How fast a device is beside the others, relative to one alone; 1 if they cost one another nothing."""
+        return self.together / (self.devices * self.alone)
+
+
+def measure_scaling(run: Run, corpus: Corpus) -> Scaling:
+    """Times steps of this run, and the same code on one device with its part of the batch and all experts."""
+    count = run.devices.total
+    alone = prepare(dataclasses.replace(run.settings, batch=run.settings.batch // count), Devices(1, 1))
+    return Scaling(count, _bytes_per_second(run, corpus), _bytes_per_second(alone, corpus))
+
+
+def _bytes_per_second(run: Run, corpus: Corpus) -> float:
+    take_step = run.step.compile()
+    batches = list(map(_batches(run, corpus), range(1 + SCALING_STEPS)))
+    state, loss = take_step(run.programs.initialise(), batches[0])
+    jax.block_until_ready(loss)
+    started = time.perf_counter()
+    for batch in batches[1:]:
+        state, loss = take_step(state, batch)
+    jax.block_until_ready(state)
+    return SCALING_STEPS * run.settings.batch * run.settings.sequence / (time.perf_counter() - started)

@@ -1,0 +1,109 @@
+"""One interface to the language model in both of Flax's APIs: pure functions of its variables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jax_grouped as jg
+import jax_grouped.examples.moe_lm as moe_lm
+import jax_grouped.examples.moe_lm_nnx as moe_lm_nnx
+from jax_grouped.examples.settings import RECIPES, Settings
+from jax_grouped.gradients import OVERWRITE_WITH_GRADIENT
+
+#: Nested mappings of arrays: `params`, and below `_overwrite_with_gradient` the states of delayed scaling.
+Variables = Mapping[str, Any]
+
+#: The quantized kernels that microbatches share, a pytree; None where there are none.
+Cache = Any
+
+
+class LanguageModel(NamedTuple):
+    """A language model over bytes.
+
+    Attributes:
+        init: makes the variables, from a key; the whole ones, on however many devices it is used.
+        apply: `(variables, tokens int[B, S], cache, is_first_microbatch)` to the logits of the bytes after them,
+            `f32[B, S, 256]`, the balance loss `f32[]`, and the cache for the microbatches that follow. As in
+            `jax_grouped.linen.MoEMlp`, `is_first_microbatch` may be a boolean on the device, or None to leave the cache
+            alone. Without a cache it must be True or None.
+        shares_kernels: whether there is a cache; `is_first_microbatch` must be None if not.
+    """
+
+    init: Callable[[jax.Array], Variables]
+    apply: Callable[..., tuple[jax.Array, jax.Array, Cache]]
+    shares_kernels: bool
+
+
+def language_model(
+    settings: Settings, *, expert_axis: str | None = None, batch_axes: Sequence[str] = ()
+) -> LanguageModel:
+    """The model of a run, for devices along these axes."""
+    recipe = RECIPES[settings.recipe]
+    arguments = dict(
+        d_model=settings.d_model,
+        num_layers=settings.layers,
+        num_heads=settings.heads,
+        num_experts=settings.experts,
+        top_k=settings.top_k,
+        d_ff=settings.d_ff,
+        dtype=jnp.bfloat16,
+        recipe=recipe,
+        cache_kernel=recipe is not None and settings.microbatches > 1,
+        expert_axis=expert_axis,
+        batch_axes=tuple(batch_axes),
+    )
+    return {"linen": _linen_model, "nnx": _nnx_model}[settings.layer](arguments)
+
+
+def _linen_model(arguments: dict[str, Any]) -> LanguageModel:
+    model = moe_lm.MoELanguageModel(**arguments)
+    collection = jg.linen.KERNEL_CACHE
+
+    def init(key: jax.Array) -> Variables:
+        variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
+        return {name: tree for name, tree in variables.items() if name != collection}
+
+    def apply(
+        variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        stored = {} if cache is None else {collection: cache}
+        (logits, balance_loss), changed = model.apply(
+            {**variables, **stored}, tokens, is_first_microbatch=is_first_microbatch, mutable=[collection]
+        )
+        return logits, balance_loss, changed.get(collection)
+
+    return LanguageModel(init, apply, arguments["cache_kernel"])
+
+
+def _nnx_model(arguments: dict[str, Any]) -> LanguageModel:
+    def create(rngs: nnx.Rngs) -> nnx.Module:
+        return moe_lm_nnx.MoELanguageModel(**arguments, rngs=rngs)
+
+    # What the variables are put back into.
+    abstract = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
+    kinds = (nnx.Param, jg.nnx.Fp8Variable, jg.nnx.KernelCacheVariable)
+    graph, *states = nnx.split(abstract, *kinds)
+
+    def init(key: jax.Array) -> Variables:
+        params, fp8, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(nnx.Rngs(key)), *kinds)[1:])
+        return {"params": params, **({OVERWRITE_WITH_GRADIENT: fp8} if fp8 else {})}
+
+    def apply(
+        variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        params, fp8, caches = jax.tree.map(lambda leaf: leaf, states)
+        nnx.replace_by_pure_dict(params, variables["params"])
+        nnx.replace_by_pure_dict(fp8, variables.get(OVERWRITE_WITH_GRADIENT, {}))
+        if cache is None:
+            # Never read: the variables must be there to be written.
+            caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)
+        else:
+            nnx.replace_by_pure_dict(caches, cache)
+        model = nnx.merge(graph, params, fp8, caches)
+        logits, balance_loss = model(tokens, is_first_microbatch=is_first_microbatch)
+        return logits, balance_loss, nnx.to_pure_dict(nnx.state(model, jg.nnx.KernelCacheVariable)) or None
+
+    return LanguageModel(init, apply, arguments["cache_kernel"])

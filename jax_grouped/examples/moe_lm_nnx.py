@@ -1,0 +1,93 @@
+"""The language model of `moe_lm` in Flax NNX: the same layers, initialised from the same distributions."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+import jax_grouped as jg
+from jax_grouped.examples.transformer import VOCABULARY, causal_attention, embed
+
+
+class CausalAttention(nnx.Module):
+    """Multi-head attention of every position to itself and the earlier ones, `[B, S, D] -> [B, S, D]`."""
+
+    def __init__(self, features: int, num_heads: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        heads = (num_heads, features // num_heads)
+        self.qkv = nnx.LinearGeneral(features, (3, *heads), use_bias=False, dtype=dtype, rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The attention's result."""
+        return self.out(causal_attention(self.qkv(x)))
+
+
+class Block(nnx.Module):
+    """Attention and a mixture of experts, each with a norm before it and added to what came in."""
+
+    def __init__(self, features: int, num_heads: int, experts: jg.nnx.MoEMlp, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.attention = CausalAttention(features, num_heads, dtype=dtype, rngs=rngs)
+        self.experts_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
+        self.experts = experts
+
+    def __call__(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+        """`[B, S, D]` and the balance loss."""
+        x = x + self.attention(self.attention_norm(x))
+        y, metrics = self.experts(self.experts_norm(x), is_first_microbatch=is_first_microbatch)
+        return x + y, metrics.balance_loss
+
+
+class MoELanguageModel(nnx.Module):
+    """Predicts each next byte; the arguments are the attributes of `moe_lm.MoELanguageModel`."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        num_experts: int,
+        top_k: int,
+        d_ff: int,
+        dtype: DTypeLike,
+        recipe: jg.Recipe | None = None,
+        cache_kernel: bool = False,
+        expert_axis: str | None = None,
+        batch_axes: Sequence[str] = (),
+        rngs: nnx.Rngs,
+    ):
+        def block() -> Block:
+            experts = jg.nnx.MoEMlp(
+                d_model,
+                num_experts=num_experts,
+                top_k=top_k,
+                hidden_features=d_ff,
+                dtype=dtype,
+                recipe=recipe,
+                cache_kernel=cache_kernel,
+                expert_axis=expert_axis,
+                batch_axes=batch_axes,
+                rngs=rngs,
+            )
+            return Block(d_model, num_heads, experts, dtype=dtype, rngs=rngs)
+
+        self.dtype = dtype
+        self.embed = nnx.Embed(VOCABULARY, d_model, rngs=rngs)
+        self.blocks = nnx.List([block() for _ in range(num_layers)])
+        self.norm = nnx.RMSNorm(d_model, dtype=dtype, rngs=rngs)
+        self.logits = nnx.Linear(d_model, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, *, is_first_microbatch: ArrayLike | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the mean balance loss."""
+        x = embed(tokens, self.embed.embedding[...], self.dtype)
+        balance_losses = []
+        for block in self.blocks:
+            x, balance_loss = block(x, is_first_microbatch)
+            balance_losses.append(balance_loss)
+        logits = self.logits(self.norm(x))
+        return logits.astype(jnp.float32), jnp.mean(jnp.stack(balance_losses))

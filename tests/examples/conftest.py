@@ -1,0 +1,58 @@
+"""What the tests of the examples share: compiled programs, a text, and a finished run."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.examples.programs import TINY, run
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Compiles each program of a run once, and on CPUs in a hurry; the settings of JAX that say so, for processes."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_disable_most_optimizations": jax.default_backend() == "cpu",
+    }
+    before = {
+        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
+        "jax_persistent_cache_min_compile_time_secs": jax.config.jax_persistent_cache_min_compile_time_secs,
+        "jax_disable_most_optimizations": False,
+    }
+    _configure(options)
+    yield {name.upper(): str(value) for name, value in options.items()}
+    _configure(before)
+
+
+def _configure(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        jax.config.update(name, value)
+    # JAX looks once whether there is a cache.
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="package")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{number} squared is {number**2}.\n" for number in range(1000)))
+    return path
+
+
+@pytest.fixture(scope="package")
+def finished(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of 12 steps on one device, and what the run printed."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    status, out, err = run("--data", text_file, "--out", folder, "--steps", 12, *TINY)
+    assert status == 0, err
+    return folder, out
+
+
+@pytest.fixture
+def finished_copy(finished: tuple[Path, str], tmp_path: Path) -> Path:
+    return shutil.copytree(finished[0], tmp_path / "run")

@@ -1,0 +1,44 @@
+"""Whole runs of `train_moe` in this process, on tiny sizes."""
+
+import contextlib
+import csv
+import io
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+
+from jax_grouped.examples import command_line, training
+from jax_grouped.examples.settings import devices_of
+from jax_grouped.examples.train_moe import main
+
+TINY = shlex.split(
+    "--d-model 32 --layers 1 --heads 2 --experts 4 --batch 8 --sequence 32 --learning-rate 0.01 "
+    "--eval-every 3 --save-every 4"
+)
+
+
+def run(*flags: object) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of the program."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(flag) for flag in flags])
+    return status, out.getvalue(), err.getvalue()
+
+
+def prepared(flags: str) -> training.Run:
+    """A tiny run with these flags."""
+    settings = command_line.parse([*TINY, *flags.split()])
+    return training.prepare(settings, devices_of(settings, jax.device_count()))
+
+
+def read_rows(folder: Path) -> list[list[str]]:
+    with (folder / "loss.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def need_devices(count: int) -> None:
+    """Skips the test where there are fewer: on GPUs these are the machine's own, of CPUs `conftest` makes enough."""
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices")
