@@ -19,7 +19,7 @@ run's final held-out loss and how far it is from that of the bf16 run of its see
 than --within for one of them."""
 
 #: Settings that compared runs need not share: what is compared, the text's path, and what does not shape the curve.
-_FREE = ("recipe", "seed", "data", "eval_every", "save_every")
+_FREE = ("recipe", "seed", "data", "eval_every", "save_every", "parallel", "devices", "expert_devices")
 
 
 class Run(NamedTuple):
