@@ -7,6 +7,8 @@ import pytest
 import build_backend
 from build_backend import Parts
 
+pytestmark = pytest.mark.slow
+
 COMPLETE = Parts(
     compiler="g++", toolkit=Path("cuda"), cublas=Path("cublas"), ffi=Path("jaxlib/include"), nanobind=Path("nanobind")
 )

@@ -25,6 +25,8 @@ from tests.quantize_cases import (
 )
 from tests.quantize_oracle import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 
 def scaled_array(
     copy: quantize_oracle.Copy, layout: QuantizedLayout, sizes: np.ndarray | None, dtype: str

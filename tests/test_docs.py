@@ -15,6 +15,8 @@ import pytest
 from tests import markdown
 from tests.public_names import public_names
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 

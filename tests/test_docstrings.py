@@ -17,6 +17,8 @@ from flax import nnx
 import jax_grouped as jg
 from tests.public_names import public_names
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(jg.__file__).parent
 
 #: Names of values that cannot have a docstring, but for a comment where they are defined.

@@ -7,6 +7,8 @@ import pytest
 
 from jax_grouped.backends import fp8
 
+pytestmark = pytest.mark.slow
+
 LIMIT = np.float32(2.0**126)
 
 

@@ -20,6 +20,8 @@ from jax_grouped.recipes import Recipe
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import assert_same_trees, poison, some
 
+pytestmark = pytest.mark.slow
+
 RECIPES: dict[str, Recipe] = {
     "block": jg.Float8BlockScaling(),
     "current": jg.Float8CurrentScaling(),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jax_grouped import group_layout
 from tests import oracle
 
+pytestmark = pytest.mark.slow
+
 INT32 = st.one_of(st.integers(0, 12), st.integers(-(2**31), 2**31 - 1))
 
 

@@ -16,6 +16,8 @@ from jax_grouped.moe.mlp import swiglu
 from tests import oracle
 from tests.quantize_cases import some
 
+pytestmark = pytest.mark.slow
+
 E, T, K, F, N = 4, 300, 48, 144, 32
 SIZES = np.array([37, 0, 200, 1], np.int32)
 RECIPES = {

@@ -15,6 +15,8 @@ import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle
 
+pytestmark = pytest.mark.slow
+
 #: Relative Frobenius error per group that the result's own rounding and float32 accumulation explain.
 TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
 

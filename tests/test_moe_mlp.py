@@ -14,6 +14,8 @@ import jax_grouped as jg
 from tests import oracle
 from tests.exports import exported
 
+pytestmark = pytest.mark.slow
+
 TOKENS, K, F, E, TOP_K = 24, 16, 32, 6, 2
 OPTIONS = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
 BLOCK = jg.Float8BlockScaling()

@@ -17,6 +17,8 @@ from jax_grouped.moe.permutation import Permutation
 from tests.exports import exported
 from tests.meshes import data_mesh
 
+pytestmark = pytest.mark.slow
+
 TOKENS, TOP_K, EXPERTS, FEATURES = 7, 3, 4, 5
 #: Two pairs of nobody, and an expert without tokens.
 CHOICES = np.array([[0, 1, 3], [3, 0, 1], [4, 3, 0], [0, 3, 1], [3, -1, 0], [1, 3, 0], [3, 0, 1]], np.int32)

@@ -16,6 +16,8 @@ from jax_grouped.moe.routing import Routing
 from tests.exports import exported
 from tests.meshes import data_mesh
 
+pytestmark = pytest.mark.slow
+
 TOKENS, EXPERTS, TOP_K = 6, 5, 3
 LOGITS = np.random.default_rng(0).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 BIAS = np.array([0.0, 0.5, -0.5, 0.2, 0.1], np.float32)

@@ -16,6 +16,8 @@ from tests.parallel_programs import by_name
 from tests.test_lowering import custom_calls
 from tests.test_moe_mlp import a_loop_over_tokens
 
+pytestmark = pytest.mark.slow
+
 BLOCK = jg.Float8BlockScaling()
 DELAYED = jg.DelayedScaling(amax_history_len=2)
 

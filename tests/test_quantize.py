@@ -33,6 +33,8 @@ from tests.quantize_cases import (
 )
 from tests.quantize_oracle import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 
 def check(
     x: np.ndarray,

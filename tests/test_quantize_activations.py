@@ -15,6 +15,8 @@ from jax_grouped.backends.spec import Activation
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import AWKWARD_SIZES, MODES, SHAPE, assert_quantized, awkward_values, some, tokens
 
+pytestmark = pytest.mark.slow
+
 DIRECTIONS = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 INEXACT = ("silu_mul", "silu", "gelu")
 

@@ -13,6 +13,8 @@ from tests import quantize_oracle
 from tests.quantize_cases import INPUT_TYPES, assert_quantized, assert_same_trees, some
 from tests.quantize_oracle import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 RECIPES = {
     "block": jg.Float8BlockScaling(),
     "block-any-scale": jg.Float8BlockScaling(fwd_dtype="float8_e5m2", pow2_scales=False, amax_epsilon=0.5),

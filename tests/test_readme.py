@@ -2,7 +2,11 @@
 
 import pathlib
 
+import pytest
+
 from tests import markdown
+
+pytestmark = pytest.mark.slow
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 

@@ -23,6 +23,8 @@ from benchmarks.records import Record
 from benchmarks.timing import Timing
 from tests.benchmarks.programs import assert_ends_in_one_line
 
+pytestmark = pytest.mark.slow
+
 TINY = Tokens("tiny", 2, 256, 128)
 TINY_COPY = Tokens("copy", 1, 32, 64)
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -21,6 +21,8 @@ from benchmarks.table import cublaslt_summary, table
 from benchmarks.timing import BLOCKS, Timing, TooSlowError, measure
 from tests.benchmarks.programs import assert_ends_in_one_line
 
+pytestmark = pytest.mark.slow
+
 FAST = ["--calls", "2", "--shapes", "odd", "--skews", "tail"]
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -20,6 +20,8 @@ from benchmarks.step.variants import BASE, LOADERS, Variant
 from benchmarks.timing import Timing
 from tests.benchmarks.programs import assert_ends_in_one_line
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape("tiny", 2, 80, 32, 48)
 # The others differ only in the recipe, and take long to compile.
 CHOSEN = ["bf16", "block", "delayed cached"]

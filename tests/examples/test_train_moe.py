@@ -18,6 +18,8 @@ from jax_grouped.examples.parallel import programs
 from jax_grouped.examples.settings import Devices
 from tests.examples.programs import TINY, need_devices, prepared, read_rows, run
 
+pytestmark = pytest.mark.slow
+
 #: With microbatches that share kernels.
 DELAYED = "--layer nnx --recipe delayed --microbatches 2"
 
