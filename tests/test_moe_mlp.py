@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests import oracle
 from tests.exports import exported
+from tests.meshes import data_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +134,19 @@ def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) 
     half = TOKENS // 2
     np.testing.assert_allclose(y[:half], expected[:half], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(y[half:], 0)
+
+
+def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
+    layer = jg.linen.MoEMlp(**OPTIONS, expert_axis="data")
+    specs = {"params": {name: P() if name == "router" else P("data") for name in params()}}
+
+    def result(variables: Any, x: jax.Array) -> jax.Array:
+        return layer.apply(variables, x)[0]
+
+    on_one = jax.jit(jax.shard_map(result, mesh=data_mesh(1), in_specs=(specs, P("data")), out_specs=P("data")))
+    assert "all_to_all" not in on_one.lower({"params": params()}, x()).as_text()
+    expected = jax.jit(jg.linen.MoEMlp(**OPTIONS).apply)({"params": params()}, x())[0]
+    np.testing.assert_allclose(on_one({"params": params()}, x()), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -121,9 +121,9 @@ def moe_mlp(
     )
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
-    places = group_by_expert(routing.experts, num_experts, capacity=None if expert_axis else capacity)
+    places = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
     rows, dropped = permute(x, places), places.dropped
-    if expert_axis is None:
+    if devices == 1:
         rows = grouped_mlp(rows, gate_up, down, places.group_sizes, recipe=recipe, precision=precision)
     else:
         exchange = plan_exchange(
