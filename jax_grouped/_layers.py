@@ -1,4 +1,4 @@
-"""What the linen and the NNX layers share: an expert's initialiser, and when its kernel is quantized anew."""
+"""What the linen and the NNX layers share: an initialiser, what they compute, and when kernels are quantized anew."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ from jax_grouped.dense import grouped_dense
 from jax_grouped.dense_inputs import Weights
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.moe.exchange import axis_size
+from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.quantize import quantize_kernel
 from jax_grouped.recipes import DelayedScaling, Recipe
 
@@ -54,16 +55,38 @@ def dense(
     """The linear layer of each group, computed in `dtype`."""
     # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
     dtype = dtype or jnp.result_type(x, weights.kernel)
-    return grouped_dense(
-        jnp.asarray(x, dtype),
-        weights.kernel,
-        group_sizes,
-        weights.bias,
-        recipe=recipe,
-        fp8_state=weights.fp8_state,
-        kernel_cache=weights.kernel_cache,
-        precision=precision,
+    x = jnp.asarray(x, dtype)
+    return grouped_dense(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **weights._asdict())
+
+
+def mixture(
+    layer: Any,
+    x: jax.Array,
+    router: Callable[[jax.Array], jax.Array],
+    gate_up: Weights,
+    down: Weights,
+    selection_bias: jax.Array | None,
+    **axes: Any,
+) -> tuple[jax.Array, MoEMetrics]:
+    """What a `MoEMlp`, `layer`, makes of tokens `[..., K]` with these parts, on devices along these axes."""
+    tokens = jnp.reshape(x, (-1, jnp.shape(x)[-1]))
+    y, metrics = moe_mlp(
+        jnp.asarray(tokens, layer.dtype or jnp.result_type(x, gate_up.kernel)),
+        router(tokens),
+        gate_up,
+        down,
+        top_k=layer.top_k,
+        score=layer.score,
+        normalize_weights=layer.normalize_weights,
+        weight_scale=layer.weight_scale,
+        selection_bias=selection_bias,
+        capacity_factor=layer.capacity_factor,
+        recipe=layer.recipe,
+        precision=layer.precision,
+        exchange_method=layer.exchange_method,
+        **axes,
     )
+    return y.reshape(jnp.shape(x)), metrics
 
 
 def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None) -> None:

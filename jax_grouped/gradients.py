@@ -8,7 +8,8 @@ The gradient of delayed scaling's state is the state's next value. In a tree of 
 
 Every other gradient belongs to a parameter: of several, the sum or the mean counts, while of next values it is the
 largest of each number. They are taken of the gradients that pass through a layer, and so depend on what the loss is
-multiplied by: to have the same with any number of microbatches, divide the gradients of parameters by it, not the loss.
+multiplied by: to have those of the whole batch with any number of microbatches or devices, multiply each loss by its
+part of the batch before it is differentiated, and add gradients up.
 """
 
 import dataclasses

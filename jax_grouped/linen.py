@@ -15,7 +15,7 @@ from jax_grouped.arrays import KernelCache
 from jax_grouped.dense_inputs import Weights
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.moe.exchange import Method
-from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
 from jax_grouped.recipes import DelayedScaling, Recipe
 
@@ -310,7 +310,6 @@ class MoEMlp(nn.Module):
             )
             return kernel(is_first_microbatch)
 
-        tokens = jnp.reshape(x, (-1, features))
         router = nn.Dense(
             self.num_experts,
             use_bias=False,
@@ -321,22 +320,5 @@ class MoEMlp(nn.Module):
         )
         gate_up = weights("gate_up", (experts, features, 2, hidden), self.gate_up_init)
         down = weights("down", (experts, hidden, features), self.down_init)
-        y, metrics = moe_mlp(
-            jnp.asarray(tokens, self.dtype or jnp.result_type(x, gate_up.kernel)),
-            router(tokens),
-            gate_up,
-            down,
-            top_k=self.top_k,
-            score=self.score,
-            normalize_weights=self.normalize_weights,
-            weight_scale=self.weight_scale,
-            selection_bias=selection_bias,
-            capacity_factor=self.capacity_factor,
-            recipe=self.recipe,
-            precision=self.precision,
-            expert_axis=expert_axis,
-            feature_axis=feature_axis,
-            batch_axes=batch_axes,
-            exchange_method=self.exchange_method,
-        )
-        return y.reshape(jnp.shape(x)), metrics
+        axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
+        return _layers.mixture(self, x, router, gate_up, down, selection_bias, **axes)

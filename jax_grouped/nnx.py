@@ -16,7 +16,7 @@ from jax_grouped.arrays import KernelCache
 from jax_grouped.dense_inputs import Weights
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.moe.exchange import Method
-from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
 from jax_grouped.recipes import DelayedScaling, Recipe
 
@@ -358,24 +358,6 @@ class MoEMlp(nnx.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
-        tokens = jnp.reshape(x, (-1, jnp.shape(x)[-1]))
-        gate_up = self.gate_up.weights(is_first_microbatch)
-        y, metrics = moe_mlp(
-            jnp.asarray(tokens, self.dtype or jnp.result_type(x, gate_up.kernel)),
-            self.router(tokens),
-            gate_up,
-            self.down.weights(is_first_microbatch),
-            top_k=self.top_k,
-            score=self.score,
-            normalize_weights=self.normalize_weights,
-            weight_scale=self.weight_scale,
-            selection_bias=selection_bias,
-            capacity_factor=self.capacity_factor,
-            recipe=self.recipe,
-            precision=self.precision,
-            expert_axis=self.expert_axis,
-            feature_axis=self.feature_axis,
-            batch_axes=self.batch_axes,
-            exchange_method=self.exchange_method,
-        )
-        return y.reshape(jnp.shape(x)), metrics
+        gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
+        axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
+        return _layers.mixture(self, x, self.router, gate_up, down, selection_bias, **axes)

@@ -8,18 +8,23 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 
+def need_devices(count: int) -> None:
+    """Skips the test where there are fewer: on GPUs these are the machine's own, of CPUs `conftest` makes enough."""
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices")
+
+
 def data_mesh(devices: int) -> Mesh:
-    """So many devices along the axis `data`. Skips as `mesh_of` does."""
+    """So many devices along the axis `data`. Skips as `need_devices` does."""
     return mesh_of({"data": devices})
 
 
 def mesh_of(axes: Mapping[str, int]) -> Mesh:
     """A mesh of the first devices, with axes of these sizes, the first one the slowest.
 
-    Skips the test where there are fewer: on GPUs these are the machine's own, while of CPUs `conftest` makes enough.
+    Skips as `need_devices` does.
     """
     devices = int(np.prod([*axes.values()]))
-    if jax.device_count() < devices:
-        pytest.skip(f"needs {devices} devices")
+    need_devices(devices)
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh((*axes.values(),), (*axes,), axis_types=types, devices=jax.devices()[:devices])

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from tests import markdown
+from tests.meshes import need_devices
 from tests.public_names import public_names
 
 pytestmark = pytest.mark.slow
@@ -27,8 +27,7 @@ DEVICES = {"parallelism": 4}
 @functools.cache
 def ran(name: str) -> dict[str, Any]:
     """What a page has defined in the end."""
-    if jax.device_count() < DEVICES.get(name, 1):
-        pytest.skip(f"needs {DEVICES[name]} devices")
+    need_devices(DEVICES.get(name, 1))
     return markdown.run(ROOT / "docs" / f"{name}.md")
 
 

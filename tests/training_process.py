@@ -7,9 +7,9 @@ import json
 import sys
 
 import jax
-from jax.sharding import AxisType
 
 from tests import parallel_programs as programs
+from tests.meshes import mesh_of
 
 DEVICES = 4
 #: The experts' axis is the first, so it spans the processes.
@@ -19,8 +19,7 @@ AXES = dict(expert=4, data=2)
 def main(port: str, process: str, processes: str) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(process), initialization_timeout=60)
-    mesh = jax.make_mesh((*AXES.values(),), (*AXES,), axis_types=(AxisType.Auto,) * len(AXES))
-    losses, _ = programs.sharded(programs.model("nnx", AXES), mesh).run()
+    losses, _ = programs.sharded(programs.model("nnx", AXES), mesh_of(AXES)).run()
     print(json.dumps(losses.tolist()))
 
 

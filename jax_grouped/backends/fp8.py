@@ -53,14 +53,14 @@ def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
     dividend = np.float32(numerator * 2.0**numerator_exponent)
     return jax.lax.platform_dependent(
         x,
-        # A tenth of the instructions, and rounded as IEEE 754 says.
+        # Rounded as IEEE 754 says, and less to compile.
         cpu=lambda x: clamp_scale(dividend / x),
         default=lambda x: divide_integers(numerator, numerator_exponent, x),
     )
 
 
 def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
-    """The same, where a floating-point division is not rounded correctly."""
+    """What `_divide` says, in integers: for platforms that do not round a floating-point division correctly."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) | (1 << _MANTISSA_BITS)
     # Long division, 7 bits at a time, so that remainders stay below 2^31. The quotient has 27 or 28 bits; the lowest

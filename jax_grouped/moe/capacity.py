@@ -20,8 +20,7 @@ def fit_to_capacity(sizes: jax.Array, capacity: int) -> jax.Array:
     # With the groups before this one whole and all others of its size, does everything fit?
     before = jnp.cumsum(ascending) - ascending
     others = ascending.size - jnp.arange(ascending.size, dtype=jnp.int32)
-    fits = ascending <= (capacity - before) // others
-    first_cut = jnp.sum(fits)  # Once a size does not fit, no larger one does.
     level = (capacity - before) // others
+    first_cut = jnp.sum(ascending <= level)  # Once a size does not fit, no larger one does.
     longest = jnp.where(first_cut == ascending.size, capacity, level[jnp.minimum(first_cut, ascending.size - 1)])
     return jnp.minimum(sizes, longest).astype(jnp.int32)

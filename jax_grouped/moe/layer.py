@@ -107,7 +107,7 @@ def moe_mlp(
     x, logits = jnp.asarray(x), jnp.asarray(logits)
     gate_up, down = as_weights(gate_up), as_weights(down)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
-    for axis in (*batch_axes, *([] if feature_axis is None else [feature_axis])):
+    for axis in filter(None, (*batch_axes, feature_axis)):
         axis_size(axis)  # Raises where there is no such axis.
     _check_arguments(x, logits, jnp.shape(gate_up.kernel), devices, capacity_factor)
     tokens, num_experts = logits.shape
@@ -131,7 +131,7 @@ def moe_mlp(
         )
         rows = send_rows(rows, exchange)
         rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, recipe=recipe, precision=precision)
-        rows, dropped = return_rows(rows, exchange), dropped + exchange.dropped
+        rows, dropped = return_rows(rows, exchange), exchange.dropped
     y = unpermute(rows, places, routing.weights)
     if feature_axis is not None:
         y = jax.lax.psum(y, feature_axis)

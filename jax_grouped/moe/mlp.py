@@ -65,8 +65,8 @@ def grouped_mlp(
     hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
     if recipe is None:
-        dense = functools.partial(_plain_dense, group_sizes=group_sizes, precision=precision)
-        return dense(swiglu(dense(x, gate_up)), down)
+        dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
+        return dense(swiglu(dense(x, **gate_up._asdict())), **down._asdict())
 
     sizes, offset = _checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     spec = _MlpSpec(
@@ -74,7 +74,7 @@ def grouped_mlp(
         down=dataclasses.replace(down_spec, input_activation="silu_mul"),
     )
     up_inputs = Inputs(x, group_sizes=sizes, group_offset=offset, **gate_up._asdict())
-    # The second product's tokens are the first one's result.
+    # No tokens: those of the second product are the first one's result.
     down_inputs = Inputs(None, group_sizes=sizes, group_offset=offset, **down._asdict())  # type: ignore[arg-type]
     return _mlp(vary_inputs(up_inputs, down_inputs), spec)
 
@@ -93,11 +93,6 @@ def as_weights(weights: jax.Array | Weights) -> Weights:
 def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:
     if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != 2 * down[1]:
         raise ValueError(f"gate_up and down must have shapes [E, K, 2 F] and [E, F, N], got {gate_up} and {down}.")
-
-
-def _plain_dense(x: jax.Array, weights: Weights, group_sizes: ArrayLike, precision: jax.lax.PrecisionLike) -> jax.Array:
-    kernel, bias, _, _, accumulator = weights
-    return grouped_dense(x, kernel, group_sizes, bias, dkernel_accumulator=accumulator, precision=precision)
 
 
 class _MlpSpec(NamedTuple):
@@ -131,6 +126,7 @@ def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, 
     del spec
     down = gradients(saved.down, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy)
     up = gradients(saved.up, down.x, saved.hidden)
+    # As an input, the second product had no tokens, so there is no gradient of them.
     return ((up, down._replace(x=None)),)  # type: ignore[arg-type]
 
 

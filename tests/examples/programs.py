@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import jax
-import pytest
 
 from jax_grouped.examples import command_line, training
 from jax_grouped.examples.settings import devices_of
@@ -36,9 +35,3 @@ def prepared(flags: str) -> training.Run:
 def read_rows(folder: Path) -> list[list[str]]:
     with (folder / "loss.csv").open(newline="") as file:
         return list(csv.reader(file))
-
-
-def need_devices(count: int) -> None:
-    """Skips the test where there are fewer: on GPUs these are the machine's own, of CPUs `conftest` makes enough."""
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} devices")

@@ -16,7 +16,8 @@ from flax.training.train_state import TrainState
 from jax_grouped.examples import command_line, step, training
 from jax_grouped.examples.parallel import programs
 from jax_grouped.examples.settings import Devices
-from tests.examples.programs import TINY, need_devices, prepared, read_rows, run
+from tests.examples.programs import TINY, prepared, read_rows, run
+from tests.meshes import need_devices
 
 pytestmark = pytest.mark.slow
 
