@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_grouped.recipes import ScalingMode
 
@@ -29,6 +30,9 @@ MX_BLOCK = 32
 
 #: A scale is found from how many units of so many rows lie before its group.
 GROUP_UNITS = (4, 16, 32, 128, 512)
+
+#: So many groups are all compared with each row: one operation to compile, where a search is many.
+_FEW_GROUPS = 64
 
 #: A window of the quantization kernels is made for so many chunks and has room for 8 more, 48 bytes each, and 64 bytes.
 _CHUNKS_PER_WINDOW = 32
@@ -65,27 +69,34 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
         capacity: rows of the token array.
     """
     total = group_sizes.shape[0]
-    # A sum that saturates at the capacity is associative, and in uint32 it can't wrap: both terms are below 2^31.
     clamped = jnp.clip(group_sizes, 0, capacity).astype(jnp.uint32)
-    limit = jnp.uint32(capacity)
-    ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), clamped).astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    ends = jax.lax.reduce_window(
+        clamped,
+        np.uint32(0),
+        _saturating_sum,
+        window_dimensions=(total,),
+        window_strides=(1,),
+        padding=((total - 1, 0),),
+    )
+    ends = jnp.minimum(ends.astype(jnp.int32), capacity)
 
-    index = jnp.clip(group_offset[0], -num_groups, total) + jnp.arange(num_groups, dtype=jnp.int32)
-    exists = (index >= 0) & (index < total)
-    index = jnp.clip(index, 0, total - 1)
-    starts, ends = starts[index], ends[index]
-    return GroupRows(starts=jnp.where(exists, starts, 0), sizes=jnp.where(exists, ends - starts, 0))
+    # Group `i` lies between the ends of two neighbours, of which those before the first group are 0.
+    neighbour = jnp.clip(group_offset[0], -num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
+    bounds = jnp.where(neighbour < 0, 0, ends[jnp.clip(neighbour, 0, total - 1)])
+    return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
+
+
+def _saturating_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of two `uint32` below 2^31, at most 2^31 - 1; associative, and it can't wrap."""
+    return jnp.minimum(a + b, np.uint32(2**31 - 1))
 
 
 def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The local group of every row (`int32[capacity]`) and whether the row belongs to any (`bool[capacity]`)."""
     row = jnp.arange(capacity, dtype=jnp.int32)
-    # Groups past the end of `group_sizes` start at 0, so ends, made monotonic, are searched instead of starts.
-    ends = jax.lax.associative_scan(jnp.maximum, rows.starts + rows.sizes)
+    ends = rows.starts + rows.sizes
     group = jnp.minimum(count_not_above(ends, row), ends.shape[0] - 1)
-    start = rows.starts[group]
-    return group, (row >= start) & (row < start + rows.sizes[group])
+    return group, (row >= rows.starts[0]) & (row < ends[-1])
 
 
 def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
@@ -135,13 +146,78 @@ def bias_grad_tiles(capacity: int, num_groups: int) -> int:
     return capacity // BIAS_GRAD_ROWS + num_groups
 
 
-def unit_starts(rows: GroupRows, unit: int) -> jax.Array:
-    """How many units of `unit` rows the groups before each one have, the last unit of a group cut short; `int32[G+1]`.
+class Places(NamedTuple):
+    """Where some rows lie, the arrays being `int32[n]`.
 
-    The additional entry is the number of all units.
+    Attributes:
+        group: the local group of each.
+        row: which row of the group it is.
+        start: the group's first row, counted in the array.
+        size: the rows of the group.
+        units_before: `int32[n, len(GROUP_UNITS)]`, how many of these units the groups before it have, the last unit of
+            a group cut short.
+        valid: `bool[n]`, whether there is such a row; what is not valid has any place.
     """
-    ends = jnp.cumsum(-(-rows.sizes // unit), dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+
+    group: jax.Array
+    row: jax.Array
+    start: jax.Array
+    size: jax.Array
+    units_before: jax.Array
+    valid: jax.Array
+
+    def before(self, unit: int) -> jax.Array:
+        """How many units of so many rows, one of `GROUP_UNITS`, the groups before have."""
+        return self.units_before[:, GROUP_UNITS.index(unit)]
+
+    def units(self, unit: int) -> jax.Array:
+        """How many units of so many rows the group has."""
+        return _quotient(self.size + (unit - 1), unit)
+
+    def block(self, unit: int) -> jax.Array:
+        """In which unit of so many rows it lies, counted from the first group's first one."""
+        return self.before(unit) + _quotient(self.row, unit)
+
+
+class GroupTable:
+    """What is looked up for groups, to find the places of rows."""
+
+    def __init__(self, rows: GroupRows):
+        self._rows = rows
+        units = np.array(GROUP_UNITS, np.int32)
+        self._unit_ends = jnp.cumsum(_quotient(rows.sizes[:, None] + (units - 1), units), axis=0, dtype=jnp.int32)
+        before = jnp.pad(self._unit_ends[:-1], ((1, 0), (0, 0)))
+        self._table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
+
+    def rows(self, capacity: int) -> Places:
+        """The place of every row of the array."""
+        index = jnp.arange(capacity, dtype=jnp.int32)
+        ends = self._rows.starts + self._rows.sizes
+        group = _group_of(ends, index)
+        start, size, before = self._lookup(group)
+        return Places(group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1]))
+
+    def units(self, unit: int, count: int) -> Places:
+        """The place of the first row of every unit, for `count` units, which may be more than there are."""
+        index = jnp.arange(count, dtype=jnp.int32)
+        ends = self._unit_ends[:, GROUP_UNITS.index(unit)]
+        group = _group_of(ends, index)
+        start, size, before = self._lookup(group)
+        row = unit * (index - before[:, GROUP_UNITS.index(unit)])
+        return Places(group, row, start, size, before, index < ends[-1])
+
+    def _lookup(self, group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        found = self._table.at[group].get(mode="clip", wrap_negative_indices=False)
+        return found[:, 0], found[:, 1], found[:, 2:]
+
+
+def _group_of(ends: jax.Array, index: jax.Array) -> jax.Array:
+    """The group of every index, from the groups' sorted ends; the last one for what lies behind."""
+    if ends.shape[0] <= _FEW_GROUPS:
+        count = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)
+    else:
+        count = count_not_above(ends, index)
+    return jnp.minimum(count, ends.shape[0] - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,103 +314,119 @@ class QuantizedLayout:
             case _:
                 return self.features, units(32)
 
-    def row_scales(self, rows: GroupRows, group: jax.Array, row: jax.Array) -> jax.Array:
+    def row_scales(self, places: Places) -> jax.Array:
         """Positions of the scales of rowwise data in the flat array.
 
         Args:
-            rows: of the groups.
-            group: `int32[n]`, the groups of some rows.
-            row: `int32[n]`, these rows, counted in their groups.
+            places: of some rows.
 
         Returns:
             `int32[n, blocks]`, a position for every block of a row: of 32 elements with `MX`, of 128 otherwise; one
             column with `TENSOR`.
         """
         if self.mode == ScalingMode.TENSOR:
-            return group[:, None]
+            return places.group[:, None]
         feature_blocks = -(-self.features // BLOCK)
+        row = places.row[:, None]
 
         def before(unit: int) -> jax.Array:
-            return unit_starts(rows, unit)[group][:, None]
+            return places.before(unit)[:, None]
 
-        size, row = rows.sizes[group][:, None], row[:, None]
         block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
         match self.mode:
             case ScalingMode.BLOCK_1D:
-                return feature_blocks * 4 * before(4) + block * ((size + 3) // 4 * 4) + row
+                return feature_blocks * 4 * before(4) + block * (4 * places.units(4)[:, None]) + row
             case ScalingMode.BLOCK_2D:
-                return round_up(feature_blocks, 4) * (before(128) + row // 128) + block
+                return round_up(feature_blocks, 4) * places.block(128)[:, None] + block
             case _ if self.swizzled_scales:
-                tile = feature_blocks * (before(128) + row // 128) + block // 4
-                return _in_tile(tile, row % 128, block % 4)
+                tile = feature_blocks * places.block(128)[:, None] + block // 4
+                return _in_tile(tile, _remainder(row, 128), block % 4)
             case _:
                 return block.shape[0] * (16 * before(16) + row) + block
 
-    def column_scales(self, rows: GroupRows, group: jax.Array, row: jax.Array) -> jax.Array:
+    def column_scales(self, places: Places) -> jax.Array:
         """Positions of the scales of columnwise data in the flat array.
 
         As `row_scales`, but of the blocks that hold the given rows, for every feature (`int32[n, C]`), or for every 128
         features with `BLOCK_2D`.
         """
         if self.mode == ScalingMode.TENSOR:
-            return group[:, None]
+            return places.group[:, None]
         feature_blocks = -(-self.features // BLOCK)
+        row = places.row[:, None]
 
         def before(unit: int) -> jax.Array:
-            return unit_starts(rows, unit)[group][:, None]
+            return places.before(unit)[:, None]
 
-        def blocks(unit: int) -> jax.Array:
-            return (rows.sizes[group][:, None] + unit - 1) // unit
+        def units(unit: int) -> jax.Array:
+            return places.units(unit)[:, None]
 
-        row = row[:, None]
         feature = jnp.arange(self.features, dtype=jnp.int32)
         match self.mode:
             case ScalingMode.BLOCK_1D:
-                return self.features * (before(128) + row // 128) + feature
+                return self.features * places.block(128)[:, None] + feature
             case ScalingMode.BLOCK_2D:
                 block = jnp.arange(feature_blocks, dtype=jnp.int32)
-                return 4 * (feature_blocks * before(512) + block * blocks(512)) + row // 128
+                return 4 * (feature_blocks * before(512) + block * units(512)) + _quotient(row, 128)
             case _ if self.swizzled_scales:
-                tile = feature_blocks * before(128) + feature // 128 * blocks(128) + row // 128
-                return _in_tile(tile, feature % 128, row % 128 // MX_BLOCK)
+                tile = feature_blocks * before(128) + feature // 128 * units(128) + _quotient(row, 128)
+                return _in_tile(tile, feature % 128, _quotient(_remainder(row, 128), MX_BLOCK))
             case _:
-                return self.features * before(32) + feature * blocks(32) + row // MX_BLOCK
+                return self.features * before(32) + feature * units(32) + _quotient(row, MX_BLOCK)
+
+    def column_data(self, places: Places) -> tuple[jax.Array, jax.Array]:
+        """Where columnwise data has every feature of some rows: which 16 elements, `int32[n, C]`, and which of them."""
+        unit, feature = FP8_ALIGNMENT, jnp.arange(self.features, dtype=jnp.int32)
+        chunk = _quotient(places.row, unit)[:, None] + feature * places.units(unit)[:, None]
+        return self.features * places.before(unit)[:, None] + chunk, _remainder(places.row, unit)[:, None]
+
+    def column_source(self, chunks: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What columnwise data is made of: where its elements come from.
+
+        Args:
+            chunks: the places of all units of 16 rows.
+
+        Returns:
+            Their rows, `int32[chunks, C, 16]`, features, `int32[chunks, C, 1]`, and whether there are such rows.
+        """
+        # A group of `u` units has `C * u` times 16 elements, as many as so many chunks: feature by feature.
+        units = jnp.maximum(chunks.units(FP8_ALIGNMENT), 1)[:, None]
+        index = _quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features
+        index += jnp.arange(self.features, dtype=jnp.int32)
+        feature = _quotient(index, units)
+        unit = index - feature * units
+        row = FP8_ALIGNMENT * unit[:, :, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
+        exists = chunks.valid[:, None, None] & (row < chunks.size[:, None, None])
+        return chunks.start[:, None, None] + row, feature[:, :, None], exists
+
+    @property
+    def scales_in_block_order(self) -> bool:
+        """Whether scales lie as blocks do, rows of them one after another, cut at no group."""
+        return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
 
     @property
     def block(self) -> int:
         """Elements along the quantized axis that share a scale."""
         return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
 
-
-class Chunks:
-    """The rows of all groups in chunks of 16, none of which crosses a group: what columnwise data is made of.
-
-    Attributes:
-        group: `int32[n]`, each chunk's group.
-        row: `int32[n]`, its first row, counted in the group.
-        first_row: `int32[n]`, its first row, counted in the array.
-        valid: `bool[n]`, whether there is such a chunk.
-        row_valid: `bool[n, 16]`, which of its rows there are.
-        units: `int32[n, C]`, where the chunk of each feature lies in the data, in units of 16 elements.
-    """
-
-    def __init__(self, rows: GroupRows, layout: QuantizedLayout):
-        starts = unit_starts(rows, FP8_ALIGNMENT)
-        index = jnp.arange(layout.units(FP8_ALIGNMENT), dtype=jnp.int32)
-        self.valid = index < starts[-1]
-        self.group = jnp.minimum(count_not_above(starts[1:], index), layout.num_groups - 1)
-        chunk = jnp.where(self.valid, index - starts[self.group], 0)
-        self.row = FP8_ALIGNMENT * chunk
-        self.first_row = rows.starts[self.group] + self.row
-        size = rows.sizes[self.group]
-        in_group = self.row[:, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
-        self.row_valid = self.valid[:, None] & (in_group < size[:, None])
-        per_feature = (size + FP8_ALIGNMENT - 1) // FP8_ALIGNMENT
-        feature = jnp.arange(layout.features, dtype=jnp.int32)
-        before = layout.features * starts[self.group] + chunk
-        self.units = before[:, None] + feature * per_feature[:, None]
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and features that share a scale, if it is not the whole group."""
+        if self.mode == ScalingMode.BLOCK_2D:
+            return BLOCK, BLOCK
+        return (self.block, 1) if self.columnwise else (1, self.block)
 
 
 def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
     """The byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
-    return 512 * tile + outer % 32 * 16 + outer // 32 * 4 + inner
+    return 512 * tile + _remainder(outer, 32) * 16 + _quotient(outer, 32) * 4 + inner
+
+
+def _quotient(value: jax.Array, divisor: jax.Array | np.ndarray | int) -> jax.Array:
+    """`value // divisor` of numbers that are not negative: a third of the operations, for signs need none."""
+    return jax.lax.div(*jnp.broadcast_arrays(value, jnp.asarray(divisor, jnp.int32)))
+
+
+def _remainder(value: jax.Array, divisor: int) -> jax.Array:
+    """`value % divisor` of numbers that are not negative."""
+    return jax.lax.rem(value, jnp.full_like(value, divisor))

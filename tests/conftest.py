@@ -37,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
     asked_for = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr"))
     if (config.getoption("--require-gpu") or asked_for) and not cuda_devices():
         raise pytest.UsageError("GPU tests were asked for, but JAX sees no NVIDIA GPU.")
+    if not cuda_devices():
+        # Most of the time goes into compiling programs that run once. Processes that tests start do likewise.
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

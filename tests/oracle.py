@@ -71,6 +71,7 @@ def assert_groups_close(
 ) -> None:
     """Checks token arrays group by group, so that a group of small numbers can't hide behind one of large numbers, and
     that all other rows are zero."""
+    got = np.asarray(got)
     assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
     covered = np.zeros(got.shape[0], bool)
     for group, rows in local_groups(group_sizes, num_groups, got.shape[0], offset):
@@ -82,6 +83,7 @@ def assert_groups_close(
 
 def assert_kernels_close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
     """Checks arrays with a leading group axis, group by group."""
+    got = np.asarray(got)
     assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
     for group in range(got.shape[0]):
         error = relative_error(got[group], expected[group])

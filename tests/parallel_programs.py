@@ -222,7 +222,7 @@ def sharded(model: Model, mesh: Mesh) -> Training:
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
     place = functools.partial(jax.tree.map, placed)
-    return Training(jit(step), place(start, parts), lambda batch: place(batch, (split, split)))
+    return Training(jax.jit(step), place(start, parts), lambda batch: place(batch, (split, split)))
 
 
 @functools.cache
@@ -246,12 +246,6 @@ def with_pmap(model: Model, devices: int) -> Training:
         return jax.tree.map(lambda array: array.reshape(MICROBATCHES, devices, -1, K), batch)
 
     return Training(step, _start(model), place)
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """`jax.jit`, with less to compile on CPUs, where these programs take longer to compile than to run."""
-    on_cpu = jax.default_backend() == "cpu"
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None)
 
 
 def _start(model: Model) -> tuple[Any, Any]:

@@ -115,7 +115,7 @@ def test_block_scaling_of_split_experts_and_features_has_the_blocks_of_one_devic
     parts = P("expert", None, "feature")
     in_specs = parts, P("expert"), P("expert"), P("expert", "feature")
     out_specs = P("expert", "feature"), parts, P("expert")
-    split = programs.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
     y, gradients, dx = split(variables, x, sizes, dy)
 
@@ -151,7 +151,7 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
         )
 
     specs = programs.specs(axes, model.variables), P("expert")
-    split = programs.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("expert"), P())))
+    split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("expert"), P())))
     crowded = with_router(model.variables, np.float32([1, 1, 0, 0, 0, 0, 0, 0]) * np.ones((programs.K, 1), np.float32))
     with jax.default_matmul_precision("highest"):
         y, (dropped, load) = split(model.variables, x)

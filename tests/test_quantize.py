@@ -182,6 +182,20 @@ def test_awkward_values(backend: str, mode: ScalingMode) -> None:
             check(x, AWKWARD_SIZES, mode, label=f"{name}, {dtype},", dtype=dtype)
 
 
+@each_mode
+def test_optimized_programs_give_the_same_bits(backend: str, mode: ScalingMode) -> None:
+    # As users compile them: elsewhere, tests on CPUs leave optimizations out.
+    options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+    def quantize(x: jax.Array, sizes: jax.Array) -> jg.GroupedQuantized:
+        return jg.grouped_quantize(x, sizes, mode, columnwise=True)
+
+    optimized = jax.jit(quantize, compiler_options=options)
+    for name, x in awkward_values().items():
+        got = optimized(x, AWKWARD_SIZES)
+        assert_quantized(f"{name},", got, quantize_oracle.quantize(x, AWKWARD_SIZES, mode))
+
+
 GIVEN_SCALES = {
     "ordinary": [0.5, 3.0, 1e3, 1e-3, 0.0],
     "out of range": [-1.0, np.inf, -np.inf, 2.0**127, 2.0**-127],

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jax_grouped as jg
-from tests.parallel_programs import batches, filled, jit
+from tests.parallel_programs import batches, filled
 
 LAYERS, K = 2, 16
 OPTIONS = dict(num_experts=4, top_k=2, hidden_features=32)
@@ -73,7 +73,7 @@ def loss_and_gradients(stack: Callable[[], tuple[Any, Callable[..., Any]]]) -> l
         return jnp.mean(y**2) + jnp.sum(balance_losses)
 
     with jax.default_matmul_precision("highest"):
-        return jax.tree.leaves(jit(jax.value_and_grad(loss, (0, 1)))(params, batches(1)[0][0][0]))
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, batches(1)[0][0][0]))
 
 
 @functools.cache

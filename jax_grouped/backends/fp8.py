@@ -5,6 +5,8 @@ divisions wrongly by up to 2 units (openxla/xla#37181). So subnormals are flushe
 divided.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,7 @@ def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
     """What `_divide` says, in integers: for platforms that do not round a floating-point division correctly."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -119,10 +122,21 @@ def mx_scale_inv(exponent: jax.Array) -> jax.Array:
     return _power_of_two(jnp.maximum(exponent.astype(jnp.int32), 1) - _BIAS)
 
 
+def stored_scale(scale_inv: jax.Array) -> jax.Array:
+    """Inverse scales as numbers, from what is stored."""
+    if scale_inv.dtype != jnp.float8_e8m0fnu:
+        return scale_inv
+    return mx_scale_inv(jax.lax.bitcast_convert_type(scale_inv, jnp.uint8))
+
+
+def as_type(stored: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Bytes as numbers of a type of 8 bits; others as they are."""
+    return jax.lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint8 else stored
+
+
 def cast(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x * scale` in FP8, clipped to what the type holds; NaN where either is not finite."""
+    """The bytes of `x * scale` in FP8, clipped to what the type holds; NaN where either is not finite."""
     limit = FP8_MAX[jnp.dtype(dtype)]
     scaled = jnp.clip(x * scale, -limit, limit).astype(dtype)
     finite = jnp.isfinite(x) & jnp.isfinite(scale)
-    bits = jnp.where(finite, jax.lax.bitcast_convert_type(scaled, jnp.uint8), jnp.uint8(_NAN))
-    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+    return jnp.where(finite, jax.lax.bitcast_convert_type(scaled, jnp.uint8), jnp.uint8(_NAN))

@@ -100,18 +100,23 @@ def _define(
 
     ad.primitive_jvps[primitive] = jvp
 
+    @functools.cache
+    def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
+        # Under `jit`, so that JAX traces it once for all programs with operands of these shapes.
+        return jax.jit(functools.partial(xla_impl, **static))
+
     def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
         del backend
         batch = batches[0]
         if batch == 1:
-            return xla_impl(*args, **static)
+            return on_xla_once(**static)(*args)
 
         def one(element: jax.Array) -> tuple[jax.Array, ...]:
             slices = (
                 jax.lax.dynamic_index_in_dim(_unfold(x, count), element // (batch // count), keepdims=False)
                 for x, count in zip(args, batches, strict=True)
             )
-            return xla_impl(*slices, **static)
+            return on_xla_once(**static)(*slices)
 
         return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
 

@@ -7,21 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends import fp8
+from jax_grouped.backends import fp8, xla_stack
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.backends.xla import grouped_bias_grad
+from jax_grouped.backends.xla_scaling import Scaling, spread
 from jax_grouped.group_layout import (
-    BLOCK,
     FP8_ALIGNMENT,
-    Chunks,
     GroupRows,
+    GroupTable,
+    Places,
     QuantizedLayout,
     group_rows,
     round_up,
-    row_groups,
-    unit_starts,
 )
-from jax_grouped.recipes import ScalingMode
 
 
 def quantize(
@@ -49,19 +47,21 @@ def _quantize(
 ) -> tuple[jax.Array, ...]:
     unflushed = _activate(x.astype(jnp.float32), activation_input, spec)
     values = fp8.flush(unflushed)
-    rows = group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])
-    group, valid = row_groups(rows, x.shape[0])
-    values = jnp.where(valid[:, None], values, 0)
-    amax = _maximum(jnp.max(fp8.magnitude(values), axis=1), group, spec.num_groups)
-    scaling = _Scaling(spec, amax, scale)
+    copies: xla_stack.Stack | _Tokens
+    if spec.stack_rows is None:
+        copies = _Tokens(values, group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0]))
+    else:
+        copies = xla_stack.Stack(values.reshape(spec.num_groups, spec.stack_rows, -1))
+    amax = copies.amax()
+    scaling = Scaling(spec, amax, scale)
 
     results: dict[str, jax.Array] = {"amax": amax}
-    if spec.rowwise:
-        layout = spec.layout(x.shape, columnwise=False)
-        results["row_data"], results["row_scale"] = _rowwise(values, rows, group, valid, scaling, layout)
-    if spec.columnwise:
-        layout = spec.layout(x.shape, columnwise=True)
-        results["column_data"], results["column_scale"] = _columnwise(values, rows, scaling, layout)
+    for name, columnwise, wanted in (("row", False, spec.rowwise), ("column", True, spec.columnwise)):
+        if wanted:
+            layout = spec.layout(x.shape, columnwise=columnwise)
+            data, scale_inv = copies.copy(scaling, layout)
+            results[f"{name}_data"] = fp8.as_type(data, spec.dtype).reshape(layout.data_shape)
+            results[f"{name}_scale"] = fp8.as_type(scale_inv, spec.scale_dtype).reshape(layout.scale_shape)
     if spec.dbias:
         results["dbias"] = grouped_bias_grad(
             unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
@@ -72,7 +72,7 @@ def _quantize(
 def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
     """The results for an `x` without rows, features or groups."""
     results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
-    scaling = _Scaling(spec, results["amax"], more[0] if spec.given_scale else None)
+    scaling = Scaling(spec, results["amax"], more[0] if spec.given_scale else None)
     if scaling.of_groups:
         results |= {name: scaling.of_groups[1] for name in results if name.endswith("_scale")}
     return tuple(results.values())
@@ -99,77 +99,53 @@ def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSp
     return jax.vjp(function, activation_input)[1](x)[0]
 
 
-class _Scaling:
-    """How blocks get their scales: from their own largest values, or one for each group.
+class _Tokens:
+    """The quantization of ragged tokens `[T, C]`."""
 
-    Attributes:
-        of_groups: scales and inverse scales of whole groups, `[G]`, if that is what the mode wants.
-    """
+    def __init__(self, values: jax.Array, rows: GroupRows):
+        self._table = GroupTable(rows)
+        self._places = self._table.rows(values.shape[0])
+        self._valid = self._places.valid[:, None]
+        self._values = jnp.where(self._valid, values, 0)
+        self._num_groups = rows.sizes.shape[0]
 
-    def __init__(self, spec: QuantizeSpec, amax: jax.Array, given: jax.Array | None):
-        self.spec = spec
-        self.of_groups: tuple[jax.Array, jax.Array] | None = None
-        if spec.mode == ScalingMode.TENSOR:
-            scale = self._from_amax(amax) if given is None else fp8.clamp_scale(given)
-            self.of_groups = scale, fp8.reciprocal(scale)
+    def amax(self) -> jax.Array:
+        """The largest value of each group."""
+        of_rows = jnp.max(fp8.magnitude(self._values), axis=1)
+        return _maximum(of_rows, self._places.group, self._num_groups)
 
-    def _from_amax(self, amax: jax.Array) -> jax.Array:
-        return fp8.scale_from_amax(amax, self.spec.dtype, self.spec.amax_epsilon, pow2=self.spec.pow2_scales)
+    def copy(self, scaling: Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
+        """The bytes and the inverse scales of one orientation."""
+        chunks = self._table.units(FP8_ALIGNMENT, layout.units(FP8_ALIGNMENT)) if layout.columnwise else self._places
+        scale, scale_inv = self._scales(scaling, layout, chunks)
+        data = fp8.cast(self._values, scale, scaling.spec.dtype)
+        if not layout.columnwise:
+            return jnp.where(self._valid, data, jnp.uint8(0)), scale_inv
+        row, feature, exists = layout.column_source(chunks)
+        return jnp.where(exists, _take(data, row, feature), jnp.uint8(0)), scale_inv
 
-    def of_blocks(self, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scales and inverse scales of blocks with these largest values."""
-        if self.spec.mode == ScalingMode.MX:
-            exponent = fp8.mx_exponent(amax, self.spec.dtype, self.spec.amax_epsilon)
-            return fp8.mx_scale(exponent), jax.lax.bitcast_convert_type(exponent, jnp.float8_e8m0fnu)
-        scale = self._from_amax(amax)
-        return scale, fp8.reciprocal(scale)
-
-
-def _rowwise(
-    values: jax.Array, rows: GroupRows, group: jax.Array, valid: jax.Array, scaling: _Scaling, layout: QuantizedLayout
-) -> tuple[jax.Array, jax.Array]:
-    row = jnp.where(valid, jnp.arange(layout.tokens, dtype=jnp.int32) - rows.starts[group], 0)
-    if scaling.of_groups:
-        scale, scale_inv = scaling.of_groups
-        scale = scale[group][:, None]
-    else:
-        amax = _block_features(fp8.magnitude(values), layout.block).max(axis=2)
-        if layout.mode == ScalingMode.BLOCK_2D:
-            block = unit_starts(rows, BLOCK)[group] + row // BLOCK
-            amax = _maximum(amax, jnp.where(valid, block, -1), layout.units(BLOCK))[block]
-        scale, scale_inv = scaling.of_blocks(amax)
-        scale_inv = _place(scale_inv, layout.row_scales(rows, group, row), valid, layout)
-    data = fp8.cast(values, _spread(scale, layout.block, layout.features), scaling.spec.dtype)
-    data = _zero_unless(valid[:, None], data)
-    return data.reshape(layout.data_shape), scale_inv.reshape(layout.scale_shape)
-
-
-def _columnwise(
-    values: jax.Array, rows: GroupRows, scaling: _Scaling, layout: QuantizedLayout
-) -> tuple[jax.Array, jax.Array]:
-    chunks = Chunks(rows, layout)
-    # The rows of every chunk; [chunks, 16, features].
-    row = jnp.minimum(chunks.first_row[:, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32), layout.tokens - 1)
-    values = jnp.where(chunks.row_valid[:, :, None], values[row], 0)
-    if scaling.of_groups:
-        scale, scale_inv = scaling.of_groups
-        scale = scale[chunks.group][:, None]
-    else:
-        amax = fp8.magnitude(values).max(axis=1)
-        if layout.mode == ScalingMode.BLOCK_2D:
-            amax = _block_features(amax, BLOCK).max(axis=2)
-        block = unit_starts(rows, layout.block)[chunks.group] + chunks.row // layout.block
-        amax = _maximum(amax, jnp.where(chunks.valid, block, -1), layout.units(layout.block))[block]
-        scale, scale_inv = scaling.of_blocks(amax)
-        where = layout.column_scales(rows, chunks.group, chunks.row)
-        scale_inv = _place(scale_inv, where, chunks.valid, layout)
-    per_feature = _spread(scale, BLOCK if layout.mode == ScalingMode.BLOCK_2D else 1, layout.features)
-    data = fp8.cast(values, per_feature[:, None, :], scaling.spec.dtype)
-    data = _zero_unless(chunks.row_valid[:, :, None], data).swapaxes(1, 2)
-    units = jnp.zeros((layout.units(FP8_ALIGNMENT) * layout.features, FP8_ALIGNMENT), jnp.uint8)
-    units = units.at[jnp.where(chunks.valid[:, None], chunks.units, units.shape[0])].set(_bits(data), mode="drop")
-    data = jax.lax.bitcast_convert_type(units.reshape(layout.data_shape), scaling.spec.dtype)
-    return data, scale_inv.reshape(layout.scale_shape)
+    def _scales(self, scaling: Scaling, layout: QuantizedLayout, chunks: Places) -> tuple[jax.Array, jax.Array]:
+        """The scales of every row, and the inverse scales as they are stored."""
+        if scaling.of_groups:
+            scale, scale_inv = scaling.of_groups
+            return _take(scale, self._places.group)[:, None], scale_inv
+        rows, features = layout.block_shape
+        amax = _block_features(fp8.magnitude(self._values), features).max(axis=2)
+        if rows == 1:
+            scale, scale_inv = scaling.of_blocks(amax)
+        else:
+            block = self._places.block(rows)
+            amax = _maximum(amax, jnp.where(self._places.valid, block, -1), layout.units(rows))
+            scale, scale_inv = scaling.of_blocks(amax)
+            scale = _take(scale, block)
+        scale = spread(scale, features, layout.features, axis=1)
+        if layout.scales_in_block_order:
+            (size,), width = layout.scale_shape, scale_inv.shape[1]
+            return scale, jnp.pad(scale_inv, ((0, 0), (0, size // scale_inv.shape[0] - width)))
+        if rows > 1:
+            scale_inv = _take(scale_inv, chunks.block(rows))
+        where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
+        return scale, _place(scale_inv, where, chunks.valid, layout)
 
 
 def dequantize(
@@ -182,34 +158,23 @@ def dequantize(
     out_dtype: DTypeLike,
 ) -> jax.Array:
     """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
+    if layout.stack_rows is not None:
+        return xla_stack.dequantize(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
-    rows = group_rows(group_sizes, offset, layout.num_groups, layout.tokens)
-    group, valid = row_groups(rows, layout.tokens)
-    row = jnp.where(valid, jnp.arange(layout.tokens, dtype=jnp.int32) - rows.starts[group], 0)
+    places = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
     if layout.columnwise:
-        chunks = Chunks(rows, layout)
-        units = data.reshape(-1, FP8_ALIGNMENT)[chunks.units].swapaxes(1, 2).reshape(-1, layout.features)
-        data = units[FP8_ALIGNMENT * unit_starts(rows, FP8_ALIGNMENT)[group] + row]
-        where = layout.column_scales(rows, group, row)
-        block = BLOCK if layout.mode == ScalingMode.BLOCK_2D else 1
+        data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(places))
+        where = layout.column_scales(places)
     else:
-        data = data.reshape(layout.tokens, layout.features)
-        where = layout.row_scales(rows, group, row)
-        block = layout.block
-    scale_inv = scale_inv.reshape(-1)[where]
-    if layout.mode == ScalingMode.MX:
-        scale_inv = fp8.mx_scale_inv(_bits(scale_inv))
-    values = fp8.flush(data.astype(jnp.float32) * _spread(scale_inv, block, layout.features))
-    return jnp.where(valid[:, None], values, 0).astype(out_dtype)
+        where = layout.row_scales(places)
+    scale_inv = fp8.stored_scale(_take(scale_inv, where))
+    values = fp8.flush(data.astype(jnp.float32) * spread(scale_inv, layout.block_shape[1], layout.features, axis=1))
+    return jnp.where(places.valid[:, None], values, 0).astype(out_dtype)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """The bytes of 8-bit numbers."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8)
-
-
-def _zero_unless(valid: jax.Array, data: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(jnp.where(valid, _bits(data), 0), data.dtype)
+def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
+    """`values[index]`, indices clipped to what there is."""
+    return values.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _maximum(values: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
@@ -225,18 +190,8 @@ def _block_features(values: jax.Array, block: int) -> jax.Array:
     return padded.reshape(values.shape[0], -1, block)
 
 
-def _spread(per_block: jax.Array, block: int, features: int) -> jax.Array:
-    """One value per feature from one per block of features, `[n, blocks] -> [n, C]`; `[n, 1]` stays."""
-    if per_block.shape[1] == 1 or block == 1:
-        return per_block
-    return jnp.repeat(per_block, block, axis=1)[:, :features]
-
-
 def _place(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
     """The inverse scales at their positions in the flat array, zeros elsewhere."""
     size = math.prod(layout.scale_shape)
     where = jnp.where(valid[:, None], where, size)
-    if scale_inv.dtype != jnp.float8_e8m0fnu:
-        return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")
-    flat = jnp.zeros(size, jnp.uint8).at[where].set(_bits(scale_inv), mode="drop")
-    return jax.lax.bitcast_convert_type(flat, scale_inv.dtype)
+    return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")

@@ -14,16 +14,14 @@ from tests.examples.programs import TINY, run
 
 @pytest.fixture(scope="package", autouse=True)
 def shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Compiles each program of a run once, and on CPUs in a hurry; the settings of JAX that say so, for processes."""
+    """Compiles each program of a run once; the settings of JAX that say so, for processes."""
     options = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_disable_most_optimizations": jax.default_backend() == "cpu",
     }
     before = {
         "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
         "jax_persistent_cache_min_compile_time_secs": jax.config.jax_persistent_cache_min_compile_time_secs,
-        "jax_disable_most_optimizations": False,
     }
     _configure(options)
     yield {name.upper(): str(value) for name, value in options.items()}
