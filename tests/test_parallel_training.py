@@ -59,7 +59,7 @@ def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: di
 
 
 def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
-    devices = jax.device_count()
+    devices = 2 ** (jax.device_count().bit_length() - 1)
     model = programs.model("nnx", {"data": devices})
 
     got = programs.with_pmap(model, devices).run()

@@ -35,6 +35,17 @@ TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=272)
 RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
 
+#: From 768 tokens per group on, what adds to an accumulator on Hopper is another kernel.
+LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
+#: Tokens, type of the result, and whether it is added to.
+WGRADS = [
+    (16, "bfloat16", False),
+    (1520, "float16", False),
+    (1520, "float32", False),
+    (1520, "float32", True),
+    (1536, "float32", True),
+]
+
 each_product = pytest.mark.parametrize("product", PRODUCTS)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -175,6 +186,28 @@ def test_products_match_numpy(backend: str, product: Product, mode: str) -> None
 def test_wgrad_adds_to_an_accumulator(backend: str, mode: str) -> None:
     make_case("wgrad", mode).check_accumulation()
     make_case("wgrad", mode, sizes=shapes.group_sizes(SHAPE, "all_empty")).check_accumulation()
+    for sizes in ((1000, 600), (1700, 0), (0, 0)):
+        make_case("wgrad", mode, shape=LONG_GROUPS, sizes=np.array(sizes, np.int32)).check_accumulation()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["block", "tensor"])
+@pytest.mark.parametrize(("tokens", "out_dtype", "accumulate"), WGRADS)
+def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype: str, accumulate: bool) -> None:
+    shape = dataclasses.replace(LONG_GROUPS, tokens=tokens)
+    case = make_case("wgrad", mode, shape=shape, sizes=np.array([tokens, 0], np.int32))
+    if accumulate:
+        case.check_accumulation()
+    else:
+        case.check(out_dtype)
+    module = extension.load()
+    assert module is not None
+    result = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[out_dtype]
+    wanted = f"{'onto' if accumulate else '->'} {result}, E 2 T {tokens} K 144 N 272: "
+    lines = [line for line in module.describe_plans() if wanted in line and ("1x128" in line) == (mode == "block")]
+    assert lines
+    ours = jax.devices()[0].compute_capability == "9.0" and not (accumulate and tokens < 1536)
+    assert all(line.endswith("kernel of jax_grouped") == ours for line in lines)
 
 
 SHAPES = [
@@ -182,6 +215,8 @@ SHAPES = [
     shapes.Shape("2880 out", 3, 130, 48, 2880),
     shapes.Shape("37 groups", 37, 257, 16, 32),
     shapes.Shape("one token", 3, 1, 16, 16),
+    # More tiles of a weight gradient than a GPU computes at once.
+    shapes.Shape("many tiles", 37, 600, 528, 784),
 ]
 
 

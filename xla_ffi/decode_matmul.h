@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "csrc/cublaslt/grouped_matmul.h"
+#include "csrc/matmul/grouped_matmul.h"
 #include "xla_ffi/decode.h"
 
 namespace jax_grouped {

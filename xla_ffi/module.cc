@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "csrc/cublaslt/grouped_matmul.h"
 #include "csrc/cublaslt/library.h"
 #include "csrc/cublaslt/tuned_algorithms.h"
+#include "csrc/matmul/grouped_matmul.h"
 #include "xla_ffi/handlers.h"
 
 namespace nb = nanobind;

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "csrc/common/group_layout.h"
-#include "csrc/cublaslt/grouped_matmul.h"
+#include "csrc/matmul/grouped_matmul.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode_matmul.h"
 #include "xla_ffi/decode_quantized.h"

@@ -11,7 +11,7 @@
 
 #include "csrc/common/status.h"
 #include "csrc/cublaslt/library.h"
-#include "csrc/cublaslt/problem.h"
+#include "csrc/matmul/problem.h"
 
 namespace jax_grouped {
 

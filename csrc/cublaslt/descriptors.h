@@ -10,8 +10,8 @@
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
 #include "csrc/cublaslt/library.h"
-#include "csrc/cublaslt/problem.h"
 #include "csrc/kernels/matmul_setup.h"
+#include "csrc/matmul/problem.h"
 
 namespace jax_grouped {
 

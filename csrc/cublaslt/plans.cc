@@ -1,20 +1,16 @@
 #include "csrc/cublaslt/plans.h"
 
-#include <cuda_runtime_api.h>
-
 #include <vector>
+
+#include "csrc/common/device.h"
 
 namespace jax_grouped {
 namespace {
 
 Status CheckDevice(int device, const MatmulProblem& problem) {
-  int major = 0;
-  int minor = 0;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute"));
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute"));
-  return CheckCapability(problem, major, minor);
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  return CheckCapability(problem, properties.major, properties.minor);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
-#include "csrc/cublaslt/problem.h"
+#include "csrc/matmul/problem.h"
 
 namespace jax_grouped {
 

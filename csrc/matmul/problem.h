@@ -1,7 +1,7 @@
 // The grouped matmuls there are, how they are worded, and which GPUs have them.
 
-#ifndef JAX_GROUPED_CSRC_CUBLASLT_PROBLEM_H_
-#define JAX_GROUPED_CSRC_CUBLASLT_PROBLEM_H_
+#ifndef JAX_GROUPED_CSRC_MATMUL_PROBLEM_H_
+#define JAX_GROUPED_CSRC_MATMUL_PROBLEM_H_
 
 #include <library_types.h>
 
@@ -76,4 +76,4 @@ std::string Describe(const MatmulProblem& problem);
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_CUBLASLT_PROBLEM_H_
+#endif  // JAX_GROUPED_CSRC_MATMUL_PROBLEM_H_

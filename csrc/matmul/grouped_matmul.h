@@ -1,8 +1,8 @@
-// Grouped matmuls through cuBLASLt, of 16-bit operands or of scaled FP8 operands, with group sizes that only the device
-// knows.
+// Grouped matmuls of 16-bit operands or of scaled FP8 operands, with group sizes that only the device knows: through
+// cuBLASLt, but for weight gradients that have a kernel of our own.
 
-#ifndef JAX_GROUPED_CSRC_CUBLASLT_GROUPED_MATMUL_H_
-#define JAX_GROUPED_CSRC_CUBLASLT_GROUPED_MATMUL_H_
+#ifndef JAX_GROUPED_CSRC_MATMUL_GROUPED_MATMUL_H_
+#define JAX_GROUPED_CSRC_MATMUL_GROUPED_MATMUL_H_
 
 #include <cuda_runtime_api.h>
 
@@ -11,9 +11,13 @@
 
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
-#include "csrc/cublaslt/problem.h"
+#include "csrc/matmul/problem.h"
 
 namespace jax_grouped {
+
+// Whether our kernel computes the product on GPUs of that compute capability: FP8 weight gradients on Hopper, but for
+// additions to what is there where these are faster through cuBLASLt.
+bool IsHopperWgrad(const MatmulProblem& problem, int major);
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which is the current one:
 // the heuristic's first, or with `autotune` the fastest (autotune.h), which calls without it then use, too; graphs that
@@ -26,9 +30,9 @@ Status PrepareGroupedMatmul(int device, const MatmulProblem& problem, bool autot
 Status EnqueueGroupedMatmul(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
                             const MatmulBuffers& buffers);
 
-// One line for each algorithm kept, for people.
+// One line for each problem prepared, with what computes it, for people.
 std::vector<std::string> DescribePlans();
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_CUBLASLT_GROUPED_MATMUL_H_
+#endif  // JAX_GROUPED_CSRC_MATMUL_GROUPED_MATMUL_H_

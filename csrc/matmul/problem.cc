@@ -1,4 +1,4 @@
-#include "csrc/cublaslt/problem.h"
+#include "csrc/matmul/problem.h"
 
 #include <tuple>
 

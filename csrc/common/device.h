@@ -1,0 +1,20 @@
+// What a launch has to know of a GPU.
+
+#ifndef JAX_GROUPED_CSRC_COMMON_DEVICE_H_
+#define JAX_GROUPED_CSRC_COMMON_DEVICE_H_
+
+#include "csrc/common/status.h"
+
+namespace jax_grouped {
+
+struct DeviceProperties {
+  int major;  // compute capability
+  int minor;
+  int processors;
+};
+
+Status GetDeviceProperties(int device, DeviceProperties* properties);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_COMMON_DEVICE_H_
