@@ -15,6 +15,12 @@ from benchmarks.shapes import Shape, group_ends, group_sizes
 #: The operations, with how many grouped products each consists of. `backward` is dgrad and wgrad, `step` all three.
 OPS = {"fprop": 1, "dgrad": 1, "wgrad": 1, "wgrad f32": 1, "backward": 2, "step": 3}
 
+#: The layers whose whole steps are measured, with the operation and how many grouped products of `K` by `N` it makes.
+#: An `mlp` has a gated projection of that size, and one of half of it back to `K`.
+LAYERS = {"dense": ("step", 3), "mlp": ("mlp step", 4.5)}
+
+_PRODUCTS: dict[str, float] = {**OPS, **dict(LAYERS.values())}
+
 DTYPE = jnp.dtype(jnp.bfloat16)
 
 # Several times the 60 MB of L2 on an H200, so that no input is still there when its turn comes again.
@@ -23,11 +29,19 @@ _MOST_SETS = 8
 
 
 class Inputs(NamedTuple):
-    """The arrays that an operation reads: `x [T, K]`, `kernel [E, K, N]`, `dy [T, N]`."""
+    """The arrays that an operation reads: `x [T, K]`, `kernel [E, K, N]`, `dy [T, N]`.
+
+    For an `mlp` step `kernel` is a pair, the projections `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
+    """
 
     x: jax.Array
-    kernel: jax.Array
+    kernel: jax.Array | tuple[jax.Array, jax.Array]
     dy: jax.Array
+
+    @property
+    def kernels(self) -> tuple[jax.Array, ...]:
+        """One kernel, or the pair."""
+        return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Case:
 
     Attributes:
         shape: the static sizes.
-        op: one of `OPS`.
+        op: one of `OPS`, or that of one of `LAYERS`.
         sizes: rows per group, `int32[E]`.
         inputs: sets of operands that calls take in turn.
     """
@@ -54,7 +68,7 @@ class Case:
     @property
     def useful_operations(self) -> int:
         """Multiplications and additions that the result needs."""
-        return OPS[self.op] * 2 * self.valid_rows * self.shape.K * self.shape.N
+        return round(_PRODUCTS[self.op] * 2 * self.valid_rows * self.shape.K * self.shape.N)
 
     def tflops(self, milliseconds: float) -> float:
         """TFLOP/s over the useful operations of a call that takes so long."""
@@ -69,7 +83,7 @@ def sets_in_rotation(elements: int, most: int) -> int:
     return min(most, math.ceil(_BYTES_IN_ROTATION / (elements * DTYPE.itemsize)))
 
 
-def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE) -> tuple[Inputs, ...]:
+def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE, layer: str = "dense") -> tuple[Inputs, ...]:
     """Normally distributed operands: as many sets as it takes to keep them from being read out of the L2 cache.
 
     Zeros would draw less power, and the chip would run at a higher clock than it does in training.
@@ -78,8 +92,13 @@ def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE) -> t
     count = sets_in_rotation(min(T * K + E * K * N, T * N + E * K * N, T * (K + N)), _MOST_SETS)
 
     def one(key: jax.Array) -> Inputs:
-        x, kernel, dy = jax.random.split(key, 3)
-        return Inputs(normal(x, (T, K), DTYPE), normal(kernel, (E, K, N), kernel_dtype), normal(dy, (T, N), DTYPE))
+        x, kernel, dy, down = jax.random.split(key, 4)
+        first = normal(kernel, (E, K, N), kernel_dtype)
+        if layer == "dense":
+            return Inputs(normal(x, (T, K), DTYPE), first, normal(dy, (T, N), DTYPE))
+        return Inputs(
+            normal(x, (T, K), DTYPE), (first, normal(down, (E, N // 2, K), kernel_dtype)), normal(dy, (T, K), DTYPE)
+        )
 
     return tuple(one(key) for key in jax.random.split(jax.random.key(seed), count))
 

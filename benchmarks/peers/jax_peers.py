@@ -39,6 +39,15 @@ def _program(op: str, forward: Forward, forward_f32: Forward) -> Callable[..., R
                 product = forward if kernel.dtype == x.dtype else forward_f32
                 y, backward = jax.vjp(lambda x, kernel: product(x, kernel, sizes), x, kernel)
                 return y, *backward(dy)
+            case "mlp step":
+                product = forward if kernel[0].dtype == x.dtype else forward_f32
+
+                def mlp(x: jax.Array, kernel: tuple[jax.Array, jax.Array]) -> jax.Array:
+                    gate, up = jnp.split(product(x, kernel[0], sizes), 2, axis=-1)
+                    return product(jax.nn.silu(gate) * up, kernel[1], sizes)
+
+                y, backward = jax.vjp(mlp, x, kernel)
+                return y, *jax.tree.leaves(backward(dy))
             case _:
                 raise ValueError(f"unknown operation {op!r}")
 

@@ -25,7 +25,7 @@ class TorchWork:
     def __init__(self, torch: ModuleType, call: Callable[..., Tensors], case: Case):
         self._torch = torch
         self._call = call
-        self._inputs = [tuple(torch.from_dlpack(array) for array in inputs) for inputs in case.inputs]
+        self._inputs = [jax.tree.map(torch.from_dlpack, tuple(inputs)) for inputs in case.inputs]
         self._on_gpu = jax.default_backend() == "gpu"
 
     def results(self) -> tuple[jax.Array, ...]:
@@ -74,6 +74,16 @@ def load_grouped_mm() -> Callable[[Case], Work]:
         def wgrad(x: Any, dy: Any) -> Any:
             return grouped_mm(x.t(), dy, offs=offs)
 
+        def mlp_step(x: Any, kernels: tuple[Any, Any], dy: Any) -> Tensors:
+            gate_up, down = (kernel.to(x.dtype) for kernel in kernels)
+            hidden = grouped_mm(x, gate_up, offs=offs).detach().requires_grad_()
+            gate, up = hidden.chunk(2, dim=-1)
+            activated = torch.nn.functional.silu(gate) * up
+            y = grouped_mm(activated.detach(), down, offs=offs)
+            (dhidden,) = torch.autograd.grad(activated, hidden, dgrad(down, dy))
+            gradients = wgrad(x, dhidden), wgrad(activated.detach(), dy)
+            return y, dgrad(gate_up, dhidden), *(gradient.to(kernels[0].dtype) for gradient in gradients)
+
         def call(x: Any, kernel: Any, dy: Any) -> Tensors:
             match case.op:
                 case "fprop":
@@ -89,6 +99,8 @@ def load_grouped_mm() -> Callable[[Case], Work]:
                 case "step":
                     weights = kernel.to(x.dtype)
                     return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), wgrad(x, dy).to(kernel.dtype))
+                case "mlp step":
+                    return mlp_step(x, kernel, dy)
                 case _:
                     raise ValueError(f"unknown operation {case.op!r}")
 

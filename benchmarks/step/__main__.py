@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks import cli, cublaslt_rates
+from benchmarks.cases import LAYERS
 from benchmarks.records import Record
 from benchmarks.shapes import SHAPES, SKEWS
 from benchmarks.step.plot import plot
@@ -18,7 +19,8 @@ prints a table, and writes the rows as JSON and as a plot.
 
 Operands are normally distributed; x and dy are bfloat16. A figure is the median of several blocks of back-to-back calls
 after a warm-up, and is held against {BASE}, which is the same step without a recipe. TFLOP/s count useful operations
-only, 3 * 2 K N for every row that belongs to a group. With --clock device, a second table tells where the time goes."""
+only, 3 * 2 K N for every row that belongs to a group. The layer `mlp` has a gate-up projection of that size, SwiGLU and
+a projection of half of it back to K features. With --clock device, a second table tells where the time goes."""
 
 _EPILOG = """\
 `cached` variants are given the quantized kernel, as microbatches are. Peers compute in bfloat16; those that cannot be
@@ -30,9 +32,10 @@ _KERNELS = ("bfloat16", "float32")
 def _parser() -> argparse.ArgumentParser:
     parser = cli.new_parser("python3 -m benchmarks.step", _DESCRIPTION, _EPILOG)
     cli.add_choices(parser, "shapes", list(SHAPES), cublaslt_rates.SHAPES)
+    cli.add_choices(parser, "layers", list(LAYERS), ("dense",))
     cli.add_choices(parser, "skews", SKEWS, ("equal", "lognormal"))
     cli.add_choices(parser, "kernels", _KERNELS, _KERNELS)
-    cli.add_choices(parser, "variants", list(LOADERS), tuple(LOADERS))
+    cli.add_choices(parser, "variants", list(LOADERS), [name for name in LOADERS if name != "jax.lax.ragged_dot"])
     cli.add_measurement_options(parser, seconds=1.0, device_clock="each block")
     return parser
 
@@ -48,6 +51,7 @@ def _measure(arguments: argparse.Namespace) -> Record[Row]:
         seconds=arguments.seconds,
         calls=arguments.calls,
         device_clock=arguments.clock == "device",
+        layers=arguments.layers,
     )
     return cli.collect(arguments, run(plan) if variants else ())
 

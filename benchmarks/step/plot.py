@@ -16,7 +16,7 @@ def plot(record: Record[Row], path: Path) -> None:
     figure = panels(record, len(kernels), len(variants))
     for axes, kernel in zip(figure.axes, kernels, strict=True):
         rows = [row for row in record.rows if row.kernel_dtype == kernel]
-        bars = [(row.shape.name, row.skew, row.variant, relative.get(row.labels, 0.0)) for row in rows]
+        bars = [(row.title, row.skew, row.variant, relative.get(row.labels, 0.0)) for row in rows]
         draw_bars(axes, bars, variants)
         axes.axhline(1, color="gray", linestyle="dashed")
         axes.set_title(f"{kernel} kernel")

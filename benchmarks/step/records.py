@@ -27,6 +27,7 @@ class Row(MeasuredRow[Shape]):
         kernel_dtype: of the kernel and of its gradient.
         variant: recipe or peer.
         backend: on what it ran.
+        layer: whose step.
         tflops: TFLOP/s over the useful operations.
         parts: milliseconds per call in each of `PARTS`, if the device's clock was read.
     """
@@ -36,13 +37,19 @@ class Row(MeasuredRow[Shape]):
     kernel_dtype: str
     variant: str
     backend: str
+    layer: str = "dense"
     tflops: float | None = None
     parts: dict[str, float] | None = None
 
     @property
+    def title(self) -> str:
+        """The shape, and the layer if it is not a dense one."""
+        return self.shape.name if self.layer == "dense" else f"{self.shape.name} {self.layer}"
+
+    @property
     def case(self) -> tuple[str, str, str]:
         """What rows of different variants share."""
-        return self.shape.name, self.skew, self.kernel_dtype
+        return self.title, self.skew, self.kernel_dtype
 
     @property
     def labels(self) -> tuple[str, ...]:

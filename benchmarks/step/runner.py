@@ -1,11 +1,12 @@
 """Measures a step with every chosen variant."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from benchmarks.cases import DTYPE, Case, make_case, random_inputs
+from benchmarks.cases import DTYPE, LAYERS, Case, make_case, random_inputs
 from benchmarks.device_clock import DeviceClock
 from benchmarks.peers import first_line
 from benchmarks.shapes import Shape
@@ -16,7 +17,7 @@ from benchmarks.timing import measure
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to measure: the product of shapes, skews, types of the kernel and variants, and how.
+    """What to measure: the product of shapes, layers, skews, types of the kernel and variants, and how.
 
     Attributes:
         shapes, skews, kernels, variants: the choices; variants by name.
@@ -24,6 +25,7 @@ class Plan:
         seconds: about how long one measurement may take.
         calls: calls per block, if not as many as fit in `seconds`.
         device_clock: whether to time blocks on the GPU itself.
+        layers: among `LAYERS`.
     """
 
     shapes: list[Shape]
@@ -34,22 +36,19 @@ class Plan:
     seconds: float
     calls: int | None
     device_clock: bool
+    layers: Sequence[str] = ("dense",)
 
 
 def run(plan: Plan) -> Iterator[Row]:
     """Yields the rows one by one, as soon as each is measured. A variant that fails gives a row with the reason."""
-    for shape in plan.shapes:
-        for kernel_dtype in plan.kernels:
-            inputs = random_inputs(shape, plan.seed, jnp.dtype(kernel_dtype))
-            for skew in plan.skews:
-                yield from _rows(plan, make_case(shape, skew, "step", inputs, plan.seed), skew, kernel_dtype)
-            del inputs  # Before the next ones are made.
-
-
-def _rows(plan: Plan, case: Case, skew: str, kernel_dtype: str) -> Iterator[Row]:
-    for name, variant in plan.variants.items():
-        row = Row(case.shape, skew, plan.seed, DTYPE.name, kernel_dtype, name, variant.backend)
-        yield _measured(plan, row, variant, case)
+    for shape, layer, kernel_dtype in itertools.product(plan.shapes, plan.layers, plan.kernels):
+        inputs = random_inputs(shape, plan.seed, jnp.dtype(kernel_dtype), layer)
+        for skew in plan.skews:
+            case = make_case(shape, skew, LAYERS[layer][0], inputs, plan.seed)
+            for name, variant in plan.variants.items():
+                row = Row(shape, skew, plan.seed, DTYPE.name, kernel_dtype, name, variant.backend, layer=layer)
+                yield _measured(plan, row, variant, case)
+        del inputs, case  # Before the next ones are made.
 
 
 def _measured(plan: Plan, row: Row, variant: Variant, case: Case) -> Row:

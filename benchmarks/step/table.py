@@ -27,7 +27,7 @@ def table(record: Record[Row]) -> str:
 
     variants = list(dict.fromkeys(row.variant for row in record.rows))
     columns: dict[str, Callable[[dict[str, Row]], str]] = {
-        "shape": lambda case: first(case).shape.name,
+        "shape": lambda case: first(case).title,
         "sizes": lambda case: first(case).shape.dims,
         "skew": lambda case: first(case).skew,
         "kernel": lambda case: first(case).kernel_dtype,
@@ -51,7 +51,7 @@ def parts_table(record: Record[Row]) -> str | None:
         return f"{(row.milliseconds or 0.0) - sum((row.parts or {}).values()):.3f}"
 
     columns: dict[str, Callable[[Row], str]] = {
-        "shape": lambda row: row.shape.name,
+        "shape": lambda row: row.title,
         "skew": lambda row: row.skew,
         "kernel": lambda row: row.kernel_dtype,
         "variant": lambda row: row.variant,

@@ -20,6 +20,11 @@ from jax_grouped.recipes import Recipe
 BASE = "bf16"
 
 
+# Of each kernel: a dense layer has one, an MLP two.
+Caches = tuple[jg.KernelCache | None, ...]
+States = tuple[jg.Fp8State | None, ...]
+
+
 class Variant(NamedTuple):
     """An implementation.
 
@@ -35,44 +40,57 @@ class Variant(NamedTuple):
 # One function for each recipe, so that JAX compiles it once for all group sizes.
 @functools.cache
 def _step(recipe: Recipe | None) -> Callable[..., Results]:
-    def run(
-        x: jax.Array,
-        kernel: jax.Array,
-        dy: jax.Array,
-        group_sizes: jax.Array,
-        cache: jg.KernelCache | None,
-        state: jg.Fp8State | None,
-    ) -> Results:
-        def layer(x: jax.Array, kernel: jax.Array, state: jg.Fp8State | None) -> jax.Array:
-            return jg.grouped_dense(x, kernel, group_sizes, recipe=recipe, fp8_state=state, kernel_cache=cache)
-
-        y, backward = jax.vjp(layer, x, kernel, state)
-        # The gradient of the state is the next state.
-        return y, *jax.tree.leaves(backward(dy))
+    def run(*operands: Any) -> Results:
+        return tuple(jax.tree.leaves(_gradients(recipe, *operands)))
 
     return run
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _next_state(recipe: Recipe, *operands: Any) -> jg.Fp8State:
-    return jg.Fp8State(*_step(recipe)(*operands)[3:])
+def _gradients(
+    recipe: Recipe | None,
+    x: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    dy: jax.Array,
+    group_sizes: jax.Array,
+    caches: Caches,
+    states: States,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], States]:
+    """The layer's result, and the gradients of `x`, of its kernels and of its states, which are the next states."""
+
+    def layer(x: jax.Array, kernels: tuple[jax.Array, ...], states: States) -> jax.Array:
+        weights = [jg.moe.Weights(*of) for of in zip(kernels, (None,) * len(kernels), caches, states, strict=True)]
+        if len(weights) == 1:
+            return jg.grouped_dense(x, group_sizes=group_sizes, recipe=recipe, **weights[0]._asdict())
+        gate_up, down = weights
+        return jg.moe.grouped_mlp(x, gate_up, down, group_sizes, recipe=recipe)
+
+    y, backward = jax.vjp(layer, x, kernels, states)
+    return y, *backward(dy)
 
 
+_next_states = jax.jit(lambda *operands: _gradients(*operands)[-1], static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
 
 
 def _prepare(case: Case, *, recipe: Recipe | None, cached: bool) -> Work:
     sizes = jnp.asarray(case.sizes)
-    state = scale = None
+    nothing = (None,) * len(case.inputs[0].kernels)
+    states: States = nothing
+    scales: tuple[jax.Array | None, ...] = nothing
     if isinstance(recipe, jg.DelayedScaling):
         # One step from the initial state: then the scales bring the operands into the range of FP8, as in training.
-        initial = jg.Fp8State.initial(recipe, case.shape.num_groups)
-        state = _next_state(recipe, *case.inputs[0], sizes, None, initial)
-        scale = state.scales(recipe).kernel
-    sets = [
-        (*inputs, sizes, _quantize_kernel(inputs.kernel, recipe=recipe, scale=scale) if cached else None, state)
-        for inputs in case.inputs
-    ]
+        initial = tuple(jg.Fp8State.initial(recipe, case.shape.num_groups) for _ in nothing)
+        x, _, dy = case.inputs[0]
+        states = _next_states(recipe, x, case.inputs[0].kernels, dy, sizes, nothing, initial)
+        scales = tuple(state.scales(recipe).kernel for state in states if state)
+
+    def caches(kernels: tuple[jax.Array, ...]) -> Caches:
+        if not cached:
+            return nothing
+        pairs = zip(kernels, scales, strict=True)
+        return tuple(_quantize_kernel(kernel, recipe=recipe, scale=scale) for kernel, scale in pairs)
+
+    sets = [(of.x, of.kernels, of.dy, sizes, caches(of.kernels), states) for of in case.inputs]
     return JaxWork(_step(recipe), sets)
 
 
@@ -95,4 +113,5 @@ LOADERS: dict[str, Callable[[], Variant]] = {
     "delayed cached": _ours(jg.DelayedScaling(), cached=True),
     "torch._grouped_mm": _peer("torch._grouped_mm", "torch"),
     "transformer_engine.jax": _peer("transformer_engine.jax", "transformer_engine"),
+    "jax.lax.ragged_dot": _peer("jax.lax.ragged_dot", "jax"),
 }

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import device_clock, shapes
-from benchmarks.cases import Case, make_case, random_inputs, relative_difference
+from benchmarks.cases import LAYERS, Case, make_case, random_inputs, relative_difference
 from benchmarks.device_clock import Span
+from benchmarks.peers import jax_peers
 from benchmarks.records import Record
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.step.__main__ import main
@@ -23,6 +24,7 @@ from tests.benchmarks.programs import assert_ends_in_one_line
 pytestmark = pytest.mark.slow
 
 TINY = Shape("tiny", 2, 80, 32, 48)
+TINY_MLP = Shape("tiny", 2, 80, 32, 64)
 # The others differ only in the recipe, and take long to compile.
 CHOSEN = ["bf16", "block", "delayed cached"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -49,8 +51,9 @@ def a_record(*rows: Row) -> Record[Row]:
     return Record("2030-01-01T00:00:00+00:00", "NVIDIA H200", {"jax": "0.0"}, {"seed": 0}, list(rows))
 
 
-def tiny_case() -> Case:
-    return make_case(TINY, "tail", "step", random_inputs(TINY, 0, jnp.float32), 0)
+def tiny_case(layer: str = "dense") -> Case:
+    shape = TINY if layer == "dense" else TINY_MLP
+    return make_case(shape, "tail", LAYERS[layer][0], random_inputs(shape, 0, jnp.float32, layer), 0)
 
 
 def test_steps_without_and_with_a_cache_and_a_state_are_measured() -> None:
@@ -74,6 +77,31 @@ def test_a_step_gives_the_result_and_both_gradients(name: str) -> None:
     assert (dx.dtype, dkernel.dtype) == (jnp.bfloat16, jnp.float32)
     assert relative_difference((y, dx, dkernel), expected, case) < FP8_ERROR
     assert len(state) == (6 if name.startswith("delayed") else 0)
+
+
+def test_steps_of_an_mlp_are_measured() -> None:
+    plan = dataclasses.replace(a_plan(bf16=LOADERS[BASE]()), shapes=[TINY_MLP], layers=("dense", "mlp"))
+
+    rows = list(run(plan))
+
+    assert [row.reason for row in rows] == [None, None]
+    assert [row.title for row in rows] == ["tiny", "tiny mlp"]
+    # Gate and up have 64 results together, so 32 features go into the projection back.
+    products = 60 * 32 * 64 + 60 * 32 * 32
+    assert rows[1].tflops == pytest.approx(3 * 2 * products / rows[1].milliseconds / 1e9)
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed cached"])
+def test_a_step_of_an_mlp_gives_the_result_and_three_gradients(name: str) -> None:
+    case = tiny_case("mlp")
+
+    y, dx, dgate_up, ddown, *states = LOADERS[name]().prepare(case).results()
+
+    assert [of.shape for of in (y, dx, dgate_up, ddown)] == [(80, 32), (80, 32), (2, 32, 64), (2, 32, 32)]
+    assert (dx.dtype, dgate_up.dtype, ddown.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    assert len(states) == (12 if name.startswith("delayed") else 0)
+    expected = jax_peers.load_lax()(case).results()
+    assert relative_difference((y, dx, dgate_up, ddown), expected, case) < 2 * FP8_ERROR
 
 
 def test_delayed_scaling_starts_with_the_scales_of_an_earlier_step() -> None:
