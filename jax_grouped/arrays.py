@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import export
 
-from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.quantized_layout import QuantizedLayout
 from jax_grouped.recipes import ScalingMode
 
 T = TypeVar("T")

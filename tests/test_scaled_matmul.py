@@ -14,7 +14,8 @@ from benchmarks import shapes
 from jax_grouped import ScalingMode
 from jax_grouped.backends import extension, primitives
 from jax_grouped.backends.spec import Product, ScaledMatmulSpec
-from jax_grouped.group_layout import QuantizedLayout, scaled_matmul_scratch_bytes
+from jax_grouped.group_layout import scaled_matmul_scratch_bytes
+from jax_grouped.quantized_layout import QuantizedLayout
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import some
 from tests.test_lowering import custom_calls, lowered, struct

@@ -1,7 +1,7 @@
 // Where each group lies: row ranges from group sizes, and the layout of buffers that depend on groups.
 //
-// Every rule of clamping, capacity and alignment on the C++ side lives here and in group_layout.cuh; their counterpart
-// in Python is jax_grouped/group_layout.py.
+// Every rule of clamping, capacity and alignment on the C++ side lives here and in group_layout.cuh; their counterparts
+// in Python are jax_grouped/group_layout.py and quantized_layout.py.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_H_
 #define JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_H_
@@ -116,7 +116,7 @@ struct GroupTable {
 enum class ScalingMode { kTensor, kBlock1D, kBlock2D, kMx };
 
 // Where the data and scales of one quantized array lie, those of a batch's elements one after another;
-// jax_grouped/group_layout.py describes the layouts.
+// jax_grouped/quantized_layout.py describes the layouts.
 struct QuantizedLayout {
   ScalingMode mode;
   bool columnwise;

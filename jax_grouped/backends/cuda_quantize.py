@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends.cuda import call
 from jax_grouped.backends.spec import QuantizeSpec, batched
-from jax_grouped.group_layout import BLOCK, QuantizedLayout, group_table_size, quantize_scratch_bytes
+from jax_grouped.group_layout import group_table_size, quantize_scratch_bytes
+from jax_grouped.quantized_layout import BLOCK, QuantizedLayout
 
 
 def quantize(

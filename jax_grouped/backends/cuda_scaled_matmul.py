@@ -6,7 +6,8 @@ import numpy as np
 
 from jax_grouped.backends import cuda, cuda_quantize, extension
 from jax_grouped.backends.spec import MatmulSpec, ScaledMatmulSpec, batched
-from jax_grouped.group_layout import QuantizedLayout, scaled_matmul_scratch_bytes
+from jax_grouped.group_layout import scaled_matmul_scratch_bytes
+from jax_grouped.quantized_layout import QuantizedLayout
 from jax_grouped.recipes import ScalingMode
 
 

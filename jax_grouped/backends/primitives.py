@@ -33,7 +33,7 @@ from jax_grouped.backends import (
     xla_scaled_matmul,
 )
 from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, ScaledMatmulSpec, batched
-from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.quantized_layout import QuantizedLayout
 
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31

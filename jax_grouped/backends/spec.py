@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.quantized_layout import QuantizedLayout
 from jax_grouped.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]

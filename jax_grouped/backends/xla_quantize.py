@@ -11,15 +11,8 @@ from jax_grouped.backends import fp8, xla_stack
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.backends.xla import grouped_bias_grad
 from jax_grouped.backends.xla_scaling import Scaling, spread
-from jax_grouped.group_layout import (
-    FP8_ALIGNMENT,
-    GroupRows,
-    GroupTable,
-    Places,
-    QuantizedLayout,
-    group_rows,
-    round_up,
-)
+from jax_grouped.group_layout import FP8_ALIGNMENT, GroupRows, GroupTable, Places, group_rows, round_up
+from jax_grouped.quantized_layout import QuantizedLayout
 
 
 def quantize(

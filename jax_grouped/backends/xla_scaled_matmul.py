@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax_grouped.backends.spec import MatmulSpec, ScaledMatmulSpec
 from jax_grouped.backends.xla import grouped_matmul
 from jax_grouped.backends.xla_quantize import dequantize
-from jax_grouped.group_layout import QuantizedLayout
+from jax_grouped.quantized_layout import QuantizedLayout
 
 
 def scaled_matmul(

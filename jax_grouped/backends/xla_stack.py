@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from jax_grouped.backends import fp8
 from jax_grouped.backends.xla_scaling import Scaling, spread
-from jax_grouped.group_layout import QuantizedLayout, round_up
+from jax_grouped.group_layout import round_up
+from jax_grouped.quantized_layout import QuantizedLayout
 from jax_grouped.recipes import ScalingMode
 
 
