@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 TOKENS, EXPERTS, TOP_K = 6, 5, 3
 LOGITS = np.random.default_rng(0).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 BIAS = np.array([0.0, 0.5, -0.5, 0.2, 0.1], np.float32)
-route = jax.jit(routing.top_k_routing, static_argnames=("top_k", "score", "normalize"))
+route = jax.jit(routing.top_k_routing, static_argnames=("top_k", "score", "normalize_weights"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def expected_routing(
 )
 def test_tokens_go_where_a_plain_loop_sends_them(score: str, normalize: bool, top_k: int, dtype: Any) -> None:
     logits = LOGITS.astype(dtype)
-    got = route(logits, top_k, score=score, normalize=normalize, selection_bias=BIAS, scale=2.5)
+    got = route(logits, top_k, score=score, normalize_weights=normalize, selection_bias=BIAS, weight_scale=2.5)
     expected = expected_routing(logits, top_k, score, normalize, np.asarray(BIAS, np.float64), 2.5)
     np.testing.assert_array_equal(got.experts, expected.experts)
     np.testing.assert_allclose(got.weights, expected.weights, rtol=3e-6)
@@ -143,7 +143,7 @@ def test_gradients_match_those_of_one_hot_products(score: str, normalize: bool) 
 
     def ours(logits: jax.Array, bias: jax.Array) -> jax.Array:
         got = routing.top_k_routing(
-            logits, TOP_K, score=score, normalize=normalize, selection_bias=bias, scale=jnp.float32(2.5)
+            logits, TOP_K, score=score, normalize_weights=normalize, selection_bias=bias, weight_scale=jnp.float32(2.5)
         )
         return loss(got.weights, got.probabilities)
 

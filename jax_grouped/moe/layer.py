@@ -117,7 +117,12 @@ def moe_mlp(
         down = down._replace(bias=jnp.where(first, down.bias, 0))
 
     routing = top_k_routing(
-        logits, top_k, score=score, normalize=normalize_weights, selection_bias=selection_bias, scale=weight_scale
+        logits,
+        top_k,
+        score=score,
+        normalize_weights=normalize_weights,
+        selection_bias=selection_bias,
+        weight_scale=weight_scale,
     )
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))

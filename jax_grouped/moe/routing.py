@@ -41,9 +41,9 @@ def top_k_routing(
     top_k: int,
     *,
     score: Score = "softmax",
-    normalize: bool = True,
+    normalize_weights: bool = True,
     selection_bias: jax.Array | None = None,
-    scale: float = 1.0,
+    weight_scale: float = 1.0,
 ) -> Routing:
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
 
@@ -56,10 +56,10 @@ def top_k_routing(
             no logit makes an expert outside of `[0, E)`.
         top_k: experts per token, from 1 to `E`.
         score: "softmax" over the experts, or "sigmoid" of each logit.
-        normalize: whether a token's weights are divided by their sum, rather than being the scores themselves. Scores
-            that are all 0 stay 0.
+        normalize_weights: whether a token's weights are divided by their sum, rather than being the scores themselves.
+            Scores that are all 0 stay 0.
         selection_bias: `[E]`, likewise, added to the scores for the choice only. It has no gradient.
-        scale: what the weights are multiplied by in the end.
+        weight_scale: what the weights are multiplied by in the end.
 
     Returns:
         The choice. The probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
@@ -84,7 +84,7 @@ def top_k_routing(
     weights = _scores_of(scores, experts)
     return Routing(
         experts=experts,
-        weights=(_normalized(weights) if normalize else weights) * scale,
+        weights=(_normalized(weights) if normalize_weights else weights) * weight_scale,
         probabilities=scores if score == "softmax" else _normalized(scores),
     )
 
