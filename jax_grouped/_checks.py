@@ -1,5 +1,6 @@
 """Checks of public arguments at trace time: each error names the argument, what it is and the rule."""
 
+import operator
 from typing import get_args
 
 import jax
@@ -20,6 +21,17 @@ _PRECISIONS = {
     **dict.fromkeys(["high", "tensorfloat32", "bfloat16_3x"], jax.lax.Precision.HIGH),
     **dict.fromkeys(["highest", "float32"], jax.lax.Precision.HIGHEST),
 }
+
+
+def static_size(name: str, value: int, *, least: int = 0) -> int:
+    """A size that shapes depend on; raises unless it is an integer of at least `least`, known now."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, known when the program is traced, got {value!r}.") from None
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    return value
 
 
 def check_dtype(name: str, dtype: DTypeLike) -> None:

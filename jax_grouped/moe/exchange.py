@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
 
@@ -121,7 +120,7 @@ def plan_exchange(
         assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
     """
     devices = axis_size(axis_name)
-    num_rows, capacity = _row_count("num_rows", num_rows), _row_count("capacity", capacity)
+    num_rows, capacity = _checks.static_size("num_rows", num_rows), _checks.static_size("capacity", capacity)
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
     sizes = _checks.canonical_sizes_of(group_sizes, num_rows)
@@ -220,16 +219,6 @@ def axis_size(axis_name: Hashable) -> int:
         return jax.lax.axis_size(axis_name)
     except NameError:
         raise ValueError(f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map over it.") from None
-
-
-def _row_count(name: str, count: int) -> int:
-    try:
-        count = operator.index(count)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, known when the program is traced, got {count!r}.") from None
-    if count < 0:
-        raise ValueError(f"{name} must not be negative, got {count}.")
-    return count
 
 
 def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:

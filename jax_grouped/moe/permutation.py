@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_grouped import _checks
 from jax_grouped._varying import vary_alike
@@ -100,16 +99,9 @@ def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None)
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
     if experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
-    _check_number("num_experts", num_experts, least=1)
+    _checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
-        _check_number("capacity", capacity, least=0)
-
-
-def _check_number(name: str, value: int, *, least: int) -> None:
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an integer, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
+        _checks.static_size("capacity", capacity)
 
 
 def _keys(experts: jax.Array, num_experts: int) -> jax.Array:

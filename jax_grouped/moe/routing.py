@@ -5,7 +5,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_grouped import _checks
 from jax_grouped.arrays import register_pytree
@@ -93,12 +92,8 @@ def _check_arguments(logits: jax.Array, top_k: int, score: str) -> None:
     _checks.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    if not isinstance(top_k, int | np.integer):
-        raise TypeError(f"top_k must be an integer, got {top_k!r}.")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(
-            f"top_k must be at least 1 and at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}."
-        )
+    if _checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
+        raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
     if score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
 
