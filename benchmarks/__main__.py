@@ -44,10 +44,7 @@ def _measure(arguments: argparse.Namespace) -> Record[Row]:
         skews=arguments.skews,
         ops=arguments.ops,
         peers=peers,
-        seed=arguments.seed,
-        seconds=arguments.seconds,
-        calls=arguments.calls,
-        device_clock=arguments.clock == "device",
+        **cli.how(arguments),
         reference=load([OURS], LOADERS)[0][OURS] if arguments.verify else None,
     )
     return cli.collect(arguments, run(plan) if peers else ())
@@ -58,11 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     record = cli.obtain(parser, arguments, Row.parse, _measure)
-    print(f"\n{table(record, arguments.against)}")
-    if summary := cublaslt_summary(record):
-        print(summary)
-    if arguments.plot:
-        plot(record, arguments.plot)
+    texts = table(record, arguments.against), cublaslt_summary(record)
+    cli.show(arguments, record, plot, "\n".join(filter(None, texts)))
     return 0
 
 

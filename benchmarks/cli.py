@@ -110,6 +110,22 @@ def obtain(
     return record
 
 
+def how(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the plan of every program takes from `add_measurement_options`."""
+    options = {name: getattr(arguments, name) for name in ("seed", "seconds", "calls")}
+    return options | {"device_clock": arguments.clock == "device"}
+
+
+def show(
+    arguments: argparse.Namespace, record: Record[R], plot: Callable[[Record[R], Path], None], *texts: str | None
+) -> None:
+    """Prints the texts that there are, and draws the record where `--plot` says."""
+    for text in filter(None, texts):
+        print(f"\n{text}")
+    if arguments.plot:
+        plot(record, arguments.plot)
+
+
 def collect(arguments: argparse.Namespace, rows: Iterable[M]) -> Record[M]:
     """A record of the rows; each is printed, and written to `--json`, as soon as it is there."""
     record: Record[M] = new_record({name: getattr(arguments, name) for name in ("seed", "seconds", "calls", "clock")})

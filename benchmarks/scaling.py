@@ -87,18 +87,7 @@ def _limits(axes: Axes, intensities: list[float]) -> None:
 def _rows(arguments: argparse.Namespace, variants: dict[str, Variant]) -> Iterator[Row]:
     for sweep in arguments.sweeps:
         skews = list(_SKEWS) if sweep == "skew" else ["equal"]
-        yield from run(
-            Plan(
-                SWEEPS[sweep],
-                skews,
-                [DTYPE.name],
-                variants,
-                seed=arguments.seed,
-                seconds=arguments.seconds,
-                calls=arguments.calls,
-                device_clock=arguments.clock == "device",
-            )
-        )
+        yield from run(Plan(SWEEPS[sweep], skews, [DTYPE.name], variants, **cli.how(arguments)))
 
 
 def _measure(arguments: argparse.Namespace) -> Record[Row]:
@@ -114,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.add_measurement_options(parser, seconds=0.5, device_clock="each block")
     arguments = parser.parse_args(argv)
     record = cli.obtain(parser, arguments, Row.parse, _measure)
-    print(f"\n{table(record)}")
-    if arguments.plot:
-        plot(record, arguments.plot)
+    cli.show(arguments, record, plot, table(record))
     return 0
 
 

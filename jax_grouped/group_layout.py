@@ -165,11 +165,15 @@ class Places(NamedTuple):
 
     def before(self, unit: int) -> jax.Array:
         """How many units of so many rows, one of `GROUP_UNITS`, the groups before have."""
-        return self.units_before[:, GROUP_UNITS.index(unit)]
+        return self.units_before[..., GROUP_UNITS.index(unit)]
 
     def units(self, unit: int) -> jax.Array:
         """How many units of so many rows the group has."""
         return quotient(self.size + (unit - 1), unit)
+
+    def as_column(self) -> "Places":
+        """The same with arrays `[n, 1]`, to go with one value per feature."""
+        return Places(*(array[:, None] for array in self))
 
     def block(self, unit: int) -> jax.Array:
         """In which unit of so many rows it lies, counted from the first group's first one."""

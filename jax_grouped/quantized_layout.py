@@ -91,22 +91,25 @@ class QuantizedLayout:
 
     def _region(self, units: Callable[[int], int]) -> tuple[int, ...]:
         """The shape of a region whose group has so many units of rows."""
-        feature_blocks = -(-self.features // BLOCK)
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
-                return feature_blocks, 4 * units(4)
+                return self._feature_blocks, 4 * units(4)
             case ScalingMode.BLOCK_1D, True:
                 return units(128), self.features
             case ScalingMode.BLOCK_2D, False:
-                return units(128), round_up(feature_blocks, 4)
+                return units(128), round_up(self._feature_blocks, 4)
             case ScalingMode.BLOCK_2D, True:
-                return feature_blocks, 4 * units(512)
+                return self._feature_blocks, 4 * units(512)
             case _ if self.swizzled_scales:
-                return (512 * feature_blocks * units(128),)
+                return (512 * self._feature_blocks * units(128),)
             case _, False:
                 return 16 * units(16), -(-self.features // MX_BLOCK)
             case _:
                 return self.features, units(32)
+
+    @property
+    def _feature_blocks(self) -> int:
+        return -(-self.features // BLOCK)
 
     def row_scales(self, places: Places) -> jax.Array:
         """Positions of the scales of rowwise data in the flat array.
@@ -118,25 +121,20 @@ class QuantizedLayout:
             `int32[n, blocks]`, a position for every block of a row: of 32 elements with `MX`, of 128 otherwise; one
             column with `TENSOR`.
         """
-        if self.mode == ScalingMode.TENSOR:
-            return places.group[:, None]
-        feature_blocks = -(-self.features // BLOCK)
-        row = places.row[:, None]
-
-        def before(unit: int) -> jax.Array:
-            return places.before(unit)[:, None]
-
+        places = places.as_column()
         block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
         match self.mode:
+            case ScalingMode.TENSOR:
+                return places.group
             case ScalingMode.BLOCK_1D:
-                return feature_blocks * 4 * before(4) + block * (4 * places.units(4)[:, None]) + row
+                return self._feature_blocks * 4 * places.before(4) + block * (4 * places.units(4)) + places.row
             case ScalingMode.BLOCK_2D:
-                return round_up(feature_blocks, 4) * places.block(128)[:, None] + block
+                return round_up(self._feature_blocks, 4) * places.block(128) + block
             case _ if self.swizzled_scales:
-                tile = feature_blocks * places.block(128)[:, None] + block // 4
-                return _in_tile(tile, remainder(row, 128), block % 4)
+                tile = self._feature_blocks * places.block(128) + block // 4
+                return _in_tile(tile, remainder(places.row, 128), block % 4)
             case _:
-                return block.shape[0] * (16 * before(16) + row) + block
+                return block.shape[0] * (16 * places.before(16) + places.row) + block
 
     def column_scales(self, places: Places) -> jax.Array:
         """Positions of the scales of columnwise data in the flat array.
@@ -144,35 +142,30 @@ class QuantizedLayout:
         As `row_scales`, but of the blocks that hold the given rows, for every feature (`int32[n, C]`), or for every 128
         features with `BLOCK_2D`.
         """
-        if self.mode == ScalingMode.TENSOR:
-            return places.group[:, None]
-        feature_blocks = -(-self.features // BLOCK)
-        row = places.row[:, None]
-
-        def before(unit: int) -> jax.Array:
-            return places.before(unit)[:, None]
-
-        def units(unit: int) -> jax.Array:
-            return places.units(unit)[:, None]
-
+        places = places.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         match self.mode:
+            case ScalingMode.TENSOR:
+                return places.group
             case ScalingMode.BLOCK_1D:
-                return self.features * places.block(128)[:, None] + feature
+                return self.features * places.block(128) + feature
             case ScalingMode.BLOCK_2D:
-                block = jnp.arange(feature_blocks, dtype=jnp.int32)
-                return 4 * (feature_blocks * before(512) + block * units(512)) + quotient(row, 128)
+                block = jnp.arange(self._feature_blocks, dtype=jnp.int32)
+                region = self._feature_blocks * places.before(512) + block * places.units(512)
+                return 4 * region + quotient(places.row, 128)
             case _ if self.swizzled_scales:
-                tile = feature_blocks * before(128) + feature // 128 * units(128) + quotient(row, 128)
-                return _in_tile(tile, feature % 128, quotient(remainder(row, 128), MX_BLOCK))
+                tile = self._feature_blocks * places.before(128) + feature // 128 * places.units(128)
+                inner = quotient(remainder(places.row, 128), MX_BLOCK)
+                return _in_tile(tile + quotient(places.row, 128), feature % 128, inner)
             case _:
-                return self.features * before(32) + feature * units(32) + quotient(row, MX_BLOCK)
+                return self.features * places.before(32) + feature * places.units(32) + quotient(places.row, MX_BLOCK)
 
     def column_data(self, places: Places) -> tuple[jax.Array, jax.Array]:
         """Where columnwise data has every feature of some rows: which 16 elements, `int32[n, C]`, and which of them."""
+        places = places.as_column()
         unit, feature = FP8_ALIGNMENT, jnp.arange(self.features, dtype=jnp.int32)
-        chunk = quotient(places.row, unit)[:, None] + feature * places.units(unit)[:, None]
-        return self.features * places.before(unit)[:, None] + chunk, remainder(places.row, unit)[:, None]
+        chunk = quotient(places.row, unit) + feature * places.units(unit)
+        return self.features * places.before(unit) + chunk, remainder(places.row, unit)
 
     def column_source(self, chunks: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What columnwise data is made of: where its elements come from.

@@ -306,11 +306,7 @@ def test_a_permutation_is_exported_with_its_program() -> None:
         (dict(experts=CHOICES * 1.0), TypeError, "experts must be of an integer type, got float"),
         (dict(experts=CHOICES[0]), ValueError, "experts must have shape [T, k] with k of at least 1, got (3,)."),
         (dict(experts=CHOICES[:, :0]), ValueError, "experts must have shape [T, k] with k of at least 1, got (7, 0)."),
-        (
-            dict(num_experts=4.0),
-            TypeError,
-            "num_experts must be an integer, known when",
-        ),
+        (dict(num_experts=4.0), TypeError, "num_experts must be an integer, known when the program is traced"),
         (dict(num_experts=0), ValueError, "num_experts must be at least 1, got 0."),
         (dict(capacity=1.5), TypeError, "capacity must be an integer, known when the program is traced, got 1.5."),
         (dict(capacity=-1), ValueError, "capacity must be at least 0, got -1."),

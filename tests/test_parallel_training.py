@@ -59,6 +59,7 @@ def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: di
 
 
 def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
+    # As many as split the batch evenly.
     devices = 2 ** (jax.device_count().bit_length() - 1)
     model = programs.model("nnx", {"data": devices})
 

@@ -36,7 +36,7 @@ TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=272)
 RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
 
-#: From 768 tokens per group on, what adds to an accumulator on Hopper is another kernel.
+#: With 768 tokens per group or more, Hopper has a kernel of ours for wgrad that adds to an accumulator, too.
 LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
 #: Tokens, type of the result, and whether it is added to.
 WGRADS = [

@@ -11,6 +11,7 @@ import jax_grouped as jg
 from benchmarks.cases import Case
 from benchmarks.jax_work import JaxWork, Results
 from benchmarks.timing import Work
+from jax_grouped.moe.mlp import swiglu
 
 #: `(x, kernel, group_sizes) -> y`
 Forward = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -43,8 +44,7 @@ def _program(op: str, forward: Forward, forward_f32: Forward) -> Callable[..., R
                 product = forward if kernel[0].dtype == x.dtype else forward_f32
 
                 def mlp(x: jax.Array, kernel: tuple[jax.Array, jax.Array]) -> jax.Array:
-                    gate, up = jnp.split(product(x, kernel[0], sizes), 2, axis=-1)
-                    return product(jax.nn.silu(gate) * up, kernel[1], sizes)
+                    return product(swiglu(product(x, kernel[0], sizes)), kernel[1], sizes)
 
                 y, backward = jax.vjp(mlp, x, kernel)
                 return y, *jax.tree.leaves(backward(dy))

@@ -42,10 +42,7 @@ def _measure(arguments: argparse.Namespace) -> Record[Row]:
         copy=cases.COPY,
         combinations=combinations(arguments.shapes, arguments.skews, arguments.cases),
         peers=peers,
-        seed=arguments.seed,
-        seconds=arguments.seconds,
-        calls=arguments.calls,
-        device_clock=arguments.clock == "device",
+        **cli.how(arguments),
     )
     return cli.collect(arguments, run(plan) if peers else ())
 
@@ -57,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not combinations(arguments.shapes, arguments.skews, arguments.cases):
         parser.error("the table has no row with such a shape, skew and case")
     record = cli.obtain(parser, arguments, Row.parse, _measure)
-    print(f"\n{table(record)}")
-    if arguments.plot:
-        plot(record, arguments.plot)
+    cli.show(arguments, record, plot, table(record))
     return 0
 
 

@@ -11,7 +11,7 @@ from benchmarks.step.plot import plot
 from benchmarks.step.records import Row
 from benchmarks.step.runner import Plan, run
 from benchmarks.step.table import parts_table, table
-from benchmarks.step.variants import BASE, LOADERS
+from benchmarks.step.variants import BASE, LOADERS, SLOW
 
 _DESCRIPTION = f"""\
 Measures the step of one layer, from x, its kernel and dy to y, dx and the kernel's gradient, quantization included:
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_choices(parser, "layers", list(LAYERS), ("dense",))
     cli.add_choices(parser, "skews", SKEWS, ("equal", "lognormal"))
     cli.add_choices(parser, "kernels", _KERNELS, _KERNELS)
-    cli.add_choices(parser, "variants", list(LOADERS), [name for name in LOADERS if name != "jax.lax.ragged_dot"])
+    cli.add_choices(parser, "variants", list(LOADERS), [name for name in LOADERS if name not in SLOW])
     cli.add_measurement_options(parser, seconds=1.0, device_clock="each block")
     return parser
 
@@ -47,10 +47,7 @@ def _measure(arguments: argparse.Namespace) -> Record[Row]:
         skews=arguments.skews,
         kernels=arguments.kernels,
         variants=variants,
-        seed=arguments.seed,
-        seconds=arguments.seconds,
-        calls=arguments.calls,
-        device_clock=arguments.clock == "device",
+        **cli.how(arguments),
         layers=arguments.layers,
     )
     return cli.collect(arguments, run(plan) if variants else ())
@@ -61,11 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     record = cli.obtain(parser, arguments, Row.parse, _measure)
-    print(f"\n{table(record)}")
-    if parts := parts_table(record):
-        print(f"\n{parts}")
-    if arguments.plot:
-        plot(record, arguments.plot)
+    cli.show(arguments, record, plot, table(record), parts_table(record))
     return 0
 
 

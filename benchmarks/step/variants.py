@@ -19,6 +19,8 @@ from jax_grouped.recipes import Recipe
 #: What the others are held against: this library without a recipe.
 BASE = "bf16"
 
+#: Measured on request only: a step takes many times as long as those of the others.
+SLOW = ("jax.lax.ragged_dot",)
 
 # Of each kernel: a dense layer has one, an MLP two.
 Caches = tuple[jg.KernelCache | None, ...]
