@@ -16,8 +16,9 @@ from benchmarks.shapes import Shape, group_ends, group_sizes
 OPS = {"fprop": 1, "dgrad": 1, "wgrad": 1, "wgrad f32": 1, "backward": 2, "step": 3}
 
 #: The layers whose whole steps are measured, with the operation and how many grouped products of `K` by `N` it makes.
-#: An `mlp` has a gated projection of that size, and one of half of it back to `K`.
-LAYERS = {"dense": ("step", 3), "mlp": ("mlp step", 4.5)}
+#: An `accumulating` one adds its kernel's gradient to that of earlier steps. An `mlp` has a gated projection of that
+#: size, and one of half of it back to `K`.
+LAYERS = {"dense": ("step", 3), "accumulating": ("accumulating step", 3), "mlp": ("mlp step", 4.5)}
 
 _PRODUCTS: dict[str, float] = {**OPS, **dict(LAYERS.values())}
 
@@ -94,7 +95,7 @@ def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE, laye
     def one(key: jax.Array) -> Inputs:
         x, kernel, dy, down = jax.random.split(key, 4)
         first = normal(kernel, (E, K, N), kernel_dtype)
-        if layer == "dense":
+        if layer != "mlp":
             return Inputs(normal(x, (T, K), DTYPE), first, normal(dy, (T, N), DTYPE))
         return Inputs(
             normal(x, (T, K), DTYPE), (first, normal(down, (E, N // 2, K), kernel_dtype)), normal(dy, (T, K), DTYPE)

@@ -10,19 +10,32 @@ Results = tuple[jax.Array, ...]
 
 
 class JaxWork:
-    """Calls of one compiled program, each on the next of several sets of arguments."""
+    """Calls of one compiled program, each on the next of several sets of arguments.
 
-    def __init__(self, program: Callable[..., Results], sets: Sequence[tuple[Any, ...]]):
-        self._program = jax.jit(program)
+    Attributes:
+        carried: a further argument, if any, that each call takes from the last one, which returned it as its last
+            result: its memory is used again.
+    """
+
+    def __init__(self, program: Callable[..., tuple[Any, ...]], sets: Sequence[tuple[Any, ...]], carried: Any = None):
+        self._program = jax.jit(program, donate_argnums=() if carried is None else len(sets[0]))
         self._sets = sets
+        self.carried = carried
 
     def results(self) -> Results:
-        return self._program(*self._sets[0])
+        return self._call(0)
+
+    def _call(self, index: int) -> Results:
+        arguments = self._sets[index % len(self._sets)]
+        if self.carried is None:
+            return self._program(*arguments)
+        *results, self.carried = self._program(*arguments, self.carried)
+        return *results, *jax.tree.leaves(self.carried)
 
     def block(self, calls: int) -> float:
         start = time.perf_counter()
         for call in range(calls):
             # Only the latest results are kept; the device runs its programs in order.
-            latest = self._program(*self._sets[call % len(self._sets)])
+            latest = self._call(call)
         jax.block_until_ready(latest)
         return time.perf_counter() - start

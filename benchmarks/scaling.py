@@ -31,7 +31,7 @@ SWEEPS: dict[str, list[Shape]] = {
     "skew": [SHAPES["dsv3 up"]],
 }
 _SKEWS = ("equal", "lognormal", "zipf", "alternate_empty", "one_hot")
-_VARIANTS = ("bf16", "block", "block cached", "delayed cached", "torch._grouped_mm", "jax.lax.ragged_dot")
+_VARIANTS = ("bf16", "block", "block cached", "delayed cached", "torch._grouped_mm")
 
 
 def intensity(shape: Shape) -> float:

@@ -74,6 +74,9 @@ def load_grouped_mm() -> Callable[[Case], Work]:
         def wgrad(x: Any, dy: Any) -> Any:
             return grouped_mm(x.t(), dy, offs=offs)
 
+        if case.op == "accumulating step":
+            sums = torch.zeros_like(torch.from_dlpack(case.inputs[0].kernels[0]))
+
         def mlp_step(x: Any, kernels: tuple[Any, Any], dy: Any) -> Tensors:
             gate_up, down = (kernel.to(x.dtype) for kernel in kernels)
             hidden = grouped_mm(x, gate_up, offs=offs).detach().requires_grad_()
@@ -99,6 +102,9 @@ def load_grouped_mm() -> Callable[[Case], Work]:
                 case "step":
                     weights = kernel.to(x.dtype)
                     return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), wgrad(x, dy).to(kernel.dtype))
+                case "accumulating step":
+                    weights = kernel.to(x.dtype)
+                    return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), sums.add_(wgrad(x, dy)))
                 case "mlp step":
                     return mlp_step(x, kernel, dy)
                 case _:

@@ -12,7 +12,7 @@ from benchmarks.timing import Timing
 _WORDS = {
     "setup": ("setup", "prepare"),
     "quantize": ("quantize", "findamax", "zeroscales"),
-    "product": ("nvjet", "cutlass", "gemm", "matmul", "wgrad"),
+    "product": ("nvjet", "cutlass", "gemm", "matmul", "wgrad", "product"),
 }
 
 #: What the kernels of a step do. `other` is what XLA makes of the rest, such as converting the layer's kernel.

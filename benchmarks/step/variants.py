@@ -25,6 +25,7 @@ SLOW = ("jax.lax.ragged_dot",)
 # Of each kernel: a dense layer has one, an MLP two.
 Caches = tuple[jg.KernelCache | None, ...]
 States = tuple[jg.Fp8State | None, ...]
+Accumulators = tuple[jax.Array | None, ...]
 
 
 class Variant(NamedTuple):
@@ -48,6 +49,15 @@ def _step(recipe: Recipe | None) -> Callable[..., Results]:
     return run
 
 
+@functools.cache
+def _accumulating_step(recipe: Recipe | None) -> Callable[..., tuple[Any, ...]]:
+    def run(*operands: Any) -> tuple[Any, ...]:
+        y, dx, dkernels, states = _gradients(recipe, *operands)
+        return *jax.tree.leaves((y, dx, states)), dkernels
+
+    return run
+
+
 def _gradients(
     recipe: Recipe | None,
     x: jax.Array,
@@ -56,11 +66,13 @@ def _gradients(
     group_sizes: jax.Array,
     caches: Caches,
     states: States,
+    accumulators: Accumulators,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], States]:
     """The layer's result, and the gradients of `x`, of its kernels and of its states, which are the next states."""
 
     def layer(x: jax.Array, kernels: tuple[jax.Array, ...], states: States) -> jax.Array:
-        weights = [jg.moe.Weights(*of) for of in zip(kernels, (None,) * len(kernels), caches, states, strict=True)]
+        biases = (None,) * len(kernels)
+        weights = [jg.moe.Weights(*of) for of in zip(kernels, biases, caches, states, accumulators, strict=True)]
         if len(weights) == 1:
             return jg.grouped_dense(x, group_sizes=group_sizes, recipe=recipe, **weights[0]._asdict())
         gate_up, down = weights
@@ -83,7 +95,7 @@ def _prepare(case: Case, *, recipe: Recipe | None, cached: bool) -> Work:
         # One step from the initial state: then the scales bring the operands into the range of FP8, as in training.
         initial = tuple(jg.Fp8State.initial(recipe, case.shape.num_groups) for _ in nothing)
         x, _, dy = case.inputs[0]
-        states = _next_states(recipe, x, case.inputs[0].kernels, dy, sizes, nothing, initial)
+        states = _next_states(recipe, x, case.inputs[0].kernels, dy, sizes, nothing, initial, nothing)
         scales = tuple(state.scales(recipe).kernel for state in states if state)
 
     def caches(kernels: tuple[jax.Array, ...]) -> Caches:
@@ -93,7 +105,9 @@ def _prepare(case: Case, *, recipe: Recipe | None, cached: bool) -> Work:
         return tuple(_quantize_kernel(kernel, recipe=recipe, scale=scale) for kernel, scale in pairs)
 
     sets = [(of.x, of.kernels, of.dy, sizes, caches(of.kernels), states) for of in case.inputs]
-    return JaxWork(_step(recipe), sets)
+    if case.op == "accumulating step":
+        return JaxWork(_accumulating_step(recipe), sets, tuple(jnp.zeros_like(of) for of in case.inputs[0].kernels))
+    return JaxWork(_step(recipe), [(*arguments, nothing) for arguments in sets])
 
 
 def _ours(recipe: Recipe | None, *, cached: bool = False) -> Callable[[], Variant]:
