@@ -202,3 +202,19 @@ def test_arrays_without_elements(backend: str, tokens: int, K: int, N: int, grou
 def test_checked_group_sizes_raise() -> None:
     with jg.config.override(check=True), pytest.raises(ValueError, match="group_sizes must not be negative"):
         jg.grouped_dense(jnp.ones((6, 16)), jnp.ones((2, 16, 16)), jnp.array([4, 3]), recipe=BLOCK)
+
+
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), jg.Float8CurrentScaling()], ids=["block", "current"])
+@pytest.mark.parametrize("shape", [shapes.SHAPES["dsv3 up"], shapes.SHAPES["qwen3"]], ids=lambda shape: shape.name)
+def test_residuals_take_half_of_what_they_take_in_bf16(shape: shapes.Shape, recipe: Any) -> None:
+    def residual_bytes(recipe: Any) -> int:
+        def forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> Any:
+            return jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=recipe), x, kernel)[1]
+
+        sizes = [(shape.tokens, shape.K), (shape.num_groups, shape.K, shape.N), (shape.num_groups,)]
+        arguments = map(jax.ShapeDtypeStruct, sizes, (jnp.bfloat16, jnp.float32, jnp.int32))
+        leaves = jax.tree.leaves(jax.eval_shape(forward, *arguments))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    # What is not half are padding between groups and the scales.
+    assert residual_bytes(recipe) < 0.51 * residual_bytes(None)
