@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks import cli
 
 _DESCRIPTION = """\
-Runs the other programs of this folder one after another, each in a process of its own, with the options that
-benchmarks/README.md gives; writes the rows of each as JSON and as a plot."""
+Runs the other programs of this folder one after another, each in a process of its own, with the options behind the
+figures of benchmarks/README.md; writes the rows of each as JSON and as a plot."""
 
 _EPILOG = "One that fails does not keep the others from running."
 

@@ -48,11 +48,13 @@ def plot(record: Record[Row], path: Path) -> None:
     tokens, experts, skew, roofline = figure.subplots(2, 2).ravel()
     figure.suptitle(heading(record), fontsize="medium")
     _draw(tokens, _of(rows, "tokens"), variants, lambda shape: shape.tokens / shape.num_groups)
-    tokens.set(xlabel="tokens per expert", title="32 experts, K 7168, N 4096")
+    same = SWEEPS["tokens"][0]
+    tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
     _draw(experts, _of(rows, "experts"), variants, lambda shape: shape.num_groups)
-    experts.set(xlabel="experts", title="32768 tokens, K 2048, N 1536")
+    same = SWEEPS["experts"][0]
+    experts.set(xlabel="experts", title=f"{same.tokens} tokens, K {same.K}, N {same.N}")
     draw_bars(skew, [("", row.skew, row.variant, row.tflops or 0.0) for row in _of(rows, "skew")], variants)
-    skew.set(title="dsv3 up, by group sizes")
+    skew.set(title=f"{SWEEPS['skew'][0].name}, by group sizes")
     _draw(roofline, [row for row in rows if row.skew == "equal"], variants, intensity, style="o")
     roofline.set(xlabel="operations per byte in bfloat16", yscale="log", title="beside the limits of the device")
     if cublaslt_rates.DEVICE in record.device:

@@ -70,14 +70,11 @@ class QuantizedLayout:
     def data_shape(self) -> tuple[int, ...]:
         """`[T, C]` or flat regions; `[E, K, C]` or `[E, C, round_up(K, 16)]` for a stack."""
         if self.stack_rows is None:
-            return (FP8_ALIGNMENT * self.units(FP8_ALIGNMENT) * self.features,) if self.columnwise else self._tokens
+            flat = (FP8_ALIGNMENT * self.units(FP8_ALIGNMENT) * self.features,)
+            return flat if self.columnwise else (self.tokens, self.features)
         if self.columnwise:
             return (self.num_groups, self.features, round_up(self.stack_rows, FP8_ALIGNMENT))
         return (self.num_groups, self.stack_rows, self.features)
-
-    @property
-    def _tokens(self) -> tuple[int, int]:
-        return self.tokens, self.features
 
     @property
     def scale_shape(self) -> tuple[int, ...]:

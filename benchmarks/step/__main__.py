@@ -19,8 +19,9 @@ prints a table, and writes the rows as JSON and as a plot.
 
 Operands are normally distributed; x and dy are bfloat16. A figure is the median of several blocks of back-to-back calls
 after a warm-up, and is held against {BASE}, which is the same step without a recipe. TFLOP/s count useful operations
-only, 3 * 2 K N for every row that belongs to a group. The layer `mlp` has a gate-up projection of that size, SwiGLU and
-a projection of half of it back to K features. With --clock device, a second table tells where the time goes."""
+only, 3 * 2 K N for every row that belongs to a group. The layer `accumulating` adds its kernel's gradient to that of
+earlier steps; `mlp` has a gate-up projection of that size, SwiGLU and a projection of half of it back to K features.
+With --clock device, a second table tells where the time goes."""
 
 _EPILOG = """\
 `cached` variants are given the quantized kernel, as microbatches are. Peers compute in bfloat16; those that cannot be
