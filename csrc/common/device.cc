@@ -2,15 +2,35 @@
 
 #include <cuda_runtime_api.h>
 
-namespace jax_grouped {
+#include <map>
+#include <mutex>
 
-Status GetDeviceProperties(int device, DeviceProperties* properties) {
+namespace jax_grouped {
+namespace {
+
+Status AskDriver(int device, DeviceProperties* properties) {
   const auto get = [device](cudaDeviceAttr attribute, int* value) {
     return Status::FromCuda(cudaDeviceGetAttribute(value, attribute, device), "cudaDeviceGetAttribute");
   };
   JAX_GROUPED_RETURN_IF_FAILED(get(cudaDevAttrComputeCapabilityMajor, &properties->major));
   JAX_GROUPED_RETURN_IF_FAILED(get(cudaDevAttrComputeCapabilityMinor, &properties->minor));
   return get(cudaDevAttrMultiProcessorCount, &properties->processors);
+}
+
+}  // namespace
+
+Status GetDeviceProperties(int device, DeviceProperties* properties) {
+  static std::mutex* mutex = new std::mutex();
+  static auto* known = new std::map<int, DeviceProperties>();
+  std::lock_guard<std::mutex> lock(*mutex);
+  const auto found = known->find(device);
+  if (found == known->end()) {
+    JAX_GROUPED_RETURN_IF_FAILED(AskDriver(device, properties));
+    known->emplace(device, *properties);
+  } else {
+    *properties = found->second;
+  }
+  return Status::Ok();
 }
 
 }  // namespace jax_grouped

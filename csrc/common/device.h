@@ -13,6 +13,7 @@ struct DeviceProperties {
   int processors;
 };
 
+// Asks the driver once for each device.
 Status GetDeviceProperties(int device, DeviceProperties* properties);
 
 }  // namespace jax_grouped

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/kernels/bias_grad.h"
 #include "csrc/kernels/quantize_amax.cuh"
 #include "csrc/kernels/quantize_launch.cuh"
@@ -151,13 +152,11 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   // No block may leave alone.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
   int device = 0;
-  int multiprocessors = 0;
+  DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Status::FromCuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-                       "Asking for the number of multiprocessors"));
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
   args->single_launch = few_groups && all_or_none_skip &&
-                        args->Shares() * args->num_column_tiles <= kBlocksOfSingleLaunch * multiprocessors;
+                        args->Shares() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
 }
 

@@ -12,27 +12,19 @@ namespace jax_grouped {
 // The bits of the largest finite absolute value of a chunk in a tile's columns. For a whole warp. The chunk is a copy,
 // not to be read from memory again for every row.
 template <typename Source>
-__device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t first_column, int64_t features) {
-  constexpr int kSteps = kFp8Alignment / 2;
-  // All loads of a batch come before the first use.
-  constexpr int kBatch = sizeof(typename Source::Element) == 2 ? kSteps : 1;
+__device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t first_column) {
+  constexpr int kCount = Source::kRowsAtOnce;
   const int lane = threadIdx.x % 32;
   const int64_t column = first_column + lane % 16 * 8;
   uint32_t amax = 0;
 #pragma unroll 1
-  for (int batch = 0; batch < kSteps; batch += kBatch) {
-    alignas(16) PairOf<typename Source::Element> rows[kBatch][4] = {};
+  for (int first = lane / 16; first < kFp8Alignment; first += 2 * kCount) {
+    alignas(16) PairOf<typename Source::Element> rows[kCount][4] = {};
+    source.LoadRows(chunk, first, column, rows);
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int row = 2 * (batch + j) + lane / 16;
-      if (column < features && row < chunk.rows) {
-        source.Load8(chunk.first_row + static_cast<int64_t>(row), column, rows[j]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      uint2 bits = PairwiseAmax(rows[j]);
-      if (max(bits.x, bits.y) >= kInfinityBits) bits = PairwiseFiniteAmax(rows[j]);
+    for (int i = 0; i < kCount; ++i) {
+      uint2 bits = PairwiseAmax(rows[i]);
+      if (max(bits.x, bits.y) >= kInfinityBits) bits = PairwiseFiniteAmax(rows[i]);
       amax = max(amax, max(bits.x, bits.y));
     }
   }
@@ -49,7 +41,7 @@ __device__ void FindAmax(const QuantizeArguments& args, const Source& source, co
     const Chunk* chunks = window.chunks + window.pass_begins[pass];
     const int count = window.pass_begins[pass + 1] - window.pass_begins[pass];
     if (slot < count) {
-      const uint32_t amax = FindChunkAmax(source, chunks[slot], share.first_column, args.layout.features);
+      const uint32_t amax = FindChunkAmax(source, chunks[slot], share.first_column);
       if (threadIdx.x % 32 == 0) slot_amax[slot] = amax;
     }
     __syncthreads();

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/group_layout.cuh"
@@ -107,7 +108,8 @@ __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
 }
 
 // 128 x 128 elements in shared memory, row after row. Lanes that read one pair of columns in 8 slots would meet in the
-// same banks if slots were not set apart by as much as 4 lanes read in one.
+// same banks if slots were not set apart by as much as 4 lanes read in one; and so would 8 lanes with 8 elements each
+// of 32 bits, if half of them did not have their two units of 16 bytes the other way round.
 template <typename T>
 struct Tile {
   using Element = T;
@@ -119,27 +121,37 @@ struct Tile {
 
   char* base;
 
-  __device__ char* Row(int slot, int row) const { return base + slot * kSlotBytes + row * kRowBytes; }
+  // Where the `unit`-th 16 bytes of a row are.
+  __device__ uint4* Unit(int slot, int row, int unit) const {
+    return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Place(unit);
+  }
 
   // 8 elements of a row, the `vector`-th such.
   __device__ void Store8(int slot, int row, int vector, const Pair (&pairs)[4]) const {
-    auto* units = reinterpret_cast<uint4*>(Row(slot, row)) + vector * kUnitsPer8;
 #pragma unroll
-    for (int i = 0; i < kUnitsPer8; ++i) units[i] = reinterpret_cast<const uint4*>(pairs)[i];
+    for (int i = 0; i < kUnitsPer8; ++i) {
+      *Unit(slot, row, vector * kUnitsPer8 + i) = reinterpret_cast<const uint4*>(pairs)[i];
+    }
   }
   __device__ void Load8(int slot, int row, int vector, Pair (&pairs)[4]) const {
-    const auto* units = reinterpret_cast<const uint4*>(Row(slot, row)) + vector * kUnitsPer8;
 #pragma unroll
-    for (int i = 0; i < kUnitsPer8; ++i) reinterpret_cast<uint4*>(pairs)[i] = units[i];
+    for (int i = 0; i < kUnitsPer8; ++i) {
+      reinterpret_cast<uint4*>(pairs)[i] = *Unit(slot, row, vector * kUnitsPer8 + i);
+    }
   }
 
   // A pair of columns over rows of a slot.
   template <int kRows>
   __device__ void LoadColumns(int slot, int first_row, int pair, Pair (&pairs)[kRows]) const {
-    const auto* first = reinterpret_cast<const Pair*>(Row(slot, first_row)) + pair;
+    constexpr int kPairsPerUnit = sizeof(uint4) / sizeof(Pair);
+    const auto* first =
+        reinterpret_cast<const Pair*>(Unit(slot, first_row, pair / kPairsPerUnit)) + pair % kPairsPerUnit;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) pairs[row] = first[row * (kTileColumns / 2)];
   }
+
+ private:
+  __device__ static int Place(int unit) { return sizeof(T) == 4 ? unit ^ (unit / 8 % 2) : unit; }
 };
 
 // Has 16 bytes copied from global to shared memory, or zeros written, without waiting.
@@ -154,6 +166,8 @@ __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "
 template <typename T>
 struct PlainSource {
   using Element = T;
+  // All loads come before the first use.
+  static constexpr int kRowsAtOnce = sizeof(T) == 2 ? kFp8Alignment / 2 : 1;
   const T* x;
   int64_t features;
 
@@ -166,160 +180,266 @@ struct PlainSource {
     const int64_t column = first_column + unit * static_cast<int>(16 / sizeof(T));
     const int rows = column < features ? chunk.rows : 0;
     const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;
-    char* to = tile.Row(slot, first) + unit * 16;
+    uint4* to = tile.Unit(slot, first, unit);
 #pragma unroll
     for (int row = 0; row < kFp8Alignment; row += kRows) {
       const bool exists = row + first < rows;
-      CopyAsync(to + row * Tile<T>::kRowBytes, exists ? from : x, exists);
+      CopyAsync(to + row * kUnits, exists ? from : x, exists);
       from += kRows * features;
     }
     WaitForCopies();
     __syncwarp();
   }
 
-  // 8 elements of a row.
-  __device__ void Load8(int64_t row, int64_t column, PairOf<T> (&pairs)[4]) const {
-    const auto* source = reinterpret_cast<const uint4*>(x + row * features + column);
+  // 8 columns of rows of a chunk, of every other from the first; what does not exist stays.
+  template <int kCount>
+  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&rows)[kCount][4]) const {
 #pragma unroll
-    for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) reinterpret_cast<uint4*>(pairs)[i] = __ldcs(source + i);
+    for (int i = 0; i < kCount; ++i) {
+      const int row = first + 2 * i;
+      if (row >= chunk.rows || column >= features) continue;
+      const auto* from = reinterpret_cast<const uint4*>(x + (chunk.first_row + int64_t{row}) * features + column);
+#pragma unroll
+      for (int unit = 0; unit < Tile<T>::kUnitsPer8; ++unit) {
+        reinterpret_cast<uint4*>(rows[i])[unit] = __ldcs(from + unit);
+      }
+    }
   }
 };
 
-__device__ inline float Sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// By the hardware's own exponential and reciprocal, whose errors of 1e-6 are far below those of FP8. Activations bound
+// their kernels by instructions, of which this takes 4.
+__device__ inline float Sigmoid(float x) {
+  constexpr float kMinusLog2E = -1.4426950408889634f;
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * kMinusLog2E));
+  float sigmoid;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+  return sigmoid;
+}
 
-// jax.nn.gelu's approximation, and its derivative.
-constexpr float kGeluInner = 0.7978845608028654f;  // sqrt(2 / pi)
+// Twice what the hyperbolic tangent is taken of in jax.nn.gelu's approximation, and the derivative of that:
+// (1 + tanh(y)) / 2 is Sigmoid(2 y).
+constexpr float kGeluInner = 2 * 0.7978845608028654f;  // 2 sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
-__device__ inline float GeluTanh(float x) { return tanhf(kGeluInner * (x + kGeluCubic * x * x * x)); }
+__device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
+__device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
 
-__device__ inline float Activate(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kSilu:
-    case Activation::kSiluMul:
-      return x * Sigmoid(x);
-    case Activation::kGelu:
-      return x * (0.5f * (1.0f + GeluTanh(x)));
-    case Activation::kRelu:
-      return x > 0.0f || isnan(x) ? x : 0.0f;
-    case Activation::kNone:
-      break;
-  }
-  return x;
+template <Activation kActivation>
+__device__ float Activate(float x) {
+  if constexpr (kActivation == Activation::kGelu) return x * Sigmoid(GeluInner(x));
+  if constexpr (kActivation == Activation::kRelu) return x > 0.0f || isnan(x) ? x : 0.0f;
+  return x * Sigmoid(x);
 }
 
 // The gradient of an activation's input `x`, from that of its result.
-__device__ inline float ActivationGradient(Activation activation, float x, float gradient) {
-  switch (activation) {
-    case Activation::kSilu:
-    case Activation::kSiluMul: {
-      const float sigmoid = Sigmoid(x);
-      return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
-    }
-    case Activation::kGelu: {
-      const float t = GeluTanh(x);
-      const float inner = kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x);
-      return gradient * (0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner);
-    }
-    case Activation::kRelu:
-      return x >= __uint_as_float(kTinyBits) ? gradient : 0.0f;  // Subnormal numbers count as zero.
-    case Activation::kNone:
-      break;
+template <Activation kActivation>
+__device__ float ActivationGradient(float x, float gradient) {
+  if constexpr (kActivation == Activation::kGelu) {
+    const float sigmoid = Sigmoid(GeluInner(x));
+    return gradient * (sigmoid + x * (sigmoid * (1.0f - sigmoid)) * GeluInnerGradient(x));
   }
-  return gradient;
+  if constexpr (kActivation == Activation::kRelu) {
+    return x >= __uint_as_float(kTinyBits) ? gradient : 0.0f;  // Subnormal numbers count as zero.
+  }
+  const float sigmoid = Sigmoid(x);
+  return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
 }
 
-// An activation of the input, or its backward form, in float32.
-struct ActivatedSource {
-  using Element = float;
+// What an activation, or its backward form, is computed from.
+struct ActivationArrays {
   const void* x;
   const void* activation_input;
   cudaDataType_t type;
   Activation activation;
   bool backward;
   int64_t features;  // of the result
+};
 
-  __device__ void LoadSlot(const Tile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
-    const int vector = threadIdx.x % 16;
-    const int64_t column = first_column + vector * 8;
-#pragma unroll 1
-    for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2) {
-      alignas(16) PairOf<float> pairs[4] = {};
-      if (row < chunk.rows && column < features) Load8(chunk.first_row + static_cast<int64_t>(row), column, pairs);
-      tile.Store8(slot, row, vector, pairs);
+// 8 columns of the result, in every other row of a chunk.
+template <typename T, bool kGated, bool kBackward>
+class ActivatedColumns {
+ public:
+  using Number = T;
+
+  // Starts with the `first` row of the chunk.
+  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
+      : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
+    const int64_t row = chunk.first_row + int64_t{first};
+    const int64_t features = arrays.features;
+    if constexpr (kBackward) {
+      // With a gate, the first half of the result is its gradient, the second that of the factors.
+      const int64_t half = kGated ? features / 2 : features;
+      is_gate_ = column < half;
+      if (!is_gate_) column -= half;
+      stride_ = features;
+      inputs_ = static_cast<const T*>(arrays.activation_input) + row * features + column;
+      factors_ = is_gate_ ? inputs_ + half : inputs_;
+      gradient_stride_ = half;
+      gradients_ = static_cast<const T*>(arrays.x) + row * half + column;
+    } else {
+      stride_ = kGated ? 2 * features : features;
+      inputs_ = static_cast<const T*>(arrays.x) + row * stride_ + column;
+      factors_ = inputs_ + features;
     }
-    __syncwarp();
   }
 
-  // 8 elements of the result.
-  __device__ void Load8(int64_t row, int64_t column, PairOf<float> (&pairs)[4]) const {
-    float values[8];
-    Compute8(row, column, values);
+  // Whether so many rows from here on, of which every other is wanted, exist.
+  __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
+
+  __device__ void Skip(int rows) {
+    rows_ -= rows;
+    inputs_ += rows * stride_;
+    factors_ += rows * stride_;
+    if constexpr (kBackward) gradients_ += rows * gradient_stride_;
+  }
+
+  // The next rows; what does not exist stays, unless everything does.
+  template <bool kAllExist, int kCount>
+  __device__ void Compute(PairOf<float> (&rows)[kCount][4]) const {
+    if (!kAllExist && rows_ <= 0) return;
+    // All rows are read before any is computed, the first in place of one that does not exist.
+    Eight inputs[kCount];
+    Eight factors[kCount];
+    Eight gradients[kCount];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i].values = {values[2 * i], values[2 * i + 1]};
+    for (int i = 0; i < kCount; ++i) {
+      const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
+      inputs[i].Read(inputs_ + row * stride_);
+      if constexpr (kGated) factors[i].Read(factors_ + row * stride_);
+      if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
+    }
+    float values[kCount][8];
+    WithActivation([&](auto constant) {
+      constexpr Activation kActivation = decltype(constant)::kValue;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float factor = kGated ? factors[i][j] : 1.0f;
+          if constexpr (kBackward) {
+            const float of_gate = ActivationGradient<kActivation>(inputs[i][j], gradients[i][j] * factor);
+            values[i][j] = !kGated || is_gate_ ? of_gate : gradients[i][j] * Activate<kActivation>(inputs[i][j]);
+          } else {
+            values[i][j] = Activate<kActivation>(inputs[i][j]) * factor;
+          }
+        }
+      }
+    });
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!kAllExist && 2 * i >= rows_) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rows[i][j].values = {values[i][2 * j], values[i][2 * j + 1]};
+    }
   }
 
  private:
-  __device__ void Compute8(int64_t row, int64_t column, float (&values)[8]) const {
-    const bool gated = activation == Activation::kSiluMul;
-    if (!backward) {
-      Read8(x, row * (gated ? 2 * features : features) + column, values);
-#pragma unroll
-      for (float& value : values) value = Activate(activation, value);
-      if (gated) {
-        float up[8];
-        Read8(x, row * 2 * features + features + column, up);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] *= up[i];
-      }
-      return;
-    }
-    if (!gated) {
-      float inputs[8];
-      Read8(x, row * features + column, values);
-      Read8(activation_input, row * features + column, inputs);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = ActivationGradient(activation, inputs[i], values[i]);
-      return;
-    }
-    // The first half of the result is the gate's gradient, the second that of what it multiplies.
-    const int64_t half = features / 2;
-    const bool is_gate = column < half;
-    const int64_t in_half = is_gate ? column : column - half;
-    float gate[8];
-    Read8(x, row * half + in_half, values);
-    Read8(activation_input, row * features + in_half, gate);
-    if (is_gate) {
-      float up[8];
-      Read8(activation_input, row * features + half + in_half, up);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = ActivationGradient(activation, gate[i], values[i] * up[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] *= Activate(activation, gate[i]);
-    }
-  }
-
-  template <typename T>
-  __device__ static void Read8As(const void* array, int64_t index, float (&values)[8]) {
+  // 8 numbers as they were read: converted only when they are used, they take half the registers.
+  struct Eight {
     alignas(16) PairOf<T> pairs[4];
+
+    // Through the read-only cache, so that it need not keep its order with what is stored.
+    __device__ void Read(const T* from) {
 #pragma unroll
-    for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) {
-      reinterpret_cast<uint4*>(pairs)[i] = reinterpret_cast<const uint4*>(static_cast<const T*>(array) + index)[i];
+      for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) {
+        reinterpret_cast<uint4*>(pairs)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = pairs[i].First();
-      values[2 * i + 1] = pairs[i].Second();
+    __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
+  };
+
+  template <Activation kActivation>
+  struct Constant {
+    static constexpr Activation kValue = kActivation;
+  };
+
+  template <typename Visit>
+  __device__ void WithActivation(Visit visit) const {
+    if constexpr (kGated) {
+      visit(Constant<Activation::kSiluMul>());
+    } else if (activation_ == Activation::kGelu) {
+      visit(Constant<Activation::kGelu>());
+    } else if (activation_ == Activation::kRelu) {
+      visit(Constant<Activation::kRelu>());
+    } else {
+      visit(Constant<Activation::kSilu>());
     }
   }
 
-  __device__ void Read8(const void* array, int64_t index, float (&values)[8]) const {
+  Activation activation_;
+  int rows_;
+  const T* inputs_;
+  const T* factors_;  // of the activation's result; in the second half of a gradient, any
+  int64_t stride_;
+  const T* gradients_;
+  int64_t gradient_stride_;
+  bool is_gate_;  // or there is none
+};
+
+// An activation of the input, or its backward form, in float32.
+struct ActivatedSource : ActivationArrays {
+  using Element = float;
+  static constexpr int kRowsAtOnce = 2;
+
+  __device__ void LoadSlot(const Tile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+    const int vector = threadIdx.x % 16;
+    const int first = threadIdx.x % 32 / 16;
+    WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
+      if (columns.Has(kFp8Alignment)) {
+        // There are no registers for more rows of 32 bits.
+        constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
+        LoadSlot<true, kCount>(tile, slot, first, vector, columns);
+      } else {
+        LoadSlot<false, 1>(tile, slot, first, vector, columns);
+      }
+    });
+    __syncwarp();
+  }
+
+  // 8 columns of every other row of a chunk from the first; what does not exist stays.
+  template <int kCount>
+  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
+    WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
+  }
+
+ private:
+  template <bool kAllExist, int kCount, typename Columns>
+  __device__ static void LoadSlot(const Tile<float>& tile, int slot, int first, int vector, Columns columns) {
+#pragma unroll 1
+    for (int row = first; row < kFp8Alignment; row += 2 * kCount) {
+      alignas(16) PairOf<float> rows[kCount][4] = {};
+      columns.template Compute<kAllExist>(rows);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
+      columns.Skip(2 * kCount);
+    }
+  }
+
+  // Calls visit with ActivatedColumns.
+  template <typename Visit>
+  __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
     if (type == CUDA_R_16BF) {
-      Read8As<__nv_bfloat16>(array, index, values);
+      WithColumnsOf<__nv_bfloat16>(chunk, first, column, visit);
     } else if (type == CUDA_R_16F) {
-      Read8As<__half>(array, index, values);
+      WithColumnsOf<__half>(chunk, first, column, visit);
     } else {
-      Read8As<float>(array, index, values);
+      WithColumnsOf<float>(chunk, first, column, visit);
+    }
+  }
+
+  template <typename T, typename Visit>
+  __device__ void WithColumnsOf(const Chunk& chunk, int first, int64_t column, Visit visit) const {
+    if (activation == Activation::kSiluMul) {
+      if (backward) {
+        visit(ActivatedColumns<T, true, true>(*this, chunk, first, column));
+      } else {
+        visit(ActivatedColumns<T, true, false>(*this, chunk, first, column));
+      }
+    } else if (backward) {
+      visit(ActivatedColumns<T, false, true>(*this, chunk, first, column));
+    } else {
+      visit(ActivatedColumns<T, false, false>(*this, chunk, first, column));
     }
   }
 };
