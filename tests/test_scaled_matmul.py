@@ -47,6 +47,11 @@ WGRADS = [
     (1536, "float32", True),
 ]
 
+#: It has one for tokens and kernels, if tiles are few, or full with 256 tokens per group, and sums not too deep.
+DEEPEST = 3072
+FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
+FULL_TILES_OF_MANY = shapes.Shape("many full tiles", num_groups=37, tokens=37 * 256, K=528, N=784)
+
 each_product = pytest.mark.parametrize("product", PRODUCTS)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -201,14 +206,74 @@ def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype
         case.check_accumulation()
     else:
         case.check(out_dtype)
+    result = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[out_dtype]
+    lines = plans(mode, f"{'onto' if accumulate else '->'} {result}, E 2 T {tokens} K 144 N 272: ")
+    ours = on_hopper() and not (accumulate and tokens < 1536)
+    assert all(line.endswith("kernel of jax_grouped") == ours for line in lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["block", "tensor"])
+@pytest.mark.parametrize("product", ["fprop", "dgrad"])
+@pytest.mark.parametrize(
+    ("tokens", "depth", "features", "ours"),
+    [
+        pytest.param(512, DEEPEST, 48, True, id="full tiles"),
+        pytest.param(496, DEEPEST, 48, True, id="few tiles"),
+        pytest.param(496, 48, 45 * 128, False, id="many tiles that are not full"),
+        pytest.param(512, DEEPEST + 16, 48, False, id="too deep"),
+    ],
+)
+def test_hopper_has_a_kernel_of_ours_for_tokens(
+    product: Product, mode: str, tokens: int, depth: int, features: int, ours: bool
+) -> None:
+    K, N = (depth, features) if product == "fprop" else (features, depth)
+    shape = shapes.Shape("boundary", num_groups=2, tokens=tokens, K=K, N=N)
+    make_case(product, mode, shape=shape, sizes=np.array([tokens - 7, 7], np.int32)).check("bfloat16")
+    lines = plans(mode, f"-> bf16, E 2 T {tokens} K {K} N {N}: ")
+    ours = ours and on_hopper()
+    assert all(line.endswith("kernel of jax_grouped") == ours for line in lines if f" {product} " in line)
+
+
+def plans(mode: str, wanted: str) -> list[str]:
+    """Descriptions of problems of this scaling that have been prepared."""
     module = extension.load()
     assert module is not None
-    result = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[out_dtype]
-    wanted = f"{'onto' if accumulate else '->'} {result}, E 2 T {tokens} K 144 N 272: "
     lines = [line for line in module.describe_plans() if wanted in line and ("1x128" in line) == (mode == "block")]
     assert lines
-    ours = jax.devices()[0].compute_capability == "9.0" and not (accumulate and tokens < 1536)
-    assert all(line.endswith("kernel of jax_grouped") == ours for line in lines)
+    return lines
+
+
+def on_hopper() -> bool:
+    return jax.devices()[0].compute_capability == "9.0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("mode", ["block", "tensor"])
+@pytest.mark.parametrize("product", ["fprop", "dgrad"])
+@pytest.mark.parametrize("kind", ["full tiles", "too deep"])
+def test_kernels_of_either_kind(backend: str, kind: str, product: Product, mode: str) -> None:
+    shape = FULL_TILES
+    if kind == "too deep":
+        K, N = (DEEPEST + 16, 48) if product == "fprop" else (48, DEEPEST + 16)
+        shape = dataclasses.replace(SHAPE, K=K, N=N)
+    for pair, out_dtype in zip(TYPE_PAIRS, ["float32", "bfloat16", "float16"], strict=True):
+        for skew in ("lognormal", "tail", "hostile", "empty_first", "all_empty", "one_hot"):
+            make_case(product, mode, pair, shape, shapes.group_sizes(shape, skew), magnitude=2.0).check(out_dtype)
+    sizes = np.array([900, 20, 0, 31, 7, 1, 44, 13], np.int32)
+    for offset in (-2, 0, 2, 4, 9, 2**31 - 1):
+        make_case(product, mode, shape=shape, sizes=sizes, offset=offset).check()
+    check_vmap(product, mode, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("mode", ["block", "tensor"])
+@pytest.mark.parametrize("product", ["fprop", "dgrad"])
+def test_full_tiles_of_many_groups(backend: str, product: Product, mode: str) -> None:
+    sizes = shapes.group_sizes(FULL_TILES_OF_MANY, "lognormal")
+    make_case(product, mode, shape=FULL_TILES_OF_MANY, sizes=sizes).check()
 
 
 SHAPES = [
@@ -241,21 +306,25 @@ def test_results_of_16_bits_for_the_groups_of_a_longer_list(backend: str, produc
 @each_mode
 def test_vmap_makes_more_groups_and_shares_kernels(backend: str, mode: str) -> None:
     for product in some(backend, PRODUCTS, list(MODES).index(mode)):
-        cases = [make_case(product, mode, seed=seed) for seed in range(2)]
-        arrays = [jnp.stack(parts) for parts in zip(*(case.arrays for case in cases), strict=True)]
-        axes: list[int | None] = [0] * 6
-        if product != "wgrad":
-            for operand in (2, 3):
-                arrays[operand], axes[operand] = cases[0].arrays[operand], None
-        multiply = functools.partial(primitives.scaled_matmul, spec=cases[0].spec())
-        out = jax.vmap(multiply, axes)(*arrays)
-        cases[0].compare(np.asarray(out[0]), oracle.fp8_tolerance())
-        if product == "wgrad":
-            cases[1].compare(np.asarray(out[1]), oracle.fp8_tolerance())
-        else:
-            reference = oracle.fprop if product == "fprop" else oracle.dgrad
-            expected = reference(cases[1].a.dequantized, cases[0].b.dequantized, RAGGED)
-            oracle.assert_groups_close(np.asarray(out[1]), expected, RAGGED, SHAPE.num_groups, oracle.fp8_tolerance())
+        check_vmap(product, mode, SHAPE)
+
+
+def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:
+    cases = [make_case(product, mode, shape=shape, seed=seed) for seed in range(2)]
+    arrays = [jnp.stack(parts) for parts in zip(*(case.arrays for case in cases), strict=True)]
+    axes: list[int | None] = [0] * 6
+    if product != "wgrad":
+        for operand in (2, 3):
+            arrays[operand], axes[operand] = cases[0].arrays[operand], None
+    multiply = functools.partial(primitives.scaled_matmul, spec=cases[0].spec())
+    out = jax.vmap(multiply, axes)(*arrays)
+    cases[0].compare(np.asarray(out[0]), oracle.fp8_tolerance())
+    if product == "wgrad":
+        cases[1].compare(np.asarray(out[1]), oracle.fp8_tolerance())
+    else:
+        reference = oracle.fprop if product == "fprop" else oracle.dgrad
+        expected = reference(cases[1].a.dequantized, cases[0].b.dequantized, RAGGED)
+        oracle.assert_groups_close(np.asarray(out[1]), expected, RAGGED, shape.num_groups, oracle.fp8_tolerance())
 
 
 @pytest.fixture

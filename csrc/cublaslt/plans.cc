@@ -41,6 +41,11 @@ Status Plans::Ensure(const CublasLt& library, const Key& key) {
   return Status::Ok();
 }
 
+void Plans::AddOwnKernel(const Key& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  plans_.emplace(key, Plan{nullptr, {}, Origin::kOwnKernel});
+}
+
 void Plans::Replace(const Key& key, const Plan& plan) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (const auto found = plans_.find(key); found != plans_.end()) found->second = plan;

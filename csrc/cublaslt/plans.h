@@ -1,4 +1,4 @@
-// The algorithms chosen so far, for every device and problem.
+// What computes each problem on each device, as chosen so far.
 
 #ifndef JAX_GROUPED_CSRC_CUBLASLT_PLANS_H_
 #define JAX_GROUPED_CSRC_CUBLASLT_PLANS_H_
@@ -17,6 +17,7 @@
 namespace jax_grouped {
 
 enum class Origin {
+  kOwnKernel,  // no algorithm of cuBLASLt: IsHopperProduct
   kHeuristic,  // the first of its list
   kNotTimed,   // the same, as the others could not be timed
   kTuned,      // the fastest of its list
@@ -40,6 +41,9 @@ class Plans {
 
   // Takes the heuristic's first algorithm unless there is a plan for the key. Fails if the device lacks the product.
   Status Ensure(const CublasLt& library, const Key& key);
+
+  // Has a kernel of our own compute the problem.
+  void AddOwnKernel(const Key& key);
 
   // Replaces the plan of a key, if it has one.
   void Replace(const Key& key, const Plan& plan);

@@ -27,6 +27,10 @@ __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+__device__ inline void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and has the phase wait for so many bytes of asynchronous copies.
 __device__ inline void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -70,6 +74,12 @@ __device__ inline uint32_t RankInCluster() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+
+// Lets the next kernel start, if it was launched so that it may start early.
+__device__ inline void AllowNextKernel() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Waits in such a kernel for the end of the one before, and for what that has written.
+__device__ inline void WaitForLastKernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Waits for all threads of the cluster.
 __device__ inline void SynchronizeCluster() {
@@ -116,6 +126,15 @@ __device__ inline void ReplaceMatrix(CUtensorMap* map, const void* base, uint32_
                : "memory");
 }
 
+// Gives a tensor map in shared memory the address and number of rows of another matrix with rows as long.
+__device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t rows) {
+  const uint32_t address = SharedAddress(map);
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
+               : "memory");
+  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(address), "r"(rows)
+               : "memory");
+}
+
 // Copies a box of a matrix to shared memory, at the same place in the first `kBlocks` blocks of the cluster, whose
 // barriers count its bytes. What lies outside the matrix is zero.
 template <int kBlocks>
@@ -143,7 +162,13 @@ __device__ inline void LoadBytes(uint32_t destination, const void* source, uint3
       : "memory");
 }
 
-// Copies a box from shared memory to one matrix of a stack; what lies outside the matrix is left out.
+// Copies a box from shared memory to a matrix, or to one of a stack; what lies outside the matrix is left out.
+__device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(box),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
 __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(box),
                "r"(column), "r"(row), "r"(matrix)
@@ -160,8 +185,12 @@ __device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t colu
 
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's stores have read shared memory, or have ended.
-__device__ inline void WaitForReads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until this thread's stores, but for those of the last kLeft groups, have read shared memory.
+template <int kLeft>
+__device__ void WaitForReads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+// Waits until they have ended.
 __device__ inline void WaitForStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ inline float LoadShared(uint32_t address) {

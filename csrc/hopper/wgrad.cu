@@ -1,11 +1,10 @@
 #include "csrc/hopper/wgrad.h"
 
-#include <algorithm>
 #include <cstdint>
 
-#include "csrc/common/device.h"
 #include "csrc/common/group_layout.cuh"
 #include "csrc/hopper/instructions.cuh"
+#include "csrc/hopper/launch.cuh"
 #include "csrc/hopper/tensor_map.h"
 #include "csrc/hopper/wgrad_kernel.cuh"
 
@@ -15,7 +14,7 @@ namespace {
 
 constexpr int kSetupThreads = 512;
 
-struct SetupArguments {
+struct WgradSetup {
   CUtensorMap maps[2];  // with the sizes of no group yet
   const uint8_t* data[2];
   int32_t features[2];
@@ -25,10 +24,11 @@ struct SetupArguments {
 };
 
 // A block per batch element finds its groups and describes their operands.
-__global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ SetupArguments args) {
+__global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kMapsAtOnce = 256;
   __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  AllowNextKernel();
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
@@ -50,24 +50,13 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 #endif
 }
 
-CUtensorMapDataType MapType(cudaDataType_t type) {
-  switch (type) {
-    case CUDA_R_32F:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    case CUDA_R_16F:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    default:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  }
-}
-
 // The features of an operand, without the tokens of any group yet.
 BoxedTensor OperandBoxes(const void* data, int64_t features, uint32_t rows) {
   return {data,
           CU_TENSOR_MAP_DATA_TYPE_UINT8,
           {kFp8Alignment, static_cast<cuuint64_t>(features)},
           {kFp8Alignment},
-          {kStageTokens, rows}};
+          {kDepth, rows}};
 }
 
 BoxedTensor DkernelBoxes(const Wgrad& wgrad, int32_t groups) {
@@ -76,63 +65,44 @@ BoxedTensor DkernelBoxes(const Wgrad& wgrad, int32_t groups) {
   const auto out_features = static_cast<cuuint64_t>(wgrad.out_features);
   const cuuint64_t row_bytes = out_features * (wide ? 4 : 2);
   return {wgrad.dkernel,
-          MapType(wgrad.dkernel_type),
+          ResultMapType(wgrad.dkernel_type),
           {out_features, in_features, static_cast<cuuint64_t>(groups)},
           {row_bytes, row_bytes * in_features},
           {kBoxRowBytes / (wide ? 4u : 2u), Fragment::kRows, 1}};
 }
 
-template <typename XType, typename DyType, ScalingMode kMode>
-Status LaunchProduct(cudaStream_t stream, int device, const Arguments& args) {
-  const auto kernel = &GroupedWgrad<XType, DyType, kMode>;
-  DeviceProperties properties;
-  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Status::FromCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
-                       "Asking for shared memory"));
-  const int64_t tiles = static_cast<int64_t>(args.all_groups) * CeilDiv(args.in_features, kTileRows) *
-                        CeilDiv(args.out_features, kCluster * kTileColumns);
-  const auto clusters = static_cast<uint32_t>(std::min<int64_t>(tiles, properties.processors / kCluster));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * kCluster);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return Status::FromCuda(cudaLaunchKernelEx(&config, kernel, args), "Launching a weight gradient");
-}
-
 template <typename XType, typename DyType>
-Status LaunchMode(cudaStream_t stream, int device, ScalingMode mode, const Arguments& args) {
-  return mode == ScalingMode::kTensor ? LaunchProduct<XType, DyType, ScalingMode::kTensor>(stream, device, args)
-                                      : LaunchProduct<XType, DyType, ScalingMode::kBlock1D>(stream, device, args);
+Status LaunchTypes(cudaStream_t stream, int device, ScalingMode mode, const WgradArguments& args) {
+  return mode == ScalingMode::kTensor
+             ? LaunchClusters(&GroupedWgrad<XType, DyType, ScalingMode::kTensor>, stream, device, args)
+             : LaunchClusters(&GroupedWgrad<XType, DyType, ScalingMode::kBlock1D>, stream, device, args);
 }
 
-int64_t MapBytes(int64_t batch, int64_t num_groups) {
-  return 2 * batch * num_groups * static_cast<int64_t>(sizeof(CUtensorMap));
-}
+struct Scratch {
+  GroupMaps maps;
+  GroupTable table;
+  int64_t bytes;
+
+  Scratch(void* base, int64_t batch, int64_t num_groups) {
+    maps = {static_cast<CUtensorMap*>(base)};
+    table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
+    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+  }
+};
 
 }  // namespace
 
-int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) {
-  return MapBytes(batch, num_groups) + batch * GroupTable::Size(num_groups) * static_cast<int64_t>(sizeof(int32_t));
-}
+int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nullptr, batch, num_groups).bytes; }
 
-Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Groups& groups, void* scratch) {
-  const GroupMaps maps{static_cast<CUtensorMap*>(scratch)};
-  const GroupTable table{
-      reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + MapBytes(groups.batch, groups.num_groups)),
-      groups.num_groups};
-  SetupArguments setup{{},
-                       {static_cast<const uint8_t*>(wgrad.x), static_cast<const uint8_t*>(wgrad.dy)},
-                       {static_cast<int32_t>(wgrad.in_features), static_cast<int32_t>(wgrad.out_features)},
-                       wgrad.element_units,
-                       table,
-                       maps};
+Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Groups& groups, void* memory) {
+  const Scratch scratch(memory, groups.batch, groups.num_groups);
+  WgradSetup setup{{},
+                   {static_cast<const uint8_t*>(wgrad.x), static_cast<const uint8_t*>(wgrad.dy)},
+                   {static_cast<int32_t>(wgrad.in_features), static_cast<int32_t>(wgrad.out_features)},
+                   wgrad.element_units,
+                   scratch.table,
+                   scratch.maps};
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(OperandBoxes(wgrad.x, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(
@@ -140,20 +110,21 @@ Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Gr
   SetUpWgrad<<<groups.batch, kSetupThreads, 0, stream>>>(groups, setup);
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a weight gradient"));
 
-  Arguments args{{},
-                 maps,
-                 table,
-                 groups.AllGroups(),
-                 wgrad.x_scale,
-                 wgrad.dy_scale,
-                 static_cast<int32_t>(wgrad.in_features),
-                 static_cast<int32_t>(wgrad.out_features),
-                 wgrad.dkernel_type,
-                 wgrad.accumulate};
+  WgradArguments args{{},
+                      scratch.maps,
+                      scratch.table,
+                      groups.AllGroups() * static_cast<int32_t>(CeilDiv(wgrad.in_features, kTileRows) *
+                                                                CeilDiv(wgrad.out_features, kCluster * kTileColumns)),
+                      wgrad.x_scale,
+                      wgrad.dy_scale,
+                      static_cast<int32_t>(wgrad.in_features),
+                      static_cast<int32_t>(wgrad.out_features),
+                      wgrad.dkernel_type,
+                      wgrad.accumulate};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(DkernelBoxes(wgrad, groups.AllGroups()), &args.dkernel));
-  if (wgrad.x_type == CUDA_R_8F_E5M2) return LaunchMode<E5m2, E4m3>(stream, device, wgrad.mode, args);
-  if (wgrad.dy_type == CUDA_R_8F_E5M2) return LaunchMode<E4m3, E5m2>(stream, device, wgrad.mode, args);
-  return LaunchMode<E4m3, E4m3>(stream, device, wgrad.mode, args);
+  if (wgrad.x_type == CUDA_R_8F_E5M2) return LaunchTypes<E5m2, E4m3>(stream, device, wgrad.mode, args);
+  if (wgrad.dy_type == CUDA_R_8F_E5M2) return LaunchTypes<E4m3, E5m2>(stream, device, wgrad.mode, args);
+  return LaunchTypes<E4m3, E4m3>(stream, device, wgrad.mode, args);
 }
 
 }  // namespace hopper

@@ -1,9 +1,9 @@
 #include "csrc/kernels/matmul_setup.h"
 
-#include <algorithm>
 #include <cstdint>
 
 #include "csrc/common/group_layout.cuh"
+#include "csrc/common/zero_rows.cuh"
 
 namespace jax_grouped {
 namespace {
@@ -27,26 +27,12 @@ __device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, Ro
   scratch.LeadingDimensions(matrix)[index] = operand.rows;
 }
 
-// Zeros bytes [begin, end), in words of 16, with all blocks but the first.
-__device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
-  uint4* words = static_cast<uint4*>(base);
-  const int64_t stride = static_cast<int64_t>(gridDim.x - 1) * kThreads;
-  for (int64_t i = begin / 16 + (blockIdx.x - 1) * kThreads + threadIdx.x; i < RoundUp(end, 16) / 16; i += stride) {
-    words[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-
 // What all blocks but the first do: zero the workspace, for the first batch element, and with `zero_rest` the element's
 // tokens of D outside the local groups.
 __device__ void ZeroRest(const Groups& groups, int32_t element, const Operand& d, bool zero_rest,
                          const Region& workspace) {
-  if (element == 0) ZeroBytes(workspace.base, 0, workspace.bytes);
-  if (!zero_rest) return;
-  const RowRange local = LocalRows<kThreads>(groups);
-  const int64_t first_row = element * groups.capacity;
-  const int64_t row_bytes = static_cast<int64_t>(d.rows) * d.element_bytes;
-  ZeroBytes(d.base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
-  ZeroBytes(d.base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
+  if (element == 0) ZeroBytes<kThreads>(workspace.base, 0, workspace.bytes);
+  if (zero_rest) ZeroOtherRows<kThreads>(groups, element, d.base, static_cast<int64_t>(d.rows) * d.element_bytes);
 }
 
 __device__ void WriteScalars(float beta, const MatmulScratch& scratch) {
@@ -145,13 +131,6 @@ __global__ void __launch_bounds__(kThreads)
           static_cast<const char*>(scales.base) + scale_bytes * ScalesBefore(scales, columnwise, first, kernel);
     }
   }
-}
-
-// Enough blocks to write at memory speed when all of D must be zeroed, few enough to cost nothing when none must.
-int ZeroingBlocks(int64_t bytes) {
-  constexpr int64_t kBytesPerBlock = 16 * 1024;
-  constexpr int64_t kMostBlocks = 264;
-  return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerBlock, 1, kMostBlocks));
 }
 
 dim3 SetupBlocks(const Groups& groups, const Operand& d, bool zero_rest, const Region& workspace) {

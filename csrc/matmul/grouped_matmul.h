@@ -1,5 +1,5 @@
 // Grouped matmuls of 16-bit operands or of scaled FP8 operands, with group sizes that only the device knows: through
-// cuBLASLt, but for weight gradients that have a kernel of our own.
+// cuBLASLt, or by kernels of our own where these are faster.
 
 #ifndef JAX_GROUPED_CSRC_MATMUL_GROUPED_MATMUL_H_
 #define JAX_GROUPED_CSRC_MATMUL_GROUPED_MATMUL_H_
@@ -15,9 +15,9 @@
 
 namespace jax_grouped {
 
-// Whether our kernel computes the product on GPUs of that compute capability: FP8 weight gradients on Hopper, but for
-// additions to what is there where these are faster through cuBLASLt.
-bool IsHopperWgrad(const MatmulProblem& problem, int major);
+// Whether a kernel of ours computes the product on GPUs of that compute capability. On Hopper these are FP8 weight
+// gradients, but not all that are added to what is there, and products of FP8 tokens with kernels of few features.
+bool IsHopperProduct(const MatmulProblem& problem, int major);
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which is the current one:
 // the heuristic's first, or with `autotune` the fastest (autotune.h), which calls without it then use, too; graphs that

@@ -1,0 +1,339 @@
+// What the kernels of FP8 products on Hopper have in common: tiles of 256 x 128, multiplied 128 bytes of both operands
+// after another.
+//
+// A tile of the result belongs to a block of threads, and further tiles to the same block: the grid just fills the GPU.
+// One warp, the producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups
+// of 128 threads multiply them, add up the scaled products in registers, and store the sums. While one group scales or
+// stores, the other has the tensor cores.
+//
+// What bounds it on an H200 (counters of 1x128 scales, E8 T32768 K7168 N4096): reading shared memory (operands of the
+// products, scales) and, sustained, 700 W, at which the clock falls from 1.98 to 1.4 to 1.65 GHz. Slower, by 1 to 5 %:
+// math groups that take turns at the tensor cores, and one that stays half a block or a block behind the other.
+
+#ifndef JAX_GROUPED_CSRC_HOPPER_TILE_PRODUCTS_CUH_
+#define JAX_GROUPED_CSRC_HOPPER_TILE_PRODUCTS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <library_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/hopper/instructions.cuh"
+
+namespace jax_grouped {
+namespace hopper {
+
+// Blocks of a cluster have neighbouring tiles of the same rows. Each copies its share of the rows to all of them, so
+// that the L2 cache is read less. Clusters of four, and of two by two, are 2 to 6 % slower.
+constexpr int kCluster = 2;
+constexpr int kMathGroups = 2;
+constexpr int kStages = 3;  // what shared memory has room for
+
+// Products of 64 x 128 that a math group has per tile, one below the other; the rows of each wave lie together, so that
+// no group is idle while the other has two.
+constexpr int kWaves = 2;
+constexpr int kTileRows = Fragment::kRows * kMathGroups * kWaves;
+constexpr int kTileColumns = Fragment::kColumns;
+constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
+constexpr int kThreads = (kMathGroups + 1) * kWarpGroupThreads;
+constexpr int kMathWarps = kMathGroups * kWarpGroupThreads / 32;
+// Of 64 Ki registers, in units of 8 per thread.
+constexpr int kProducerRegisters = 24;
+constexpr int kMathRegisters = 240;
+// Tiles follow one another down to this many rows of tiles, then to the right: what is at work at once then shares
+// most of both operands.
+constexpr int kSwath = 16;
+
+// Boxes of the result are 64 rows of 128 bytes. A math group writes so many at once, and has room for twice as many.
+constexpr int kBoxRowBytes = 128;
+constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
+constexpr int kStagedBoxes = 2;
+constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
+
+// How many tiles the producer may have found that the math groups have not begun.
+constexpr int kTilesAhead = 2;
+
+// A tile as the math groups know it.
+struct alignas(16) Tile {
+  int32_t group = -1;     // counted through the batch
+  int32_t group_row = 0;  // at which the group's rows begin, if all groups share them
+  int32_t row = 0;        // of the group's result
+  int32_t column = 0;     // may lie right of the result
+  int32_t rows = 0;       // of the result from `row` on, which may be more than the tile has
+  int32_t blocks = 0;     // of kDepth that are summed
+  float scale = 1.0f;     // of all products, with one scale per tensor
+};
+
+struct alignas(1024) Shared {
+  uint8_t rows[kStages][kTileRows * kDepth];
+  uint8_t columns[kStages][kTileColumns * kDepth];
+  uint8_t staging[kMathGroups][kStagingBytes];
+  float row_scale[kStages][kTileRows];
+  union {
+    float column_scale[kStages][kTileColumns];
+    float kernel_scale[kStages][4];  // of the columns' block: of this stage and its neighbours
+  };
+  Tile tiles[kTilesAhead];
+  Barrier full[kStages];
+  Barrier empty[kStages];
+  Barrier tile_full[kTilesAhead];
+  Barrier tile_empty[kTilesAhead];
+};
+
+// The addresses of these.
+struct Addresses {
+  uint32_t base;
+
+  __device__ uint32_t Rows(int stage) const { return base + offsetof(Shared, rows) + stage * sizeof(Shared::rows[0]); }
+  __device__ uint32_t Columns(int stage) const {
+    return base + offsetof(Shared, columns) + stage * sizeof(Shared::columns[0]);
+  }
+  __device__ uint32_t Staging(int group) const { return base + offsetof(Shared, staging) + group * kStagingBytes; }
+  __device__ uint32_t RowScale(int stage) const {
+    return base + offsetof(Shared, row_scale) + stage * sizeof(Shared::row_scale[0]);
+  }
+  __device__ uint32_t ColumnScale(int stage) const {
+    return base + offsetof(Shared, column_scale) + stage * sizeof(Shared::column_scale[0]);
+  }
+  __device__ uint32_t KernelScale(int stage) const {
+    return base + offsetof(Shared, kernel_scale) + stage * sizeof(Shared::kernel_scale[0]);
+  }
+  __device__ Tile* TileSlot(int slot) const {
+    return static_cast<Tile*>(__cvta_shared_to_generic(base + offsetof(Shared, tiles))) + slot;
+  }
+  __device__ uint32_t Full(int stage) const { return base + offsetof(Shared, full) + stage * sizeof(Barrier); }
+  __device__ uint32_t Empty(int stage) const { return base + offsetof(Shared, empty) + stage * sizeof(Barrier); }
+  __device__ uint32_t TileFull(int slot) const { return base + offsetof(Shared, tile_full) + slot * sizeof(Barrier); }
+  __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Shared, tile_empty) + slot * sizeof(Barrier); }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A place in a ring, whose barriers' phases have this parity.
+template <int kPlaces>
+struct RingPlace {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance() {
+    if (++index < kPlaces) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+using Stage = RingPlace<kStages>;
+
+// Clusters take turns at rows of kCluster tiles.
+__device__ inline int32_t FirstTurn() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
+__device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
+
+// How a producer's tiles reach the math groups of its block. Finding a tile takes divisions and reads of global memory,
+// for which the tensor cores would wait if the math groups did it. These count turns all the same: of loops whose ends
+// come from shared memory, the compiler does not know that all lanes leave them together, and takes twice as long to
+// start products in them.
+class TileQueue {
+ public:
+  __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
+
+  // For the whole producer.
+  __device__ void Post(const Tile& tile) {
+    WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      *shared_.TileSlot(slot_.index) = tile;
+      Arrive(shared_.TileFull(slot_.index));
+    }
+    __syncwarp();
+    slot_.Advance();
+  }
+
+  // For whole warps of the math groups.
+  __device__ Tile Take() {
+    WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
+    const Tile tile = *shared_.TileSlot(slot_.index);
+    if (threadIdx.x % 32 == 0) Arrive(shared_.TileEmpty(slot_.index));
+    slot_.Advance();
+    return tile;
+  }
+
+ private:
+  Addresses shared_;
+  RingPlace<kTilesAhead> slot_;
+};
+
+// The first row in a tile of a math group's product in each wave.
+__device__ inline int FirstRow(int group, int wave) { return (wave * kMathGroups + group) * Fragment::kRows; }
+
+// Where a thread of a math group stands in the products of its group.
+struct Place {
+  int group;
+  int warp;
+  int lane;
+
+  // Its first row of a fragment; the other is 8 further.
+  __device__ int Row() const { return warp * 16 + lane / 4; }
+  // The first of its two columns of each 8.
+  __device__ int Column() const { return lane % 4 * 2; }
+};
+
+// Writes 64 columns of a fragment to shared memory, as boxes of 32. Odd rows exchange columns that lie 64 bytes apart,
+// so that the lanes which write at once have all banks between them.
+template <int kFirstColumn>
+__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const Place& place, uint32_t staging) {
+  const bool odd = place.Row() % 2 != 0;
+  const int first_byte = (odd ? 64 : 0) + place.Column() * static_cast<int>(sizeof(float));
+  const uint32_t first = staging + place.Row() * kBoxRowBytes + (first_byte ^ (place.Row() % 8 * 16));
+#pragma unroll
+  for (int box = 0; box < kStagedBoxes; ++box) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t offset = box * kBoxBytes + half * 8 * kBoxRowBytes;
+      const auto columns = [&](int block) {
+        const float* value = fragment.value + 4 * (kFirstColumn / 8 + 4 * box + block) + 2 * half;
+        return make_float2(value[0], value[1]);
+      };
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 near = columns(j);
+        const float2 far = columns(j + 2);
+        StoreShared((first ^ (32 * j)) + offset, odd ? far : near);
+        StoreShared((first ^ (32 * j) ^ 64) + offset, odd ? near : far);
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ uint32_t PackPair(float low, float high);
+
+template <>
+__device__ uint32_t PackPair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <>
+__device__ uint32_t PackPair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// The same with all columns as 16-bit numbers, in boxes of 64.
+template <typename T>
+__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Place& place, uint32_t staging) {
+  const int row = place.warp * 16 + place.lane % 16;
+#pragma unroll
+  for (int i = 0; i < Fragment::kColumns / 8; i += 2) {
+    const uint32_t box = staging + i / 8 * kBoxBytes;
+    const int byte = (i % 8 + place.lane / 16) * 16;
+    const float* value = fragment.value + 4 * i;
+    StoreMatrices(box + row * kBoxRowBytes + (byte ^ (row % 8 * 16)), PackPair<T>(value[0], value[1]),
+                  PackPair<T>(value[2], value[3]), PackPair<T>(value[4], value[5]), PackPair<T>(value[6], value[7]));
+  }
+}
+
+// The shared memory from which a math group's results are copied, half of it while the group writes the other half.
+class Staging {
+ public:
+  __device__ Staging(const Addresses& shared, const Place& place, cudaDataType_t type)
+      : place_(place), type_(type), memory_(shared.Staging(place.group)) {}
+
+  // Writes 64 rows of a tile, of which the result has so many columns, and has store(box, column) called for each box
+  // of them, `column` counted in the tile.
+  template <typename Store>
+  __device__ __forceinline__ void StoreRows(const Fragment& sum, int columns, const Store& store) {
+    if (type_ == CUDA_R_32F) {
+      constexpr int kHalf = Fragment::kColumns / 2;
+      Pass([&](uint32_t memory) { WriteBoxes32<0>(sum, place_, memory); }, 0, min(columns, kHalf), store);
+      Pass([&](uint32_t memory) { WriteBoxes32<kHalf>(sum, place_, memory); }, kHalf, columns, store);
+    } else if (type_ == CUDA_R_16BF) {
+      Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16>(sum, place_, memory); }, 0, columns, store);
+    } else {
+      Pass([&](uint32_t memory) { WriteBoxes16<__half>(sum, place_, memory); }, 0, columns, store);
+    }
+  }
+
+ private:
+  template <typename Write, typename Store>
+  __device__ __forceinline__ void Pass(const Write& write, int column, int end_column, const Store& store) {
+    const bool leads = place_.warp == 0 && place_.lane == 0;
+    if (leads) WaitForReads<1>();
+    SynchronizeWarpGroup(place_.group);
+    uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
+    second_half_ = !second_half_;
+    write(memory);
+    FenceSharedStores();
+    SynchronizeWarpGroup(place_.group);
+    if (!leads) return;
+    const int box_columns = kBoxRowBytes / (type_ == CUDA_R_32F ? 4 : 2);
+#pragma unroll
+    for (int box = 0; box < kStagedBoxes; ++box, memory += kBoxBytes, column += box_columns) {
+      if (column < end_column) store(memory, column);
+    }
+    CommitStores();
+  }
+
+  Place place_;
+  cudaDataType_t type_;
+  uint32_t memory_;
+  bool second_half_ = false;
+};
+
+template <typename RowType, typename ColumnType>
+__device__ __forceinline__ void StartProduct(uint32_t rows, uint32_t columns, Fragment& product) {
+  const uint64_t a = SwizzledOperand(rows);
+  const uint64_t b = SwizzledOperand(columns);
+  Pin(product);
+  BeginProducts();
+#pragma unroll
+  for (int i = 0; i < kDepth / 32; ++i) {
+    Multiply<RowType, ColumnType>(a + i * (32 >> 4), b + i * (32 >> 4), i > 0, product);
+  }
+  CommitProducts();
+  Pin(product);
+}
+
+// A warp has read a stage, which blocks of the whole cluster fill.
+__device__ __forceinline__ void Release(uint32_t empty, int lane) {
+  __syncwarp();
+  if (lane < kCluster) ArriveAt(empty, lane);
+}
+
+// Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads.
+template <typename Produce, typename Multiply>
+__device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce& produce, const Multiply& multiply) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      InitBarrier(shared.Full(i), 1);
+      InitBarrier(shared.Empty(i), kMathWarps * kCluster);
+    }
+    for (int i = 0; i < kTilesAhead; ++i) {
+      InitBarrier(shared.TileFull(i), 1);
+      InitBarrier(shared.TileEmpty(i), kMathWarps);
+    }
+    FenceBarrierInit();
+  }
+  SynchronizeCluster();
+  WaitForLastKernel();
+  if (threadIdx.x >= kMathGroups * kWarpGroupThreads) {
+    ReleaseRegisters<kProducerRegisters>();
+    if (Uniform(threadIdx.x / 32) == kMathWarps) produce();
+  } else {
+    AcquireRegisters<kMathRegisters>();
+    multiply(Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
+                   static_cast<int>(threadIdx.x) % 32});
+    WaitForStores();
+  }
+  // No block may end while another of its cluster still copies to it or arrives at its barriers.
+  __syncwarp();
+  SynchronizeCluster();
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace hopper
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_HOPPER_TILE_PRODUCTS_CUH_

@@ -1,0 +1,170 @@
+#include "csrc/hopper/token_product.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cub/block/block_scan.cuh>
+
+#include "csrc/common/group_layout.cuh"
+#include "csrc/common/zero_rows.cuh"
+#include "csrc/hopper/instructions.cuh"
+#include "csrc/hopper/launch.cuh"
+#include "csrc/hopper/tensor_map.h"
+#include "csrc/hopper/token_product_kernel.cuh"
+
+namespace jax_grouped {
+namespace hopper {
+namespace {
+
+constexpr int kSetupThreads = 512;
+
+struct TokenSetup {
+  CUtensorMap result;  // with the rows of no group yet
+  CUtensorMap* results;
+  void* result_data;
+  int64_t result_row_bytes;
+  UnitCounts element_units;
+  GroupTable table;
+  TileTable tiles;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Counts rows of tiles. For the whole block, each thread of which has a run of groups.
+__device__ void FillTileTable(const GroupTable& table, int32_t* before) {
+  using Scan = cub::BlockScan<int32_t, kSetupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Scan::TempStorage storage;
+  const int32_t run = (table.num_groups + kSetupThreads - 1) / kSetupThreads;
+  const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * run, table.num_groups);
+  const int32_t end = min(begin + run, table.num_groups);
+  const auto row_tiles = [&](int32_t group) {
+    return (table.FirstRow()[group + 1] - table.FirstRow()[group] + kTileRows - 1) / kTileRows;
+  };
+  int32_t own = 0;
+  for (int32_t group = begin; group < end; ++group) own += row_tiles(group);
+  int32_t next;
+  int32_t all;
+  Scan(storage).ExclusiveSum(own, next, all);
+  for (int32_t group = begin; group < end; ++group) {
+    before[group] = next;
+    next += row_tiles(group);
+  }
+  if (threadIdx.x == 0) before[table.num_groups] = all;
+}
+
+#endif
+
+// Every row of blocks has a batch element: its first block finds the groups and describes their results, the others
+// zero the rows of no group.
+__global__ void __launch_bounds__(kSetupThreads)
+    SetUpTokenProduct(Groups batch, const __grid_constant__ TokenSetup args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  AllowNextKernel();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (blockIdx.x > 0) {
+    return ZeroOtherRows<kSetupThreads>(batch.At(element), element, args.result_data, args.result_row_bytes);
+  }
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
+  FillTileTable(table, args.tiles.Before(element));
+  if (threadIdx.x >= kMapsAtOnce) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  map = args.result;
+  for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
+    const int32_t row = table.FirstRow()[group];
+    // Nothing is stored for an empty group, but a map of no rows would not be valid.
+    const uint32_t rows = max(table.FirstRow()[group + 1] - row, 1);
+    ReplaceRows(&map, static_cast<char*>(args.result_data) + row * args.result_row_bytes, rows);
+    args.results[element * batch.num_groups + group] = map;
+  }
+  ReleaseTensorMaps();
+#endif
+}
+
+// Boxes of kDepth numbers from so many rows of FP8 numbers.
+BoxedTensor Fp8Boxes(const void* data, int64_t depth, int64_t rows, uint32_t box_rows) {
+  return {data,
+          CU_TENSOR_MAP_DATA_TYPE_UINT8,
+          {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(rows)},
+          {static_cast<cuuint64_t>(depth)},
+          {kDepth, box_rows}};
+}
+
+int64_t ElementSize(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
+
+template <typename TokenType, typename KernelType>
+Status LaunchTypes(cudaStream_t stream, int device, ScalingMode mode, const TokenArguments& args) {
+  return mode == ScalingMode::kTensor
+             ? LaunchClusters(&GroupedTokenProduct<TokenType, KernelType, ScalingMode::kTensor>, stream, device, args)
+             : LaunchClusters(&GroupedTokenProduct<TokenType, KernelType, ScalingMode::kBlock1D>, stream, device, args);
+}
+
+struct Scratch {
+  CUtensorMap* results;
+  GroupTable table;
+  TileTable tiles;
+  int64_t bytes;
+
+  Scratch(void* base, int64_t batch, int64_t num_groups) {
+    const auto groups = static_cast<int32_t>(num_groups);
+    results = static_cast<CUtensorMap*>(base);
+    table = {reinterpret_cast<int32_t*>(results + batch * num_groups), groups};
+    tiles = {table.base + batch * GroupTable::Size(num_groups), groups};
+    bytes = reinterpret_cast<char*>(tiles.base + batch * TileTable::Size(num_groups)) - static_cast<char*>(base);
+  }
+};
+
+}  // namespace
+
+int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups) {
+  return Scratch(nullptr, batch, num_groups).bytes;
+}
+
+Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& product, const Groups& groups,
+                          void* memory) {
+  const Scratch scratch(memory, groups.batch, groups.num_groups);
+  const int64_t row_bytes = product.features * ElementSize(product.result_type);
+  TokenSetup setup{{}, scratch.results, product.result, row_bytes, product.element_units, scratch.table, scratch.tiles};
+  const BoxedTensor result{product.result,
+                           ResultMapType(product.result_type),
+                           {static_cast<cuuint64_t>(product.features), static_cast<cuuint64_t>(groups.AllRows())},
+                           {static_cast<cuuint64_t>(row_bytes)},
+                           {static_cast<cuuint32_t>(kBoxRowBytes / ElementSize(product.result_type)), Fragment::kRows}};
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(result, &setup.result));
+  const dim3 blocks(1 + ZeroingBlocks(groups.capacity * row_bytes), groups.batch);
+  SetUpTokenProduct<<<blocks, kSetupThreads, 0, stream>>>(groups, setup);
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped product"));
+
+  const auto element_turns = static_cast<int32_t>(MostUnits(groups.capacity, groups.num_groups, kTileRows) *
+                                                  CeilDiv(product.features, kCluster * kTileColumns));
+  TokenArguments args{{},
+                      {},
+                      setup.result,
+                      scratch.results,
+                      scratch.table,
+                      scratch.tiles,
+                      element_turns,
+                      groups.batch * element_turns,
+                      product.token_scale,
+                      product.kernel_scale,
+                      product.kernel_scales,
+                      static_cast<int32_t>(product.depth),
+                      static_cast<int32_t>(product.features),
+                      product.elements_per_kernel,
+                      product.result_type};
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(product.tokens, product.depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
+      Fp8Boxes(product.kernels, product.depth, product.num_kernels * product.features, kTileColumns), &args.kernels));
+  if (product.token_type == CUDA_R_8F_E5M2) {
+    return LaunchTypes<E5m2, E4m3>(stream, device, product.mode, args);
+  }
+  if (product.kernel_type == CUDA_R_8F_E5M2) {
+    return LaunchTypes<E4m3, E5m2>(stream, device, product.mode, args);
+  }
+  return LaunchTypes<E4m3, E4m3>(stream, device, product.mode, args);
+}
+
+}  // namespace hopper
+}  // namespace jax_grouped

@@ -1,0 +1,48 @@
+// FP8 products of tokens with their group's kernel on Hopper, fprop and dgrad, by a kernel of our own.
+
+#ifndef JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_H_
+#define JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/common/status.h"
+
+namespace jax_grouped {
+namespace hopper {
+
+// result[t] = tokens[t] kernel[group of t]^T, zero for tokens of no local group. Tokens are rowwise, and kernels have
+// that orientation in which features follow one another along what the product sums over, as group_layout.h has them.
+struct TokenProduct {
+  const void* tokens;  // [tokens, depth]
+  const float* token_scale;
+  cudaDataType_t token_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2, not the latter for both
+  const void* kernels;        // [num_kernels, features, depth]
+  const float* kernel_scale;
+  cudaDataType_t kernel_type;
+  ScalingMode mode;       // kTensor, or kBlock1D for tokens with kBlock2D for kernels
+  int64_t kernel_scales;  // of one kernel
+  void* result;           // [tokens, features]
+  cudaDataType_t result_type;
+  int64_t depth;  // multiples of kFp8Alignment
+  int64_t features;
+  int64_t num_kernels;
+  int32_t elements_per_kernel;  // successive batch elements that share kernels
+  UnitCounts element_units;     // for which tokens have room per batch element
+};
+
+// Bytes of scratch, on a 128-byte boundary.
+int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups);
+
+// Tensor cores add up products over 128 of the depth, float32 arithmetic the sums of these. May be captured. Fails if
+// the driver is too old.
+Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& product, const Groups& groups,
+                          void* scratch);
+
+}  // namespace hopper
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_H_

@@ -1,0 +1,250 @@
+// Device side of token_product.h: rows are tokens, columns are features of the result, and stages are 128 of the depth.
+
+#ifndef JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_KERNEL_CUH_
+#define JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_KERNEL_CUH_
+
+#include <cstdint>
+
+#include "csrc/common/group_layout.h"
+#include "csrc/hopper/instructions.cuh"
+#include "csrc/hopper/tile_products.cuh"
+
+namespace jax_grouped {
+namespace hopper {
+
+// How many rows of tiles lie before each group of a batch element, and before the end of the last; device memory.
+struct TileTable {
+  int32_t* base;
+  int32_t num_groups;
+
+  JAX_GROUPED_HOST_DEVICE static constexpr int64_t Size(int64_t num_groups) { return num_groups + 1; }
+  JAX_GROUPED_HOST_DEVICE int32_t* Before(int32_t element) const { return base + element * Size(num_groups); }
+};
+
+struct TokenArguments {
+  CUtensorMap tokens;
+  CUtensorMap kernels;         // one below the other
+  CUtensorMap all_results;     // of all groups
+  const CUtensorMap* results;  // of each group
+  GroupTable table;            // of the first batch element
+  TileTable tiles;
+  int32_t element_turns;  // of all clusters at a batch element, if it has as many tiles as it can
+  int32_t turns;          // at all elements
+  const float* token_scale;
+  const float* kernel_scale;
+  int64_t kernel_scales;
+  int32_t depth;
+  int32_t features;
+  int32_t elements_per_kernel;
+  cudaDataType_t result_type;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The tiles of a block, one per turn, or none if there are no more in the turn's batch element.
+template <ScalingMode kMode>
+class TokenTiles {
+ public:
+  __device__ explicit TokenTiles(const TokenArguments& args)
+      : args_(args), wide_(static_cast<int32_t>(CeilDiv(args.features, kCluster * kTileColumns))) {}
+
+  __device__ const Tile& At(int32_t turn) {
+    const int32_t element = turn / args_.element_turns;
+    const int32_t in_element = turn % args_.element_turns;
+    if (element != element_) Enter(element);
+    tile_.blocks = 0;
+    if (in_element >= row_tiles_ * wide_) return tile_;
+    tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
+    if (in_element / wide_ >= after_) Find(in_element / wide_);
+    const int32_t in_group = in_element - before_ * wide_;
+    const int32_t high = after_ - before_;
+    const int32_t swath = in_group / (kSwath * wide_);
+    const int32_t in_swath = in_group % (kSwath * wide_);
+    const int32_t swath_rows = min(kSwath, high - swath * kSwath);
+    tile_.row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
+    tile_.column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+    tile_.rows = rows_ - tile_.row;
+    return tile_;
+  }
+
+  // Of the last tile's group: its kernel, its first token, how many it has, and units of 4 rows before its scales.
+  __device__ int32_t Kernel() const { return kernel_; }
+  __device__ int32_t FirstToken() const { return first_token_; }
+  __device__ int32_t Tokens() const { return rows_; }
+  __device__ int32_t FirstScaleUnit() const { return first_scale_unit_; }
+
+ private:
+  __device__ void Enter(int32_t element) {
+    element_ = element;
+    group_ = 0;
+    before_ = 0;
+    after_ = 0;
+    row_tiles_ = Uniform(args_.tiles.Before(element)[args_.tiles.num_groups]);
+  }
+
+  // Goes on to the group with this row of tiles. Lanes look at 32 groups at once.
+  __device__ void Find(int32_t row_tile) {
+    const int32_t* before = args_.tiles.Before(element_);
+    const int32_t lane = threadIdx.x % 32;
+    for (;; group_ += 32) {
+      const int32_t end = before[min(group_ + lane + 1, args_.tiles.num_groups)];
+      const uint32_t found = __ballot_sync(0xffffffff, end > row_tile);
+      if (found == 0) continue;
+      group_ += __ffs(found) - 1;
+      break;
+    }
+    before_ = Uniform(before[group_]);
+    after_ = Uniform(before[group_ + 1]);
+    const GroupTable table = args_.table.At(element_);
+    kernel_ = element_ / args_.elements_per_kernel * table.num_groups + group_;
+    first_token_ = Uniform(table.FirstRow()[group_]);
+    rows_ = Uniform(table.FirstRow()[group_ + 1]) - first_token_;
+    first_scale_unit_ = Uniform(table.UnitsBefore(Unit::k4)[group_]);
+    tile_.group = element_ * table.num_groups + group_;
+    tile_.group_row = first_token_;
+    if constexpr (kMode == ScalingMode::kTensor) {
+      tile_.scale = args_.token_scale[tile_.group] * args_.kernel_scale[kernel_ * args_.kernel_scales];
+    }
+  }
+
+  const TokenArguments& args_;
+  int32_t wide_;
+  Tile tile_;
+  int32_t element_ = -1;
+  int32_t row_tiles_ = 0;  // of the element
+  // The group of the last tile, and rows of tiles before and after it.
+  int32_t group_ = 0;
+  int32_t before_ = 0;
+  int32_t after_ = 0;
+  int32_t kernel_ = 0;
+  int32_t first_token_ = 0;
+  int32_t rows_ = 0;
+  int32_t first_scale_unit_ = 0;
+};
+
+template <ScalingMode kMode>
+__device__ void ProduceTokens(const TokenArguments& args, const Addresses& shared) {
+  constexpr int kShareRows = kTileRows / kCluster;
+  const int32_t share = RankInCluster() * kShareRows;
+  TokenTiles<kMode> tiles(args);
+  TileQueue queue(shared);
+  Stage stage;
+  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
+    const Tile& tile = tiles.At(turn);
+    queue.Post(tile);
+    if (tile.blocks == 0) continue;
+    const int32_t token = tiles.FirstToken() + tile.row + share;
+    const int32_t feature = tiles.Kernel() * args.features + tile.column;
+    uint32_t bytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
+    const float* scale = nullptr;
+    const float* kernel_scale = nullptr;
+    int32_t scale_stride = 0;
+    uint32_t scale_bytes = 0;
+    if constexpr (kMode == ScalingMode::kBlock1D) {
+      scale_stride = static_cast<int32_t>(RoundUp(tiles.Tokens(), 4));
+      scale = args.token_scale + int64_t{4} * tile.blocks * tiles.FirstScaleUnit() + tile.row;
+      scale_bytes = min(scale_stride - tile.row, kTileRows) * sizeof(float);
+      const int32_t feature_block = min(tile.column, args.features - 1) / kBlock;
+      kernel_scale = args.kernel_scale + tiles.Kernel() * args.kernel_scales + feature_block * RoundUp(tile.blocks, 4);
+      bytes += scale_bytes + sizeof(Shared::kernel_scale[0]);
+    }
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        const uint32_t full = shared.Full(s);
+        ArriveExpecting(full, bytes);
+        LoadBox<kCluster>(shared.Rows(s) + share * kDepth, &args.tokens, block * kDepth, token, full);
+        LoadBox<1>(shared.Columns(s), &args.kernels, block * kDepth, feature, full);
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+          LoadBytes(shared.RowScale(s), scale, scale_bytes, full);
+          // As copies are of 16 bytes.
+          LoadBytes(shared.KernelScale(s), kernel_scale + block / 4 * 4, sizeof(Shared::kernel_scale[0]), full);
+        }
+      }
+      if constexpr (kMode == ScalingMode::kBlock1D) scale += scale_stride;
+      __syncwarp();
+    }
+  }
+}
+
+template <typename TokenType, typename KernelType, ScalingMode kMode>
+__device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shared, const Place& place) {
+  TileQueue queue(shared);
+  Staging staging(shared, place, args.result_type);
+  Stage stage;
+  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
+    const Tile tile = queue.Take();
+    Fragment sums[kWaves];
+#pragma unroll
+    for (Fragment& sum : sums) {
+#pragma unroll
+      for (float& value : sum.value) value = 0.0f;
+    }
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      WaitForPhase(shared.Full(s), stage.parity);
+#pragma unroll
+      for (int wave = 0; wave < kWaves; ++wave) {
+        // No branch within a wave that has rows: tensor cores are waited for in it.
+        if (FirstRow(place.group, wave) >= tile.rows) continue;
+        Fragment product;
+        StartProduct<TokenType, KernelType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s),
+                                            product);
+        float scale[2] = {1.0f, 1.0f};
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+          const float kernel_scale = LoadShared(shared.KernelScale(s) + block % 4 * sizeof(float));
+          const uint32_t row_scale = shared.RowScale(s) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float);
+          scale[0] = LoadShared(row_scale) * kernel_scale;
+          scale[1] = LoadShared(row_scale + 8 * sizeof(float)) * kernel_scale;
+        }
+        WaitForProducts();
+        Pin(product);
+#pragma unroll
+        for (int i = 0; i < Fragment::kValues; ++i) {
+          if constexpr (kMode == ScalingMode::kBlock1D) {
+            sums[wave].value[i] += product.value[i] * scale[i / 2 % 2];
+          } else {
+            sums[wave].value[i] += product.value[i];
+          }
+        }
+      }
+      Release(shared.Empty(s), place.lane);
+    }
+    if (tile.blocks == 0 || tile.column >= args.features) continue;
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) {
+      const int first_row = FirstRow(place.group, wave);
+      if (first_row >= tile.rows) continue;
+      if constexpr (kMode == ScalingMode::kTensor) {
+#pragma unroll
+        for (float& value : sums[wave].value) value *= tile.scale;
+      }
+      // The rows below may be those of another group.
+      const bool whole = first_row + Fragment::kRows <= tile.rows;
+      const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
+      const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
+      if (!whole && place.warp == 0) AcquireTensorMap(result);
+      staging.StoreRows(sums[wave], args.features - tile.column,
+                        [&](uint32_t box, int column) { StoreBox(result, box, tile.column + column, row); });
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename TokenType, typename KernelType, ScalingMode kMode>
+__global__ void __launch_bounds__(kThreads, 1) GroupedTokenProduct(const __grid_constant__ TokenArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Addresses shared{SharedAddress(memory)};
+  RunBlock(
+      shared, [&] { ProduceTokens<kMode>(args, shared); },
+      [&](const Place& place) { MultiplyTokens<TokenType, KernelType, kMode>(args, shared, place); });
+#endif
+}
+
+}  // namespace hopper
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_HOPPER_TOKEN_PRODUCT_KERNEL_CUH_
