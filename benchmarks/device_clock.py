@@ -30,13 +30,12 @@ class DeviceClock:
     Attributes:
         kernel_shares: for each block so far, the fraction of its time in the kernel that takes longest: the product
             itself, so that 1 means that nothing else takes time.
-        by_kernel: milliseconds per call of the latest block, by the kernel's name.
     """
 
     def __init__(self, work: Work):
         self._work = work
         self.kernel_shares: list[float] = []
-        self.by_kernel: dict[str, float] = {}
+        self._blocks: list[tuple[float, dict[str, float]]] = []
 
     def results(self) -> tuple[jax.Array, ...]:
         return self._work.results()
@@ -48,8 +47,12 @@ class DeviceClock:
         for name, start, end in spans:
             nanoseconds[name] += end - start
         self.kernel_shares.append(max(nanoseconds.values()) / total)
-        self.by_kernel = {name: time / 1e6 / calls for name, time in nanoseconds.items()}
+        self._blocks.append((total / 1e6 / calls, {name: time / 1e6 / calls for name, time in nanoseconds.items()}))
         return total / 1e9
+
+    def by_kernel(self, milliseconds: float) -> dict[str, float]:
+        """Milliseconds per call by the kernel's name, of the block whose calls took closest to so long."""
+        return min(self._blocks, key=lambda block: abs(block[0] - milliseconds))[1]
 
     @property
     def kernel_share(self) -> float:

@@ -55,9 +55,10 @@ def _measured(plan: Plan, row: Row, variant: Variant, case: Case) -> Row:
     try:
         work = variant.prepare(case)
         timed = DeviceClock(work) if plan.device_clock else work
-        row = with_timing(row, measure(timed, plan.seconds, plan.calls), case)
+        timing = measure(timed, plan.seconds, plan.calls)
+        row = with_timing(row, timing, case)
         if isinstance(timed, DeviceClock):
-            row = dataclasses.replace(row, parts=parts(timed.by_kernel))
+            row = dataclasses.replace(row, parts=parts(timed.by_kernel(timing.milliseconds)))
     except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.
         row = dataclasses.replace(row, reason=first_line(error))
     return row
