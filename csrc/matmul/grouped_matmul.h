@@ -16,7 +16,7 @@
 namespace jax_grouped {
 
 // Whether a kernel of ours computes the product on GPUs of that compute capability. On Hopper these are FP8 weight
-// gradients, but not all that are added to what is there, and products of FP8 tokens with kernels of few features.
+// gradients, but not all that are added to what is there, and products of FP8 tokens over not too many features.
 bool IsHopperProduct(const MatmulProblem& problem, int major);
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which is the current one:
