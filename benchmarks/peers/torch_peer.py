@@ -77,6 +77,10 @@ def load_grouped_mm() -> Callable[[Case], Work]:
         if case.op == "accumulating step":
             sums = torch.zeros_like(torch.from_dlpack(case.inputs[0].kernels[0]))
 
+        def step(x: Any, kernel: Any, dy: Any) -> Tensors:
+            weights = kernel.to(x.dtype)
+            return grouped_mm(x, weights, offs=offs), dgrad(weights, dy), wgrad(x, dy)
+
         def mlp_step(x: Any, kernels: tuple[Any, Any], dy: Any) -> Tensors:
             gate_up, down = (kernel.to(x.dtype) for kernel in kernels)
             hidden = grouped_mm(x, gate_up, offs=offs).detach().requires_grad_()
@@ -100,11 +104,11 @@ def load_grouped_mm() -> Callable[[Case], Work]:
                 case "backward":
                     return (dgrad(kernel, dy), wgrad(x, dy))
                 case "step":
-                    weights = kernel.to(x.dtype)
-                    return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), wgrad(x, dy).to(kernel.dtype))
+                    y, dx, dkernel = step(x, kernel, dy)
+                    return y, dx, dkernel.to(kernel.dtype)
                 case "accumulating step":
-                    weights = kernel.to(x.dtype)
-                    return (grouped_mm(x, weights, offs=offs), dgrad(weights, dy), sums.add_(wgrad(x, dy)))
+                    y, dx, dkernel = step(x, kernel, dy)
+                    return y, dx, sums.add_(dkernel)
                 case "mlp step":
                     return mlp_step(x, kernel, dy)
                 case _:

@@ -1,6 +1,6 @@
 // Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes, the tensor memory
-// accelerator (TMA), and matrix products of a warp group. Names and rules are those of the PTX ISA, chapters 9.7.13
-// (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
+// accelerator (TMA), matrix products of a warp group, and kernels that start early. Names and rules are those of the
+// PTX ISA, chapters 9.7.13 (mbarrier, griddepcontrol), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
 
 #ifndef JAX_GROUPED_CSRC_HOPPER_INSTRUCTIONS_CUH_
 #define JAX_GROUPED_CSRC_HOPPER_INSTRUCTIONS_CUH_

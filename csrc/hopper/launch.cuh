@@ -11,7 +11,9 @@
 #include <cstdint>
 
 #include "csrc/common/device.h"
+#include "csrc/common/fp8.cuh"
 #include "csrc/common/status.h"
+#include "csrc/hopper/tensor_map.h"
 #include "csrc/hopper/tile_products.cuh"
 
 namespace jax_grouped {
@@ -27,6 +29,25 @@ inline CUtensorMapDataType ResultMapType(cudaDataType_t type) {
     default:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
+}
+
+inline int64_t ResultBytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
+
+// Boxes of kDepth numbers from so many rows of FP8 numbers.
+inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, uint32_t box_rows) {
+  return {data,
+          CU_TENSOR_MAP_DATA_TYPE_UINT8,
+          {static_cast<cuuint64_t>(row_length), static_cast<cuuint64_t>(rows)},
+          {static_cast<cuuint64_t>(row_length)},
+          {kDepth, box_rows}};
+}
+
+// Calls launch(row type, column type) with the FP8 types of a product.
+template <typename Launch>
+Status WithFp8Types(cudaDataType_t row_type, cudaDataType_t column_type, const Launch& launch) {
+  if (row_type == CUDA_R_8F_E5M2) return launch(E5m2(), E4m3());
+  if (column_type == CUDA_R_8F_E5M2) return launch(E4m3(), E5m2());
+  return launch(E4m3(), E4m3());
 }
 
 // Launches a kernel on all processors, or on fewer if clusters have no turns. It may start while the kernel before it,

@@ -126,6 +126,15 @@ struct RingPlace {
 };
 using Stage = RingPlace<kStages>;
 
+// Places the tile of a turn among those of its group, which are so many high and, in turns, so many wide.
+__device__ __forceinline__ void PlaceTile(int32_t turn_in_group, int32_t high, int32_t wide, Tile* tile) {
+  const int32_t swath = turn_in_group / (kSwath * wide);
+  const int32_t in_swath = turn_in_group % (kSwath * wide);
+  const int32_t swath_rows = min(kSwath, high - swath * kSwath);
+  tile->row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
+  tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+}
+
 // Clusters take turns at rows of kCluster tiles.
 __device__ inline int32_t FirstTurn() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
@@ -177,6 +186,24 @@ struct Place {
   // The first of its two columns of each 8.
   __device__ int Column() const { return lane % 4 * 2; }
 };
+
+__device__ __forceinline__ void Clear(Fragment (&sums)[kWaves]) {
+#pragma unroll
+  for (Fragment& sum : sums) {
+#pragma unroll
+    for (float& value : sum.value) value = 0.0f;
+  }
+}
+
+__device__ __forceinline__ void Add(const Fragment& product, Fragment& sum) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kValues; ++i) sum.value[i] += product.value[i];
+}
+
+__device__ __forceinline__ void Scale(float factor, Fragment& sum) {
+#pragma unroll
+  for (float& value : sum.value) value *= factor;
+}
 
 // Writes 64 columns of a fragment to shared memory, as boxes of 32. Odd rows exchange columns that lie 64 bytes apart,
 // so that the lanes which write at once have all banks between them.

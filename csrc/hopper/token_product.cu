@@ -1,6 +1,5 @@
 #include "csrc/hopper/token_product.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 
@@ -16,6 +15,7 @@ namespace hopper {
 namespace {
 
 constexpr int kSetupThreads = 512;
+static_assert(kTileTokens == kTileRows && kTileFeatures == kTileColumns, "the header tells the tiles of the kernel");
 
 struct TokenSetup {
   CUtensorMap result;  // with the rows of no group yet
@@ -82,24 +82,6 @@ __global__ void __launch_bounds__(kSetupThreads)
 #endif
 }
 
-// Boxes of kDepth numbers from so many rows of FP8 numbers.
-BoxedTensor Fp8Boxes(const void* data, int64_t depth, int64_t rows, uint32_t box_rows) {
-  return {data,
-          CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(rows)},
-          {static_cast<cuuint64_t>(depth)},
-          {kDepth, box_rows}};
-}
-
-int64_t ElementSize(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
-
-template <typename TokenType, typename KernelType>
-Status LaunchTypes(cudaStream_t stream, int device, ScalingMode mode, const TokenArguments& args) {
-  return mode == ScalingMode::kTensor
-             ? LaunchClusters(&GroupedTokenProduct<TokenType, KernelType, ScalingMode::kTensor>, stream, device, args)
-             : LaunchClusters(&GroupedTokenProduct<TokenType, KernelType, ScalingMode::kBlock1D>, stream, device, args);
-}
-
 struct Scratch {
   CUtensorMap* results;
   GroupTable table;
@@ -124,13 +106,13 @@ int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups) {
 Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& product, const Groups& groups,
                           void* memory) {
   const Scratch scratch(memory, groups.batch, groups.num_groups);
-  const int64_t row_bytes = product.features * ElementSize(product.result_type);
+  const int64_t row_bytes = product.features * ResultBytes(product.result_type);
   TokenSetup setup{{}, scratch.results, product.result, row_bytes, product.element_units, scratch.table, scratch.tiles};
   const BoxedTensor result{product.result,
                            ResultMapType(product.result_type),
                            {static_cast<cuuint64_t>(product.features), static_cast<cuuint64_t>(groups.AllRows())},
                            {static_cast<cuuint64_t>(row_bytes)},
-                           {static_cast<cuuint32_t>(kBoxRowBytes / ElementSize(product.result_type)), Fragment::kRows}};
+                           {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(product.result_type)), Fragment::kRows}};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(result, &setup.result));
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * row_bytes), groups.batch);
   SetUpTokenProduct<<<blocks, kSetupThreads, 0, stream>>>(groups, setup);
@@ -157,13 +139,12 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
       EncodeTensorMap(Fp8Boxes(product.tokens, product.depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
       Fp8Boxes(product.kernels, product.depth, product.num_kernels * product.features, kTileColumns), &args.kernels));
-  if (product.token_type == CUDA_R_8F_E5M2) {
-    return LaunchTypes<E5m2, E4m3>(stream, device, product.mode, args);
-  }
-  if (product.kernel_type == CUDA_R_8F_E5M2) {
-    return LaunchTypes<E4m3, E5m2>(stream, device, product.mode, args);
-  }
-  return LaunchTypes<E4m3, E4m3>(stream, device, product.mode, args);
+  return WithFp8Types(product.token_type, product.kernel_type, [&](auto tokens, auto kernels) {
+    const auto kernel = product.mode == ScalingMode::kTensor
+                            ? &GroupedTokenProduct<decltype(tokens), decltype(kernels), ScalingMode::kTensor>
+                            : &GroupedTokenProduct<decltype(tokens), decltype(kernels), ScalingMode::kBlock1D>;
+    return LaunchClusters(kernel, stream, device, args);
+  });
 }
 
 }  // namespace hopper

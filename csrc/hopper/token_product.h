@@ -34,6 +34,10 @@ struct TokenProduct {
   UnitCounts element_units;     // for which tokens have room per batch element
 };
 
+// Tiles of the result, each of which one processor computes at a time.
+constexpr int64_t kTileTokens = 256;
+constexpr int64_t kTileFeatures = 128;
+
 // Bytes of scratch, on a 128-byte boundary.
 int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups);
 

@@ -56,13 +56,7 @@ class TokenTiles {
     if (in_element >= row_tiles_ * wide_) return tile_;
     tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
     if (in_element / wide_ >= after_) Find(in_element / wide_);
-    const int32_t in_group = in_element - before_ * wide_;
-    const int32_t high = after_ - before_;
-    const int32_t swath = in_group / (kSwath * wide_);
-    const int32_t in_swath = in_group % (kSwath * wide_);
-    const int32_t swath_rows = min(kSwath, high - swath * kSwath);
-    tile_.row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
-    tile_.column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+    PlaceTile(in_element - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;
     return tile_;
   }
@@ -176,11 +170,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
   for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
     const Tile tile = queue.Take();
     Fragment sums[kWaves];
-#pragma unroll
-    for (Fragment& sum : sums) {
-#pragma unroll
-      for (float& value : sum.value) value = 0.0f;
-    }
+    Clear(sums);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Full(s), stage.parity);
@@ -200,13 +190,11 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
         }
         WaitForProducts();
         Pin(product);
+        if constexpr (kMode == ScalingMode::kBlock1D) {
 #pragma unroll
-        for (int i = 0; i < Fragment::kValues; ++i) {
-          if constexpr (kMode == ScalingMode::kBlock1D) {
-            sums[wave].value[i] += product.value[i] * scale[i / 2 % 2];
-          } else {
-            sums[wave].value[i] += product.value[i];
-          }
+          for (int i = 0; i < Fragment::kValues; ++i) sums[wave].value[i] += product.value[i] * scale[i / 2 % 2];
+        } else {
+          Add(product, sums[wave]);
         }
       }
       Release(shared.Empty(s), place.lane);
@@ -216,10 +204,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
     for (int wave = 0; wave < kWaves; ++wave) {
       const int first_row = FirstRow(place.group, wave);
       if (first_row >= tile.rows) continue;
-      if constexpr (kMode == ScalingMode::kTensor) {
-#pragma unroll
-        for (float& value : sums[wave].value) value *= tile.scale;
-      }
+      if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
       // The rows below may be those of another group.
       const bool whole = first_row + Fragment::kRows <= tile.rows;
       const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;

@@ -50,32 +50,16 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 #endif
 }
 
-// The features of an operand, without the tokens of any group yet.
-BoxedTensor OperandBoxes(const void* data, int64_t features, uint32_t rows) {
-  return {data,
-          CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          {kFp8Alignment, static_cast<cuuint64_t>(features)},
-          {kFp8Alignment},
-          {kDepth, rows}};
-}
-
 BoxedTensor DkernelBoxes(const Wgrad& wgrad, int32_t groups) {
-  const bool wide = wgrad.dkernel_type == CUDA_R_32F;
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(wgrad.dkernel_type));
   const auto in_features = static_cast<cuuint64_t>(wgrad.in_features);
   const auto out_features = static_cast<cuuint64_t>(wgrad.out_features);
-  const cuuint64_t row_bytes = out_features * (wide ? 4 : 2);
+  const cuuint64_t row_bytes = out_features * number_bytes;
   return {wgrad.dkernel,
           ResultMapType(wgrad.dkernel_type),
           {out_features, in_features, static_cast<cuuint64_t>(groups)},
           {row_bytes, row_bytes * in_features},
-          {kBoxRowBytes / (wide ? 4u : 2u), Fragment::kRows, 1}};
-}
-
-template <typename XType, typename DyType>
-Status LaunchTypes(cudaStream_t stream, int device, ScalingMode mode, const WgradArguments& args) {
-  return mode == ScalingMode::kTensor
-             ? LaunchClusters(&GroupedWgrad<XType, DyType, ScalingMode::kTensor>, stream, device, args)
-             : LaunchClusters(&GroupedWgrad<XType, DyType, ScalingMode::kBlock1D>, stream, device, args);
+          {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
 }
 
 struct Scratch {
@@ -103,10 +87,11 @@ Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Gr
                    wgrad.element_units,
                    scratch.table,
                    scratch.maps};
+  // Of the least tokens, until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(OperandBoxes(wgrad.x, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
+      EncodeTensorMap(Fp8Boxes(wgrad.x, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(OperandBoxes(wgrad.dy, wgrad.out_features, kTileColumns), &setup.maps[1]));
+      EncodeTensorMap(Fp8Boxes(wgrad.dy, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
   SetUpWgrad<<<groups.batch, kSetupThreads, 0, stream>>>(groups, setup);
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a weight gradient"));
 
@@ -122,9 +107,12 @@ Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Gr
                       wgrad.dkernel_type,
                       wgrad.accumulate};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(DkernelBoxes(wgrad, groups.AllGroups()), &args.dkernel));
-  if (wgrad.x_type == CUDA_R_8F_E5M2) return LaunchTypes<E5m2, E4m3>(stream, device, wgrad.mode, args);
-  if (wgrad.dy_type == CUDA_R_8F_E5M2) return LaunchTypes<E4m3, E5m2>(stream, device, wgrad.mode, args);
-  return LaunchTypes<E4m3, E4m3>(stream, device, wgrad.mode, args);
+  return WithFp8Types(wgrad.x_type, wgrad.dy_type, [&](auto x, auto dy) {
+    const auto kernel = wgrad.mode == ScalingMode::kTensor
+                            ? &GroupedWgrad<decltype(x), decltype(dy), ScalingMode::kTensor>
+                            : &GroupedWgrad<decltype(x), decltype(dy), ScalingMode::kBlock1D>;
+    return LaunchClusters(kernel, stream, device, args);
+  });
 }
 
 }  // namespace hopper

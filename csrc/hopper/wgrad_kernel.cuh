@@ -45,13 +45,8 @@ class WgradTiles {
         wide_(static_cast<int32_t>(CeilDiv(args.out_features, kCluster * kTileColumns))) {}
 
   __device__ const Tile& At(int32_t turn) {
-    const int32_t in_group = turn % (high_ * wide_);
-    const int32_t swath = in_group / (kSwath * wide_);
-    const int32_t in_swath = in_group % (kSwath * wide_);
-    const int32_t swath_rows = min(kSwath, high_ - swath * kSwath);
     if (const int32_t group = turn / (high_ * wide_); group != tile_.group) Enter(group);
-    tile_.row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
-    tile_.column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+    PlaceTile(turn % (high_ * wide_), high_, wide_, &tile_);
     tile_.rows = args_.in_features - tile_.row;
     return tile_;
   }
@@ -167,11 +162,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
   for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
     const Tile tile = queue.Take();
     Fragment sums[kWaves];
-#pragma unroll
-    for (Fragment& sum : sums) {
-#pragma unroll
-      for (float& value : sum.value) value = 0.0f;
-    }
+    Clear(sums);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       ColumnScales column_scales{static_cast<uint32_t>(shared.ColumnScale(s) + place.Column() * sizeof(float)), {}};
@@ -187,8 +178,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
         if constexpr (kMode == ScalingMode::kBlock1D) {
           AddScaled(product, {LoadShared(x_scale), LoadShared(x_scale + 8 * sizeof(float))}, column_scales, sums[wave]);
         } else {
-#pragma unroll
-          for (int i = 0; i < Fragment::kValues; ++i) sums[wave].value[i] += product.value[i];
+          Add(product, sums[wave]);
         }
       }
       Release(shared.Empty(s), place.lane);
@@ -198,10 +188,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
     for (int wave = 0; wave < kWaves; ++wave) {
       const int first_row = FirstRow(place.group, wave);
       if (first_row >= tile.rows) continue;
-      if constexpr (kMode == ScalingMode::kTensor) {
-#pragma unroll
-        for (float& value : sums[wave].value) value *= tile.scale;
-      }
+      if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
       staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
         if (args.accumulate) {
           AddBox(&args.dkernel, box, tile.column + column, tile.row + first_row, tile.group);

@@ -4,6 +4,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/kernels/bias_grad.h"
+#include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_amax.cuh"
 #include "csrc/kernels/quantize_launch.cuh"
 

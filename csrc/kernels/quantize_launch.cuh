@@ -4,6 +4,7 @@
 #ifndef JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 
+#include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_tiles.cuh"
 
 namespace jax_grouped {
