@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
+#include <cub/warp/warp_reduce.cuh>
+#include <cub/warp/warp_scan.cuh>
 
 #include "csrc/common/group_layout.h"
 
@@ -104,21 +106,69 @@ struct AddRows {
   __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
 };
 
-// Fills in the table of one element of a batch, whose arrays have room for so many units per element. For the whole
-// block. Every thread has a run of groups, in quads.
-template <int kThreads>
-__device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
-                               const GroupTable& table) {
+// The threads of a block that count groups together.
+template <int kBlockThreads>
+struct WholeBlock {
+  static constexpr int kThreads = kBlockThreads;
+
+  // How many rows lie before the first local group; every thread gets the result.
+  __device__ static int64_t RowsBefore(const Groups& groups) { return LocalRows<kThreads>(groups).begin; }
+
+  template <typename T, typename Add>
+  __device__ static T ExclusiveScan(const T& own, const T& first, const Add& add) {
+    using Scan = cub::BlockScan<T, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage storage;
+    T before;
+    Scan(storage).ExclusiveScan(own, before, first, add);
+    return before;
+  }
+};
+
+struct FirstWarp {
+  static constexpr int kThreads = 32;
+
+  __device__ static int64_t RowsBefore(const Groups& groups) {
+    const int64_t first = FirstGroup(groups);
+    int64_t rows = 0;
+    for (int64_t i = threadIdx.x; i < groups.total && i < first; i += kThreads) rows += GroupSize(groups, i);
+    using Reduce = cub::WarpReduce<int64_t>;
+    typename Reduce::TempStorage storage;
+    return min(__shfl_sync(0xffffffff, Reduce(storage).Sum(rows), 0), groups.capacity);
+  }
+
+  template <typename T, typename Add>
+  __device__ static T ExclusiveScan(const T& own, const T& first, const Add& add) {
+    using Scan = cub::WarpScan<T>;
+    typename Scan::TempStorage storage;
+    T before;
+    Scan(storage).ExclusiveScan(own, before, first, add);
+    return before;
+  }
+};
+
+// Up to so many groups are counted by a warp: the warps of a block would spend most of the time on each other.
+constexpr int32_t kMostGroupsOfWarp = 8 * FirstWarp::kThreads;
+
+// Calls work(team) in all threads of the team that is to count so many groups. For the whole block, which is
+// synchronized afterwards.
+template <int kThreads, typename Work>
+__device__ void WithTeam(int32_t num_groups, Work work) {
+  if (num_groups > kMostGroupsOfWarp) {
+    work(WholeBlock<kThreads>());
+  } else if (threadIdx.x < FirstWarp::kThreads) {
+    work(FirstWarp());
+  }
+  __syncthreads();
+}
+
+// FillGroupTable for a team. Every thread has a run of groups, in quads.
+template <typename Team>
+__device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                                       const GroupTable& table) {
   constexpr int kQuad = 4;
-  using RowScan = cub::BlockScan<uint32_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  using UnitScan = cub::BlockScan<UnitCounts, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  __shared__ union {
-    typename RowScan::TempStorage rows;
-    typename UnitScan::TempStorage units;
-  } storage;
   const Groups groups = batch.At(element);
   const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
-  const auto run = static_cast<int32_t>(RoundUp(CeilDiv(groups.num_groups, kThreads), kQuad));
+  const auto run = static_cast<int32_t>(RoundUp(CeilDiv(groups.num_groups, Team::kThreads), kQuad));
   const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
   const int32_t run_end = min(run_begin + run, groups.num_groups);
 
@@ -161,20 +211,18 @@ __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitC
     for (const uint32_t size : sizes) rows = add_rows(rows, size);
   }
   // Only with an offset are there rows before the local groups.
-  const uint32_t before = first > 0 ? static_cast<uint32_t>(LocalRows<kThreads>(groups).begin) : 0;
-  uint32_t start;
-  RowScan(storage.rows).ExclusiveScan(rows, start, before, add_rows);
-  __syncthreads();
+  const uint32_t before = first > 0 ? static_cast<uint32_t>(Team::RowsBefore(groups)) : 0;
+  const uint32_t start = Team::ExclusiveScan(rows, before, add_rows);
 
   UnitCounts counts{};
   for_each_quad(start, [&](int32_t, const auto&, const auto& units) {
 #pragma unroll
     for (const UnitCounts& own : units) counts = AddUnitCounts()(counts, own);
   });
-  UnitCounts next;
+  UnitCounts first_units;
 #pragma unroll
-  for (int i = 0; i < kNumUnits; ++i) next.count[i] = element * element_units.count[i];
-  UnitScan(storage.units).ExclusiveScan(counts, next, next, AddUnitCounts());
+  for (int i = 0; i < kNumUnits; ++i) first_units.count[i] = element * element_units.count[i];
+  UnitCounts next = Team::ExclusiveScan(counts, first_units, AddUnitCounts());
 
   // Where four groups begin is written at once; past the last one, that is where it ends.
   const auto element_row = static_cast<int32_t>(element * batch.capacity);
@@ -195,7 +243,16 @@ __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitC
     if (quad + kQuad == groups.num_groups) table.FirstRow()[last] = row(kQuad);
   };
   for_each_quad(start, write);
-  __syncthreads();
+}
+
+// Fills in the table of one element of a batch, whose arrays have room for so many units per element. For the whole
+// block.
+template <int kThreads>
+__device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                               const GroupTable& table) {
+  WithTeam<kThreads>(batch.num_groups, [&](auto team) {
+    FillGroupTableTogether<decltype(team)>(batch, element, element_units, table);
+  });
 }
 
 // The group whose units include `unit`, among the groups [low, high): the last one that starts at or before it, so

@@ -1,7 +1,6 @@
 #include "csrc/hopper/token_product.h"
 
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 
 #include "csrc/common/group_layout.cuh"
 #include "csrc/common/zero_rows.cuh"
@@ -29,26 +28,26 @@ struct TokenSetup {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Counts rows of tiles. For the whole block, each thread of which has a run of groups.
+// Counts rows of tiles. For the whole block.
 __device__ void FillTileTable(const GroupTable& table, int32_t* before) {
-  using Scan = cub::BlockScan<int32_t, kSetupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  __shared__ typename Scan::TempStorage storage;
-  const int32_t run = (table.num_groups + kSetupThreads - 1) / kSetupThreads;
-  const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * run, table.num_groups);
-  const int32_t end = min(begin + run, table.num_groups);
   const auto row_tiles = [&](int32_t group) {
-    return (table.FirstRow()[group + 1] - table.FirstRow()[group] + kTileRows - 1) / kTileRows;
+    return CeilDiv(table.FirstRow()[group + 1] - table.FirstRow()[group], kTileRows);
   };
-  int32_t own = 0;
-  for (int32_t group = begin; group < end; ++group) own += row_tiles(group);
-  int32_t next;
-  int32_t all;
-  Scan(storage).ExclusiveSum(own, next, all);
-  for (int32_t group = begin; group < end; ++group) {
-    before[group] = next;
-    next += row_tiles(group);
-  }
-  if (threadIdx.x == 0) before[table.num_groups] = all;
+  WithTeam<kSetupThreads>(table.num_groups, [&](auto team) {
+    using Team = decltype(team);
+    // Every thread has a run of groups.
+    const auto run = static_cast<int32_t>(CeilDiv(table.num_groups, Team::kThreads));
+    const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * run, table.num_groups);
+    const int32_t end = min(begin + run, table.num_groups);
+    int64_t own = 0;
+    for (int32_t group = begin; group < end; ++group) own += row_tiles(group);
+    int64_t next = Team::ExclusiveScan(own, int64_t{0}, [](int64_t a, int64_t b) { return a + b; });
+    for (int32_t group = begin; group < end; ++group) {
+      before[group] = static_cast<int32_t>(next);
+      next += row_tiles(group);
+    }
+    if (threadIdx.x == Team::kThreads - 1) before[table.num_groups] = static_cast<int32_t>(next);
+  });
 }
 
 #endif

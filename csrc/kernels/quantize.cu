@@ -27,9 +27,6 @@ constexpr int kZeroThreads = 512;
 // to wait for one.
 constexpr int32_t kMostSharedGroups = 8192;
 
-// Up to so many groups, a thread for each, quantization does this work itself if it is a small one.
-constexpr int32_t kMostGroupsOfSingleLaunch = kTileThreads;
-
 // Fills in the windows of a batch element, a warp for each.
 template <int kThreads>
 __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
@@ -149,7 +146,7 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
 // Whether quantization does all the work in one launch, whose blocks wait for each other: for a small one, launches and
 // what lies between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
-  const bool few_groups = args->groups.num_groups <= kMostGroupsOfSingleLaunch;
+  const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // No block may leave alone.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
   int device = 0;

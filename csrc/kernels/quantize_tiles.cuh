@@ -142,16 +142,22 @@ class GridBarrier {
   Token token_{};
 };
 
-// In a single launch, does what other kernels do otherwise, but for the wait until all blocks have done it.
+// In a single launch, of no more groups than a warp counts, does what other kernels do otherwise, but for the wait until
+// all blocks have done it.
 template <typename Fp8>
 __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
-  FillGroupTable<kTileThreads>(args.groups, share.element, args.element_units, table);
-  if (threadIdx.x < 32) FillWindow(args, table, share.element, share.window, window);
-  if (share.window == 0 && share.part == 0 && share.first_column == 0) {
-    StoreTable(args, table, share.element);
-    InitializeGroups<Fp8>(args, share.element, threadIdx.x, kTileThreads);
+  const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
+  if (Warp() == 0) {
+    FillGroupTableTogether<FirstWarp>(args.groups, share.element, args.element_units, table);
+    __syncwarp();
+    FillWindow(args, table, share.element, share.window, window);
+  } else if (is_first) {
+    InitializeGroups<Fp8>(args, share.element, threadIdx.x - 32, kTileThreads - 32);
   }
+  if (!is_first) return;
+  __syncthreads();
+  StoreTable(args, table, share.element);
 }
 
 // With kSingleLaunch, a cooperative launch that needs nothing before it.
