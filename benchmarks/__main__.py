@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks import cli, cublaslt_rates
 from benchmarks.cases import OPS
-from benchmarks.peers import LOADERS, OURS, load
+from benchmarks.peers import FP8, LOADERS, OURS, load
 from benchmarks.plot import plot
 from benchmarks.records import Record, Row
 from benchmarks.runner import Plan, run
@@ -20,7 +20,8 @@ warm-up. TFLOP/s count useful operations only, 2 K N for every row that belongs 
 
 _EPILOG = """\
 JAX and torch share one GPU here, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless
-the environment says otherwise. Peers that cannot be imported are skipped."""
+the environment says otherwise. Peers that cannot be imported are skipped. `fp8` ones and torch._scaled_grouped_mm (one
+scale per row and per column) are given operands that are quantized already, and compute single products only."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_choices(parser, "shapes", list(SHAPES), cublaslt_rates.SHAPES)
     cli.add_choices(parser, "skews", SKEWS, ("equal", "lognormal"))
     cli.add_choices(parser, "ops", list(OPS), ("fprop", "wgrad", "wgrad f32", "backward"))
-    cli.add_choices(parser, "peers", list(LOADERS), tuple(LOADERS))
+    cli.add_choices(parser, "peers", list(LOADERS), [name for name in LOADERS if name not in FP8])
     parser.add_argument(
         "--against", choices=list(LOADERS), default=OURS, metavar="PEER", help="give speeds relative to this peer"
     )

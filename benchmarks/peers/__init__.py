@@ -1,11 +1,13 @@
 """The implementations that are measured. Each loads its library only when asked for."""
 
+import functools
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import jax_grouped as jg
 from benchmarks.cases import Case
-from benchmarks.peers import jax_peers, torch_peer
+from benchmarks.peers import fp8_peers, jax_peers, torch_peer
 from benchmarks.timing import Work
 
 Prepare = Callable[[Case], Work]
@@ -20,7 +22,13 @@ LOADERS: dict[str, Callable[[], Prepare]] = {
     "jax.lax.ragged_dot": jax_peers.load_lax,
     "transformer_engine.jax": jax_peers.load_transformer_engine,
     "torch._grouped_mm": torch_peer.load_grouped_mm,
+    "jax_grouped fp8 block": functools.partial(fp8_peers.load_ours, jg.Float8BlockScaling()),
+    "jax_grouped fp8 tensor": functools.partial(fp8_peers.load_ours, jg.Float8CurrentScaling()),
+    "torch._scaled_grouped_mm": torch_peer.load_scaled_grouped_mm,
 }
+
+#: Products of FP8 operands that are quantized before the clock starts, for `fprop`, `dgrad`, `wgrad` and `wgrad f32`.
+FP8 = ("jax_grouped fp8 block", "jax_grouped fp8 tensor", "torch._scaled_grouped_mm")
 
 
 P = TypeVar("P")

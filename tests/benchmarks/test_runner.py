@@ -79,6 +79,23 @@ def test_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "E3 T257 K130 N37" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("peer", ["jax_grouped fp8 block", "jax_grouped fp8 tensor"])
+def test_fp8_products_are_those_of_bfloat16_but_for_quantization(peer: str) -> None:
+    shape = SHAPES["aligned"]
+    for op in ("fprop", "dgrad", "wgrad", "wgrad f32"):
+        case = make_case(shape, "lognormal", op, random_inputs(shape, 0), 0)
+        expected = peers.LOADERS["jax_grouped"]()(case).results()
+
+        assert 1e-2 < relative_difference(peers.LOADERS[peer]()(case).results(), expected, case) < 6e-2
+
+
+def test_fp8_peers_have_single_products_only() -> None:
+    case = make_case(SHAPES["aligned"], "equal", "backward", random_inputs(SHAPES["aligned"], 0), 0)
+
+    with pytest.raises(ValueError, match="'backward' is no single product"):
+        peers.LOADERS["jax_grouped fp8 block"]()(case)
+
+
 def test_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     a_record(a_row(milliseconds=1.0, tflops=712.0, of_cublaslt=1.0)).write(results)
