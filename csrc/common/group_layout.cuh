@@ -250,9 +250,8 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
 template <int kThreads>
 __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                const GroupTable& table) {
-  WithTeam<kThreads>(batch.num_groups, [&](auto team) {
-    FillGroupTableTogether<decltype(team)>(batch, element, element_units, table);
-  });
+  WithTeam<kThreads>(batch.num_groups,
+                     [&](auto team) { FillGroupTableTogether<decltype(team)>(batch, element, element_units, table); });
 }
 
 // The group whose units include `unit`, among the groups [low, high): the last one that starts at or before it, so

@@ -142,8 +142,8 @@ class GridBarrier {
   Token token_{};
 };
 
-// In a single launch, of no more groups than a warp counts, does what other kernels do otherwise, but for the wait until
-// all blocks have done it.
+// In a single launch, of no more groups than a warp counts, does what other kernels do otherwise, but for the wait
+// until all blocks have done it.
 template <typename Fp8>
 __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
