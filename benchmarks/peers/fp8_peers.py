@@ -12,7 +12,6 @@ from benchmarks.jax_work import JaxWork, Results
 from benchmarks.timing import Work
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Product, ScaledMatmulSpec
-from jax_grouped.recipes import Recipe
 
 #: The operations that are one product, with the type of its result.
 _PRODUCTS: dict[str, tuple[Product, str]] = {
@@ -23,15 +22,22 @@ _PRODUCTS: dict[str, tuple[Product, str]] = {
 }
 
 Operands = tuple[jg.ScaledArray, jg.ScaledArray]
+#: Whose scales come from the operands alone.
+Recipe = jg.Float8BlockScaling | jg.Float8CurrentScaling
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _quantize(product: Product, recipe: Recipe, inputs: Inputs, sizes: jax.Array) -> Operands:
-    mode = jg.ScalingMode.BLOCK_1D if isinstance(recipe, jg.Float8BlockScaling) else jg.ScalingMode.TENSOR
-
     def tokens(x: jax.Array) -> jg.ScaledArray:
         columnwise = product == "wgrad"
-        quantized = jg.grouped_quantize(x, sizes, mode, rowwise=not columnwise, columnwise=columnwise)
+        quantized = jg.grouped_quantize(
+            x,
+            sizes,
+            recipe.token_mode,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            pow2_scales=recipe.pow2_scales,
+        )
         copy = quantized.columnwise if columnwise else quantized.rowwise
         assert copy is not None
         return copy

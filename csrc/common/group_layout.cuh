@@ -114,6 +114,7 @@ struct WholeBlock {
   // How many rows lie before the first local group; every thread gets the result.
   __device__ static int64_t RowsBefore(const Groups& groups) { return LocalRows<kThreads>(groups).begin; }
 
+  // At most once for each type between two synchronizations of the block.
   template <typename T, typename Add>
   __device__ static T ExclusiveScan(const T& own, const T& first, const Add& add) {
     using Scan = cub::BlockScan<T, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;

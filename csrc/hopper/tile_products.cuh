@@ -190,6 +190,17 @@ struct Place {
   __device__ int Column() const { return lane % 4 * 2; }
 };
 
+// A thread's scales of the two rows that it has in a wave's product.
+struct RowScales {
+  float rows[2];
+
+  __device__ __forceinline__ void Load(const Addresses& shared, int stage, const Place& place, int wave) {
+    const uint32_t first = shared.RowScale(stage) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float);
+    rows[0] = LoadShared(first);
+    rows[1] = LoadShared(first + 8 * sizeof(float));
+  }
+};
+
 __device__ __forceinline__ void Clear(Fragment (&sums)[kWaves]) {
 #pragma unroll
   for (Fragment& sum : sums) {

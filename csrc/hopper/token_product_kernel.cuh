@@ -184,9 +184,10 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
         float scale[2] = {1.0f, 1.0f};
         if constexpr (kMode == ScalingMode::kBlock1D) {
           const float kernel_scale = LoadShared(shared.KernelScale(s) + block % 4 * sizeof(float));
-          const uint32_t row_scale = shared.RowScale(s) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float);
-          scale[0] = LoadShared(row_scale) * kernel_scale;
-          scale[1] = LoadShared(row_scale + 8 * sizeof(float)) * kernel_scale;
+          RowScales row_scales;
+          row_scales.Load(shared, s, place, wave);
+          scale[0] = row_scales.rows[0] * kernel_scale;
+          scale[1] = row_scales.rows[1] * kernel_scale;
         }
         WaitForProducts();
         Pin(product);

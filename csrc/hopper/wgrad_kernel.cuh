@@ -133,16 +133,6 @@ struct ColumnScales {
   }
 };
 
-// Its scales of two rows of a tile, 8 apart.
-struct RowScales {
-  float rows[2];
-
-  __device__ __forceinline__ void Load(uint32_t first) {
-    rows[0] = LoadShared(first);
-    rows[1] = LoadShared(first + 8 * sizeof(float));
-  }
-};
-
 // Adds a product times the scales of its rows and columns. fmaf(a, b, 0) is a * b by another instruction: as many FMULs
 // one after another take so long that the whole kernel is 11 % slower.
 __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScales& row_scales,
@@ -181,7 +171,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
         RowScales row_scales;
         if constexpr (kMode == ScalingMode::kBlock1D) {
           if (wave == 0) column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
-          row_scales.Load(shared.RowScale(s) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float));
+          row_scales.Load(shared, s, place, wave);
         }
         WaitForProducts();
         Pin(product);

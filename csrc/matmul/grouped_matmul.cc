@@ -24,6 +24,14 @@ constexpr int64_t kTokensToAccumulate = 768;
 constexpr int64_t kMostDepth = 3072;
 constexpr int64_t kTilesAtOnce = 132;
 
+// What products of tokens sum over, and the features of their results.
+int64_t Depth(const MatmulProblem& problem) {
+  return problem.product == Product::kFprop ? problem.in_features : problem.out_features;
+}
+int64_t ResultFeatures(const MatmulProblem& problem) {
+  return problem.product == Product::kFprop ? problem.out_features : problem.in_features;
+}
+
 const char* Name(Origin origin) {
   switch (origin) {
     case Origin::kOwnKernel:
@@ -64,7 +72,6 @@ Status EnqueueHopperWgrad(int device, cudaStream_t stream, const MatmulProblem& 
 
 Status EnqueueHopperTokens(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
                            const MatmulBuffers& buffers) {
-  const bool forward = problem.product == Product::kFprop;
   const hopper::TokenProduct product{buffers.a,
                                      static_cast<const float*>(buffers.a_scale),
                                      problem.a_type,
@@ -75,8 +82,8 @@ Status EnqueueHopperTokens(int device, cudaStream_t stream, const MatmulProblem&
                                      buffers.kernel_scales,
                                      buffers.d,
                                      problem.result_type,
-                                     forward ? problem.in_features : problem.out_features,
-                                     forward ? problem.out_features : problem.in_features,
+                                     Depth(problem),
+                                     ResultFeatures(problem),
                                      NumKernels(problem),
                                      problem.elements_per_kernel,
                                      LayoutOfA(problem, groups).ElementUnits()};
@@ -93,10 +100,8 @@ bool IsHopperWgrad(const MatmulProblem& problem) {
 }
 
 bool IsHopperTokens(const MatmulProblem& problem) {
-  const bool forward = problem.product == Product::kFprop;
-  const int64_t depth = forward ? problem.in_features : problem.out_features;
-  const int64_t features = forward ? problem.out_features : problem.in_features;
-  if (problem.accumulate || depth > kMostDepth) return false;
+  if (problem.accumulate || Depth(problem) > kMostDepth) return false;
+  const int64_t features = ResultFeatures(problem);
   const int64_t tiles =
       MostUnits(problem.tokens, problem.num_groups, hopper::kTileTokens) * CeilDiv(features, hopper::kTileFeatures);
   if (problem.tokens < hopper::kTileTokens * problem.num_groups && tiles > kTilesAtOnce) return false;
