@@ -31,30 +31,24 @@ struct RowRange {
   int64_t end;
 };
 
-// The rows of all local groups together. For the whole block; every thread gets the result.
-template <int kThreads>
-__device__ RowRange LocalRows(const Groups& groups) {
-  using Reduce = cub::BlockReduce<int64_t, kThreads>;
-  __shared__ typename Reduce::TempStorage storage;
-  __shared__ RowRange result;
-
-  const int64_t first = FirstGroup(groups);
-  const int64_t last = first + groups.num_groups;
+// What a thread adds up, of every kThreads-th group: rows before the local groups, and rows in them.
+struct RowSums {
   int64_t before = 0;
   int64_t local = 0;
-  for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
-    (i < first ? before : local) += GroupSize(groups, i);
+
+  template <int kThreads>
+  __device__ static RowSums Of(const Groups& groups) {
+    RowSums sums;
+    const int64_t first = FirstGroup(groups);
+    const int64_t last = first + groups.num_groups;
+    for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
+      (i < first ? sums.before : sums.local) += GroupSize(groups, i);
+    }
+    return sums;
   }
-  before = Reduce(storage).Sum(before);
-  __syncthreads();
-  local = Reduce(storage).Sum(local);
-  if (threadIdx.x == 0) {
-    result.begin = min(before, groups.capacity);
-    result.end = min(before + local, groups.capacity);
-  }
-  __syncthreads();
-  return result;
-}
+
+  __device__ RowRange Range(int64_t capacity) const { return {min(before, capacity), min(before + local, capacity)}; }
+};
 
 // Calls visit(i, rows) for every local group i, each from one thread. For the whole block. `begin` is the first row of
 // the first local group.
@@ -64,7 +58,7 @@ __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   __shared__ typename Scan::TempStorage storage;
 
   const int64_t first = FirstGroup(groups);
-  const int32_t run = (groups.num_groups + kThreads - 1) / kThreads;
+  const auto run = static_cast<int32_t>(CeilDiv(groups.num_groups, kThreads));
   const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
   const int32_t run_end = min(run_begin + run, groups.num_groups);
   int64_t rows = 0;
@@ -111,8 +105,19 @@ template <int kBlockThreads>
 struct WholeBlock {
   static constexpr int kThreads = kBlockThreads;
 
-  // How many rows lie before the first local group; every thread gets the result.
-  __device__ static int64_t RowsBefore(const Groups& groups) { return LocalRows<kThreads>(groups).begin; }
+  // The rows of all local groups together; every thread gets the result.
+  __device__ static RowRange LocalRows(const Groups& groups) {
+    using Reduce = cub::BlockReduce<int64_t, kThreads>;
+    __shared__ typename Reduce::TempStorage storage;
+    __shared__ RowRange result;
+    RowSums sums = RowSums::Of<kThreads>(groups);
+    sums.before = Reduce(storage).Sum(sums.before);
+    __syncthreads();
+    sums.local = Reduce(storage).Sum(sums.local);
+    if (threadIdx.x == 0) result = sums.Range(groups.capacity);
+    __syncthreads();
+    return result;
+  }
 
   // At most once for each type between two synchronizations of the block.
   template <typename T, typename Add>
@@ -128,13 +133,13 @@ struct WholeBlock {
 struct FirstWarp {
   static constexpr int kThreads = 32;
 
-  __device__ static int64_t RowsBefore(const Groups& groups) {
-    const int64_t first = FirstGroup(groups);
-    int64_t rows = 0;
-    for (int64_t i = threadIdx.x; i < groups.total && i < first; i += kThreads) rows += GroupSize(groups, i);
-    using Reduce = cub::WarpReduce<int64_t>;
-    typename Reduce::TempStorage storage;
-    return min(__shfl_sync(0xffffffff, Reduce(storage).Sum(rows), 0), groups.capacity);
+  __device__ static RowRange LocalRows(const Groups& groups) {
+    RowSums sums = RowSums::Of<kThreads>(groups);
+    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
+      sums.before += __shfl_xor_sync(0xffffffff, sums.before, distance);
+      sums.local += __shfl_xor_sync(0xffffffff, sums.local, distance);
+    }
+    return sums.Range(groups.capacity);
   }
 
   template <typename T, typename Add>
@@ -212,7 +217,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
     for (const uint32_t size : sizes) rows = add_rows(rows, size);
   }
   // Only with an offset are there rows before the local groups.
-  const uint32_t before = first > 0 ? static_cast<uint32_t>(Team::RowsBefore(groups)) : 0;
+  const uint32_t before = first > 0 ? static_cast<uint32_t>(Team::LocalRows(groups).begin) : 0;
   const uint32_t start = Team::ExclusiveScan(rows, before, add_rows);
 
   UnitCounts counts{};

@@ -1,6 +1,6 @@
 // Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes, the tensor memory
-// accelerator (TMA), matrix products of a warp group, and kernels that start early. Names and rules are those of the
-// PTX ISA, chapters 9.7.13 (mbarrier, griddepcontrol), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
+// accelerator (TMA), and matrix products of a warp group. Names and rules are those of the PTX ISA, chapters 9.7.13
+// (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
 
 #ifndef JAX_GROUPED_CSRC_HOPPER_INSTRUCTIONS_CUH_
 #define JAX_GROUPED_CSRC_HOPPER_INSTRUCTIONS_CUH_
@@ -75,12 +75,6 @@ __device__ inline uint32_t RankInCluster() {
   return rank;
 }
 
-// Lets the next kernel start, if it was launched so that it may start early.
-__device__ inline void AllowNextKernel() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-// Waits in such a kernel for the end of the one before, and for what that has written.
-__device__ inline void WaitForLastKernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Waits for all threads of the cluster.
 __device__ inline void SynchronizeCluster() {
   asm volatile(
@@ -91,6 +85,12 @@ __device__ inline void SynchronizeCluster() {
 
 // The same number from every lane, and known to the compiler as such.
 __device__ inline int32_t Uniform(int32_t value) { return __shfl_sync(0xffffffff, value, 0); }
+
+// The number of one lane.
+template <typename T>
+__device__ inline T FromLane(int lane, T value) {
+  return __shfl_sync(0xffffffff, value, lane);
+}
 
 // Waits for all threads of one warp group, with a hardware barrier of its own.
 __device__ inline void SynchronizeWarpGroup(int group) {
@@ -190,8 +190,6 @@ template <int kLeft>
 __device__ void WaitForReads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
-// Waits until they have ended.
-__device__ inline void WaitForStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ inline float LoadShared(uint32_t address) {
   float value;

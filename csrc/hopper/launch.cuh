@@ -9,10 +9,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/device.h"
+#include "csrc/common/early_launch.cuh"
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/status.h"
+#include "csrc/hopper/operand.h"
 #include "csrc/hopper/tensor_map.h"
 #include "csrc/hopper/tile_products.cuh"
 
@@ -42,16 +45,22 @@ inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, 
           {kDepth, box_rows}};
 }
 
-// Calls launch(row type, column type) with the FP8 types of a product.
+// Calls launch(row type, column type, scaling mode) with those of a product, as types.
 template <typename Launch>
-Status WithFp8Types(cudaDataType_t row_type, cudaDataType_t column_type, const Launch& launch) {
-  if (row_type == CUDA_R_8F_E5M2) return launch(E5m2(), E4m3());
-  if (column_type == CUDA_R_8F_E5M2) return launch(E4m3(), E5m2());
-  return launch(E4m3(), E4m3());
+Status WithTypes(const Fp8Operand& rows, const Fp8Operand& columns, ScalingMode mode, const Launch& launch) {
+  const auto with_mode = [&](auto row_type, auto column_type) {
+    if (mode == ScalingMode::kBlock1D) {
+      return launch(row_type, column_type, std::integral_constant<ScalingMode, ScalingMode::kBlock1D>());
+    }
+    return launch(row_type, column_type, std::integral_constant<ScalingMode, ScalingMode::kTensor>());
+  };
+  if (rows.type == CUDA_R_8F_E5M2) return with_mode(E5m2(), E4m3());
+  if (columns.type == CUDA_R_8F_E5M2) return with_mode(E4m3(), E5m2());
+  return with_mode(E4m3(), E4m3());
 }
 
-// Launches a kernel on all processors, or on fewer if clusters have no turns. It may start while the kernel before it,
-// its setup, still runs, and waits for that in RunBlock.
+// Launches a kernel on all processors, or on fewer if clusters have no turns. It starts early, and waits for its setup
+// in RunBlock.
 template <typename Args>
 Status LaunchClusters(void (*kernel)(Args), cudaStream_t stream, int device, const Args& args) {
   DeviceProperties properties;
@@ -60,11 +69,9 @@ Status LaunchClusters(void (*kernel)(Args), cudaStream_t stream, int device, con
       Status::FromCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
                        "Asking for shared memory"));
   const auto clusters = static_cast<uint32_t>(std::min(args.turns, properties.processors / kCluster));
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[2]{{}, EarlyLaunch()};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCluster, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(clusters * kCluster);
   config.blockDim = dim3(kThreads);

@@ -357,7 +357,7 @@ __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce&
     FenceBarrierInit();
   }
   SynchronizeCluster();
-  WaitForLastKernel();
+  cudaGridDependencySynchronize();
   if (threadIdx.x >= kMathGroups * kWarpGroupThreads) {
     ReleaseRegisters<kProducerRegisters>();
     if (Uniform(threadIdx.x / 32) == kMathWarps) produce();
@@ -365,7 +365,8 @@ __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce&
     AcquireRegisters<kMathRegisters>();
     multiply(Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
                    static_cast<int>(threadIdx.x) % 32});
-    WaitForStores();
+    // The memory must outlive the copies from it; that they arrive is up to the end of the kernel.
+    WaitForReads<0>();
   }
   // No block may end while another of its cluster still copies to it or arrives at its barriers.
   __syncwarp();

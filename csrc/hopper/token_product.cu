@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kSetupThreads)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kMapsAtOnce = 256;
   __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
-  AllowNextKernel();
+  cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
     return ZeroOtherRows<kSetupThreads>(batch.At(element), element, args.result_data, args.result_row_bytes);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kSetupThreads)
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
   FillTileTable(table, args.tiles.Before(element));
-  if (threadIdx.x >= kMapsAtOnce) return;
+  if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.result;
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
@@ -127,21 +127,20 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
                       scratch.tiles,
                       element_turns,
                       groups.batch * element_turns,
-                      product.token_scale,
-                      product.kernel_scale,
+                      product.tokens.scale,
+                      product.kernels.scale,
                       product.kernel_scales,
                       static_cast<int32_t>(product.depth),
                       static_cast<int32_t>(product.features),
                       product.elements_per_kernel,
                       product.result_type};
-  JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(product.tokens, product.depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
-      Fp8Boxes(product.kernels, product.depth, product.num_kernels * product.features, kTileColumns), &args.kernels));
-  return WithFp8Types(product.token_type, product.kernel_type, [&](auto tokens, auto kernels) {
-    const auto kernel = product.mode == ScalingMode::kTensor
-                            ? &GroupedTokenProduct<decltype(tokens), decltype(kernels), ScalingMode::kTensor>
-                            : &GroupedTokenProduct<decltype(tokens), decltype(kernels), ScalingMode::kBlock1D>;
+      Fp8Boxes(product.tokens.data, product.depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
+      Fp8Boxes(product.kernels.data, product.depth, product.num_kernels * product.features, kTileColumns),
+      &args.kernels));
+  return WithTypes(product.tokens, product.kernels, product.mode, [&](auto tokens, auto kernels, auto mode) {
+    const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(kernels), decltype(mode)::value>;
     return LaunchClusters(kernel, stream, device, args);
   });
 }

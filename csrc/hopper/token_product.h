@@ -10,6 +10,7 @@
 
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
+#include "csrc/hopper/operand.h"
 
 namespace jax_grouped {
 namespace hopper {
@@ -17,12 +18,8 @@ namespace hopper {
 // result[t] = tokens[t] kernel[group of t]^T, zero for tokens of no local group. Tokens are rowwise, and kernels have
 // that orientation in which features follow one another along what the product sums over, as group_layout.h has them.
 struct TokenProduct {
-  const void* tokens;  // [tokens, depth]
-  const float* token_scale;
-  cudaDataType_t token_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2, not the latter for both
-  const void* kernels;        // [num_kernels, features, depth]
-  const float* kernel_scale;
-  cudaDataType_t kernel_type;
+  Fp8Operand tokens;      // [tokens, depth]
+  Fp8Operand kernels;     // [num_kernels, features, depth]
   ScalingMode mode;       // kTensor, or kBlock1D for tokens with kBlock2D for kernels
   int64_t kernel_scales;  // of one kernel
   void* result;           // [tokens, features]

@@ -53,9 +53,8 @@ class TokenTiles {
     const int32_t in_element = turn % args_.element_turns;
     if (element != element_) Enter(element);
     tile_.blocks = 0;
-    if (in_element >= row_tiles_ * wide_) return tile_;
+    if (in_element / wide_ >= after_ && !Find(in_element / wide_)) return tile_;
     tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
-    if (in_element / wide_ >= after_) Find(in_element / wide_);
     PlaceTile(in_element - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;
     return tile_;
@@ -73,39 +72,48 @@ class TokenTiles {
     group_ = 0;
     before_ = 0;
     after_ = 0;
-    row_tiles_ = Uniform(args_.tiles.Before(element)[args_.tiles.num_groups]);
   }
 
-  // Goes on to the group with this row of tiles. Lanes look at 32 groups at once.
-  __device__ void Find(int32_t row_tile) {
-    const int32_t* before = args_.tiles.Before(element_);
-    const int32_t lane = threadIdx.x % 32;
-    for (;; group_ += 32) {
-      const int32_t end = before[min(group_ + lane + 1, args_.tiles.num_groups)];
-      const uint32_t found = __ballot_sync(0xffffffff, end > row_tile);
-      if (found == 0) continue;
-      group_ += __ffs(found) - 1;
-      break;
-    }
-    before_ = Uniform(before[group_]);
-    after_ = Uniform(before[group_ + 1]);
+  // Goes on to the group with this row of tiles, if there is one. Lanes look at 32 groups at once, and ask for all that
+  // is to be known of them before any of it arrives.
+  __device__ bool Find(int32_t row_tile) {
     const GroupTable table = args_.table.At(element_);
-    kernel_ = element_ / args_.elements_per_kernel * table.num_groups + group_;
-    first_token_ = Uniform(table.FirstRow()[group_]);
-    rows_ = Uniform(table.FirstRow()[group_ + 1]) - first_token_;
-    first_scale_unit_ = Uniform(table.UnitsBefore(Unit::k4)[group_]);
-    tile_.group = element_ * table.num_groups + group_;
-    tile_.group_row = first_token_;
-    if constexpr (kMode == ScalingMode::kTensor) {
-      tile_.scale = args_.token_scale[tile_.group] * args_.kernel_scale[kernel_ * args_.kernel_scales];
+    const int32_t* before = args_.tiles.Before(element_);
+    const int32_t first_kernel = element_ / args_.elements_per_kernel * table.num_groups;
+    for (; group_ < table.num_groups; group_ += 32) {
+      const int32_t group = min(group_ + static_cast<int32_t>(threadIdx.x) % 32, table.num_groups - 1);
+      const int32_t tiles_before = before[group];
+      const int32_t tiles_after = before[group + 1];
+      const int32_t first_token = table.FirstRow()[group];
+      const int32_t last_token = table.FirstRow()[group + 1];
+      const int32_t scale_unit = table.UnitsBefore(Unit::k4)[group];
+      float scale = 1.0f;
+      if constexpr (kMode == ScalingMode::kTensor) {
+        scale = args_.token_scale[element_ * table.num_groups + group] *
+                args_.kernel_scale[(first_kernel + group) * args_.kernel_scales];
+      }
+      const uint32_t found = __ballot_sync(0xffffffff, tiles_after > row_tile);
+      if (found == 0) continue;
+      const int lane = __ffs(found) - 1;
+      group_ += lane;
+      before_ = FromLane(lane, tiles_before);
+      after_ = FromLane(lane, tiles_after);
+      kernel_ = first_kernel + group_;
+      first_token_ = FromLane(lane, first_token);
+      rows_ = FromLane(lane, last_token) - first_token_;
+      first_scale_unit_ = FromLane(lane, scale_unit);
+      tile_.group = element_ * table.num_groups + group_;
+      tile_.group_row = first_token_;
+      tile_.scale = FromLane(lane, scale);
+      return true;
     }
+    return false;
   }
 
   const TokenArguments& args_;
   int32_t wide_;
   Tile tile_;
   int32_t element_ = -1;
-  int32_t row_tiles_ = 0;  // of the element
   // The group of the last tile, and rows of tiles before and after it.
   int32_t group_ = 0;
   int32_t before_ = 0;
@@ -129,7 +137,9 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
     if (tile.blocks == 0) continue;
     const int32_t token = tiles.FirstToken() + tile.row + share;
     const int32_t feature = tiles.Kernel() * args.features + tile.column;
-    uint32_t bytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
+    // What a group's last tile has no rows for is not copied.
+    const auto shares = static_cast<int32_t>(CeilDiv(min(tile.rows, kTileRows), kShareRows));
+    uint32_t bytes = shares * kShareRows * kDepth + sizeof(Shared::columns[0]);
     const float* scale = nullptr;
     const float* kernel_scale = nullptr;
     int32_t scale_stride = 0;
@@ -148,7 +158,9 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
       if (threadIdx.x % 32 == 0) {
         const uint32_t full = shared.Full(s);
         ArriveExpecting(full, bytes);
-        LoadBox<kCluster>(shared.Rows(s) + share * kDepth, &args.tokens, block * kDepth, token, full);
+        if (share < tile.rows) {
+          LoadBox<kCluster>(shared.Rows(s) + share * kDepth, &args.tokens, block * kDepth, token, full);
+        }
         LoadBox<1>(shared.Columns(s), &args.kernels, block * kDepth, feature, full);
         if constexpr (kMode == ScalingMode::kBlock1D) {
           LoadBytes(shared.RowScale(s), scale, scale_bytes, full);

@@ -28,11 +28,11 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kMapsAtOnce = 256;
   __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
-  AllowNextKernel();
+  cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
-  if (threadIdx.x >= kMapsAtOnce) return;
+  if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;
   map = args.maps[operand];
@@ -82,16 +82,16 @@ int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nu
 Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Groups& groups, void* memory) {
   const Scratch scratch(memory, groups.batch, groups.num_groups);
   WgradSetup setup{{},
-                   {static_cast<const uint8_t*>(wgrad.x), static_cast<const uint8_t*>(wgrad.dy)},
+                   {static_cast<const uint8_t*>(wgrad.x.data), static_cast<const uint8_t*>(wgrad.dy.data)},
                    {static_cast<int32_t>(wgrad.in_features), static_cast<int32_t>(wgrad.out_features)},
                    wgrad.element_units,
                    scratch.table,
                    scratch.maps};
   // Of the least tokens, until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(wgrad.x, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
+      EncodeTensorMap(Fp8Boxes(wgrad.x.data, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(wgrad.dy, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
+      EncodeTensorMap(Fp8Boxes(wgrad.dy.data, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
   SetUpWgrad<<<groups.batch, kSetupThreads, 0, stream>>>(groups, setup);
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a weight gradient"));
 
@@ -100,17 +100,15 @@ Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Gr
                       scratch.table,
                       groups.AllGroups() * static_cast<int32_t>(CeilDiv(wgrad.in_features, kTileRows) *
                                                                 CeilDiv(wgrad.out_features, kCluster * kTileColumns)),
-                      wgrad.x_scale,
-                      wgrad.dy_scale,
+                      wgrad.x.scale,
+                      wgrad.dy.scale,
                       static_cast<int32_t>(wgrad.in_features),
                       static_cast<int32_t>(wgrad.out_features),
                       wgrad.dkernel_type,
                       wgrad.accumulate};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(DkernelBoxes(wgrad, groups.AllGroups()), &args.dkernel));
-  return WithFp8Types(wgrad.x_type, wgrad.dy_type, [&](auto x, auto dy) {
-    const auto kernel = wgrad.mode == ScalingMode::kTensor
-                            ? &GroupedWgrad<decltype(x), decltype(dy), ScalingMode::kTensor>
-                            : &GroupedWgrad<decltype(x), decltype(dy), ScalingMode::kBlock1D>;
+  return WithTypes(wgrad.x, wgrad.dy, wgrad.mode, [&](auto x, auto dy, auto mode) {
+    const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     return LaunchClusters(kernel, stream, device, args);
   });
 }

@@ -11,18 +11,15 @@
 
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
+#include "csrc/hopper/operand.h"
 
 namespace jax_grouped {
 namespace hopper {
 
 // dkernel[g] = x[g]^T dy[g] for every group of a batch. Both operands are columnwise FP8, as group_layout.h has them.
 struct Wgrad {
-  const void* x;
-  const float* x_scale;
-  cudaDataType_t x_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2, not the latter for both
-  const void* dy;
-  const float* dy_scale;
-  cudaDataType_t dy_type;
+  Fp8Operand x;
+  Fp8Operand dy;
   ScalingMode mode;             // kTensor or kBlock1D
   void* dkernel;                // [groups, in_features, out_features]
   cudaDataType_t dkernel_type;  // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F

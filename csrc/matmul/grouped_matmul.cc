@@ -52,14 +52,18 @@ std::string Describe(const Plan& plan) {
   return Describe(*library, plan.algorithm) + ", " + Name(plan.origin);
 }
 
+hopper::Fp8Operand OperandA(const MatmulProblem& problem, const MatmulBuffers& buffers) {
+  return {buffers.a, static_cast<const float*>(buffers.a_scale), problem.a_type};
+}
+
+hopper::Fp8Operand OperandB(const MatmulProblem& problem, const MatmulBuffers& buffers) {
+  return {buffers.b, static_cast<const float*>(buffers.b_scale), problem.b_type};
+}
+
 Status EnqueueHopperWgrad(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
                           const MatmulBuffers& buffers) {
-  const hopper::Wgrad wgrad{buffers.a,
-                            static_cast<const float*>(buffers.a_scale),
-                            problem.a_type,
-                            buffers.b,
-                            static_cast<const float*>(buffers.b_scale),
-                            problem.b_type,
+  const hopper::Wgrad wgrad{OperandA(problem, buffers),
+                            OperandB(problem, buffers),
                             problem.a_mode,
                             buffers.d,
                             problem.result_type,
@@ -72,12 +76,8 @@ Status EnqueueHopperWgrad(int device, cudaStream_t stream, const MatmulProblem& 
 
 Status EnqueueHopperTokens(int device, cudaStream_t stream, const MatmulProblem& problem, const Groups& groups,
                            const MatmulBuffers& buffers) {
-  const hopper::TokenProduct product{buffers.a,
-                                     static_cast<const float*>(buffers.a_scale),
-                                     problem.a_type,
-                                     buffers.b,
-                                     static_cast<const float*>(buffers.b_scale),
-                                     problem.b_type,
+  const hopper::TokenProduct product{OperandA(problem, buffers),
+                                     OperandB(problem, buffers),
                                      problem.a_mode,
                                      buffers.kernel_scales,
                                      buffers.d,
