@@ -39,6 +39,7 @@ __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& tab
 template <typename Fp8, int kThreads>
 __global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ QuantizeArguments args) {
   extern __shared__ uint4 shared[];
+  cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (args.Skips(element)) return;
   const GroupTable table{reinterpret_cast<int32_t*>(shared), args.groups.num_groups};
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kManyGroupsThreads) SetUpManyGroups(const __gr
 }
 
 __global__ void __launch_bounds__(kSetUpThreads) SetUpWindows(const __grid_constant__ QuantizeArguments args) {
+  cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (args.Skips(element)) return;
   FillWindows<kSetUpThreads>(args, args.table.At(element), element);
@@ -105,27 +107,29 @@ template <typename Source>
 __global__ void __launch_bounds__(kTileThreads)
     FindAmaxKernel(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   __shared__ uint32_t slot_amax[kSlots];
-  const Share share(args);
+  cudaGridDependencySynchronize();
+  const Share share(args, Share::kBand);
   if (!share.exists || args.Skips(share.element)) return;
   FindAmax(args, source, share, *args.WindowAt(share.element, share.window), slot_amax);
 }
 
 template <typename Source>
-void LaunchFindAmax(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  FindAmaxKernel<<<Share::Blocks(args), kTileThreads, 0, stream>>>(args, source);
+Status LaunchFindAmax(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
+  return LaunchEarly(FindAmaxKernel<Source>, Share::Blocks(args, Share::kBand), kTileThreads, 0, stream, args, source);
 }
 
-void LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                    const QuantizeArguments& args) {
+Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                      const QuantizeArguments& args) {
   if (problem.activation != Activation::kNone) {
-    LaunchFindAmax(stream, args, MakeActivatedSource(problem, buffers));
-  } else if (problem.input_type == CUDA_R_16BF) {
-    LaunchFindAmax(stream, args, MakePlainSource<__nv_bfloat16>(problem, buffers));
-  } else if (problem.input_type == CUDA_R_16F) {
-    LaunchFindAmax(stream, args, MakePlainSource<__half>(problem, buffers));
-  } else {
-    LaunchFindAmax(stream, args, MakePlainSource<float>(problem, buffers));
+    return LaunchFindAmax(stream, args, MakeActivatedSource(problem, buffers));
   }
+  if (problem.input_type == CUDA_R_16BF) {
+    return LaunchFindAmax(stream, args, MakePlainSource<__nv_bfloat16>(problem, buffers));
+  }
+  if (problem.input_type == CUDA_R_16F) {
+    return LaunchFindAmax(stream, args, MakePlainSource<__half>(problem, buffers));
+  }
+  return LaunchFindAmax(stream, args, MakePlainSource<float>(problem, buffers));
 }
 
 Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
@@ -193,7 +197,9 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   if (!args.single_launch) {
     JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, args)
                                                                        : LaunchSetUp<E5m2>(stream, args));
-    if (args.group_scales && !args.given_scale) LaunchFindAmax(stream, problem, buffers, args);
+    if (args.group_scales && !args.given_scale) {
+      JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, args));
+    }
   }
   JAX_GROUPED_RETURN_IF_FAILED(LaunchTiles(stream, problem, buffers, args));
   if (buffers.dbias != nullptr) {

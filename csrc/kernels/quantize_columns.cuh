@@ -220,8 +220,8 @@ class ColumnQuantizer {
     }
     auto* units = reinterpret_cast<uint4*>(state_.args.column_data) + columns.unit +
                   static_cast<int64_t>(pair * 2) * columns.per_column;
-    __stcs(units, uint4{first[0], first[1], first[2], first[3]});
-    __stcs(units + columns.per_column, uint4{second[0], second[1], second[2], second[3]});
+    units[0] = {first[0], first[1], first[2], first[3]};
+    units[columns.per_column] = {second[0], second[1], second[2], second[3]};
   }
 
   // Sums of a row block's rows, for dbias.

@@ -4,6 +4,7 @@
 #ifndef JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 
+#include "csrc/common/early_launch.cuh"
 #include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_tiles.cuh"
 
@@ -19,14 +20,13 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
       "Reserving shared memory"));
-  const dim3 blocks = Share::Blocks(args);
+  const dim3 blocks = Share::Blocks(args, args.single_launch ? 1 : Share::kBand);
   if (args.single_launch) {
     void* arguments[] = {const_cast<QuantizeArguments*>(&args), const_cast<Source*>(&source)};
     return Status::FromCuda(cudaLaunchCooperativeKernel(kernel, blocks, kTileThreads, arguments, kBytes, stream),
                             "Launching the quantization");
   }
-  kernel<<<blocks, kTileThreads, kBytes, stream>>>(args, source);
-  return Status::FromCuda(cudaGetLastError(), "Launching the quantization");
+  return LaunchEarly(kernel, blocks, kTileThreads, kBytes, stream, args, source);
 }
 
 template <ScalingMode kMode, typename Fp8>

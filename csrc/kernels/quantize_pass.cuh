@@ -98,11 +98,17 @@ struct QuantizeArguments {
 struct Share {
   // Blocks of a launch are counted in 16 bits along its second and third axes.
   static constexpr int64_t kMostAlongAxis = 1 << 15;
+  // So many successive shares take a tile of columns before the next tile is begun: what they write columnwise lies
+  // side by side, and memory takes it 1 to 2 % faster.
+  static constexpr int kBand = 8;
 
-  static dim3 Blocks(const QuantizeArguments& args) {
-    const int64_t along_y = args.Shares() < kMostAlongAxis ? args.Shares() : kMostAlongAxis;
-    return dim3(args.num_column_tiles, static_cast<unsigned>(along_y),
-                static_cast<unsigned>(CeilDiv(args.Shares(), along_y)));
+  // A launch in bands of so many shares. Some of the last band may not exist, so in a single launch, whose blocks wait
+  // for each other, bands have one.
+  static dim3 Blocks(const QuantizeArguments& args, int band) {
+    const int64_t bands = CeilDiv(args.Shares(), band);
+    const int64_t along_y = bands < kMostAlongAxis ? bands : kMostAlongAxis;
+    return dim3(args.num_column_tiles * band, static_cast<unsigned>(along_y),
+                static_cast<unsigned>(CeilDiv(bands, along_y)));
   }
 
   uint32_t first_column;
@@ -111,13 +117,13 @@ struct Share {
   int part;
   bool exists;
 
-  __device__ explicit Share(const QuantizeArguments& args) {
-    uint32_t tile = blockIdx.x;
+  __device__ Share(const QuantizeArguments& args, uint32_t band) {
+    uint32_t tile = blockIdx.x / band;
     // The halves of a gated activation's gradient read the same inputs, so their tiles alternate, and the second of two
     // finds them in the cache.
     if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
     first_column = tile * kTileColumns;
-    const uint32_t index = blockIdx.z * kMostAlongAxis + blockIdx.y;
+    const uint32_t index = (blockIdx.z * kMostAlongAxis + blockIdx.y) * band + blockIdx.x % band;
     exists = index < args.Shares();
     part = static_cast<int>(index % Window::kParts);
     const auto window_of_all = static_cast<int32_t>(index / Window::kParts);

@@ -85,7 +85,7 @@ class RowQuantizer {
       alignas(16) Pair row[4];
       state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
       const uint2 data = Quantize8<kHideInfinity>(row, scales[step]);
-      if (RowOfStep(step) < chunk.rows) __stcs(reinterpret_cast<uint2*>(out), data);
+      if (RowOfStep(step) < chunk.rows) *reinterpret_cast<uint2*>(out) = data;
       out += 2 * state_.args.layout.features;
     }
   }

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kTileThreads,
     QuantizeTiles(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   extern __shared__ uint4 shared[];
   __shared__ Exchange exchange;
-  const Share share(args);
+  if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
+  const Share share(args, kSingleLaunch ? 1 : Share::kBand);
   if (!share.exists || args.Skips(share.element)) return;
   // With current scaling, the largest values are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
