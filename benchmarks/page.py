@@ -30,6 +30,11 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("benchmarks", "--ops", "fprop", "dgrad", "wgrad", "wgrad f32", "--seconds", "2", "--calls", "5"),
         *("--peers", "jax_grouped", "--clock", "device"),
     ),
+    "fp8_products": (
+        *("benchmarks", "--ops", "fprop", "dgrad", "wgrad", "--skews", "equal", "--seconds", "0.7", "--clock", "device"),
+        *("--peers", "jax_grouped", "torch._grouped_mm"),
+        *("jax_grouped fp8 block", "jax_grouped fp8 tensor", "torch._scaled_grouped_mm"),
+    ),
     "quantize": ("benchmarks.quantize", "--clock", "device"),
     "step": _STEP,
     "step_accumulating": (*_STEP, "--layers", "accumulating", "--kernels", "float32", "--skews", "equal"),
