@@ -31,7 +31,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--peers", "jax_grouped", "--clock", "device"),
     ),
     "fp8_products": (
-        *("benchmarks", "--ops", "fprop", "dgrad", "wgrad", "--skews", "equal", "--seconds", "0.7", "--clock", "device"),
+        *("benchmarks", "--clock", "device", "--seconds", "0.5", "--skews", "equal"),
+        *("--ops", "fprop", "dgrad", "wgrad"),
         *("--peers", "jax_grouped", "torch._grouped_mm"),
         *("jax_grouped fp8 block", "jax_grouped fp8 tensor", "torch._scaled_grouped_mm"),
     ),
