@@ -1,13 +1,11 @@
-// Kernels that start while the kernel before them, their setup, still runs: programmatic dependent launch, section
-// 4.5 of the CUDA Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes; they
-// call cudaGridDependencySynchronize, in all threads, before they touch memory.
+// Kernels that start while the kernel before them, their setup, still runs: "programmatic dependent launch" in the CUDA
+// Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes; they call
+// cudaGridDependencySynchronize, in all threads, before they touch memory.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_EARLY_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_COMMON_EARLY_LAUNCH_CUH_
 
 #include <cuda_runtime_api.h>
-
-#include <cstdint>
 
 #include "csrc/common/status.h"
 
