@@ -16,19 +16,21 @@ OURS = "jax_grouped"
 
 _LINE = 120
 
+#: Products of FP8 operands that are quantized before the clock starts: `fprop`, `dgrad`, `wgrad`, and ours `wgrad f32`.
+FP8: dict[str, Callable[[], Prepare]] = {
+    "jax_grouped fp8 block": functools.partial(fp8_peers.load_ours, jg.Float8BlockScaling()),
+    "jax_grouped fp8 tensor": functools.partial(fp8_peers.load_ours, jg.Float8CurrentScaling()),
+    "torch._scaled_grouped_mm": torch_peer.load_scaled_grouped_mm,
+}
+
 #: What loads each peer. A loader raises if the peer can't run here; the message says why.
 LOADERS: dict[str, Callable[[], Prepare]] = {
     OURS: jax_peers.load_jax_grouped,
     "jax.lax.ragged_dot": jax_peers.load_lax,
     "transformer_engine.jax": jax_peers.load_transformer_engine,
     "torch._grouped_mm": torch_peer.load_grouped_mm,
-    "jax_grouped fp8 block": functools.partial(fp8_peers.load_ours, jg.Float8BlockScaling()),
-    "jax_grouped fp8 tensor": functools.partial(fp8_peers.load_ours, jg.Float8CurrentScaling()),
-    "torch._scaled_grouped_mm": torch_peer.load_scaled_grouped_mm,
+    **FP8,
 }
-
-#: Products of FP8 operands that are quantized before the clock starts, for `fprop`, `dgrad`, `wgrad` and `wgrad f32`.
-FP8 = ("jax_grouped fp8 block", "jax_grouped fp8 tensor", "torch._scaled_grouped_mm")
 
 
 P = TypeVar("P")

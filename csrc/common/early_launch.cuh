@@ -5,7 +5,7 @@
 #ifndef JAX_GROUPED_CSRC_COMMON_EARLY_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_COMMON_EARLY_LAUNCH_CUH_
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "csrc/common/status.h"
 

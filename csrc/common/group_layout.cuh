@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
-#include <cub/warp/warp_reduce.cuh>
 #include <cub/warp/warp_scan.cuh>
 
 #include "csrc/common/group_layout.h"

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kSetupThreads)
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
   FillTileTable(table, args.tiles.Before(element));
+  // Threads that copy maps wait for each other, as all maps begin at the same bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.result;

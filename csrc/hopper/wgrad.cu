@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
+  // Threads that copy maps wait for each other, as all maps begin at the same bank.
   if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;

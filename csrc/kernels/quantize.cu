@@ -1,6 +1,7 @@
 #include "csrc/kernels/quantize.h"
 
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/device.h"
 #include "csrc/kernels/bias_grad.h"
@@ -108,28 +109,17 @@ __global__ void __launch_bounds__(kTileThreads)
     FindAmaxKernel(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   __shared__ uint32_t slot_amax[kSlots];
   cudaGridDependencySynchronize();
-  const Share share(args, Share::kBand);
+  const Share share(args, false);
   if (!share.exists || args.Skips(share.element)) return;
   FindAmax(args, source, share, *args.WindowAt(share.element, share.window), slot_amax);
 }
 
-template <typename Source>
-Status LaunchFindAmax(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  return LaunchEarly(FindAmaxKernel<Source>, Share::Blocks(args, Share::kBand), kTileThreads, 0, stream, args, source);
-}
-
 Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                       const QuantizeArguments& args) {
-  if (problem.activation != Activation::kNone) {
-    return LaunchFindAmax(stream, args, MakeActivatedSource(problem, buffers));
-  }
-  if (problem.input_type == CUDA_R_16BF) {
-    return LaunchFindAmax(stream, args, MakePlainSource<__nv_bfloat16>(problem, buffers));
-  }
-  if (problem.input_type == CUDA_R_16F) {
-    return LaunchFindAmax(stream, args, MakePlainSource<__half>(problem, buffers));
-  }
-  return LaunchFindAmax(stream, args, MakePlainSource<float>(problem, buffers));
+  return WithSource(problem, buffers, [&](const auto& source) {
+    const auto kernel = FindAmaxKernel<std::decay_t<decltype(source)>>;
+    return LaunchEarly(kernel, Share::Blocks(args), kTileThreads, 0, stream, args, source);
+  });
 }
 
 Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,

@@ -10,6 +10,22 @@
 
 namespace jax_grouped {
 
+// Calls launch(source) with the source of a problem's numbers.
+template <typename Launch>
+Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
+  if (problem.activation != Activation::kNone) return launch(MakeActivatedSource(problem, buffers));
+  switch (problem.input_type) {
+    case CUDA_R_16BF:
+      return launch(MakePlainSource<__nv_bfloat16>(problem, buffers));
+    case CUDA_R_16F:
+      return launch(MakePlainSource<__half>(problem, buffers));
+    case CUDA_R_32F:
+      return launch(MakePlainSource<float>(problem, buffers));
+    default:
+      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
+  }
+}
+
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
   constexpr int kBytes = Tile<typename Source::Element>::kBytes;
@@ -20,7 +36,7 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
       "Reserving shared memory"));
-  const dim3 blocks = Share::Blocks(args, args.single_launch ? 1 : Share::kBand);
+  const dim3 blocks = Share::Blocks(args);
   if (args.single_launch) {
     void* arguments[] = {const_cast<QuantizeArguments*>(&args), const_cast<Source*>(&source)};
     return Status::FromCuda(cudaLaunchCooperativeKernel(kernel, blocks, kTileThreads, arguments, kBytes, stream),
@@ -32,19 +48,8 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
 template <ScalingMode kMode, typename Fp8>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                            const QuantizeArguments& args) {
-  if (problem.activation != Activation::kNone) {
-    return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeActivatedSource(problem, buffers));
-  }
-  switch (problem.input_type) {
-    case CUDA_R_16BF:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<__nv_bfloat16>(problem, buffers));
-    case CUDA_R_16F:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<__half>(problem, buffers));
-    case CUDA_R_32F:
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakePlainSource<float>(problem, buffers));
-    default:
-      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
-  }
+  return WithSource(problem, buffers,
+                    [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
 }
 
 template <ScalingMode kMode>

@@ -98,13 +98,14 @@ struct QuantizeArguments {
 struct Share {
   // Blocks of a launch are counted in 16 bits along its second and third axes.
   static constexpr int64_t kMostAlongAxis = 1 << 15;
-  // So many successive shares take a tile of columns before the next tile is begun: what they write columnwise lies
-  // side by side, and memory takes it 1 to 2 % faster.
-  static constexpr int kBand = 8;
 
-  // A launch in bands of so many shares. Some of the last band may not exist, so in a single launch, whose blocks wait
-  // for each other, bands have one.
-  static dim3 Blocks(const QuantizeArguments& args, int band) {
+  // So many successive shares take a tile of columns before the next tile is begun: what they write columnwise lies
+  // side by side, and memory takes it 1 to 2 % faster. Some of the last may not exist, so in a single launch, whose
+  // blocks wait for each other, every share is on its own.
+  JAX_GROUPED_HOST_DEVICE static constexpr int Band(bool single_launch) { return single_launch ? 1 : 8; }
+
+  static dim3 Blocks(const QuantizeArguments& args) {
+    const int band = Band(args.single_launch);
     const int64_t bands = CeilDiv(args.Shares(), band);
     const int64_t along_y = bands < kMostAlongAxis ? bands : kMostAlongAxis;
     return dim3(args.num_column_tiles * band, static_cast<unsigned>(along_y),
@@ -117,7 +118,8 @@ struct Share {
   int part;
   bool exists;
 
-  __device__ Share(const QuantizeArguments& args, uint32_t band) {
+  __device__ Share(const QuantizeArguments& args, bool single_launch) {
+    const uint32_t band = Band(single_launch);
     uint32_t tile = blockIdx.x / band;
     // The halves of a gated activation's gradient read the same inputs, so their tiles alternate, and the second of two
     // finds them in the cache.

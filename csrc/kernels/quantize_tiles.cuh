@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kTileThreads,
   extern __shared__ uint4 shared[];
   __shared__ Exchange exchange;
   if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
-  const Share share(args, kSingleLaunch ? 1 : Share::kBand);
+  const Share share(args, kSingleLaunch);
   if (!share.exists || args.Skips(share.element)) return;
   // With current scaling, the largest values are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
