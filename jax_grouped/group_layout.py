@@ -120,7 +120,8 @@ def matmul_scratch_bytes(num_groups: int) -> int:
 
 def group_table_size(num_groups: int) -> int:
     """How many `int32` the device needs to tell where groups and their regions lie (`GroupTable` in C++)."""
-    return (1 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
+    # First rows, the units of scales, and the tiles of products.
+    return (2 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
 
 
 def scaled_matmul_scratch_bytes(batch: int, num_groups: int) -> int:

@@ -30,24 +30,30 @@ struct RowRange {
   int64_t end;
 };
 
-// What a thread adds up, of every kThreads-th group: rows before the local groups, and rows in them.
-struct RowSums {
+// The rows of all local groups together. For the whole block; every thread gets the result.
+template <int kThreads>
+__device__ RowRange LocalRows(const Groups& groups) {
+  using Reduce = cub::BlockReduce<int64_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  __shared__ RowRange result;
+
+  const int64_t first = FirstGroup(groups);
+  const int64_t last = first + groups.num_groups;
   int64_t before = 0;
   int64_t local = 0;
-
-  template <int kThreads>
-  __device__ static RowSums Of(const Groups& groups) {
-    RowSums sums;
-    const int64_t first = FirstGroup(groups);
-    const int64_t last = first + groups.num_groups;
-    for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
-      (i < first ? sums.before : sums.local) += GroupSize(groups, i);
-    }
-    return sums;
+  for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
+    (i < first ? before : local) += GroupSize(groups, i);
   }
-
-  __device__ RowRange Range(int64_t capacity) const { return {min(before, capacity), min(before + local, capacity)}; }
-};
+  before = Reduce(storage).Sum(before);
+  __syncthreads();
+  local = Reduce(storage).Sum(local);
+  if (threadIdx.x == 0) {
+    result.begin = min(before, groups.capacity);
+    result.end = min(before + local, groups.capacity);
+  }
+  __syncthreads();
+  return result;
+}
 
 // Calls visit(i, rows) for every local group i, each from one thread. For the whole block. `begin` is the first row of
 // the first local group.
@@ -99,164 +105,100 @@ struct AddRows {
   __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
 };
 
-// The threads of a block that count groups together.
+// What the scan of a team gives a thread: the sum of what lies before its own value, and of all values.
+template <typename T>
+struct Sums {
+  T before;
+  T all;
+};
+
+// The threads of a block that count groups together. Both sums of a scan include `first`.
 template <int kBlockThreads>
 struct WholeBlock {
   static constexpr int kThreads = kBlockThreads;
 
-  // The rows of all local groups together; every thread gets the result.
-  __device__ static RowRange LocalRows(const Groups& groups) {
-    using Reduce = cub::BlockReduce<int64_t, kThreads>;
-    __shared__ typename Reduce::TempStorage storage;
-    __shared__ RowRange result;
-    RowSums sums = RowSums::Of<kThreads>(groups);
-    sums.before = Reduce(storage).Sum(sums.before);
-    __syncthreads();
-    sums.local = Reduce(storage).Sum(sums.local);
-    if (threadIdx.x == 0) result = sums.Range(groups.capacity);
-    __syncthreads();
-    return result;
-  }
-
-  // At most once for each type between two synchronizations of the block.
   template <typename T, typename Add>
-  __device__ static T ExclusiveScan(const T& own, const T& first, const Add& add) {
+  __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
     using Scan = cub::BlockScan<T, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
-    T before;
-    Scan(storage).ExclusiveScan(own, before, first, add);
-    return before;
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    __syncthreads();
+    return sums;
   }
 };
 
 struct FirstWarp {
   static constexpr int kThreads = 32;
 
-  __device__ static RowRange LocalRows(const Groups& groups) {
-    RowSums sums = RowSums::Of<kThreads>(groups);
-    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
-      sums.before += __shfl_xor_sync(0xffffffff, sums.before, distance);
-      sums.local += __shfl_xor_sync(0xffffffff, sums.local, distance);
-    }
-    return sums.Range(groups.capacity);
-  }
-
   template <typename T, typename Add>
-  __device__ static T ExclusiveScan(const T& own, const T& first, const Add& add) {
+  __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
     using Scan = cub::WarpScan<T>;
     typename Scan::TempStorage storage;
-    T before;
-    Scan(storage).ExclusiveScan(own, before, first, add);
-    return before;
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    return sums;
   }
 };
 
-// Up to so many groups are counted by a warp: the warps of a block would spend most of the time on each other.
-constexpr int32_t kMostGroupsOfWarp = 8 * FirstWarp::kThreads;
-
-// Calls work(team) in all threads of the team that is to count so many groups. For the whole block, which is
-// synchronized afterwards.
-template <int kThreads, typename Work>
-__device__ void WithTeam(int32_t num_groups, Work work) {
-  if (num_groups > kMostGroupsOfWarp) {
-    work(WholeBlock<kThreads>());
-  } else if (threadIdx.x < FirstWarp::kThreads) {
-    work(FirstWarp());
-  }
-  __syncthreads();
-}
-
-// FillGroupTable for a team. Every thread has a run of groups, in quads.
+// FillGroupTable for a team. Every thread has a group, then the one kThreads further: of all ways, this takes the
+// fewest instructions, and a warp alone takes several cycles for each.
 template <typename Team>
 __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                        const GroupTable& table) {
-  constexpr int kQuad = 4;
   const Groups groups = batch.At(element);
   const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
-  const auto run = static_cast<int32_t>(RoundUp(CeilDiv(groups.num_groups, Team::kThreads), kQuad));
-  const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
-  const int32_t run_end = min(run_begin + run, groups.num_groups);
-
-  // Groups past the last one have no rows, as have those that do not exist. The usual offset is 0; the sizes for it are
-  // under way before it is known.
+  const auto load_size = [&](int64_t index) {
+    return min(static_cast<uint32_t>(GroupSize(groups, index)), add_rows.capacity);
+  };
+  // The usual offset is 0; the sizes for it are under way before it is known.
+  int32_t group = threadIdx.x;
+  uint32_t size = group < groups.num_groups ? load_size(group) : 0;
   const int64_t first = FirstGroup(groups);
-  const Groups usual{groups.sizes, nullptr, min(groups.total, groups.num_groups), groups.num_groups, 0, 1};
-  const auto load_sizes = [&](int32_t quad, uint32_t (&sizes)[kQuad]) {
-    int64_t size[kQuad];
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) size[i] = GroupSize(usual, quad + i);
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      if (first != 0) size[i] = quad + i < groups.num_groups ? GroupSize(groups, first + quad + i) : 0;
-      sizes[i] = min(static_cast<uint32_t>(size[i]), add_rows.capacity);
-    }
-  };
-  // Calls visit(quad, begins, units) with the first rows of every quad's groups, and of the next one, and their units.
-  const auto for_each_quad = [&](uint32_t start, auto visit) {
-    for (int32_t quad = run_begin; quad < run_end; quad += kQuad) {
-      uint32_t sizes[kQuad];
-      load_sizes(quad, sizes);
-      uint32_t begins[kQuad + 1] = {start};
-      UnitCounts units[kQuad];
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        begins[i + 1] = add_rows(begins[i], sizes[i]);
-        units[i] = CountUnits(static_cast<int32_t>(begins[i + 1] - begins[i]));
-      }
-      start = begins[kQuad];
-      visit(quad, begins, units);
-    }
-  };
-
-  uint32_t rows = 0;
-  for (int32_t quad = run_begin; quad < run_end; quad += kQuad) {
-    uint32_t sizes[kQuad];
-    load_sizes(quad, sizes);
-#pragma unroll
-    for (const uint32_t size : sizes) rows = add_rows(rows, size);
+  uint32_t next_row = 0;
+  if (first > 0) {
+    uint32_t before = 0;
+    for (int64_t i = group; i < first; i += Team::kThreads) before = add_rows(before, load_size(i));
+    next_row = Team::Scan(before, next_row, add_rows).all;
   }
-  // Only with an offset are there rows before the local groups.
-  const uint32_t before = first > 0 ? static_cast<uint32_t>(Team::LocalRows(groups).begin) : 0;
-  const uint32_t start = Team::ExclusiveScan(rows, before, add_rows);
-
-  UnitCounts counts{};
-  for_each_quad(start, [&](int32_t, const auto&, const auto& units) {
+  UnitCounts next_units;
 #pragma unroll
-    for (const UnitCounts& own : units) counts = AddUnitCounts()(counts, own);
-  });
-  UnitCounts first_units;
-#pragma unroll
-  for (int i = 0; i < kNumUnits; ++i) first_units.count[i] = element * element_units.count[i];
-  UnitCounts next = Team::ExclusiveScan(counts, first_units, AddUnitCounts());
-
-  // Where four groups begin is written at once; past the last one, that is where it ends.
+  for (int i = 0; i < kNumUnits; ++i) next_units.count[i] = element * element_units.count[i];
   const auto element_row = static_cast<int32_t>(element * batch.capacity);
-  const auto last = static_cast<int32_t>(GroupTable::Stride(groups.num_groups)) - kQuad;
-  const auto write = [&](int32_t quad, const uint32_t (&begins)[kQuad + 1], const UnitCounts(&units)[kQuad]) {
-    const auto row = [&](int i) { return element_row + static_cast<int32_t>(begins[i]); };
-    reinterpret_cast<int4*>(table.FirstRow() + quad)[0] = {row(0), row(1), row(2), row(3)};
+
+  // The end of the last group is where one more without rows would begin.
+#pragma unroll 1
+  for (int32_t base = 0; base <= groups.num_groups; base += Team::kThreads, group += Team::kThreads) {
+    if (base > 0 || first != 0) size = group < groups.num_groups ? load_size(first + group) : 0;
+    const Sums<uint32_t> rows = Team::Scan(size, next_row, add_rows);
+    const UnitCounts own_units = CountUnits(static_cast<int32_t>(add_rows(rows.before, size) - rows.before));
+    const Sums<UnitCounts> units = Team::Scan(own_units, next_units, AddUnitCounts());
+    if (group <= groups.num_groups) {
+      table.FirstRow()[group] = element_row + static_cast<int32_t>(rows.before);
 #pragma unroll
-    for (int unit = 0; unit < kNumUnits; ++unit) {
-      int32_t begin[kQuad + 1] = {next.count[unit]};
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) begin[i + 1] = begin[i] + units[i].count[unit];
-      int32_t* starts = table.UnitsBefore(static_cast<Unit>(unit));
-      reinterpret_cast<int4*>(starts + quad)[0] = {begin[0], begin[1], begin[2], begin[3]};
-      if (quad + kQuad == groups.num_groups) starts[last] = begin[kQuad];
-      next.count[unit] = begin[kQuad];
+      for (int i = 0; i < kNumUnits; ++i) table.UnitsBefore(static_cast<Unit>(i))[group] = units.before.count[i];
     }
-    if (quad + kQuad == groups.num_groups) table.FirstRow()[last] = row(kQuad);
-  };
-  for_each_quad(start, write);
+    next_row = rows.all;
+    next_units = units.all;
+  }
 }
 
+// Up to so many groups are counted by a warp: the warps of a block would spend most of the time on each other.
+constexpr int32_t kMostGroupsOfWarp = 256;
+
 // Fills in the table of one element of a batch, whose arrays have room for so many units per element. For the whole
-// block.
+// block, which is synchronized afterwards.
 template <int kThreads>
 __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                const GroupTable& table) {
-  WithTeam<kThreads>(batch.num_groups,
-                     [&](auto team) { FillGroupTableTogether<decltype(team)>(batch, element, element_units, table); });
+  if (batch.num_groups > kMostGroupsOfWarp) {
+    FillGroupTableTogether<WholeBlock<kThreads>>(batch, element, element_units, table);
+  } else if (threadIdx.x < FirstWarp::kThreads) {
+    FillGroupTableTogether<FirstWarp>(batch, element, element_units, table);
+  }
+  __syncthreads();
 }
 
 // The group whose units include `unit`, among the groups [low, high): the last one that starts at or before it, so
@@ -278,7 +220,7 @@ struct alignas(16) Chunk {
   int32_t first_row;  // and in the array
   int32_t rows;       // how many it has
   UnitCounts before;  // units before the group
-  int32_t filler[2];  // chunks are copied whole
+  int32_t filler;     // chunks are copied whole
 
   __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
   // How many chunks the group has.

@@ -61,9 +61,10 @@ struct Groups {
   }
 };
 
-// A scale is found from how many units of so many rows lie before its group; the last unit of a group may be shorter.
-enum class Unit : int { k4, k16, k32, k128, k512 };
-constexpr int kNumUnits = 5;
+// Scales, and tiles of products, are found from how many units of so many rows lie before their group; the last unit of
+// a group may be shorter.
+enum class Unit : int { k4, k16, k32, k128, k256, k512 };
+constexpr int kNumUnits = 6;
 
 JAX_GROUPED_HOST_DEVICE constexpr int UnitRows(Unit unit) {
   switch (unit) {
@@ -75,6 +76,8 @@ JAX_GROUPED_HOST_DEVICE constexpr int UnitRows(Unit unit) {
       return 32;
     case Unit::k128:
       return 128;
+    case Unit::k256:
+      return 256;
     case Unit::k512:
       return 512;
   }

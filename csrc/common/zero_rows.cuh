@@ -23,7 +23,7 @@ __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
 // Zeros the rows of a batch element outside its local groups; `groups` are the element's.
 template <int kThreads>
 __device__ void ZeroOtherRows(const Groups& groups, int32_t element, void* base, int64_t row_bytes) {
-  const RowRange local = WholeBlock<kThreads>::LocalRows(groups);
+  const RowRange local = LocalRows<kThreads>(groups);
   const int64_t first_row = element * groups.capacity;
   ZeroBytes<kThreads>(base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
   ZeroBytes<kThreads>(base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);

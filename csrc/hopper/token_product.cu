@@ -23,34 +23,7 @@ struct TokenSetup {
   int64_t result_row_bytes;
   UnitCounts element_units;
   GroupTable table;
-  TileTable tiles;
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// Counts rows of tiles. For the whole block.
-__device__ void FillTileTable(const GroupTable& table, int32_t* before) {
-  const auto row_tiles = [&](int32_t group) {
-    return CeilDiv(table.FirstRow()[group + 1] - table.FirstRow()[group], kTileRows);
-  };
-  WithTeam<kSetupThreads>(table.num_groups, [&](auto team) {
-    using Team = decltype(team);
-    // Every thread has a run of groups.
-    const auto run = static_cast<int32_t>(CeilDiv(table.num_groups, Team::kThreads));
-    const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * run, table.num_groups);
-    const int32_t end = min(begin + run, table.num_groups);
-    int64_t own = 0;
-    for (int32_t group = begin; group < end; ++group) own += row_tiles(group);
-    int64_t next = Team::ExclusiveScan(own, int64_t{0}, [](int64_t a, int64_t b) { return a + b; });
-    for (int32_t group = begin; group < end; ++group) {
-      before[group] = static_cast<int32_t>(next);
-      next += row_tiles(group);
-    }
-    if (threadIdx.x == Team::kThreads - 1) before[table.num_groups] = static_cast<int32_t>(next);
-  });
-}
-
-#endif
 
 // Every row of blocks has a batch element: its first block finds the groups and describes their results, the others
 // zero the rows of no group.
@@ -66,7 +39,6 @@ __global__ void __launch_bounds__(kSetupThreads)
   }
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
-  FillTileTable(table, args.tiles.Before(element));
   // Threads that copy maps wait for each other, as all maps begin at the same bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
@@ -85,15 +57,13 @@ __global__ void __launch_bounds__(kSetupThreads)
 struct Scratch {
   CUtensorMap* results;
   GroupTable table;
-  TileTable tiles;
   int64_t bytes;
 
   Scratch(void* base, int64_t batch, int64_t num_groups) {
-    const auto groups = static_cast<int32_t>(num_groups);
     results = static_cast<CUtensorMap*>(base);
-    table = {reinterpret_cast<int32_t*>(results + batch * num_groups), groups};
-    tiles = {table.base + batch * GroupTable::Size(num_groups), groups};
-    bytes = reinterpret_cast<char*>(tiles.base + batch * TileTable::Size(num_groups)) - static_cast<char*>(base);
+    table = {reinterpret_cast<int32_t*>(results + batch * num_groups), static_cast<int32_t>(num_groups)};
+    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
   }
 };
 
@@ -107,7 +77,7 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
                           void* memory) {
   const Scratch scratch(memory, groups.batch, groups.num_groups);
   const int64_t row_bytes = product.features * ResultBytes(product.result_type);
-  TokenSetup setup{{}, scratch.results, product.result, row_bytes, product.element_units, scratch.table, scratch.tiles};
+  TokenSetup setup{{}, scratch.results, product.result, row_bytes, product.element_units, scratch.table};
   const BoxedTensor result{product.result,
                            ResultMapType(product.result_type),
                            {static_cast<cuuint64_t>(product.features), static_cast<cuuint64_t>(groups.AllRows())},
@@ -118,14 +88,13 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
   SetUpTokenProduct<<<blocks, kSetupThreads, 0, stream>>>(groups, setup);
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped product"));
 
-  const auto element_turns = static_cast<int32_t>(MostUnits(groups.capacity, groups.num_groups, kTileRows) *
-                                                  CeilDiv(product.features, kCluster * kTileColumns));
+  const int32_t row_tiles = product.element_units.count[static_cast<int>(kTileUnit)];
+  const auto element_turns = static_cast<int32_t>(row_tiles * CeilDiv(product.features, kCluster * kTileColumns));
   TokenArguments args{{},
                       {},
                       setup.result,
                       scratch.results,
                       scratch.table,
-                      scratch.tiles,
                       element_turns,
                       groups.batch * element_turns,
                       product.tokens.scale,

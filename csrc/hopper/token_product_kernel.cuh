@@ -12,14 +12,9 @@
 namespace jax_grouped {
 namespace hopper {
 
-// How many rows of tiles lie before each group of a batch element, and before the end of the last; device memory.
-struct TileTable {
-  int32_t* base;
-  int32_t num_groups;
-
-  JAX_GROUPED_HOST_DEVICE static constexpr int64_t Size(int64_t num_groups) { return num_groups + 1; }
-  JAX_GROUPED_HOST_DEVICE int32_t* Before(int32_t element) const { return base + element * Size(num_groups); }
-};
+// What tells how many rows of tiles lie before a group.
+constexpr Unit kTileUnit = Unit::k256;
+static_assert(UnitRows(kTileUnit) == kTileRows);
 
 struct TokenArguments {
   CUtensorMap tokens;
@@ -27,9 +22,8 @@ struct TokenArguments {
   CUtensorMap all_results;     // of all groups
   const CUtensorMap* results;  // of each group
   GroupTable table;            // of the first batch element
-  TileTable tiles;
-  int32_t element_turns;  // of all clusters at a batch element, if it has as many tiles as it can
-  int32_t turns;          // at all elements
+  int32_t element_turns;       // of all clusters at a batch element, if it has as many tiles as it can
+  int32_t turns;               // at all elements
   const float* token_scale;
   const float* kernel_scale;
   int64_t kernel_scales;
@@ -49,13 +43,11 @@ class TokenTiles {
       : args_(args), wide_(static_cast<int32_t>(CeilDiv(args.features, kCluster * kTileColumns))) {}
 
   __device__ const Tile& At(int32_t turn) {
-    const int32_t element = turn / args_.element_turns;
-    const int32_t in_element = turn % args_.element_turns;
-    if (element != element_) Enter(element);
+    if (const int32_t element = turn / args_.element_turns; element != element_) Enter(element);
     tile_.blocks = 0;
-    if (in_element / wide_ >= after_ && !Find(in_element / wide_)) return tile_;
+    if (turn / wide_ >= after_ && !Find(turn / wide_)) return tile_;
     tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
-    PlaceTile(in_element - before_ * wide_, after_ - before_, wide_, &tile_);
+    PlaceTile(turn - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;
     return tile_;
   }
@@ -70,7 +62,6 @@ class TokenTiles {
   __device__ void Enter(int32_t element) {
     element_ = element;
     group_ = 0;
-    before_ = 0;
     after_ = 0;
   }
 
@@ -78,7 +69,7 @@ class TokenTiles {
   // is to be known of them before any of it arrives.
   __device__ bool Find(int32_t row_tile) {
     const GroupTable table = args_.table.At(element_);
-    const int32_t* before = args_.tiles.Before(element_);
+    const int32_t* before = table.UnitsBefore(kTileUnit);
     const int32_t first_kernel = element_ / args_.elements_per_kernel * table.num_groups;
     for (; group_ < table.num_groups; group_ += 32) {
       const int32_t group = min(group_ + static_cast<int32_t>(threadIdx.x) % 32, table.num_groups - 1);

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kScanThreads) FindTiles(Groups batch, Starts s
   const int64_t first_row = element * groups.capacity;
   int32_t* row_starts = starts.Row(element);
   int32_t* tile_starts = starts.Tile(element);
-  const RowRange local = WholeBlock<kScanThreads>::LocalRows(groups);
+  const RowRange local = LocalRows<kScanThreads>(groups);
   ForEachGroup<kScanThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
     row_starts[group] = static_cast<int32_t>(first_row + rows.begin);
     if (group == groups.num_groups - 1) row_starts[group + 1] = static_cast<int32_t>(first_row + rows.end);

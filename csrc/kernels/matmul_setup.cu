@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   const Groups groups = batch.At(element);
   if (blockIdx.x > 0) return ZeroRest(groups, element, operands.matrix[2], zero_rest, workspace);
   WriteScalars(beta, scratch);
-  const RowRange local = WholeBlock<kThreads>::LocalRows(groups);
+  const RowRange local = LocalRows<kThreads>(groups);
   const int64_t first_row = element * groups.capacity;
   const int64_t first_kernel = static_cast<int64_t>(element / elements_per_kernel) * groups.num_groups;
   ForEachGroup<kThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
