@@ -11,18 +11,13 @@
 
 namespace jax_grouped {
 
-inline cudaLaunchAttribute EarlyLaunch() {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
-
 // kernel<<<blocks, threads, shared_bytes, stream>>>(args...), but early.
 template <typename... Args>
 Status LaunchEarly(void (*kernel)(Args...), dim3 blocks, int threads, int shared_bytes, cudaStream_t stream,
                    const Args&... args) {
-  cudaLaunchAttribute attribute = EarlyLaunch();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = dim3(threads);

@@ -17,7 +17,7 @@
 namespace jax_grouped {
 
 enum class Origin {
-  kOwnKernel,  // no algorithm of cuBLASLt: IsHopperProduct
+  kOwnKernel,  // no algorithm of cuBLASLt
   kHeuristic,  // the first of its list
   kNotTimed,   // the same, as the others could not be timed
   kTuned,      // the fastest of its list

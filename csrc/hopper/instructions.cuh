@@ -66,8 +66,9 @@ __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
 // Makes initialised barriers visible to copies and to the cluster.
 __device__ inline void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Makes ordinary stores to shared memory visible to the TMA and to matrix products.
-__device__ inline void FenceSharedStores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between ordinary accesses to shared memory, of this thread and those that it has waited for, and accesses of the TMA
+// and of matrix products.
+__device__ inline void FenceShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline uint32_t RankInCluster() {
   uint32_t rank;

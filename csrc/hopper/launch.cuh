@@ -68,18 +68,8 @@ Status LaunchClusters(void (*kernel)(Args), cudaStream_t stream, int device, con
   JAX_GROUPED_RETURN_IF_FAILED(
       Status::FromCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
                        "Asking for shared memory"));
-  const auto clusters = static_cast<uint32_t>(std::min(args.turns, properties.processors / kCluster));
-  cudaLaunchAttribute attributes[2]{{}, EarlyLaunch()};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * kCluster);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return Status::FromCuda(cudaLaunchKernelEx(&config, kernel, args), "Launching a grouped product");
+  const int clusters = std::min(args.turns, properties.processors / kCluster);
+  return LaunchEarly(kernel, dim3(clusters * kCluster), kThreads, sizeof(Shared), stream, args);
 }
 
 }  // namespace hopper

@@ -154,7 +154,15 @@ class TileQueue {
   __device__ void Post(const Tile& tile) {
     WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-      *shared_.TileSlot(slot_.index) = tile;
+      // A whole tile would be copied byte by byte.
+      Tile* slot = shared_.TileSlot(slot_.index);
+      slot->group = tile.group;
+      slot->group_row = tile.group_row;
+      slot->row = tile.row;
+      slot->column = tile.column;
+      slot->rows = tile.rows;
+      slot->blocks = tile.blocks;
+      slot->scale = tile.scale;
       Arrive(shared_.TileFull(slot_.index));
     }
     __syncwarp();
@@ -165,6 +173,7 @@ class TileQueue {
   __device__ Tile Take() {
     WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
     const Tile tile = *shared_.TileSlot(slot_.index);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive(shared_.TileEmpty(slot_.index));
     slot_.Advance();
     return tile;
@@ -305,7 +314,7 @@ class Staging {
     uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
     second_half_ = !second_half_;
     write(memory);
-    FenceSharedStores();
+    FenceShared();
     SynchronizeWarpGroup(place_.group);
     if (!leads) return;
     const int box_columns = kBoxRowBytes / (type_ == CUDA_R_32F ? 4 : 2);

@@ -154,6 +154,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
         }
         LoadBox<1>(shared.Columns(s), &args.kernels, block * kDepth, feature, full);
         if constexpr (kMode == ScalingMode::kBlock1D) {
+          FenceShared();  // Scales are read by ordinary loads.
           LoadBytes(shared.RowScale(s), scale, scale_bytes, full);
           // As copies are of 16 bytes.
           LoadBytes(shared.KernelScale(s), kernel_scale + block / 4 * 4, sizeof(Shared::kernel_scale[0]), full);
@@ -223,7 +224,8 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename TokenType, typename KernelType, ScalingMode kMode>
-__global__ void __launch_bounds__(kThreads, 1) GroupedTokenProduct(const __grid_constant__ TokenArguments args) {
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    GroupedTokenProduct(const __grid_constant__ TokenArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};

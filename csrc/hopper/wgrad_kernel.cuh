@@ -110,6 +110,7 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
         LoadBox<kCluster>(shared.Rows(s) + share * kDepth, args.maps.X(group), token, tile.row + share, full);
         LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
         if constexpr (kMode == ScalingMode::kBlock1D) {
+          FenceShared();  // Scales are read by ordinary loads.
           const int64_t scale_row = tiles.FirstBlock() + block;
           LoadBytes(shared.RowScale(s), args.x_scale + scale_row * args.in_features + tile.row, x_scale_bytes, full);
           if (dy_scale_bytes > 0) {
@@ -203,7 +204,8 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename XType, typename DyType, ScalingMode kMode>
-__global__ void __launch_bounds__(kThreads, 1) GroupedWgrad(const __grid_constant__ WgradArguments args) {
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    GroupedWgrad(const __grid_constant__ WgradArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/common/device.h"
 #include "csrc/cublaslt/autotune.h"
 #include "csrc/cublaslt/launch.h"
 #include "csrc/cublaslt/library.h"
@@ -108,13 +109,15 @@ bool IsHopperTokens(const MatmulProblem& problem, int processors) {
   return hopper::TokenProductScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
-}  // namespace
-
+// Whether a kernel of ours computes the product on such a GPU. On Hopper these are FP8 weight gradients, but not all
+// that are added to what is there, and products of FP8 tokens over not too many features.
 bool IsHopperProduct(const MatmulProblem& problem, const DeviceProperties& device) {
   if (device.major != 9 || !problem.scaled) return false;
   if (problem.a_mode != ScalingMode::kTensor && problem.a_mode != ScalingMode::kBlock1D) return false;
   return problem.product == Product::kWgrad ? IsHopperWgrad(problem) : IsHopperTokens(problem, device.processors);
 }
+
+}  // namespace
 
 Status PrepareGroupedMatmul(int device, const MatmulProblem& problem, bool autotune) {
   DeviceProperties properties;

@@ -9,16 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "csrc/common/device.h"
 #include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
 #include "csrc/matmul/problem.h"
 
 namespace jax_grouped {
-
-// Whether a kernel of ours computes the product on such a GPU. On Hopper these are FP8 weight gradients, but not all
-// that are added to what is there, and products of FP8 tokens over not too many features.
-bool IsHopperProduct(const MatmulProblem& problem, const DeviceProperties& device);
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which is the current one:
 // the heuristic's first, or with `autotune` the fastest (autotune.h), which calls without it then use, too; graphs that
