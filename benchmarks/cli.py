@@ -48,13 +48,16 @@ def add_choices(parser: argparse.ArgumentParser, name: str, options: Sequence[st
     )
 
 
-def add_measurement_options(parser: argparse.ArgumentParser, *, seconds: float, device_clock: str) -> None:
+def add_measurement_options(
+    parser: argparse.ArgumentParser, *, seconds: float, device_clock: str, call_clock: bool = False
+) -> None:
     """Adds how to measure and where results go.
 
     Args:
         parser: gets the options.
         seconds: default budget of one measurement.
         device_clock: what the device's clock measures, for the help text.
+        call_clock: whether it can also measure calls one by one.
     """
     parser.add_argument("--seed", type=int, default=0, help="of operands and group sizes")
     parser.add_argument(
@@ -66,9 +69,10 @@ def add_measurement_options(parser: argparse.ArgumentParser, *, seconds: float, 
     parser.add_argument("--calls", type=positive(int), help="calls per block (default: what fits in the budget)")
     parser.add_argument(
         "--clock",
-        choices=("host", "device"),
+        choices=("host", "device", *(("call",) if call_clock else ())),
         default="host",
-        help=f"the host's clock, or the GPU's own by a profile of {device_clock} (default: host)",
+        help=f"the host's clock, or the GPU's own by a profile of {device_clock}"
+        f"{', or of calls one by one' if call_clock else ''} (default: host)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into this PNG")
@@ -113,7 +117,7 @@ def obtain(
 def how(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the plan of every program takes from `add_measurement_options`."""
     options = {name: getattr(arguments, name) for name in ("seed", "seconds", "calls")}
-    return options | {"device_clock": arguments.clock == "device"}
+    return options | {"device_clock": arguments.clock != "host"}
 
 
 def show(

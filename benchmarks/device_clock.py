@@ -15,6 +15,9 @@ import jax
 
 from benchmarks.timing import Work
 
+#: A profile of more calls takes long to read.
+MOST_CALLS = 100
+
 
 class Span(NamedTuple):
     """A kernel or copy on the GPU, with its start and end in nanoseconds."""

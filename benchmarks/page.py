@@ -40,6 +40,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "step": _STEP,
     "step_accumulating": (*_STEP, "--layers", "accumulating", "--kernels", "float32", "--skews", "equal"),
     "step_mlp": (*_STEP, "--layers", "mlp", "--shapes", "dsv3 up", "qwen3"),
+    "step_launch": (
+        *("benchmarks.step", "--clock", "call", "--shapes", "launch", "--layers", "dense", "mlp"),
+        *("--skews", "equal", "--kernels", "bfloat16"),
+    ),
     "scaling": ("benchmarks.scaling", "--clock", "device"),
 }
 

@@ -52,6 +52,9 @@ MODEL_SHAPES = (
     Shape("gpt-oss 20b down", 32, 32768, 2880, 2880),
 )
 
+#: A layer so small that launching a step's kernels takes most of its time.
+LAUNCH_SHAPE = Shape("launch", 8, 1024, 1024, 1024)
+
 #: Small shapes, most of them awkward, that a CPU multiplies in milliseconds.
 TEST_SHAPES = (
     Shape("single", 1, 1, 1, 1),
@@ -69,7 +72,7 @@ TEST_SHAPES = (
     Shape("2880 out", 3, 130, 40, 2880),
 )
 
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*MODEL_SHAPES, *TEST_SHAPES)}
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNCH_SHAPE, *TEST_SHAPES)}
 
 
 def shape(name: str) -> Shape:

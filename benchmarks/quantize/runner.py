@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from benchmarks import device_clock
 from benchmarks.cases import DTYPE
-from benchmarks.device_clock import CallClock
 from benchmarks.jax_work import JaxWork, Results
 from benchmarks.peers import first_line
 from benchmarks.quantize.cases import CASES, Case, Tokens, make_case, normal_sets
@@ -19,9 +19,6 @@ from jax_grouped.backends.extension import cuda_devices
 
 # A call that moves less takes a GPU about as long as the host takes to dispatch it.
 _LEAST_BYTES_FOR_HOST = 100e6
-
-# A profile of more calls takes long to read.
-_MOST_CALLS_IN_PROFILE = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,7 @@ def _measured(plan: Plan, row: Row, prepare: Callable[[], Work], copy_gbps: floa
     try:
         work = prepare()
         if row.clock == "device":
-            timing = measure(CallClock(work), plan.seconds, plan.calls, _MOST_CALLS_IN_PROFILE)
+            timing = measure(device_clock.CallClock(work), plan.seconds, plan.calls, device_clock.MOST_CALLS)
         else:
             timing = measure(work, plan.seconds, plan.calls)
     except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.

@@ -227,6 +227,21 @@ def test_the_device_clock_tells_the_parts_of_a_call(monkeypatch: pytest.MonkeyPa
     assert "1.000" in parts_table(a_record(row))  # What lies between the kernels.
 
 
+def test_calls_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [
+        Span("product", 0, 3e6),
+        Span("product", 4e6, 5e6),
+        Span("product", 80e6, 83e6),
+        Span("product", 84e6, 87e6),
+    ]
+    monkeypatch.setattr(device_clock, "profile", lambda *_: calls)
+
+    (row,) = run(dataclasses.replace(a_plan(**{BASE: LOADERS[BASE]()}), single_calls=True))
+
+    assert row.milliseconds == pytest.approx((5 + 7) / 2)
+    assert row.parts is None
+
+
 def test_rates_count_three_products() -> None:
     case = make_case(SHAPES["qwen3"], "equal", "step", (), 0)
 
