@@ -117,7 +117,7 @@ def obtain(
 def how(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the plan of every program takes from `add_measurement_options`."""
     options = {name: getattr(arguments, name) for name in ("seed", "seconds", "calls")}
-    return options | {"device_clock": arguments.clock != "host"}
+    return options | {"device_clock": arguments.clock == "device"}
 
 
 def show(

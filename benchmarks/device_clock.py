@@ -16,7 +16,7 @@ import jax
 from benchmarks.timing import Work
 
 #: A profile of more calls takes long to read.
-MOST_CALLS = 100
+MOST_CALLS_IN_PROFILE = 100
 
 
 class Span(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks import device_clock
 from benchmarks.cases import DTYPE
+from benchmarks.device_clock import MOST_CALLS_IN_PROFILE, CallClock
 from benchmarks.jax_work import JaxWork, Results
 from benchmarks.peers import first_line
 from benchmarks.quantize.cases import CASES, Case, Tokens, make_case, normal_sets
@@ -99,7 +99,7 @@ def _measured(plan: Plan, row: Row, prepare: Callable[[], Work], copy_gbps: floa
     try:
         work = prepare()
         if row.clock == "device":
-            timing = measure(device_clock.CallClock(work), plan.seconds, plan.calls, device_clock.MOST_CALLS)
+            timing = measure(CallClock(work), plan.seconds, plan.calls, MOST_CALLS_IN_PROFILE)
         else:
             timing = measure(work, plan.seconds, plan.calls)
     except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.

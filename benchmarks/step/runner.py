@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from benchmarks.cases import DTYPE, LAYERS, Case, make_case, random_inputs
-from benchmarks.device_clock import MOST_CALLS, CallClock, DeviceClock
+from benchmarks.device_clock import MOST_CALLS_IN_PROFILE, CallClock, DeviceClock
 from benchmarks.peers import first_line
 from benchmarks.shapes import Shape
 from benchmarks.step.records import Row, parts, with_timing
@@ -26,7 +26,7 @@ class Plan:
         calls: calls per block, if not as many as fit in `seconds`.
         device_clock: whether to time blocks on the GPU itself.
         layers: among `LAYERS`.
-        single_calls: whether the GPU's clock is to time calls one by one.
+        single_calls: whether to time calls one by one on the GPU itself, instead of blocks.
     """
 
     shapes: list[Shape]
@@ -57,7 +57,8 @@ def _measured(plan: Plan, row: Row, variant: Variant, case: Case) -> Row:
     try:
         work = variant.prepare(case)
         if plan.single_calls:
-            return with_timing(row, measure(CallClock(work), plan.seconds, plan.calls, MOST_CALLS), case)
+            timing = measure(CallClock(work), plan.seconds, plan.calls, MOST_CALLS_IN_PROFILE)
+            return with_timing(row, timing, case)
         timed = DeviceClock(work) if plan.device_clock else work
         timing = measure(timed, plan.seconds, plan.calls)
         row = with_timing(row, timing, case)

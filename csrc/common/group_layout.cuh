@@ -105,14 +105,15 @@ struct AddRows {
   __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
 };
 
-// What the scan of a team gives a thread: the sum of what lies before its own value, and of all values.
+// What the scan of a team gives a thread: the sum of what lies before its own value, and of all values. Both include
+// what the scan begins with.
 template <typename T>
 struct Sums {
   T before;
   T all;
 };
 
-// The threads of a block that count groups together. Both sums of a scan include `first`.
+// The threads of a block that count groups together.
 template <int kBlockThreads>
 struct WholeBlock {
   static constexpr int kThreads = kBlockThreads;
@@ -124,7 +125,7 @@ struct WholeBlock {
     Sums<T> sums;
     Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
     sums.all = add(first, sums.all);
-    __syncthreads();
+    __syncthreads();  // The next scan may write to the storage.
     return sums;
   }
 };
@@ -143,8 +144,8 @@ struct FirstWarp {
   }
 };
 
-// FillGroupTable for a team. Every thread has a group, then the one kThreads further: of all ways, this takes the
-// fewest instructions, and a warp alone takes several cycles for each.
+// FillGroupTable for a team. Every thread has a group, then the one kThreads further: for no more groups than threads,
+// this takes the fewest instructions, and a warp alone takes several cycles for each.
 template <typename Team>
 __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                        const GroupTable& table) {

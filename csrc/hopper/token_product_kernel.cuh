@@ -45,7 +45,8 @@ class TokenTiles {
   __device__ const Tile& At(int32_t turn) {
     if (const int32_t element = turn / args_.element_turns; element != element_) Enter(element);
     tile_.blocks = 0;
-    if (turn / wide_ >= after_ && !Find(turn / wide_)) return tile_;
+    const int32_t row_tile = turn / wide_;  // counted through the batch, as the table counts them
+    if (row_tile >= after_ && !Find(row_tile)) return tile_;
     tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
     PlaceTile(turn - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;

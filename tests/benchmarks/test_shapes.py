@@ -17,7 +17,7 @@ def skewed(*shapes_: Shape, skews: tuple[str, ...] = SKEWS):
 
 
 def test_names_are_unique() -> None:
-    assert len(SHAPES) == len(shapes.MODEL_SHAPES) + 1 + len(TEST_SHAPES)
+    assert len(SHAPES) == len([*shapes.MODEL_SHAPES, shapes.LAUNCH_SHAPE, *TEST_SHAPES])
 
 
 def test_shape_is_found_by_name() -> None:
