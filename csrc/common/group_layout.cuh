@@ -13,11 +13,13 @@
 
 namespace jax_grouped {
 
-// Rows of the group at `index` of the whole list: 0 for a negative size or an index that does not exist.
-__device__ inline int64_t GroupSize(const Groups& groups, int64_t index) {
-  if (index < 0 || index >= groups.total) return 0;
-  return max(groups.sizes[index], 0);
+// The size at `index` of the whole list, which may be negative: 0 for an index that does not exist.
+__device__ inline int32_t LoadSize(const Groups& groups, int64_t index) {
+  return index >= 0 && index < groups.total ? groups.sizes[index] : 0;
 }
+
+// The rows of that group.
+__device__ inline int64_t GroupSize(const Groups& groups, int64_t index) { return max(LoadSize(groups, index), 0); }
 
 // Index of the first local group, brought to where every local index fits 32 bits.
 __device__ inline int64_t FirstGroup(const Groups& groups) {
@@ -144,45 +146,82 @@ struct FirstWarp {
   }
 };
 
-// FillGroupTable for a team. Every thread has a group, then the one kThreads further: for no more groups than threads,
-// this takes the fewest instructions, and a warp alone takes several cycles for each.
-template <typename Team>
+// FillGroupTable for a team. Every thread has kRun groups one after the other, then those kRun * kThreads further.
+// Longer runs take fewer scans, which take most of the time, but more instructions where a thread has but one group.
+template <typename Team, int kRun>
 __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                        const GroupTable& table) {
   const Groups groups = batch.At(element);
   const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
-  const auto load_size = [&](int64_t index) {
-    return min(static_cast<uint32_t>(GroupSize(groups, index)), add_rows.capacity);
+  const auto rows_of = [&](int32_t size) { return min(static_cast<uint32_t>(max(size, 0)), add_rows.capacity); };
+  int32_t group = threadIdx.x * kRun;
+  int32_t sizes[kRun];
+  const auto load_sizes = [&](int64_t first) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      sizes[i] = group + i < groups.num_groups ? LoadSize(groups, first + group + i) : 0;
+    }
   };
   // The usual offset is 0; the sizes for it are under way before it is known.
-  int32_t group = threadIdx.x;
-  uint32_t size = group < groups.num_groups ? load_size(group) : 0;
+  load_sizes(0);
   const int64_t first = FirstGroup(groups);
-  uint32_t next_row = 0;
+  uint32_t row = 0;
   if (first > 0) {
     uint32_t before = 0;
-    for (int64_t i = group; i < first; i += Team::kThreads) before = add_rows(before, load_size(i));
-    next_row = Team::Scan(before, next_row, add_rows).all;
-  }
-  UnitCounts next_units;
-#pragma unroll
-  for (int i = 0; i < kNumUnits; ++i) next_units.count[i] = element * element_units.count[i];
-  const auto element_row = static_cast<int32_t>(element * batch.capacity);
-
-  // The end of the last group is where one more without rows would begin.
-#pragma unroll 1
-  for (int32_t base = 0; base <= groups.num_groups; base += Team::kThreads, group += Team::kThreads) {
-    if (base > 0 || first != 0) size = group < groups.num_groups ? load_size(first + group) : 0;
-    const Sums<uint32_t> rows = Team::Scan(size, next_row, add_rows);
-    const UnitCounts own_units = CountUnits(static_cast<int32_t>(add_rows(rows.before, size) - rows.before));
-    const Sums<UnitCounts> units = Team::Scan(own_units, next_units, AddUnitCounts());
-    if (group <= groups.num_groups) {
-      table.FirstRow()[group] = element_row + static_cast<int32_t>(rows.before);
-#pragma unroll
-      for (int i = 0; i < kNumUnits; ++i) table.UnitsBefore(static_cast<Unit>(i))[group] = units.before.count[i];
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < first; i += Team::kThreads) {
+      before = add_rows(before, rows_of(LoadSize(groups, i)));
     }
-    next_row = rows.all;
-    next_units = units.all;
+    row = Team::Scan(before, row, add_rows).all;
+  }
+  UnitCounts units;
+#pragma unroll
+  for (int i = 0; i < kNumUnits; ++i) units.count[i] = element * element_units.count[i];
+  const auto element_row = static_cast<int32_t>(element * batch.capacity);
+  const auto write = [&](int32_t index, uint32_t first_row, const UnitCounts& units_before) {
+    table.FirstRow()[index] = element_row + static_cast<int32_t>(first_row);
+#pragma unroll
+    for (int i = 0; i < kNumUnits; ++i) table.UnitsBefore(static_cast<Unit>(i))[index] = units_before.count[i];
+  };
+
+#pragma unroll 1
+  for (int32_t base = 0; base < groups.num_groups; base += kRun * Team::kThreads, group += kRun * Team::kThreads) {
+    if (base > 0 || first != 0) load_sizes(first);
+    uint32_t own_rows = 0;
+#pragma unroll
+    for (const int32_t size : sizes) own_rows = add_rows(own_rows, rows_of(size));
+    const Sums<uint32_t> rows = Team::Scan(own_rows, row, add_rows);
+    uint32_t rows_before = rows.before;
+    UnitCounts own_units[kRun];
+    UnitCounts all_own_units{};
+    uint32_t first_rows[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      first_rows[i] = rows_before;
+      rows_before = add_rows(rows_before, rows_of(sizes[i]));
+      own_units[i] = CountUnits(static_cast<int32_t>(rows_before - first_rows[i]));
+      all_own_units = AddUnitCounts()(all_own_units, own_units[i]);
+    }
+    const Sums<UnitCounts> sums = Team::Scan(all_own_units, units, AddUnitCounts());
+    UnitCounts units_before = sums.before;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (group + i < groups.num_groups) write(group + i, first_rows[i], units_before);
+      units_before = AddUnitCounts()(units_before, own_units[i]);
+    }
+    row = rows.all;
+    units = sums.all;
+  }
+  if (threadIdx.x == 0) write(groups.num_groups, row, units);
+}
+
+// FillGroupTable for the first warp.
+__device__ inline void FillGroupTableByWarp(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                                            const GroupTable& table) {
+  if (batch.num_groups <= FirstWarp::kThreads) {
+    FillGroupTableTogether<FirstWarp, 1>(batch, element, element_units, table);
+  } else {
+    FillGroupTableTogether<FirstWarp, 4>(batch, element, element_units, table);
   }
 }
 
@@ -195,9 +234,9 @@ template <int kThreads>
 __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                const GroupTable& table) {
   if (batch.num_groups > kMostGroupsOfWarp) {
-    FillGroupTableTogether<WholeBlock<kThreads>>(batch, element, element_units, table);
+    FillGroupTableTogether<WholeBlock<kThreads>, 4>(batch, element, element_units, table);
   } else if (threadIdx.x < FirstWarp::kThreads) {
-    FillGroupTableTogether<FirstWarp>(batch, element, element_units, table);
+    FillGroupTableByWarp(batch, element, element_units, table);
   }
   __syncthreads();
 }

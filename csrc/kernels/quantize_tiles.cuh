@@ -149,7 +149,7 @@ __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int
   const GroupTable table{shared_table, args.groups.num_groups};
   const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
   if (Warp() == 0) {
-    FillGroupTableTogether<FirstWarp>(args.groups, share.element, args.element_units, table);
+    FillGroupTableByWarp(args.groups, share.element, args.element_units, table);
     __syncwarp();
     FillWindow(args, table, share.element, share.window, window);
   } else if (is_first) {
