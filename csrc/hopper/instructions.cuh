@@ -66,8 +66,8 @@ __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
 // Makes initialised barriers visible to copies and to the cluster.
 __device__ inline void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Between ordinary accesses to shared memory, of this thread and those that it has waited for, and accesses of the TMA
-// and of matrix products.
+// Between this thread's ordinary accesses to shared memory and those of the TMA and of matrix products, which it or a
+// thread that waits for it starts.
 __device__ inline void FenceShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline uint32_t RankInCluster() {

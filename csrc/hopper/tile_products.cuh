@@ -41,8 +41,8 @@ constexpr int kWaves = 2;
 constexpr int kTileRows = Fragment::kRows * kMathGroups * kWaves;
 constexpr int kTileColumns = Fragment::kColumns;
 constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
-constexpr int kThreads = (kMathGroups + 1) * kWarpGroupThreads;
-constexpr int kMathWarps = kMathGroups * kWarpGroupThreads / 32;
+constexpr int kMathThreads = kMathGroups * kWarpGroupThreads;
+constexpr int kThreads = kMathThreads + kWarpGroupThreads;
 // Of 64 Ki registers, in units of 8 per thread.
 constexpr int kProducerRegisters = 24;
 constexpr int kMathRegisters = 240;
@@ -173,8 +173,7 @@ class TileQueue {
   __device__ Tile Take() {
     WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
     const Tile tile = *shared_.TileSlot(slot_.index);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Arrive(shared_.TileEmpty(slot_.index));
+    Arrive(shared_.TileEmpty(slot_.index));
     slot_.Advance();
     return tile;
   }
@@ -345,10 +344,11 @@ __device__ __forceinline__ void StartProduct(uint32_t rows, uint32_t columns, Fr
   Pin(product);
 }
 
-// A warp has read a stage, which blocks of the whole cluster fill.
-__device__ __forceinline__ void Release(uint32_t empty, int lane) {
-  __syncwarp();
-  if (lane < kCluster) ArriveAt(empty, lane);
+// A thread has read a stage, which blocks of the whole cluster fill. Each arrives for itself: compute-sanitizer does
+// not follow what a lane has read through a barrier of its warp to the arrival of another lane.
+__device__ __forceinline__ void Release(uint32_t empty) {
+#pragma unroll
+  for (int block = 0; block < kCluster; ++block) ArriveAt(empty, block);
 }
 
 // Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads.
@@ -357,19 +357,19 @@ __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce&
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       InitBarrier(shared.Full(i), 1);
-      InitBarrier(shared.Empty(i), kMathWarps * kCluster);
+      InitBarrier(shared.Empty(i), kMathThreads * kCluster);
     }
     for (int i = 0; i < kTilesAhead; ++i) {
       InitBarrier(shared.TileFull(i), 1);
-      InitBarrier(shared.TileEmpty(i), kMathWarps);
+      InitBarrier(shared.TileEmpty(i), kMathThreads);
     }
     FenceBarrierInit();
   }
   SynchronizeCluster();
   cudaGridDependencySynchronize();
-  if (threadIdx.x >= kMathGroups * kWarpGroupThreads) {
+  if (threadIdx.x >= kMathThreads) {
     ReleaseRegisters<kProducerRegisters>();
-    if (Uniform(threadIdx.x / 32) == kMathWarps) produce();
+    if (Uniform(threadIdx.x / 32) == kMathThreads / 32) produce();
   } else {
     AcquireRegisters<kMathRegisters>();
     multiply(Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),

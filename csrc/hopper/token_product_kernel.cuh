@@ -155,7 +155,6 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
         }
         LoadBox<1>(shared.Columns(s), &args.kernels, block * kDepth, feature, full);
         if constexpr (kMode == ScalingMode::kBlock1D) {
-          FenceShared();  // Scales are read by ordinary loads.
           LoadBytes(shared.RowScale(s), scale, scale_bytes, full);
           // As copies are of 16 bytes.
           LoadBytes(shared.KernelScale(s), kernel_scale + block / 4 * 4, sizeof(Shared::kernel_scale[0]), full);
@@ -203,7 +202,8 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
           Add(product, sums[wave]);
         }
       }
-      Release(shared.Empty(s), place.lane);
+      if constexpr (kMode == ScalingMode::kBlock1D) FenceShared();  // Other scales will be copied over these.
+      Release(shared.Empty(s));
     }
     if (tile.blocks == 0 || tile.column >= args.features) continue;
 #pragma unroll

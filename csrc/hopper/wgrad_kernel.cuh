@@ -110,7 +110,6 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
         LoadBox<kCluster>(shared.Rows(s) + share * kDepth, args.maps.X(group), token, tile.row + share, full);
         LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
         if constexpr (kMode == ScalingMode::kBlock1D) {
-          FenceShared();  // Scales are read by ordinary loads.
           const int64_t scale_row = tiles.FirstBlock() + block;
           LoadBytes(shared.RowScale(s), args.x_scale + scale_row * args.in_features + tile.row, x_scale_bytes, full);
           if (dy_scale_bytes > 0) {
@@ -162,27 +161,31 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       ColumnScales column_scales;
+      RowScales row_scales[kWaves];
       WaitForPhase(shared.Full(s), stage.parity);
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
         Fragment product;
         StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s), product);
-        // All scales are read before the product is waited for: shared memory, which the tensor cores read too, takes
-        // hundreds of cycles to answer.
-        RowScales row_scales;
+        // All scales are read during the first product, and fenced from the copies of others during the last one:
+        // shared memory, which the tensor cores read too, takes hundreds of cycles to answer.
         if constexpr (kMode == ScalingMode::kBlock1D) {
-          if (wave == 0) column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
-          row_scales.Load(shared, s, place, wave);
+          if (wave == 0) {
+            column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
+#pragma unroll
+            for (int i = 0; i < kWaves; ++i) row_scales[i].Load(shared, s, place, i);
+          }
+          if (wave == kWaves - 1) FenceShared();
         }
         WaitForProducts();
         Pin(product);
         if constexpr (kMode == ScalingMode::kBlock1D) {
-          AddScaled(product, row_scales, column_scales, sums[wave]);
+          AddScaled(product, row_scales[wave], column_scales, sums[wave]);
         } else {
           Add(product, sums[wave]);
         }
       }
-      Release(shared.Empty(s), place.lane);
+      Release(shared.Empty(s));
     }
     if (tile.column >= args.out_features || (args.accumulate && tile.blocks == 0)) continue;
 #pragma unroll
