@@ -102,7 +102,7 @@ def test_features_around_the_ends_of_blocks(backend: str, features: int) -> None
         check(tokens(shape, sizes, "float16"), sizes, mode, label=f"{mode},", dtype="float8_e5m2")
 
 
-GROUP_COUNTS = (1, 64, 65, 256, 9000)
+GROUP_COUNTS = (1, 32, 33, 256, 257, 9000)
 
 
 @pytest.mark.parametrize("groups", GROUP_COUNTS)

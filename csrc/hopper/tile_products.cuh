@@ -344,14 +344,15 @@ __device__ __forceinline__ void StartProduct(uint32_t rows, uint32_t columns, Fr
   Pin(product);
 }
 
-// A thread has read a stage, which blocks of the whole cluster fill. Each arrives for itself: compute-sanitizer does
-// not follow what a lane has read through a barrier of its warp to the arrival of another lane.
+// A thread has read a stage, which blocks of the whole cluster fill.
 __device__ __forceinline__ void Release(uint32_t empty) {
 #pragma unroll
   for (int block = 0; block < kCluster; ++block) ArriveAt(empty, block);
 }
 
 // Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads.
+// Every thread gives back for itself what it has read: compute-sanitizer does not follow that through a barrier of the
+// warp to the arrival of another lane.
 template <typename Produce, typename Multiply>
 __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce& produce, const Multiply& multiply) {
   if (threadIdx.x == 0) {
