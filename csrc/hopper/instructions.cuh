@@ -84,15 +84,6 @@ __device__ inline void SynchronizeCluster() {
           : "memory");
 }
 
-// The number of one lane.
-template <typename T>
-__device__ inline T FromLane(int lane, T value) {
-  return __shfl_sync(0xffffffff, value, lane);
-}
-
-// The same number from every lane, and known to the compiler as such.
-__device__ inline int32_t Uniform(int32_t value) { return FromLane(0, value); }
-
 // Waits for all threads of one warp group, with a hardware barrier of its own.
 __device__ inline void SynchronizeWarpGroup(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroupThreads) : "memory");

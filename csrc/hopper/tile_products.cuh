@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "csrc/common/group_layout.h"
+#include "csrc/common/warp.cuh"
 #include "csrc/hopper/instructions.cuh"
 
 namespace jax_grouped {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "csrc/common/group_layout.cuh"
+#include "csrc/common/group_table.cuh"
 #include "csrc/common/zero_rows.cuh"
 #include "csrc/hopper/instructions.cuh"
 #include "csrc/hopper/launch.cuh"
@@ -38,11 +38,12 @@ __global__ void __launch_bounds__(kSetupThreads)
     return ZeroOtherRows<kSetupThreads>(batch.At(element), element, args.result_data, args.result_row_bytes);
   }
   const GroupTable table = args.table.At(element);
-  FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
+  FillGroupTable<kSetupThreads, Counts<Unit::k4, kTileUnit>>(batch, element, args.element_units, table);
   // Threads that copy maps wait for each other, as all maps begin at the same bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.result;
+#pragma unroll 1
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
     const int32_t row = table.FirstRow()[group];
     // Nothing is stored for an empty group, but a map of no rows would not be valid.

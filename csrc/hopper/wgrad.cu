@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "csrc/common/group_layout.cuh"
+#include "csrc/common/group_table.cuh"
 #include "csrc/hopper/instructions.cuh"
 #include "csrc/hopper/launch.cuh"
 #include "csrc/hopper/tensor_map.h"
@@ -31,12 +31,13 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
-  FillGroupTable<kSetupThreads>(batch, element, args.element_units, table);
+  FillGroupTable<kSetupThreads, Counts<Unit::k16, Unit::k128>>(batch, element, args.element_units, table);
   // Threads that copy maps wait for each other, as all maps begin at the same bank.
   if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;
   map = args.maps[operand];
+#pragma unroll 1
   for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
     const int32_t unit = table.UnitsBefore(Unit::k16)[group];
     const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;

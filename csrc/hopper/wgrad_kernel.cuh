@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/common/group_layout.h"
+#include "csrc/common/warp.cuh"
 #include "csrc/hopper/instructions.cuh"
 #include "csrc/hopper/tile_products.cuh"
 

@@ -5,6 +5,7 @@
 
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/group_layout.cuh"
+#include "csrc/common/group_table.cuh"
 #include "csrc/kernels/quantize.h"
 
 namespace jax_grouped {
@@ -20,7 +21,7 @@ constexpr int kColumns = kColumnwise ? 32 : 8 * 16;
 // A block for every batch element.
 __global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups batch, UnitCounts element_units, GroupTable table) {
   const auto element = static_cast<int32_t>(blockIdx.x);
-  FillGroupTable<kSetUpThreads>(batch, element, element_units, table.At(element));
+  FillGroupTable<kSetUpThreads, AllUnits>(batch, element, element_units, table.At(element));
 }
 
 struct DequantizeArguments {

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "csrc/common/group_layout.cuh"
+#include "csrc/common/group_table.cuh"
 #include "csrc/common/zero_rows.cuh"
 
 namespace jax_grouped {
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   WriteScalars(args.beta, args.scratch);
   const GroupTable table = args.table.At(element);
-  FillGroupTable<kThreads>(batch, element, args.element_units, table);
+  FillGroupTable<kThreads, AllUnits>(batch, element, args.element_units, table);
   const int64_t first_kernel = static_cast<int64_t>(element / args.elements_per_kernel) * batch.num_groups;
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kThreads) {
     const Chunk first = LoadChunk(table, element, group, table.UnitsBefore(Unit::k16)[group]);

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "csrc/common/device.h"
+#include "csrc/common/group_table.cuh"
 #include "csrc/kernels/bias_grad.h"
 #include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_amax.cuh"
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ Quanti
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (args.Skips(element)) return;
   const GroupTable table{reinterpret_cast<int32_t*>(shared), args.groups.num_groups};
-  FillGroupTable<kThreads>(args.groups, element, args.element_units, table);
+  FillGroupTable<kThreads, AllUnits>(args.groups, element, args.element_units, table);
   FillWindows<kThreads>(args, table, element);
   if (blockIdx.x == 0) StoreTable(args, table, element);
   InitializeGroups<Fp8>(args, element, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
@@ -55,7 +56,7 @@ template <typename Fp8>
 __global__ void __launch_bounds__(kManyGroupsThreads) SetUpManyGroups(const __grid_constant__ QuantizeArguments args) {
   const auto element = static_cast<int32_t>(blockIdx.x);
   if (args.Skips(element)) return;
-  FillGroupTable<kManyGroupsThreads>(args.groups, element, args.element_units, args.table.At(element));
+  FillGroupTable<kManyGroupsThreads, AllUnits>(args.groups, element, args.element_units, args.table.At(element));
   InitializeGroups<Fp8>(args, element, threadIdx.x, kManyGroupsThreads);
 }
 

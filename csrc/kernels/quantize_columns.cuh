@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "csrc/common/warp.cuh"
 #include "csrc/kernels/quantize_state.cuh"
 
 namespace jax_grouped {

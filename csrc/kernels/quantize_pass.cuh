@@ -9,7 +9,6 @@
 
 namespace jax_grouped {
 
-constexpr uint32_t kFullWarp = 0xffffffff;
 // Warps are slots.
 constexpr int kTileThreads = 32 * kSlots;
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "csrc/common/warp.cuh"
 #include "csrc/kernels/quantize_state.cuh"
 
 namespace jax_grouped {

@@ -17,7 +17,6 @@ struct Exchange {
 };
 
 __device__ inline int Warp() { return threadIdx.x / 32; }
-__device__ inline int Lane() { return threadIdx.x % 32; }
 
 template <ScalingMode kScalingMode, typename Fp8Type, typename T>
 struct TileState {

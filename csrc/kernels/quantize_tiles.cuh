@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "csrc/common/group_table.cuh"
+#include "csrc/common/warp.cuh"
 #include "csrc/kernels/quantize_columns.cuh"
 #include "csrc/kernels/quantize_rows.cuh"
 #include "csrc/kernels/quantize_set_up.cuh"
@@ -148,8 +150,8 @@ template <typename Fp8>
 __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
   const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
-  if (Warp() == 0) {
-    FillGroupTableByWarp(args.groups, share.element, args.element_units, table);
+  if (Uniform(threadIdx.x / 32) == 0) {
+    FillGroupTableTogether<FirstWarp, AllUnits>(args.groups, share.element, args.element_units, table);
     __syncwarp();
     FillWindow(args, table, share.element, share.window, window);
   } else if (is_first) {
