@@ -1,7 +1,8 @@
 """Where each group lies: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
 
 Every rule of clamping, capacity and alignment on the Python side lives here, those of quantized arrays in
-`quantized_layout`; the counterpart in C++ is `csrc/common/group_layout.h`, with `group_layout.cuh` for device code.
+`quantized_layout`; the counterpart in C++ is `csrc/common/group_layout.h`, with `group_layout.cuh` and
+`group_table.cuh` for device code.
 """
 
 from typing import NamedTuple

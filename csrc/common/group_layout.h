@@ -1,7 +1,7 @@
 // Where each group lies: row ranges from group sizes, and the layout of buffers that depend on groups.
 //
-// Every rule of clamping, capacity and alignment on the C++ side lives here and in group_layout.cuh; their counterparts
-// in Python are jax_grouped/group_layout.py and quantized_layout.py.
+// Every rule of clamping, capacity and alignment on the C++ side lives here and, for the device, in group_layout.cuh
+// and group_table.cuh; their counterparts in Python are jax_grouped/group_layout.py and quantized_layout.py.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_H_
 #define JAX_GROUPED_CSRC_COMMON_GROUP_LAYOUT_H_
