@@ -13,7 +13,7 @@
 
 namespace jax_grouped {
 
-// The size at `index` of the whole list: 0 for an index that does not exist, such as a negative one.
+// The size at `index` of the whole list: 0 past its end, and so for an index that has wrapped around below 0.
 __device__ inline int32_t LoadSize(const Groups& groups, uint32_t index) {
   return index < static_cast<uint32_t>(groups.total) ? groups.sizes[index] : 0;
 }
@@ -21,7 +21,7 @@ __device__ inline int32_t LoadSize(const Groups& groups, uint32_t index) {
 // The rows of that group.
 __device__ inline int64_t GroupSize(const Groups& groups, uint32_t index) { return max(LoadSize(groups, index), 0); }
 
-// Index of the first local group, brought to where every local index fits 32 bits.
+// Index of the first local group, brought to where every local index fits 32 bits. For whole warps.
 __device__ inline int32_t FirstGroup(const Groups& groups) {
   return Uniform(min(max(*groups.offset, -groups.num_groups), groups.total));
 }
@@ -42,7 +42,7 @@ __device__ RowRange LocalRows(const Groups& groups) {
   const int64_t last = int64_t{first} + groups.num_groups;
   int64_t before = 0;
   int64_t local = 0;
-#pragma unroll 1
+#pragma unroll 1  // There are seldom as many groups as threads.
   for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
     (i < first ? before : local) += GroupSize(groups, i);
   }

@@ -184,8 +184,8 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
 // Up to so many groups are counted by a warp: the warps of a block would spend most of the time on each other.
 constexpr int32_t kMostGroupsOfWarp = 256;
 
-// Fills in the table of one element of a batch, whose arrays have room for so many units per element; of the counts
-// only those of `Units`, which is one of `Counts`. For the whole block, which is synchronized afterwards.
+// Fills in the table of one element of a batch, whose arrays have room for so many units per element; of its counts
+// only those of `Units`, a `Counts`. For the whole block, which is synchronized afterwards.
 template <int kThreads, typename Units>
 __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                const GroupTable& table) {

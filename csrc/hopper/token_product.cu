@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kSetupThreads)
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.result;
-#pragma unroll 1
+#pragma unroll 1  // There are seldom as many groups as maps.
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
     const int32_t row = table.FirstRow()[group];
     // Nothing is stored for an empty group, but a map of no rows would not be valid.

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;
   map = args.maps[operand];
-#pragma unroll 1
+#pragma unroll 1  // There are seldom as many groups as maps.
   for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
     const int32_t unit = table.UnitsBefore(Unit::k16)[group];
     const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;

@@ -150,7 +150,7 @@ template <typename Fp8>
 __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
   const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
-  if (Uniform(threadIdx.x / 32) == 0) {
+  if (Uniform(Warp()) == 0) {
     FillGroupTableTogether<FirstWarp, AllUnits>(args.groups, share.element, args.element_units, table);
     __syncwarp();
     FillWindow(args, table, share.element, share.window, window);
