@@ -146,12 +146,15 @@ __device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, in
   }
 }
 
-// Copies bytes, a multiple of 16 from and to such a boundary, to shared memory.
-__device__ inline void LoadBytes(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
+// Copies 16 bytes, which this thread's next ArriveAfterCopies waits for. Unlike a box, they may replace what threads
+// have read without a fence.
+__device__ inline void CopyChunk(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Arrives once the chunks that this thread has begun to copy are there. The barrier expects this arrival as any other.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Copies a box from shared memory to a matrix, or to one of a stack; what lies outside the matrix is left out.

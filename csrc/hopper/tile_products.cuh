@@ -351,14 +351,25 @@ __device__ __forceinline__ void Release(uint32_t empty) {
   for (int block = 0; block < kCluster; ++block) ArriveAt(empty, block);
 }
 
-// Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads.
-// Every thread gives back for itself what it has read: compute-sanitizer does not follow that through a barrier of the
-// warp to the arrival of another lane.
-template <typename Produce, typename Multiply>
+// Copies `count` floats, a multiple of 4, but kMost at most. For all lanes of the producer.
+template <int kMost>
+__device__ __forceinline__ void CopyFloats(uint32_t destination, const float* source, int32_t count) {
+#pragma unroll
+  for (int first = 0; first < kMost; first += 32 * 4) {
+    const int i = first + Lane() * 4;
+    if (i < count) CopyChunk(destination + i * sizeof(float), source + i);
+  }
+}
+
+// Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads. One
+// lane of the producer begins the copies of operands to a stage, and every lane copies some of its scales, if there are
+// any. Every thread gives back for itself what it has read: compute-sanitizer does not follow that through a barrier of
+// the warp to the arrival of another lane.
+template <ScalingMode kMode, typename Produce, typename Multiply>
 __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce& produce, const Multiply& multiply) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      InitBarrier(shared.Full(i), 1);
+      InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
       InitBarrier(shared.Empty(i), kMathThreads * kCluster);
     }
     for (int i = 0; i < kTilesAhead; ++i) {

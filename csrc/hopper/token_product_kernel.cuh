@@ -132,18 +132,17 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
     const int32_t feature = tiles.Kernel() * args.features + tile.column;
     // What a group's last tile has no rows for is not copied.
     const auto shares = static_cast<int32_t>(CeilDiv(min(tile.rows, kTileRows), kShareRows));
-    uint32_t bytes = shares * kShareRows * kDepth + sizeof(Shared::columns[0]);
+    const uint32_t bytes = shares * kShareRows * kDepth + sizeof(Shared::columns[0]);
     const float* scale = nullptr;
     const float* kernel_scale = nullptr;
     int32_t scale_stride = 0;
-    uint32_t scale_bytes = 0;
+    int32_t scales = 0;
     if constexpr (kMode == ScalingMode::kBlock1D) {
       scale_stride = static_cast<int32_t>(RoundUp(tiles.Tokens(), 4));
       scale = args.token_scale + int64_t{4} * tile.blocks * tiles.FirstScaleUnit() + tile.row;
-      scale_bytes = min(scale_stride - tile.row, kTileRows) * sizeof(float);
+      scales = scale_stride - tile.row;
       const int32_t feature_block = min(tile.column, args.features - 1) / kBlock;
       kernel_scale = args.kernel_scale + tiles.Kernel() * args.kernel_scales + feature_block * RoundUp(tile.blocks, 4);
-      bytes += scale_bytes + sizeof(Shared::kernel_scale[0]);
     }
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
@@ -155,13 +154,14 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
           LoadBox<kCluster>(shared.Rows(s) + share * kDepth, &args.tokens, block * kDepth, token, full);
         }
         LoadBox<1>(shared.Columns(s), &args.kernels, block * kDepth, feature, full);
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-          LoadBytes(shared.RowScale(s), scale, scale_bytes, full);
-          // As copies are of 16 bytes.
-          LoadBytes(shared.KernelScale(s), kernel_scale + block / 4 * 4, sizeof(Shared::kernel_scale[0]), full);
-        }
       }
-      if constexpr (kMode == ScalingMode::kBlock1D) scale += scale_stride;
+      if constexpr (kMode == ScalingMode::kBlock1D) {
+        CopyFloats<kTileRows>(shared.RowScale(s), scale, scales);
+        // As copies are of 16 bytes.
+        CopyFloats<4>(shared.KernelScale(s), kernel_scale + block / 4 * 4, 4);
+        ArriveAfterCopies(shared.Full(s));
+        scale += scale_stride;
+      }
       __syncwarp();
     }
   }
@@ -203,7 +203,6 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
           Add(product, sums[wave]);
         }
       }
-      if constexpr (kMode == ScalingMode::kBlock1D) FenceShared();  // Other scales will be copied over these.
       Release(shared.Empty(s));
     }
     if (tile.blocks == 0 || tile.column >= args.features) continue;
@@ -231,7 +230,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
-  RunBlock(
+  RunBlock<kMode>(
       shared, [&] { ProduceTokens<kMode>(args, shared); },
       [&](const Place& place) { MultiplyTokens<TokenType, KernelType, kMode>(args, shared, place); });
 #endif

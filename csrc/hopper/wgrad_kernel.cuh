@@ -72,11 +72,6 @@ class WgradTiles {
   int32_t first_block_ = 0;
 };
 
-// Bytes of the scales of a tile side of `count` features, of which so many are left.
-__device__ inline uint32_t ScaleBytes(int32_t left, int32_t count) {
-  return static_cast<uint32_t>(max(min(left, count), 0)) * sizeof(float);
-}
-
 template <ScalingMode kMode>
 __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared) {
   constexpr int kShareRows = kTileRows / kCluster;
@@ -93,31 +88,24 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       AcquireTensorMap(args.maps.X(group));
       AcquireTensorMap(args.maps.Dy(group));
     }
-    uint32_t bytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
-    uint32_t x_scale_bytes = 0;
-    uint32_t dy_scale_bytes = 0;
-    if constexpr (kMode == ScalingMode::kBlock1D) {
-      x_scale_bytes = ScaleBytes(args.in_features - tile.row, kTileRows);
-      dy_scale_bytes = ScaleBytes(args.out_features - tile.column, kTileColumns);
-      bytes += x_scale_bytes + dy_scale_bytes;
-    }
+    constexpr uint32_t kBytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (threadIdx.x % 32 == 0) {
         const uint32_t full = shared.Full(s);
         const int32_t token = block * kDepth;
-        ArriveExpecting(full, bytes);
+        ArriveExpecting(full, kBytes);
         LoadBox<kCluster>(shared.Rows(s) + share * kDepth, args.maps.X(group), token, tile.row + share, full);
         LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-          const int64_t scale_row = tiles.FirstBlock() + block;
-          LoadBytes(shared.RowScale(s), args.x_scale + scale_row * args.in_features + tile.row, x_scale_bytes, full);
-          if (dy_scale_bytes > 0) {
-            LoadBytes(shared.ColumnScale(s), args.dy_scale + scale_row * args.out_features + tile.column,
-                      dy_scale_bytes, full);
-          }
-        }
+      }
+      if constexpr (kMode == ScalingMode::kBlock1D) {
+        const int64_t scale_row = tiles.FirstBlock() + block;
+        CopyFloats<kTileRows>(shared.RowScale(s), args.x_scale + scale_row * args.in_features + tile.row,
+                              args.in_features - tile.row);
+        CopyFloats<kTileColumns>(shared.ColumnScale(s), args.dy_scale + scale_row * args.out_features + tile.column,
+                                 args.out_features - tile.column);
+        ArriveAfterCopies(shared.Full(s));
       }
       __syncwarp();
     }
@@ -168,15 +156,14 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
       for (int wave = 0; wave < kWaves; ++wave) {
         Fragment product;
         StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s), product);
-        // All scales are read during the first product, and fenced from the copies of others during the last one:
-        // shared memory, which the tensor cores read too, takes hundreds of cycles to answer.
+        // All scales are read during the first product: shared memory, which the tensor cores read too, takes hundreds
+        // of cycles to answer.
         if constexpr (kMode == ScalingMode::kBlock1D) {
           if (wave == 0) {
             column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
 #pragma unroll
             for (int i = 0; i < kWaves; ++i) row_scales[i].Load(shared, s, place, i);
           }
-          if (wave == kWaves - 1) FenceShared();
         }
         WaitForProducts();
         Pin(product);
@@ -213,7 +200,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
-  RunBlock(
+  RunBlock<kMode>(
       shared, [&] { ProduceWgrad<kMode>(args, shared); },
       [&](const Place& place) { MultiplyWgrad<XType, DyType, kMode>(args, shared, place); });
 #endif

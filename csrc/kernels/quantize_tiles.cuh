@@ -74,7 +74,7 @@ template <typename State, typename Source>
 __device__ uint32_t LoadPass(const State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
   Exchange& exchange = state.exchange;
   const int slot = Warp();
-  if (slot >= state.count) return 0;
+  if (Uniform(slot) >= state.count) return 0;
   const Chunk& chunk = exchange.pass.chunks[slot];
   if (Lane() == 0) exchange.pass.chunks[slot] = chunks[slot];
   __syncwarp();
@@ -96,7 +96,7 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   constexpr ScalingMode kMode = State::kMode;
   const QuantizeArguments& args = state.args;
   const int slot = Warp();
-  const bool has_slot = slot < state.count;
+  const bool has_slot = Uniform(slot) < state.count;
   if (kMode == ScalingMode::kTensor && has_slot) FindGroupScale(state, group_value);
   if constexpr (kMode == ScalingMode::kBlock2D) {
     __syncthreads();
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kTileThreads,
   RowQuantizer<State> rows(state);
   // Gives the slot's LoadGroupValue.
   const auto load = [&](int pass) {
-    const int first = window->pass_begins[pass];
-    state.count = window->pass_begins[pass + 1] - first;
+    const int first = Uniform(window->pass_begins[pass]);
+    state.count = Uniform(window->pass_begins[pass + 1]) - first;
     return LoadPass(state, source, window->chunks + first, &rows);
   };
   const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
