@@ -4,6 +4,8 @@
 #define JAX_GROUPED_CSRC_COMMON_GROUP_TABLE_CUH_
 
 #include <cstdint>
+#include <cub/block/block_scan.cuh>
+#include <cub/warp/warp_scan.cuh>
 
 #include "csrc/common/group_layout.cuh"
 #include "csrc/common/warp.cuh"
@@ -60,33 +62,18 @@ __device__ Counts<kUnits...> operator+(const Counts<kUnits...>& a, const Counts<
   return Counts<kUnits...>::Each([&](int i) { return a.count[i] + b.count[i]; });
 }
 
-__device__ inline uint32_t ShuffleUp(uint32_t value, int lanes) { return __shfl_up_sync(kFullWarp, value, lanes); }
-
-template <Unit... kUnits>
-__device__ Counts<kUnits...> ShuffleUp(const Counts<kUnits...>& counts, int lanes) {
-  return Counts<kUnits...>::Each([&](int i) { return __shfl_up_sync(kFullWarp, counts.count[i], lanes); });
-}
-
-template <Unit... kUnits>
-__device__ Counts<kUnits...> FromLane(int lane, const Counts<kUnits...>& counts) {
-  return Counts<kUnits...>::Each([&](int i) { return FromLane(lane, counts.count[i]); });
-}
-
 // The threads that count groups together: those of the first warp, or of the whole block.
 struct FirstWarp {
   static constexpr int kThreads = 32;
 
   template <typename T, typename Add>
   __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
-    const int lane = Lane();
-    T sum = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const T before = ShuffleUp(sum, distance);
-      if (lane >= distance) sum = add(before, sum);
-    }
-    const T before = ShuffleUp(sum, 1);
-    return {lane == 0 ? first : add(first, before), add(first, FromLane(31, sum))};
+    using Scan = cub::WarpScan<T>;
+    typename Scan::TempStorage storage;  // Of no use to a whole warp.
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    return sums;
   }
 };
 
@@ -96,17 +83,13 @@ struct WholeBlock {
 
   template <typename T, typename Add>
   __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
-    constexpr int kWarps = kThreads / 32;
-    static_assert(kWarps <= 32);
-    __shared__ T of_warps[kWarps];
-    const int lane = Lane();
-    const int warp = Uniform(threadIdx.x / 32);
-    const Sums<T> lanes = FirstWarp::Scan(own, T{}, add);
-    if (lane == 0) of_warps[warp] = lanes.all;
-    __syncthreads();
-    const Sums<T> warps = FirstWarp::Scan(lane < kWarps ? of_warps[lane] : T{}, first, add);
-    __syncthreads();  // The next scan may write to the array.
-    return {add(FromLane(warp, warps.before), lanes.before), warps.all};
+    using Scan = cub::BlockScan<T, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage storage;
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    __syncthreads();  // The next scan may write to the storage.
+    return sums;
   }
 };
 
