@@ -1,6 +1,7 @@
 """The state of delayed scaling: the largest values of earlier steps, from which the next scales follow."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 import jax
@@ -92,31 +93,31 @@ class Fp8State:
         `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al., arXiv:2209.05433). Where that
         is zero or not finite, as with an empty history, it is the scale of the state, and 1 if that is no scale either.
         """
-        dtypes = {"input": recipe.fwd_dtype, "kernel": recipe.fwd_dtype, "output_grad": recipe.grad_dtype}
-        return PerTensor(**{name: self._scale(name, dtype, recipe) for name, dtype in dtypes.items()})
-
-    def _scale(self, name: str, dtype: DTypeLike, recipe: DelayedScaling) -> jax.Array:
-        history = _float32(getattr(self, f"{name}_amax_history"))
-        last = _float32(getattr(self, f"{name}_scale"))
-        amax = jnp.max(history, axis=1) if recipe.amax_compute_algo == "max" else history[:, 0]
+        histories = self._histories(PerTensor._fields)
+        amax = jnp.max(histories, axis=2) if recipe.amax_compute_algo == "max" else histories[:, :, 0]
         amax = fp8.flush(amax * np.float32(2.0**recipe.margin))
+        dtypes = recipe.fwd_dtype, recipe.fwd_dtype, recipe.grad_dtype
+        return PerTensor(*map(self._scale, PerTensor._fields, amax, dtypes))
+
+    def _scale(self, name: str, amax: jax.Array, dtype: DTypeLike) -> jax.Array:
+        last = _float32(getattr(self, f"{name}_scale"))
         known = (amax > 0) & jnp.isfinite(amax)
         usable = (last > 0) & jnp.isfinite(last)
         last = jnp.where(usable, fp8.clamp_scale(last), 1)
         return jnp.where(known, fp8.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
 
+    def _histories(self, names: Iterable[str]) -> jax.Array:
+        """Those of some tensors as one array, for which a GPU launches as many kernels as for each of them."""
+        return jnp.stack([_float32(getattr(self, f"{name}_amax_history")) for name in names])
+
     def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:
         """The next state: the scales that were used, and the histories with `amax`, `float32[E]` for each name."""
-        scales = self.scales(recipe)._asdict()
-        fields = {}
-        for name in PerTensor._fields:
-            history = _float32(getattr(self, f"{name}_amax_history"))
-            if name in amax:
-                newest = _reduced(amax[name], history)[:, None]
-                history = jnp.concatenate([newest, history[:, :-1]], axis=1)
-            fields[f"{name}_amax_history"] = history
-            fields[f"{name}_scale"] = scales[name]
-        return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), type(self)(**fields), self)
+        newest = jnp.stack([_reduced(amax[name], getattr(self, f"{name}_amax_history")) for name in amax])
+        histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
+        fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
+        fields |= {f"{name}_scale": scale for name, scale in self.scales(recipe)._asdict().items()}
+        following = dataclasses.replace(self, **fields)
+        return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), following, self)
 
 
 def _float32(x: jax.Array) -> jax.Array:
