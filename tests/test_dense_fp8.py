@@ -40,14 +40,22 @@ def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]
 
 
 def forward_and_backward(
-    recipe: Any, x: Any, kernel: Any, bias: Any, dy: Any, sizes: Any = SIZES, cache: Any = None, **options: Any
+    recipe: Any,
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    dy: Any,
+    sizes: Any = SIZES,
+    cache: Any = None,
+    wrap: Callable[..., Any] = lambda function: function,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     """`y`, `dx`, `dkernel` and `dbias`."""
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return jg.grouped_dense(x, kernel, sizes, bias, recipe=recipe, kernel_cache=cache, **options)
 
-    y, vjp = jax.vjp(dense, *(jnp.asarray(array) for array in (x, kernel, bias)))
+    y, vjp = jax.vjp(wrap(dense), *(jnp.asarray(array) for array in (x, kernel, bias)))
     return y, *vjp(jnp.asarray(dy, y.dtype))
 
 
@@ -108,6 +116,13 @@ def test_a_cache_gives_the_same_bits_and_kernel_its_gradient(backend: str) -> No
         got = step(x, np.full_like(kernel, np.nan), bias, dy, SIZES, cache)
         assert_same_trees(got, jitted(backend, name)(x, kernel, bias, dy, SIZES))
         assert np.any(got[2])
+
+
+def test_what_is_computed_again_is_the_same(backend: str) -> None:
+    x, kernel, bias, dy = operands()
+    for name in some(backend, ["block", "current", "mxfp8"], 1):
+        step = jax.jit(functools.partial(forward_and_backward, RECIPES[name], wrap=jax.checkpoint))
+        assert_same_trees(step(x, kernel, bias, dy), jitted(backend, name)(x, kernel, bias, dy, SIZES))
 
 
 def test_microbatches_of_a_scan_share_a_cache_and_keep_what_has_a_name(backend: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters import partial_eval
 
 import jax_grouped as jg
 from tests.test_dense_fp8 import BLOCK, SIZES
@@ -105,7 +106,8 @@ def test_microbatches_quantize_the_kernel_once() -> None:
         return jax.lax.scan(microbatch, jnp.zeros(kernel.shape, kernel.dtype), xs)[0]
 
     arguments = struct((3, 300, 144)), KERNEL, BIAS, GROUPS
-    assert [word for word in summary(step, *arguments) if "kernel" in word] == [f"kernel {BOTH}"]
+    # In the one orientation that is read.
+    assert [word for word in summary(step, *arguments) if "kernel" in word] == ["kernel columnwise"]
     before, loop = lowered(step, *arguments).split("stablehlo.while")
     assert "stack_rows = 144 " in before
     assert "stack_rows = 144 " not in loop
@@ -144,9 +146,26 @@ def test_a_policy_that_keeps_what_has_a_name_has_nothing_quantized_again() -> No
     assert quantized == [f"kernel {BOTH}", f"tokens {BOTH}", f"tokens {BOTH}"]
 
 
+def test_what_is_quantized_again_is_made_in_the_other_orientation() -> None:
+    def again(*arguments: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(jax.checkpoint(dense)(*arguments).astype(jnp.float32)))
+
+    tokens = ["tokens columnwise", "tokens rowwise", f"tokens {BOTH}+dbias"]
+    words = ["dgrad", "fprop", "kernel columnwise", "kernel rowwise", *tokens, "wgrad"]
+    assert summary(jax.grad(again, (0, 1, 2)), X, KERNEL, BIAS, GROUPS) == sorted(words)
+
+
+def test_largest_values_alone_take_one_orientation() -> None:
+    def largest(x: Any, sizes: Any) -> jax.Array:
+        return jg.grouped_quantize(x, sizes, jg.ScalingMode.BLOCK_1D, columnwise=True, dbias=True).amax
+
+    jaxpr, _ = partial_eval.dce_jaxpr(jax.make_jaxpr(largest)(X, GROUPS).jaxpr, [True])
+    assert re.findall(r"rowwise=(\w+), columnwise=(\w+), dbias=(\w+)", str(jaxpr)) == [("True", "False", "False")]
+
+
 def test_gradients_pass_by_a_cache_that_is_made_on_the_way() -> None:
     def whole(kernel: jax.Array, x: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
         return loss(x, kernel, bias, sizes, jg.quantize_kernel(kernel, BLOCK))
 
-    words = ["fprop", f"kernel {BOTH}", "tokens columnwise", f"tokens {BOTH}", "wgrad"]
+    words = ["fprop", "kernel columnwise", "tokens columnwise", f"tokens {BOTH}", "wgrad"]
     assert summary(jax.grad(whole), KERNEL, X, BIAS, GROUPS) == words

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -46,6 +46,7 @@ def _define(
     cuda_impl: Callable[..., tuple[jax.Array, ...]],
     *,
     shares_kernels: bool = False,
+    dce_rule: Callable[..., Any] | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """A primitive, as a function of arrays with static keyword arguments that returns a list.
 
@@ -57,6 +58,7 @@ def _define(
         cuda_impl: lowering for CUDA of `batch` batch elements.
         shares_kernels: whether the static `spec` tells operands that are kernels, which several batch elements can have
             in common.
+        dce_rule: what is left of an equation with some of its results, where it need not be all or nothing.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True
@@ -154,6 +156,8 @@ def _define(
         return [_unfold(result, size) for result in results], [0] * len(results)
 
     batching.primitive_batchers[primitive] = batching_rule
+    if dce_rule is not None:
+        partial_eval.dce_rules[primitive] = dce_rule
 
     def bind(*args: jax.Array, **static: Any) -> list[jax.Array]:
         return primitive.bind(*args, backend=config.backend, batches=(1,) * len(args), **static)
@@ -237,6 +241,24 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     return list(spec.results(x.shape).values())
 
 
+def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
+    """Drops orientations and sums: `jax.checkpoint` has the forward pass make some and the backward pass the others."""
+    equation = inputs_and_equation[-1]  # after which of its inputs live, since JAX 0.12
+    spec, shape = equation.params["spec"], equation.invars[0].aval.shape
+    if not any(read):
+        return [False] * len(equation.invars), None
+    if spec.cached:  # Its results are there before it, as operands.
+        return [True] * len(equation.invars), equation
+    results = dict(zip(spec.results(shape), equation.outvars, strict=True))
+    names = [name for name, is_read in zip(results, read, strict=True) if is_read]
+    rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
+    if not rowwise and not columnwise:
+        rowwise, columnwise = spec.rowwise, not spec.rowwise
+    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, dbias="dbias" in names)
+    made = [results[name] for name in spec.results(shape)]
+    return [True] * len(equation.invars), equation.replace(outvars=made, params={**equation.params, "spec": spec})
+
+
 def _dequantize_results(
     data: Any, scale_inv: Any, group_sizes: Any, *, layout: QuantizedLayout, out_dtype: DTypeLike
 ) -> Any:
@@ -256,7 +278,9 @@ def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Ar
 
 _matmul = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda.grouped_matmul), shares_kernels=True)
 _bias_grad = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
-_quantize = _define("quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize)
+_quantize = _define(
+    "quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize, dce_rule=_quantize_what_is_read
+)
 _dequantize = _define("dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize))
 
 _scaled_matmul = _define(
