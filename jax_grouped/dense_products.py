@@ -24,7 +24,9 @@ from jax_grouped.quantize import kernel_spec, quantize_stack, quantize_tokens
 from jax_grouped.recipes import DelayedScaling
 
 #: Names of what waits for the backward pass: the quantized tokens and kernels, and what `jax_grouped.moe.grouped_mlp`
-#: applies its activation to. For `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+#: applies its activation to. For `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. What a policy does
+#: not keep is quantized again, each time in the one orientation that is read: without the kernels, a step takes less
+#: memory, and one more pass over each of them.
 CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 
 #: Numbers as a product reads them: quantized with a recipe, as they are without.

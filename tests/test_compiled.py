@@ -4,6 +4,7 @@ XLA compiles for a GPU that is not there if JAX's plugin for CUDA is installed; 
 `JAX_PLATFORMS=cpu`, or the plugin looks for the GPU's libraries.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -59,12 +60,16 @@ def sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def launches(function: Callable[..., Any], sharding: Any, *arguments: Any, loop: bool = False) -> list[str]:
-    """What the compiled program, or its one loop, launches, in no order: names of custom calls, and what XLA adds."""
+def compiled(function: Callable[..., Any], sharding: Any, *arguments: Any) -> jax.stages.Compiled:
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     # A command buffer would hide what it launches.
     options = {"xla_gpu_enable_command_buffer": ""}
-    text = jax.jit(function, out_shardings=sharding).lower(*placed).compile(options).as_text()
+    return jax.jit(function, out_shardings=sharding).lower(*placed).compile(options)
+
+
+def launches(function: Callable[..., Any], sharding: Any, *arguments: Any, loop: bool = False) -> list[str]:
+    """What the compiled program, or its one loop, launches, in no order: names of custom calls, and what XLA adds."""
+    text = compiled(function, sharding, *arguments).as_text()
     assert text is not None
     begin = re.escape(re.findall(r" while\(.* body=(\S+?),", text)[0]) if loop else "ENTRY"
     (computation,) = re.findall(rf"^{begin} .*?^}}", text, re.DOTALL | re.MULTILINE)
@@ -73,12 +78,12 @@ def launches(function: Callable[..., Any], sharding: Any, *arguments: Any, loop:
     return sorted(call or name for name, call in found if name not in nothing)
 
 
-def step(recipe: Recipe | None) -> Callable[..., Any]:
+def step(recipe: Recipe | None, wrap: Callable[..., Any] = lambda dense: dense) -> Callable[..., Any]:
     def results(x: Any, kernel: Any, sizes: Any, dy: Any, state: Any = None) -> Any:
         def dense(x: Any, kernel: Any, state: Any) -> jax.Array:
             return jg.grouped_dense(x, kernel, sizes, recipe=recipe, fp8_state=state)
 
-        y, pullback = jax.vjp(dense, x, kernel, state)
+        y, pullback = jax.vjp(wrap(dense), x, kernel, state)
         return y, pullback(dy)
 
     return results
@@ -135,3 +140,26 @@ def test_microbatches_add_to_the_gradient_where_it_is(sharding: Any) -> None:
     # Four calls take or make slices of what is scanned, which is part of them or not, and the loop is counted.
     assert got.count("fusion") == 5
     assert "copy" not in got
+
+
+def test_memory_beside_arguments_and_results(sharding: Any) -> None:
+    tokens, in_features, out_features, groups = 32768, 7168, 4096, 32
+    arguments = (
+        struct((tokens, in_features)),
+        struct((groups, in_features, out_features)),
+        struct((groups,), jnp.int32),
+        struct((tokens, out_features)),
+    )
+    x_bytes, kernel_bytes = tokens * in_features, groups * in_features * out_features  # in FP8
+    keep_tokens = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
+
+    def temporaries(recipe: Recipe | None, **options: Any) -> int:
+        analysis: Any = compiled(step(recipe, **options), sharding, *arguments).memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    workspace = 2**25
+    assert temporaries(None) < 1.05 * workspace
+    # The kernel's other orientation, and the tokens', lie where results come later.
+    assert temporaries(BLOCK) < 1.05 * (x_bytes + kernel_bytes + workspace)
+    # Of the kernel, one orientation is there at a time.
+    assert temporaries(BLOCK, wrap=functools.partial(jax.checkpoint, policy=keep_tokens)) < 0.8 * kernel_bytes
