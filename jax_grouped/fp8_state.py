@@ -107,7 +107,7 @@ class Fp8State:
         return jnp.where(known, fp8.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
 
     def _histories(self, names: Iterable[str]) -> jax.Array:
-        """Those of some tensors as one array, for which a GPU launches as many kernels as for each of them."""
+        """Those of some tensors, as one array: a GPU launches no more kernels for all of them than for one."""
         return jnp.stack([_float32(getattr(self, f"{name}_amax_history")) for name in names])
 
     def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:

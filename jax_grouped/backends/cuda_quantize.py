@@ -74,11 +74,11 @@ def dequantize(
 
 
 def _sizes(group_sizes: jax.Array, stack_rows: int | None, batch: int) -> jax.Array:
-    """What a call is given: of a stack, a constant.
+    """What a call is given: for a stack, a constant.
 
-    XLA would make one of equal numbers with a kernel, so each batch element has one more group, which is not local.
+    XLA would launch a kernel to fill in equal numbers, so each batch element has one more group, which is not local.
     """
     if stack_rows is None:
         return group_sizes
-    local_groups = group_sizes.shape[0] // batch
-    return jnp.asarray(np.tile([*[stack_rows] * local_groups, 0], batch), jnp.int32)
+    local = np.full(group_sizes.shape[0] // batch, stack_rows)
+    return jnp.asarray(np.tile(np.append(local, 0), batch), jnp.int32)
