@@ -51,6 +51,14 @@ def canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     return jnp.clip(group_sizes, 0, limit).astype(jnp.int32)
 
 
+def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
+    """The sizes of a stack's groups, `rows` each, as a constant: `int32[batch * (num_groups + 1)]`.
+
+    XLA would launch a kernel to fill in equal numbers, so every batch element has one more group, which is not local.
+    """
+    return jnp.asarray(np.tile(np.append(np.full(num_groups, rows), 0), batch), jnp.int32)
+
+
 def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
     """Row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to rows that exist.
 

@@ -11,6 +11,7 @@ from jax_grouped import _checks
 from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Activation, QuantizeSpec
+from jax_grouped.group_layout import stack_sizes
 from jax_grouped.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, ScalingMode, canonical_fp8, check_epsilon
 
 
@@ -89,11 +90,11 @@ def grouped_quantize(
     check_epsilon("amax_epsilon", amax_epsilon)
     _checks.check_activation(activation, x, activation_input)
 
-    stack_rows, x, sizes = _as_tokens(x, group_sizes)
+    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes)
     spec = QuantizeSpec(
         mode,
         canonical_fp8("dtype", dtype),
-        num_groups=sizes.shape[0],
+        num_groups=num_groups,
         stack_rows=stack_rows,
         rowwise=bool(rowwise),
         columnwise=bool(columnwise),
@@ -114,12 +115,13 @@ def grouped_quantize(
     return quantize_tokens(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
 
 
-def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int | None, jax.Array, jax.Array]:
-    """Rows per group if `x` is a stack, its rows as tokens, and the group sizes as `int32[G]`."""
+def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int, int | None, jax.Array, jax.Array]:
+    """How many groups there are, the rows of each if `x` is a stack, its rows as tokens, and `int32` group sizes."""
     if group_sizes is not None:
-        return None, x, _checks.canonical_sizes_of(group_sizes, x.shape[0])
+        sizes = _checks.canonical_sizes_of(group_sizes, x.shape[0])
+        return sizes.shape[0], None, x, sizes
     groups, rows, features = x.shape
-    return rows, x.reshape(groups * rows, features), jnp.full((groups,), rows, jnp.int32)
+    return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
 
 
 def quantize_tokens(
@@ -145,7 +147,7 @@ def quantize_tokens(
 
 def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
     """As `quantize_tokens`, of kernels `[E, K, N]`."""
-    _, x, sizes = _as_tokens(kernel, None)
+    _, _, x, sizes = _as_tokens(kernel, None)
     return quantize_tokens(x, sizes, jnp.zeros((1,), jnp.int32), *more, spec=spec)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.group_layout import FP8_ALIGNMENT, Places, most_units, quotient, remainder, round_up
+from jax_grouped.group_layout import FP8_ALIGNMENT, Places, most_units, quotient, remainder, round_up, stack_sizes
 from jax_grouped.recipes import ScalingMode
 
 #: Elements along each side of a scaling block, and of one of the MX format.
@@ -56,9 +56,9 @@ class QuantizedLayout:
     swizzled_scales: bool = False
 
     def stack_sizes(self, batch: int = 1) -> jax.Array:
-        """Rows of every group of a stack, `int32[batch * num_groups]`."""
+        """`group_layout.stack_sizes` of this stack."""
         assert self.stack_rows is not None
-        return jnp.full((batch * self.num_groups,), self.stack_rows, jnp.int32)
+        return stack_sizes(self.num_groups, self.stack_rows, batch)
 
     def units(self, unit: int) -> int:
         """How many units of `unit` rows, none of which crosses a group, any group sizes can need."""

@@ -20,7 +20,7 @@ def quantize(
     scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(shape[0], spec.num_groups),), jnp.uint8)
     partial_sums = jax.ShapeDtypeStruct((layout.units(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
-    operands = (x, _sizes(group_sizes, spec.stack_rows, batch), group_offset, *more)
+    operands = (x, group_sizes, group_offset, *more)
     # The results come last among the operands, so that they stay where they are if `skip` says so.
     first = len(operands) - len(results)
     aliases = {first + i: i for i in range(len(results))} if spec.cached else None
@@ -63,7 +63,7 @@ def dequantize(
         [batched(out, batch), batched(table, batch)],
         data,
         scale_inv,
-        _sizes(group_sizes, layout.stack_rows, batch),
+        group_sizes,
         jnp.zeros((batch,), jnp.int32) if group_offset is None else group_offset,
         mode=layout.mode.value,
         num_groups=np.int64(layout.num_groups),
@@ -71,14 +71,3 @@ def dequantize(
         columnwise=layout.columnwise,
         swizzled_scales=layout.swizzled_scales,
     )[0]
-
-
-def _sizes(group_sizes: jax.Array, stack_rows: int | None, batch: int) -> jax.Array:
-    """What a call is given: for a stack, a constant.
-
-    XLA would launch a kernel to fill in equal numbers, so each batch element has one more group, which is not local.
-    """
-    if stack_rows is None:
-        return group_sizes
-    local = np.full(group_sizes.shape[0] // batch, stack_rows)
-    return jnp.asarray(np.tile(np.append(local, 0), batch), jnp.int32)
