@@ -174,7 +174,7 @@ __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitC
                                const GroupTable& table) {
   if (batch.num_groups > kMostGroupsOfWarp) {
     FillGroupTableTogether<WholeBlock<kThreads>, Units>(batch, element, element_units, table);
-  } else if (Uniform(threadIdx.x / 32) == 0) {
+  } else if (Uniform(Warp()) == 0) {
     FillGroupTableTogether<FirstWarp, Units>(batch, element, element_units, table);
   }
   __syncthreads();

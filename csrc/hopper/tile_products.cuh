@@ -154,7 +154,7 @@ class TileQueue {
   // For the whole producer.
   __device__ void Post(const Tile& tile) {
     WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
+    if (Lane() == 0) {
       // A whole tile would be copied byte by byte.
       Tile* slot = shared_.TileSlot(slot_.index);
       slot->group = tile.group;
@@ -382,7 +382,7 @@ __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce&
   cudaGridDependencySynchronize();
   if (threadIdx.x >= kMathThreads) {
     ReleaseRegisters<kProducerRegisters>();
-    if (Uniform(threadIdx.x / 32) == kMathThreads / 32) produce();
+    if (Uniform(Warp()) == kMathThreads / 32) produce();
   } else {
     AcquireRegisters<kMathRegisters>();
     multiply(Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),

@@ -85,7 +85,7 @@ class TokenTiles {
         scale = args_.token_scale[element_ * table.num_groups + group] *
                 args_.kernel_scale[(first_kernel + group) * args_.kernel_scales];
       }
-      const uint32_t found = __ballot_sync(0xffffffff, tiles_after > row_tile);
+      const uint32_t found = __ballot_sync(kFullWarp, tiles_after > row_tile);
       if (found == 0) continue;
       const int lane = __ffs(found) - 1;
       group_ += lane;
@@ -147,7 +147,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
-      if (threadIdx.x % 32 == 0) {
+      if (Lane() == 0) {
         const uint32_t full = shared.Full(s);
         ArriveExpecting(full, bytes);
         if (share < tile.rows) {

@@ -92,7 +92,7 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
-      if (threadIdx.x % 32 == 0) {
+      if (Lane() == 0) {
         const uint32_t full = shared.Full(s);
         const int32_t token = block * kDepth;
         ArriveExpecting(full, kBytes);

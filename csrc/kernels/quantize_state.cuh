@@ -16,8 +16,6 @@ struct Exchange {
   uint32_t amax[kSlots];  // bits
 };
 
-__device__ inline int Warp() { return threadIdx.x / 32; }
-
 template <ScalingMode kScalingMode, typename Fp8Type, typename T>
 struct TileState {
   static constexpr ScalingMode kMode = kScalingMode;
