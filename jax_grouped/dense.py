@@ -95,13 +95,11 @@ def grouped_dense(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
-    return fprop(inputs, spec, for_dgrad=False, for_wgrad=False, for_state=False)[0]
+    return fprop(inputs, spec, for_gradients=False)[0]
 
 
 def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
-    inputs = jax.tree.map(lambda primal: primal.value, primals)
-    wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
-    return forward(inputs, wanted, spec, for_dgrad=wanted.x)
+    return forward(jax.tree.map(lambda primal: primal.value, primals), spec)
 
 
 def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:

@@ -71,12 +71,13 @@ class DenseSpec:
         options = dict(rowwise=True, columnwise=columnwise, activation=self.input_activation)
         return self._token_spec(self.recipe.fwd_dtype, options)
 
-    def dy_spec(self, *, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+    @property
+    def dy_spec(self) -> QuantizeSpec:
         """How the gradient of the result is quantized."""
         assert self.recipe is not None
         options = dict(
-            rowwise=rowwise,
-            columnwise=columnwise,
+            rowwise=True,
+            columnwise=True,
             dbias=self.bias_dtype is not None,
             activation=self.output_activation,
             backward=self.output_activation is not None,

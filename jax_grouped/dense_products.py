@@ -39,11 +39,11 @@ class DenseResiduals:
     """What waits between the forward pass and dgrad.
 
     Attributes:
-        x: what wgrad reads, or None if it will not run.
-        kernel: what dgrad reads, or None if it will not run.
+        x: what wgrad reads.
+        kernel: what dgrad reads.
         group_sizes, group_offset: `int32[E]` and `int32[1]`.
         fp8_state: the state that the forward pass used, with `DelayedScaling`.
-        amax: the largest values for the next state, by tensor; None if nobody wants that state.
+        amax: the largest values for the next state, by tensor; None if there is no state.
         spec: everything else.
 
     Example:
@@ -68,7 +68,7 @@ class PendingWgrad:
     """What waits between dgrad and wgrad, FP8 with a recipe.
 
     Attributes:
-        x, dy: what wgrad reads, or None if it will not run.
+        x, dy: what wgrad reads.
         dbias: the gradient of the bias, which is there already; None if there is no bias.
         fp8_state: the next state of `DelayedScaling`, which is there already; None with other recipes.
         group_sizes, group_offset: `int32[E]` and `int32[1]`.
@@ -91,10 +91,8 @@ class PendingWgrad:
     spec: DenseSpec = dataclasses.field(metadata=dict(static=True))
 
 
-def fprop(
-    inputs: Inputs, spec: DenseSpec, *, for_dgrad: bool, for_wgrad: bool, for_state: bool
-) -> tuple[jax.Array, DenseResiduals]:
-    """The result, and what those of the later steps need that will be taken."""
+def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
+    """The result, and what the later steps need, which is not all there unless it is made `for_gradients`."""
     amax: dict[str, jax.Array] = {}
     x: Operand | None
     kernel: Operand | None
@@ -102,26 +100,26 @@ def fprop(
         x, kernel = inputs.x, inputs.kernel.astype(inputs.x.dtype)
         y = grouped_matmul(x, kernel, inputs.group_sizes, inputs.group_offset, spec.matmul("fprop", spec.out_dtype))
     else:
-        tokens, kernels = _quantized(inputs, spec, for_dgrad=for_dgrad, for_wgrad=for_wgrad)
+        tokens, kernels = _quantized(inputs, spec, for_gradients=for_gradients)
         y = _multiply("fprop", tokens.rowwise, kernels.columnwise, inputs, spec.out_dtype)
         x, kernel = tokens.columnwise, kernels.rowwise
         amax = {"input": tokens.amax, "kernel": kernels.amax}
     if inputs.bias is not None:
         y = add_bias(y, inputs.bias, inputs.group_sizes, inputs.group_offset)
     residuals = DenseResiduals(
-        x=x if for_wgrad else None,
-        kernel=kernel if for_dgrad else None,
+        x=x,
+        kernel=kernel,
         group_sizes=inputs.group_sizes,
         group_offset=inputs.group_offset,
         fp8_state=inputs.fp8_state,
-        amax=amax if for_state and inputs.fp8_state is not None else None,
+        amax=None if inputs.fp8_state is None else amax,
         spec=spec,
     )
     return y, residuals
 
 
 def _quantized(
-    inputs: Inputs, spec: DenseSpec, *, for_dgrad: bool, for_wgrad: bool
+    inputs: Inputs, spec: DenseSpec, *, for_gradients: bool
 ) -> tuple[GroupedQuantized, GroupedQuantized | KernelCache]:
     """The tokens and the kernels, in the orientations that are read."""
     recipe = spec.recipe
@@ -131,12 +129,12 @@ def _quantized(
         assert inputs.fp8_state is not None
         scales = inputs.fp8_state.scales(recipe)
         x_scale, kernel_scale = [scales.input], [scales.kernel]
-    x_spec = spec.x_spec(columnwise=for_wgrad)
+    x_spec = spec.x_spec(columnwise=for_gradients)
     tokens = quantize_tokens(inputs.x, inputs.group_sizes, inputs.group_offset, *x_scale, spec=x_spec)
     if inputs.kernel_cache is not None:
         return tokens, inputs.kernel_cache
     both = kernel_spec(inputs.kernel.shape, recipe)
-    return tokens, quantize_stack(inputs.kernel, *kernel_scale, spec=dataclasses.replace(both, rowwise=for_dgrad))
+    return tokens, quantize_stack(inputs.kernel, *kernel_scale, spec=dataclasses.replace(both, rowwise=for_gradients))
 
 
 def _multiply(
@@ -174,8 +172,8 @@ def _named(residuals: DenseResiduals) -> DenseResiduals:
 
 def dgrad(
     residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None = None
-) -> tuple[jax.Array | None, PendingWgrad]:
-    """The gradient of `x`, if it was to be taken, and what wgrad needs, if it was.
+) -> tuple[jax.Array, PendingWgrad]:
+    """The gradient of `x`, and what wgrad needs.
 
     With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. Where the spec has
     an `output_activation`, `dy` is the gradient of what that made of `activated`, the product's result.
@@ -183,18 +181,16 @@ def dgrad(
     spec = residuals.spec
     sizes, offset = residuals.group_sizes, residuals.group_offset
     amax: dict[str, jax.Array] = {}
-    dx = dbias = None
-    operand: Operand | None = None
+    dbias = None
+    operand: Operand | None
     if spec.recipe is None:
+        assert isinstance(residuals.kernel, jax.Array)
         operand = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
-        if residuals.kernel is not None:
-            assert isinstance(residuals.kernel, jax.Array)
-            kernel = residuals.kernel.astype(operand.dtype)
-            dx = grouped_matmul(operand, kernel, sizes, offset, spec.matmul("dgrad", spec.x_dtype))
-    elif activated is not None or any(kept is not None for kept in (residuals.x, residuals.kernel, residuals.amax)):
+        kernel = residuals.kernel.astype(operand.dtype)
+        dx = grouped_matmul(operand, kernel, sizes, offset, spec.matmul("dgrad", spec.x_dtype))
+    else:
         quantized = _quantized_gradient(residuals, dy, activated)
-        if residuals.kernel is not None:
-            dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, spec.x_dtype)
+        dx = _multiply("dgrad", quantized.rowwise, residuals.kernel, residuals, spec.x_dtype)
         operand, dbias = quantized.columnwise, quantized.dbias
         amax = {"output_grad": quantized.amax}
     if spec.bias_dtype is not None:
@@ -203,7 +199,7 @@ def dgrad(
         dbias = dbias.astype(spec.bias_dtype)
     pending = PendingWgrad(
         x=residuals.x,
-        dy=None if residuals.x is None else operand,
+        dy=operand,
         dbias=dbias,
         fp8_state=next_state(residuals, amax),
         group_sizes=sizes,
@@ -221,28 +217,21 @@ def _quantized_gradient(residuals: DenseResiduals, dy: jax.Array, activated: jax
         more.append(residuals.fp8_state.scales(recipe).output_grad)
     if activated is not None:
         more.append(activated)
-    dy_spec = spec.dy_spec(
-        # One orientation is made in any case: the next state wants the largest values.
-        rowwise=residuals.kernel is not None or residuals.x is None,
-        columnwise=residuals.x is not None,
-    )
-    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *more, spec=dy_spec)
+    return quantize_tokens(dy, residuals.group_sizes, residuals.group_offset, *more, spec=spec.dy_spec)
 
 
 def next_state(residuals: DenseResiduals, amax: dict[str, jax.Array]) -> Fp8State | None:
-    """The state after this step, with the largest values of the gradient, if it was quantized; None if not wanted."""
-    if residuals.amax is None:
+    """The state after this step, with the largest values of the gradient, if it was quantized; None without a state."""
+    if residuals.fp8_state is None:
         return None
-    assert residuals.fp8_state is not None
+    assert residuals.amax is not None
     assert isinstance(residuals.spec.recipe, DelayedScaling)
     return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | amax)
 
 
-def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array | None:
-    """The gradient of `kernel` in its own type, or the accumulator with it added; None if it was not wanted."""
+def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array:
+    """The gradient of `kernel` in its own type, or the accumulator with it added."""
     spec = pending.spec
-    if pending.x is None:
-        return None
     out_dtype = spec.kernel.dtype if accumulator is None else accumulator.dtype
     if spec.recipe is not None:
         return _multiply("wgrad", pending.x, pending.dy, pending, out_dtype, accumulator)
@@ -261,20 +250,14 @@ class Saved(NamedTuple):
     dkernel_accumulator: jax.Array | None
 
 
-def forward(inputs: Inputs, wanted: Inputs, spec: DenseSpec, *, for_dgrad: bool) -> tuple[jax.Array, Saved]:
-    """The result, and what its gradients need; made and kept is only what the wanted ones do.
+def forward(inputs: Inputs, spec: DenseSpec) -> tuple[jax.Array, Saved]:
+    """The result, and what its gradients need.
 
-    Args:
-        inputs: the arrays.
-        wanted: for each of them, whether it has a gradient.
-        spec: everything else.
-        for_dgrad: whether the gradient of `x` is to be taken.
+    That is what the gradients of all inputs need, also where some have none: JAX takes one structure for all calls of a
+    program that `jax.jit` or `jax.checkpoint` has traced. It removes what nobody reads before it compiles.
     """
-    if not wanted.bias:
-        spec = dataclasses.replace(spec, bias_dtype=None)
-    for_state = any(jax.tree.leaves(wanted.fp8_state))
-    y, residuals = fprop(inputs, spec, for_dgrad=for_dgrad, for_wgrad=bool(wanted.kernel), for_state=for_state)
-    return y, Saved(_named(residuals), inputs.dkernel_accumulator if wanted.kernel else None)
+    y, residuals = fprop(inputs, spec, for_gradients=True)
+    return y, Saved(_named(residuals), inputs.dkernel_accumulator)
 
 
 def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = None) -> Inputs:

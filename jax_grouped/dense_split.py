@@ -72,7 +72,7 @@ def grouped_dense_fwd(
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
-    return fprop(inputs, spec, for_dgrad=True, for_wgrad=True, for_state=True)
+    return fprop(inputs, spec, for_gradients=True)
 
 
 def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
@@ -104,9 +104,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     _checks.check_dtype("dy's type", dy.dtype)
     if dy.shape != residuals.spec.out_shape:
         raise ValueError(f"dy must have the result's shape {residuals.spec.out_shape}, got {dy.shape}.")
-    dx, pending = dgrad(residuals, vary_alike(dy, residuals.group_sizes)[0])
-    assert dx is not None
-    return dx, pending
+    return dgrad(residuals, vary_alike(dy, residuals.group_sizes)[0])
 
 
 def grouped_dense_wgrad(
@@ -141,6 +139,4 @@ def grouped_dense_wgrad(
         dkernel_accumulator = jnp.asarray(dkernel_accumulator)
         kernel = pending.spec.kernel
         check_accumulator(dkernel_accumulator, kernel.shape, (kernel.dtype, np.dtype(np.float32)))
-    dkernel = wgrad(pending, dkernel_accumulator)
-    assert dkernel is not None
-    return dkernel, pending.dbias
+    return wgrad(pending, dkernel_accumulator), pending.dbias

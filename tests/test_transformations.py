@@ -59,6 +59,37 @@ def test_gradient_survives(transform: Callable) -> None:
     assert_trees_close(transformed(*operands()), GRADIENT(*operands()))
 
 
+def mlp(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    gate_up = jnp.concatenate([kernel, kernel], axis=2)
+    return jg.moe.grouped_mlp(x, gate_up, kernel, SIZES, recipe=jg.Float8BlockScaling())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, kernel: jg.grouped_dense(x, kernel, SIZES),
+        lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=jg.Float8BlockScaling()),
+        mlp,
+    ],
+    ids=["bf16", "block", "mlp"],
+)
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_calls_of_one_layer_may_differ_in_what_has_a_gradient(transform: Callable, layer: Callable) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (TOKENS, IN), jnp.bfloat16)
+    kernels = [jax.random.normal(key, (GROUPS, IN, IN), jnp.bfloat16) for key in keys]
+
+    def gradient(layer: Callable) -> tuple[jax.Array, jax.Array]:
+        def loss(first: jax.Array, last: jax.Array) -> jax.Array:
+            # Only the kernel, only the tokens, and both.
+            return jnp.sum(layer(layer(layer(x, first), kernels[1]), last).astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(kernels[0], kernels[2])
+
+    # JAX traces the transformed layer once.
+    assert_trees_close(gradient(transform(layer)), gradient(layer))
+
+
 def test_value_and_grad_gives_both() -> None:
     value, gradient = jax.jit(jax.value_and_grad(loss))(*operands())
     assert_trees_close(value, loss(*operands()))

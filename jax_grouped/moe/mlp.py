@@ -102,24 +102,21 @@ class _MlpSpec(NamedTuple):
 
 class _MlpSaved(NamedTuple):
     up: Saved
-    hidden: jax.Array | None
+    hidden: jax.Array
     down: Saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
-    run = functools.partial(fprop, for_dgrad=False, for_wgrad=False, for_state=False)
-    hidden, _ = run(inputs[0], spec.up)
-    return run(inputs[1]._replace(x=hidden), spec.down)[0]
+    hidden, _ = fprop(inputs[0], spec.up, for_gradients=False)
+    return fprop(inputs[1]._replace(x=hidden), spec.down, for_gradients=False)[0]
 
 
 def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = jax.tree.map(lambda primal: primal.value, primals)
-    up_wanted, down_wanted = jax.tree.map(lambda primal: primal.perturbed, primals)
-    hidden, saved_up = forward(up, up_wanted, spec.up, for_dgrad=up_wanted.x)
-    any_above = any(jax.tree.leaves(up_wanted))
-    y, saved_down = forward(down._replace(x=hidden), down_wanted, spec.down, for_dgrad=any_above)
-    return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME) if any_above else None, saved_down)
+    hidden, saved_up = forward(up, spec.up)
+    y, saved_down = forward(down._replace(x=hidden), spec.down)
+    return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME), saved_down)
 
 
 def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:
