@@ -1,0 +1,101 @@
+"""How much memory training takes beside arguments and results: `python3 -m benchmarks.memory --help`."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tabulate
+
+import jax_grouped as jg
+from benchmarks import cli
+from benchmarks.h200 import compile_for_h200, missing
+from benchmarks.shapes import SHAPES, Shape
+
+_DESCRIPTION = """\
+Prints the GiB that XLA plans for beside arguments and results when it compiles for an H200, which need not be there:
+
+  gradients  of one layer, from x, its kernel and dy to y, dx and the kernel's gradient
+  SGD        as above, but the kernel changes in place
+  pairs      an SGD step of four such layers, each with one back, in sequence, with float32 kernels
+
+A row says what waits for the backward pass: all that it reads, the quantized tokens alone, or nothing."""
+
+_EPILOG = "On a machine without a GPU, JAX_PLATFORMS=cpu is needed, and JAX's plugin for CUDA all the same."
+
+_PAIRS = 4
+
+Layer = Callable[[jax.Array, jax.Array], jax.Array]
+
+_KEPT: dict[str, Callable[[Layer], Layer]] = {
+    "all": lambda layer: layer,
+    "tokens": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("jax_grouped_x")),
+    "nothing": jax.checkpoint,
+}
+_RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
+_ROWS = (("bf16", "all"), ("block", "all"), ("block", "tokens"), ("bf16", "nothing"), ("block", "nothing"))
+
+
+def _gradients(layer: Layer, x: jax.Array, kernels: list[jax.Array], dy: jax.Array) -> Any:
+    y, pullback = jax.vjp(lambda x, kernels: functools.reduce(layer, kernels, x), x, kernels)
+    return y, pullback(dy)
+
+
+def _sgd(layer: Layer, x: jax.Array, kernels: list[jax.Array], dy: jax.Array) -> Any:
+    y, (dx, dkernels) = _gradients(layer, x, kernels, dy)
+    return y, dx, [kernel - 1e-3 * dkernel for kernel, dkernel in zip(kernels, dkernels, strict=True)]
+
+
+def measure(shape: Shape) -> list[dict[str, Any]]:
+    """A row for each choice of a recipe and of what is kept, with the GiB of each program."""
+
+    def struct(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+    groups, tokens, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
+    x, y, sizes = struct("bfloat16", tokens, K), struct("bfloat16", tokens, N), struct("int32", groups)
+    kernel, back = struct("float32", groups, K, N), struct("float32", groups, N, K)
+    programs = {
+        "gradients, bfloat16 kernel": (_gradients, [struct("bfloat16", groups, K, N)], y),
+        "gradients, float32 kernel": (_gradients, [kernel], y),
+        "SGD, float32 kernel": (_sgd, [kernel], y),
+        "pairs": (_sgd, [kernel, back] * _PAIRS, x),
+    }
+
+    def gib(program: Callable[..., Any], kernels: list[Any], dy: Any, recipe: str, kept: str) -> float:
+        def run(x: jax.Array, kernels: list[jax.Array], sizes: jax.Array, dy: jax.Array) -> Any:
+            layer = _KEPT[kept](lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=_RECIPES[recipe]))
+            return program(layer, x, kernels, dy)
+
+        donated = (1,) if program is _sgd else ()
+        analysis: Any = compile_for_h200(run, x, kernels, sizes, dy, donated=donated).memory_analysis()
+        return analysis.temp_size_in_bytes / 2**30
+
+    return [
+        {"recipe": recipe, "kept": kept} | {name: gib(*program, recipe, kept) for name, program in programs.items()}
+        for recipe, kept in _ROWS
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program with these arguments, or those of the command line, and returns its exit status."""
+    parser = cli.new_parser("python3 -m benchmarks.memory", _DESCRIPTION, _EPILOG)
+    parser.add_argument("--shape", choices=SHAPES, default="dsv3 up", metavar="SHAPE", help="(default: dsv3 up)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    arguments = parser.parse_args(argv)
+    if what := missing():
+        parser.error(f"needs {what}")
+    shape = SHAPES[arguments.shape]
+    rows = measure(shape)
+    print(tabulate.tabulate(rows, headers="keys", floatfmt=".2f"))
+    print(f"\n{shape.name}, {shape.dims}, JAX {jax.__version__}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
