@@ -92,7 +92,7 @@ class PendingWgrad:
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
-    """The result, and what the later steps need, which is not all there unless it is made `for_gradients`."""
+    """The result, and what the later steps need, of which quantized operands are there only `for_gradients`."""
     amax: dict[str, jax.Array] = {}
     x: Operand | None
     kernel: Operand | None

@@ -242,7 +242,10 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
 
 
 def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
-    """Drops orientations and sums: `jax.checkpoint` has the forward pass make some and the backward pass the others."""
+    """Drops orientations and sums that no product reads.
+
+    Rules of differentiation ask for what all gradients need, and `jax.checkpoint` has both passes quantize.
+    """
     equation = inputs_and_equation[-1]  # after which of its inputs live, since JAX 0.12
     spec, shape = equation.params["spec"], equation.invars[0].aval.shape
     if not any(read):
