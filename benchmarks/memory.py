@@ -1,7 +1,7 @@
 """How much memory training takes beside arguments and results: `python3 -m benchmarks.memory --help`."""
 
+import dataclasses
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import tabulate
 import jax_grouped as jg
 from benchmarks import cli
 from benchmarks.h200 import compile_for_h200, missing
+from benchmarks.records import new_record
 from benchmarks.shapes import SHAPES, Shape
 
 _DESCRIPTION = """\
@@ -89,11 +90,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if what := missing():
         parser.error(f"needs {what}")
     shape = SHAPES[arguments.shape]
-    rows = measure(shape)
-    print(tabulate.tabulate(rows, headers="keys", floatfmt=".2f"))
-    print(f"\n{shape.name}, {shape.dims}, JAX {jax.__version__}")
+    record = dataclasses.replace(
+        new_record({"shape": shape.name, "dims": shape.dims}), device="NVIDIA H200", rows=measure(shape)
+    )
+    print(tabulate.tabulate(record.rows, headers="keys", floatfmt=".2f"))
+    print(f"\n{shape.name}, {shape.dims}, JAX {record.versions['jax']}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        try:
+            record.write(arguments.json)
+        except OSError as error:
+            parser.error(str(error))
     return 0
 
 

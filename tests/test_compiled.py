@@ -122,7 +122,7 @@ def test_memory_is_tabled_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert memory.main(["--shape", "aligned", "--json", str(tmp_path / "memory.json")]) == 0
 
     header, _, *table = capsys.readouterr().out.splitlines()
-    rows = json.loads((tmp_path / "memory.json").read_text())
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
     assert re.split(r"  +", header) == list(rows[0])
     for line, row in zip(table[: len(rows)], rows, strict=True):
         recipe, kept, *numbers = row.values()
