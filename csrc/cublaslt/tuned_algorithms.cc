@@ -1,16 +1,13 @@
 #include "csrc/cublaslt/tuned_algorithms.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
 #include <utility>
+
+#include "csrc/cublaslt/text_file.h"
 
 namespace jax_grouped {
 namespace {
@@ -54,17 +51,21 @@ bool ParseLine(std::string_view line, std::string_view* key, Algorithm* algorith
          ParseNumber(line.substr(hex_end + 1), 10, &algorithm->workspace_bytes);
 }
 
-// The algorithms that the text of a file has for a key.
-std::vector<Algorithm> Parse(std::string_view text, std::string_view wanted) {
-  std::vector<Algorithm> algorithms;
+using Choices = std::map<std::string, std::vector<Algorithm>>;
+
+// The algorithms that the text of a file has for each key, in its order.
+Choices Parse(std::string_view text) {
+  Choices choices;
   // What follows the last line end was not written in full.
   size_t begin = 0;
   for (size_t end = text.find('\n'); end != std::string_view::npos; begin = end + 1, end = text.find('\n', begin)) {
     std::string_view key;
     Algorithm algorithm;
-    if (ParseLine(text.substr(begin, end - begin), &key, &algorithm) && key == wanted) algorithms.push_back(algorithm);
+    if (ParseLine(text.substr(begin, end - begin), &key, &algorithm)) {
+      choices[std::string(key)].push_back(algorithm);
+    }
   }
-  return algorithms;
+  return choices;
 }
 
 bool FirstThatRuns(const std::vector<Algorithm>& algorithms, const TunedAlgorithms::CanRun& can_run,
@@ -74,38 +75,6 @@ bool FirstThatRuns(const std::vector<Algorithm>& algorithms, const TunedAlgorith
   *algorithm = *found;
   return true;
 }
-
-// A file that may not be there, or be something else. Nothing throws, as streams do when they read a folder.
-class File {
- public:
-  File(const std::string& path, int flags) : descriptor_(open(path.c_str(), flags | O_CLOEXEC, 0644)) {}
-  ~File() {
-    if (descriptor_ < 0) return;
-    // A child that was forked meanwhile has the descriptor, too, and closing would leave the lock to it.
-    flock(descriptor_, LOCK_UN);
-    close(descriptor_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  // Waits until no other process has locked it; holds until the file is closed. Not every file system has locks.
-  void Lock() const {
-    while (flock(descriptor_, LOCK_EX) != 0 && errno == EINTR) continue;
-  }
-
-  std::string Read() const {
-    std::string text;
-    char part[4096];
-    for (ssize_t size = 0; (size = read(descriptor_, part, sizeof(part))) > 0;) text.append(part, size);
-    return text;
-  }
-
-  // A line that did not get there in full is a damaged one.
-  void Write(const std::string& text) const { (void)!write(descriptor_, text.data(), text.size()); }
-
- private:
-  int descriptor_;  // -1 without a file: then every call fails, and does nothing
-};
 
 }  // namespace
 
@@ -117,24 +86,47 @@ TunedAlgorithms& TunedAlgorithms::Get() {
 void TunedAlgorithms::SetFile(std::string path) {
   std::lock_guard<std::mutex> lock(mutex_);
   path_ = std::move(path);
+  is_read_ = false;
+}
+
+void TunedAlgorithms::ReadFileOnce() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_read_) return;
+  const std::string path = path_;
+  lock.unlock();
+  Choices found = Parse(TextFile::OpenToRead(path).Read());
+  lock.lock();
+  if (is_read_ || path != path_) return;
+  is_read_ = true;
+  for (auto& [key, algorithms] : found) {
+    std::vector<Algorithm>& known = known_[key];
+    known.insert(known.end(), algorithms.begin(), algorithms.end());
+  }
 }
 
 bool TunedAlgorithms::Find(const std::string& key, const CanRun& can_run, Algorithm* algorithm) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return FirstThatRuns(known_[key], can_run, algorithm) ||
-         FirstThatRuns(Parse(File(path_, O_RDONLY).Read(), key), can_run, algorithm);
+  ReadFileOnce();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::vector<Algorithm> known = known_[key];
+  lock.unlock();
+  return FirstThatRuns(known, can_run, algorithm);
 }
 
 Algorithm TunedAlgorithms::Add(const std::string& key, const CanRun& can_run, const Algorithm& algorithm) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const File file(path_, O_RDWR | O_APPEND | O_CREAT);
-  file.Lock();
-  const std::string text = file.Read();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::string path = path_;
+  lock.unlock();
   Algorithm choice = algorithm;
-  if (!FirstThatRuns(Parse(text, key), can_run, &choice)) {
-    const std::string separator = text.empty() || text.back() == '\n' ? "" : "\n";
-    file.Write(separator + key + "\t" + ToHex(choice.choice) + "\t" + std::to_string(choice.workspace_bytes) + "\n");
+  const TextFile file = TextFile::OpenToAppend(path);
+  if (file.Lock()) {
+    // Another process may have added one since the file was read.
+    const std::string text = file.Read();
+    if (!FirstThatRuns(Parse(text)[key], can_run, &choice)) {
+      const std::string separator = text.empty() || text.back() == '\n' ? "" : "\n";
+      file.Append(separator + key + "\t" + ToHex(choice.choice) + "\t" + std::to_string(choice.workspace_bytes) + "\n");
+    }
   }
+  lock.lock();
   known_[key].push_back(choice);
   return choice;
 }

@@ -19,6 +19,8 @@ namespace jax_grouped {
 // at a time, and the first that can run counts: so all processes that share a file make the same choices, even if they
 // time the same algorithms at once. Lines that are damaged count as absent. A file that cannot be read or written costs
 // time only: the algorithms of the next process are timed again.
+//
+// The file is read once, and once more for every choice that is added to it, always without the lock of this class.
 class TunedAlgorithms {
  public:
   // Whether an algorithm that is known for a key can run here.
@@ -36,9 +38,13 @@ class TunedAlgorithms {
   Algorithm Add(const std::string& key, const CanRun& can_run, const Algorithm& algorithm);
 
  private:
+  // Adds what the file holds to what is known.
+  void ReadFileOnce();
+
   std::mutex mutex_;
   std::string path_;
-  std::map<std::string, std::vector<Algorithm>> known_;  // what Add returned
+  bool is_read_ = false;
+  std::map<std::string, std::vector<Algorithm>> known_;  // from the file, and what Add returned
 };
 
 }  // namespace jax_grouped
