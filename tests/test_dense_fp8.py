@@ -233,3 +233,16 @@ def test_residuals_take_half_of_what_they_take_in_bf16(shape: shapes.Shape, reci
 
     # What is not half are padding between groups and the scales.
     assert residual_bytes(recipe) < 0.51 * residual_bytes(None)
+
+
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), jg.Float8CurrentScaling()], ids=["block", "current"])
+def test_sums_of_zero_stay_zero_where_the_scales_overflow_float32(recipe: jg.Recipe, backend: str) -> None:
+    first_half = jnp.arange(128) < 64
+    x = jnp.where(first_half, 1e38, 0) * jnp.ones((48, 1))
+    kernel = jnp.where(first_half, 0, 1e38)[:, None] * jnp.ones((2, 1, 128))
+    dense = functools.partial(jg.grouped_dense, group_sizes=jnp.array([20, 28]), recipe=recipe)
+    y, vjp = jax.vjp(dense, x, kernel)
+    dx, dkernel = vjp(jnp.where(first_half, 0, 1e-30) * jnp.ones((48, 1)))
+    np.testing.assert_array_equal(y, 0)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dkernel).all()

@@ -47,6 +47,6 @@ XLA_FFI_DEFINE_HANDLER(execute, Execute,
                            .Ret<S32>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame) { return execute(frame); }
+XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame) { return CallHandler(execute, frame); }
 
 }  // namespace jax_grouped

@@ -7,6 +7,7 @@
 #include <library_types.h>
 
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <string>
@@ -27,6 +28,24 @@ namespace ffi = ::xla::ffi;
 inline ffi::Error ToError(const char* op, const Status& status) {
   if (status.ok()) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(op) + ": " + status.message());
+}
+
+// Calls a handler, and turns an exception such as std::bad_alloc into an error: none may cross the C interface.
+inline XLA_FFI_Error* CallHandler(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  const auto failed = [frame](const char* what) {
+    XLA_FFI_Error_Create_Args args{};
+    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+    args.message = what;
+    args.errc = XLA_FFI_Error_Code_INTERNAL;
+    return frame->api->XLA_FFI_Error_Create(&args);
+  };
+  try {
+    return handler(frame);
+  } catch (const std::exception& exception) {
+    return failed(exception.what());
+  } catch (...) {
+    return failed("jax_grouped: an exception of unknown type.");
+  }
 }
 
 inline ffi::Error Invalid(const char* op, const std::string& what) {

@@ -151,7 +151,7 @@ XLA_FFI_DEFINE_HANDLER(execute, Execute,
                        BindCall(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame) { return initialize(frame); }
-XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) { return execute(frame); }
+XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame) { return CallHandler(initialize, frame); }
+XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) { return CallHandler(execute, frame); }
 
 }  // namespace jax_grouped

@@ -310,7 +310,7 @@ XLA_FFI_DEFINE_HANDLER(dequantize, Dequantize,
                            .Attr<bool>("swizzled_scales"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame) { return quantize(frame); }
-XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame) { return dequantize(frame); }
+XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(quantize, frame); }
+XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(dequantize, frame); }
 
 }  // namespace jax_grouped

@@ -1,4 +1,4 @@
-// The outcome of a call that can fail. Nothing in csrc throws.
+// The outcome of a call that can fail. Nothing in csrc throws, but for std::bad_alloc.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_STATUS_H_
 #define JAX_GROUPED_CSRC_COMMON_STATUS_H_
@@ -12,21 +12,26 @@ namespace jax_grouped {
 
 class [[nodiscard]] Status {
  public:
-  static Status Ok() { return Status(std::string()); }
+  static Status Ok() { return Status(std::string(), cudaSuccess); }
   // `message` is a sentence that names what failed; it must not be empty.
-  static Status Failed(std::string message) { return Status(std::move(message)); }
+  static Status Failed(std::string message) { return Status(std::move(message), cudaSuccess); }
+  // Takes the error over: CUDA forgets it, or whoever asks for the last error next would be told of it again.
   static Status FromCuda(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return Ok();
-    return Failed(std::string(what) + " failed: " + cudaGetErrorString(error) + ".");
+    (void)cudaGetLastError();
+    return Status(std::string(what) + " failed: " + cudaGetErrorString(error) + ".", error);
   }
 
   bool ok() const { return message_.empty(); }
   const std::string& message() const { return message_; }
+  // CUDA's error, if that is what failed.
+  cudaError_t cuda_error() const { return cuda_error_; }
 
  private:
-  explicit Status(std::string message) : message_(std::move(message)) {}
+  Status(std::string message, cudaError_t cuda_error) : message_(std::move(message)), cuda_error_(cuda_error) {}
 
   std::string message_;
+  cudaError_t cuda_error_;
 };
 
 }  // namespace jax_grouped

@@ -12,8 +12,9 @@
 #include <type_traits>
 
 #include "csrc/common/device.h"
-#include "csrc/common/early_launch.cuh"
 #include "csrc/common/fp8.cuh"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/shared_memory.h"
 #include "csrc/common/status.h"
 #include "csrc/hopper/operand.h"
 #include "csrc/hopper/tensor_map.h"
@@ -65,11 +66,10 @@ template <typename Args>
 Status LaunchClusters(void (*kernel)(Args), cudaStream_t stream, int device, const Args& args) {
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Status::FromCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
-                       "Asking for shared memory"));
+  JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), sizeof(Shared)));
   const int clusters = std::min(args.turns, properties.processors / kCluster);
-  return LaunchEarly(kernel, dim3(clusters * kCluster), kThreads, sizeof(Shared), stream, args);
+  const Grid grid{dim3(clusters * kCluster), kThreads, sizeof(Shared)};
+  return LaunchEarly("Launching a grouped product", stream, grid, kernel, args);
 }
 
 }  // namespace hopper

@@ -223,6 +223,14 @@ __device__ __forceinline__ void Add(const Fragment& product, Fragment& sum) {
   for (int i = 0; i < Fragment::kValues; ++i) sum.value[i] += product.value[i];
 }
 
+// The product of two inverse scales, which are at most 2^126 each: the largest number where it overflows, as a sum of 0
+// times infinity would be NaN. NaN stays NaN.
+__device__ __forceinline__ float MultiplyScales(float a, float b) {
+  float product;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(a * b), "f"(0x1.fffffep127f));
+  return product;
+}
+
 __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
 #pragma unroll
   for (float& value : sum.value) value *= factor;

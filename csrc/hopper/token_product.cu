@@ -86,8 +86,8 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
                            {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(product.result_type)), Fragment::kRows}};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(result, &setup.result));
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * row_bytes), groups.batch);
-  SetUpTokenProduct<<<blocks, kSetupThreads, 0, stream>>>(groups, setup);
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped product"));
+  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a grouped product", stream, {blocks, kSetupThreads},
+                                      SetUpTokenProduct, groups, setup));
 
   const int32_t row_tiles = product.element_units.count[static_cast<int>(kTileUnit)];
   const auto element_turns = static_cast<int32_t>(row_tiles * CeilDiv(product.features, kCluster * kTileColumns));

@@ -82,8 +82,8 @@ class TokenTiles {
       const int32_t scale_unit = table.UnitsBefore(Unit::k4)[group];
       float scale = 1.0f;
       if constexpr (kMode == ScalingMode::kTensor) {
-        scale = args_.token_scale[element_ * table.num_groups + group] *
-                args_.kernel_scale[(first_kernel + group) * args_.kernel_scales];
+        scale = MultiplyScales(args_.token_scale[element_ * table.num_groups + group],
+                               args_.kernel_scale[(first_kernel + group) * args_.kernel_scales]);
       }
       const uint32_t found = __ballot_sync(kFullWarp, tiles_after > row_tile);
       if (found == 0) continue;
@@ -191,8 +191,8 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
           const float kernel_scale = LoadShared(shared.KernelScale(s) + block % 4 * sizeof(float));
           RowScales row_scales;
           row_scales.Load(shared, s, place, wave);
-          scale[0] = row_scales.rows[0] * kernel_scale;
-          scale[1] = row_scales.rows[1] * kernel_scale;
+          scale[0] = MultiplyScales(row_scales.rows[0], kernel_scale);
+          scale[1] = MultiplyScales(row_scales.rows[1], kernel_scale);
         }
         WaitForProducts();
         Pin(product);

@@ -94,8 +94,9 @@ Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Gr
       EncodeTensorMap(Fp8Boxes(wgrad.x.data, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(wgrad.dy.data, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
-  SetUpWgrad<<<groups.batch, kSetupThreads, 0, stream>>>(groups, setup);
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetLastError(), "Launching the setup of a weight gradient"));
+  const dim3 elements(groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
 
   WgradArguments args{{},
                       scratch.maps,

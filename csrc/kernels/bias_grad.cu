@@ -4,9 +4,9 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <string>
 
 #include "csrc/common/group_layout.cuh"
+#include "csrc/common/launch.cuh"
 
 namespace jax_grouped {
 namespace {
@@ -67,20 +67,25 @@ struct alignas(sizeof(T) * kVector) Vector {
   T element[kVector];
 };
 
-// One block sums a tile's rows over kColumnThreads * kVector columns.
+// Blocks that share out columns are counted along the first axis of a launch, with the tiles or groups: the other axes
+// end at 65535, which many features would exceed.
+
+// One block sums a tile's rows over kColumnThreads * kVector columns. Every row of blocks has a batch element.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kColumnThreads* kLanes)
-    SumTiles(const T* __restrict__ dy, int64_t features, Starts starts, float* __restrict__ partial_sums) {
+    SumTiles(const T* __restrict__ dy, int64_t features, uint32_t column_blocks, Starts starts,
+             float* __restrict__ partial_sums) {
   __shared__ float lane_sums[kLanes][kColumnThreads][kVector];
-  const int32_t* row_starts = starts.Row(static_cast<int32_t>(blockIdx.z));
-  const int32_t* tile_starts = starts.Tile(static_cast<int32_t>(blockIdx.z));
-  const int32_t tile = tile_starts[0] + static_cast<int32_t>(blockIdx.x);
+  const int32_t* row_starts = starts.Row(static_cast<int32_t>(blockIdx.y));
+  const int32_t* tile_starts = starts.Tile(static_cast<int32_t>(blockIdx.y));
+  const int32_t tile = tile_starts[0] + static_cast<int32_t>(blockIdx.x / column_blocks);
+  const int64_t first_column = static_cast<int64_t>(blockIdx.x % column_blocks) * kColumnThreads * kVector;
   if (tile >= tile_starts[starts.num_groups]) return;
 
   const int32_t group = FindGroup(tile_starts, 0, starts.num_groups, tile);
   const int64_t begin = row_starts[group] + static_cast<int64_t>(tile - tile_starts[group]) * kBiasGradRows;
   const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(row_starts[group + 1]));
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kColumnThreads + threadIdx.x) * kVector;
+  const int64_t column = first_column + threadIdx.x * kVector;
 
   float sum[kVector] = {};
   if (column < features) {
@@ -97,7 +102,6 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
 
   // The threads of a block share out its columns again, neighbours side by side.
   const int thread = static_cast<int>(threadIdx.y) * kColumnThreads + static_cast<int>(threadIdx.x);
-  const int64_t first_column = static_cast<int64_t>(blockIdx.y) * kColumnThreads * kVector;
   for (int i = thread; i < kColumnThreads * kVector && first_column + i < features; i += kColumnThreads * kLanes) {
     float total = 0.0f;
 #pragma unroll
@@ -107,12 +111,13 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
 }
 
 __global__ void __launch_bounds__(kSumThreads)
-    AddTiles(const float* __restrict__ partial_sums, int64_t features, const int32_t* __restrict__ tile_starts,
-             int64_t element_stride, int32_t num_groups, float* __restrict__ dbias) {
-  const int64_t index = blockIdx.x;
+    AddTiles(const float* __restrict__ partial_sums, int64_t features, uint32_t column_blocks,
+             const int32_t* __restrict__ tile_starts, int64_t element_stride, int32_t num_groups,
+             float* __restrict__ dbias) {
+  const int64_t index = blockIdx.x / column_blocks;
   const int64_t group = index % num_groups;
   tile_starts += index / num_groups * element_stride;
-  const int64_t column = static_cast<int64_t>(blockIdx.y) * kSumThreads + threadIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.x % column_blocks) * kSumThreads + threadIdx.x;
   if (column >= features) return;
   float sum = 0.0f;
 #pragma unroll 8
@@ -122,56 +127,70 @@ __global__ void __launch_bounds__(kSumThreads)
   dbias[index * features + column] = sum;
 }
 
+// Blocks of one axis: as many for each of `rows` as there are for the columns.
+Status CountBlocks(int64_t rows, int64_t column_blocks, unsigned* blocks) {
+  constexpr int64_t kMost = INT32_MAX;
+  if (column_blocks > kMost || rows * column_blocks > kMost) {
+    return Status::Failed("The bias gradient needs more than 2^31 - 1 blocks of threads.");
+  }
+  *blocks = static_cast<unsigned>(rows * column_blocks);
+  return Status::Ok();
+}
+
 template <typename T, int kVector>
-void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
-                    float* partial_sums) {
-  const auto tiles = static_cast<unsigned>(BiasGradTiles(groups.capacity, groups.num_groups));
-  const auto columns = static_cast<unsigned>(CeilDiv(features, kColumnThreads * kVector));
-  SumTiles<T, kVector><<<dim3(tiles, columns, groups.batch), dim3(kColumnThreads, kLanes), 0, stream>>>(
-      static_cast<const T*>(dy), features, starts, partial_sums);
+Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
+                      float* partial_sums) {
+  const int64_t column_blocks = CeilDiv(features, kColumnThreads * kVector);
+  unsigned blocks = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(CountBlocks(BiasGradTiles(groups.capacity, groups.num_groups), column_blocks, &blocks));
+  return Launch("Launching the sums of tiles of a bias gradient", stream,
+                {dim3(blocks, groups.batch), dim3(kColumnThreads, kLanes)}, SumTiles<T, kVector>,
+                static_cast<const T*>(dy), features, static_cast<uint32_t>(column_blocks), starts, partial_sums);
 }
 
 // Loads of 16 bytes where every row starts on such a boundary, of single elements otherwise.
 template <typename T>
-void LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
-                    float* partial_sums) {
+Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
+                      float* partial_sums) {
   constexpr int kVector = 16 / sizeof(T);
-  if (features % kVector == 0) {
-    LaunchSumTiles<T, kVector>(stream, groups, dy, features, starts, partial_sums);
-  } else {
-    LaunchSumTiles<T, 1>(stream, groups, dy, features, starts, partial_sums);
+  return features % kVector == 0 ? LaunchSumTiles<T, kVector>(stream, groups, dy, features, starts, partial_sums)
+                                 : LaunchSumTiles<T, 1>(stream, groups, dy, features, starts, partial_sums);
+}
+
+Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
+                      const Starts& starts, float* partial_sums) {
+  switch (type) {
+    case CUDA_R_16BF:
+      return LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, starts, partial_sums);
+    case CUDA_R_16F:
+      return LaunchSumTiles<__half>(stream, groups, dy, features, starts, partial_sums);
+    case CUDA_R_32F:
+      return LaunchSumTiles<float>(stream, groups, dy, features, starts, partial_sums);
+    default:
+      return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
   }
 }
 
 }  // namespace
 
-void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
-                    const int32_t* tile_starts, int64_t element_stride, float* dbias) {
-  const auto columns = static_cast<unsigned>(CeilDiv(features, kSumThreads));
-  AddTiles<<<dim3(groups.AllGroups(), columns), kSumThreads, 0, stream>>>(partial_sums, features, tile_starts,
-                                                                          element_stride, groups.num_groups, dbias);
+Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
+                      const int32_t* tile_starts, int64_t element_stride, float* dbias) {
+  const int64_t column_blocks = CeilDiv(features, kSumThreads);
+  unsigned blocks = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(CountBlocks(groups.AllGroups(), column_blocks, &blocks));
+  return Launch("Launching the sums of a bias gradient", stream, {dim3(blocks), kSumThreads}, AddTiles, partial_sums,
+                features, static_cast<uint32_t>(column_blocks), tile_starts, element_stride, groups.num_groups, dbias);
 }
 
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
                       float* partial_sums, int32_t* starts, float* dbias) {
   const Starts found{starts, groups.num_groups};
-  FindTiles<<<groups.batch, kScanThreads, 0, stream>>>(groups, found);
-  switch (type) {
-    case CUDA_R_16BF:
-      LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, found, partial_sums);
-      break;
-    case CUDA_R_16F:
-      LaunchSumTiles<__half>(stream, groups, dy, features, found, partial_sums);
-      break;
-    case CUDA_R_32F:
-      LaunchSumTiles<float>(stream, groups, dy, features, found, partial_sums);
-      break;
-    default:
-      return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
-  }
+  const dim3 elements(groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a bias gradient", stream, {elements, kScanThreads}, FindTiles, groups, found));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchSumTiles(stream, groups, dy, type, features, found, partial_sums));
   const int32_t* tile_starts = starts + groups.num_groups + 1;
-  LaunchAddTiles(stream, partial_sums, features, groups, tile_starts, found.Stride(), dbias);
-  return Status::FromCuda(cudaGetLastError(), "Launching the bias gradient");
+  return LaunchAddTiles(stream, partial_sums, features, groups, tile_starts, found.Stride(), dbias);
 }
 
 }  // namespace jax_grouped

@@ -26,8 +26,8 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
 
 // dbias[g][n] = the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order. Each
 // batch element has its own tile_starts, `element_stride` after those before.
-void LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
-                    const int32_t* tile_starts, int64_t element_stride, float* dbias);
+Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
+                      const int32_t* tile_starts, int64_t element_stride, float* dbias);
 
 }  // namespace jax_grouped
 

@@ -6,6 +6,7 @@
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/group_layout.cuh"
 #include "csrc/common/group_table.cuh"
+#include "csrc/common/launch.cuh"
 #include "csrc/kernels/quantize.h"
 
 namespace jax_grouped {
@@ -130,43 +131,39 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <ScalingMode kMode, bool kColumnwise, typename Fp8, typename Out>
-void Launch(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out) {
+Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out) {
   const int64_t chunks = CeilDiv(layout.ElementUnits(kFp8Alignment), kWarps);
   const int64_t column_tiles = CeilDiv(layout.features, kColumns<kColumnwise>);
   const dim3 blocks(static_cast<unsigned>(chunks * column_tiles), static_cast<unsigned>(layout.batch));
-  Dequantize<kMode, kColumnwise, Fp8>
-      <<<blocks, kThreads, 0, stream>>>(args, static_cast<Out*>(out), static_cast<uint32_t>(column_tiles));
+  return Launch("Launching the dequantization", stream, {blocks, kThreads}, Dequantize<kMode, kColumnwise, Fp8, Out>,
+                args, static_cast<Out*>(out), static_cast<uint32_t>(column_tiles));
 }
 
 template <ScalingMode kMode, bool kColumnwise, typename Fp8>
-Status Launch(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out,
-              cudaDataType_t output_type) {
+Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out,
+                    cudaDataType_t output_type) {
   switch (output_type) {
     case CUDA_R_16BF:
-      Launch<kMode, kColumnwise, Fp8, __nv_bfloat16>(stream, layout, args, out);
-      break;
+      return LaunchKernel<kMode, kColumnwise, Fp8, __nv_bfloat16>(stream, layout, args, out);
     case CUDA_R_16F:
-      Launch<kMode, kColumnwise, Fp8, __half>(stream, layout, args, out);
-      break;
+      return LaunchKernel<kMode, kColumnwise, Fp8, __half>(stream, layout, args, out);
     case CUDA_R_32F:
-      Launch<kMode, kColumnwise, Fp8, float>(stream, layout, args, out);
-      break;
+      return LaunchKernel<kMode, kColumnwise, Fp8, float>(stream, layout, args, out);
     default:
       return Status::Failed("Dequantization gives bfloat16, float16 or float32.");
   }
-  return Status::FromCuda(cudaGetLastError(), "Launching the dequantization");
 }
 
 template <ScalingMode kMode>
-Status Launch(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args,
-              cudaDataType_t input_type, void* out, cudaDataType_t output_type) {
+Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args,
+                    cudaDataType_t input_type, void* out, cudaDataType_t output_type) {
   const bool e4m3 = input_type == CUDA_R_8F_E4M3;
   if (layout.columnwise) {
-    return e4m3 ? Launch<kMode, true, E4m3>(stream, layout, args, out, output_type)
-                : Launch<kMode, true, E5m2>(stream, layout, args, out, output_type);
+    return e4m3 ? LaunchKernel<kMode, true, E4m3>(stream, layout, args, out, output_type)
+                : LaunchKernel<kMode, true, E5m2>(stream, layout, args, out, output_type);
   }
-  return e4m3 ? Launch<kMode, false, E4m3>(stream, layout, args, out, output_type)
-              : Launch<kMode, false, E5m2>(stream, layout, args, out, output_type);
+  return e4m3 ? LaunchKernel<kMode, false, E4m3>(stream, layout, args, out, output_type)
+              : LaunchKernel<kMode, false, E5m2>(stream, layout, args, out, output_type);
 }
 
 }  // namespace
@@ -179,16 +176,18 @@ Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const Quantiz
                                  {layout.features, layout.swizzled_scales},
                                  static_cast<const uint8_t*>(data),
                                  scale_inv};
-  SetUp<<<groups.batch, kSetUpThreads, 0, stream>>>(groups, layout.ElementUnits(), args.table);
+  const dim3 elements(groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a dequantization", stream, {elements, kSetUpThreads},
+                                      SetUp, groups, layout.ElementUnits(), args.table));
   switch (layout.mode) {
     case ScalingMode::kTensor:
-      return Launch<ScalingMode::kTensor>(stream, layout, args, input_type, out, output_type);
+      return LaunchKernel<ScalingMode::kTensor>(stream, layout, args, input_type, out, output_type);
     case ScalingMode::kBlock1D:
-      return Launch<ScalingMode::kBlock1D>(stream, layout, args, input_type, out, output_type);
+      return LaunchKernel<ScalingMode::kBlock1D>(stream, layout, args, input_type, out, output_type);
     case ScalingMode::kBlock2D:
-      return Launch<ScalingMode::kBlock2D>(stream, layout, args, input_type, out, output_type);
+      return LaunchKernel<ScalingMode::kBlock2D>(stream, layout, args, input_type, out, output_type);
     case ScalingMode::kMx:
-      return Launch<ScalingMode::kMx>(stream, layout, args, input_type, out, output_type);
+      return LaunchKernel<ScalingMode::kMx>(stream, layout, args, input_type, out, output_type);
   }
   return Status::Failed("Dequantization has no such scaling mode.");
 }

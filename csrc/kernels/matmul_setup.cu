@@ -4,6 +4,7 @@
 
 #include "csrc/common/group_layout.cuh"
 #include "csrc/common/group_table.cuh"
+#include "csrc/common/launch.cuh"
 #include "csrc/common/zero_rows.cuh"
 
 namespace jax_grouped {
@@ -144,9 +145,9 @@ dim3 SetupBlocks(const Groups& groups, const Operand& d, bool zero_rest, const R
 Status LaunchMatmulSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_kernel, const Operand& a,
                          const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                          const MatmulScratch& scratch) {
-  MatmulSetup<<<SetupBlocks(groups, d, zero_rest, workspace), kThreads, 0, stream>>>(
-      groups, Operands{{a, b, d}}, elements_per_kernel, beta, zero_rest, workspace, scratch);
-  return Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped matmul");
+  return Launch("Launching the setup of a grouped matmul", stream,
+                {SetupBlocks(groups, d, zero_rest, workspace), kThreads}, MatmulSetup, groups, Operands{{a, b, d}},
+                elements_per_kernel, beta, zero_rest, workspace, scratch);
 }
 
 Status LaunchScaledMatmulSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
@@ -163,8 +164,8 @@ Status LaunchScaledMatmulSetup(cudaStream_t stream, const Groups& groups, const 
                              zero_rest,
                              workspace,
                              scratch.Matmul()};
-  ScaledMatmulSetup<<<SetupBlocks(groups, d, zero_rest, workspace), kThreads, 0, stream>>>(groups, args);
-  return Status::FromCuda(cudaGetLastError(), "Launching the setup of a grouped matmul of scaled operands");
+  return Launch("Launching the setup of a grouped matmul of scaled operands", stream,
+                {SetupBlocks(groups, d, zero_rest, workspace), kThreads}, ScaledMatmulSetup, groups, args);
 }
 
 }  // namespace jax_grouped

@@ -5,6 +5,8 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/group_table.cuh"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/shared_memory.h"
 #include "csrc/kernels/bias_grad.h"
 #include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_amax.cuh"
@@ -28,6 +30,8 @@ constexpr int kZeroThreads = 512;
 // Up to so many groups, every block that fills in windows makes itself a table in shared memory: no second kernel has
 // to wait for one.
 constexpr int32_t kMostSharedGroups = 8192;
+
+constexpr char kSettingUp[] = "Launching the setup of a quantization";
 
 // Fills in the windows of a batch element, a warp for each.
 template <int kThreads>
@@ -71,24 +75,26 @@ dim3 WindowBlocks(const QuantizeArguments& args, int threads) {
   return dim3(static_cast<unsigned>(CeilDiv(int64_t{args.num_windows} * 32, threads)), args.groups.batch);
 }
 
-template <typename Fp8, int kThreads>
+constexpr int TableBytes(int32_t num_groups) {
+  return static_cast<int>(GroupTable::Size(num_groups) * sizeof(int32_t));
+}
+
+template <typename Fp8, int kThreads, int32_t kMostGroups>
 Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
   const auto kernel = SetUp<Fp8, kThreads>;
-  const int bytes = static_cast<int>(GroupTable::Size(args.groups.num_groups) * sizeof(int32_t));
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "Reserving shared memory"));
-  kernel<<<WindowBlocks(args, kThreads), kThreads, bytes, stream>>>(args);
-  return Status::Ok();
+  JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), TableBytes(kMostGroups)));
+  return Launch(kSettingUp, stream, {WindowBlocks(args, kThreads), kThreads, TableBytes(args.groups.num_groups)},
+                kernel, args);
 }
 
 template <typename Fp8>
 Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
   const int32_t num_groups = args.groups.num_groups;
-  if (num_groups <= kFewGroups) return LaunchSetUp<Fp8, kSetUpThreads>(stream, args);
-  if (num_groups <= kMostSharedGroups) return LaunchSetUp<Fp8, kManyGroupsThreads>(stream, args);
-  SetUpManyGroups<Fp8><<<args.groups.batch, kManyGroupsThreads, 0, stream>>>(args);
-  SetUpWindows<<<WindowBlocks(args, kSetUpThreads), kSetUpThreads, 0, stream>>>(args);
-  return Status::Ok();
+  if (num_groups <= kFewGroups) return LaunchSetUp<Fp8, kSetUpThreads, kFewGroups>(stream, args);
+  if (num_groups <= kMostSharedGroups) return LaunchSetUp<Fp8, kManyGroupsThreads, kMostSharedGroups>(stream, args);
+  const dim3 elements(args.groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(Launch(kSettingUp, stream, {elements, kManyGroupsThreads}, SetUpManyGroups<Fp8>, args));
+  return Launch(kSettingUp, stream, {WindowBlocks(args, kSetUpThreads), kSetUpThreads}, SetUpWindows, args);
 }
 
 // Zeroes scales in whose layout some belong to no block. Regions are multiples of 512 bytes. `count` is of one element.
@@ -98,11 +104,12 @@ __global__ void __launch_bounds__(kZeroThreads) ZeroScales(uint4* scales, int64_
   if (index < count) scales[blockIdx.y * count + index] = uint4{};
 }
 
-void LaunchZeroScales(cudaStream_t stream, void* scales, int64_t bytes, const QuantizeArguments& args) {
+Status LaunchZeroScales(cudaStream_t stream, void* scales, int64_t bytes, const QuantizeArguments& args) {
   const int64_t count = bytes / args.groups.batch / static_cast<int64_t>(sizeof(uint4));
-  if (scales == nullptr || count == 0) return;
+  if (scales == nullptr || count == 0) return Status::Ok();
   const dim3 blocks(static_cast<unsigned>(CeilDiv(count, kZeroThreads)), args.groups.batch);
-  ZeroScales<<<blocks, kZeroThreads, 0, stream>>>(static_cast<uint4*>(scales), count, args.skip);
+  return Launch("Launching the zeros between scales", stream, {blocks, kZeroThreads}, ZeroScales,
+                static_cast<uint4*>(scales), count, args.skip);
 }
 
 template <typename Source>
@@ -119,7 +126,8 @@ Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const
                       const QuantizeArguments& args) {
   return WithSource(problem, buffers, [&](const auto& source) {
     const auto kernel = FindAmaxKernel<std::decay_t<decltype(source)>>;
-    return LaunchEarly(kernel, Share::Blocks(args), kTileThreads, 0, stream, args, source);
+    return LaunchEarly("Launching the search for the largest values", stream, {Share::Blocks(args), kTileThreads},
+                       kernel, args, source);
   });
 }
 
@@ -138,8 +146,8 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
   return Status::Failed("Quantization has no such scaling mode.");
 }
 
-// Whether quantization does all the work in one launch, whose blocks wait for each other: for a small one, launches and
-// what lies between them would take most of the time.
+// Decides whether quantization does all the work in one launch, whose blocks wait for each other: for a small one,
+// launches and what lies between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // No block may leave alone.
@@ -151,6 +159,23 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   args->single_launch = few_groups && all_or_none_skip &&
                         args->Shares() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
+}
+
+// Launches what quantizes. A single launch may be refused: under MPS, a process can have fewer multiprocessors than its
+// device says, and then not all blocks run at once. The launches that it stands for fit any number.
+Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                    QuantizeArguments* args) {
+  if (args->single_launch) {
+    Status launched = LaunchTiles(stream, problem, buffers, *args);
+    if (launched.cuda_error() != cudaErrorCooperativeLaunchTooLarge) return launched;
+    args->single_launch = false;
+  }
+  JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
+                                                                     : LaunchSetUp<E5m2>(stream, *args));
+  if (args->group_scales && !args->given_scale) {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, *args));
+  }
+  return LaunchTiles(stream, problem, buffers, *args);
 }
 
 }  // namespace
@@ -182,22 +207,13 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
 
   if (problem.swizzled_scales) {
-    LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, args);
-    LaunchZeroScales(stream, buffers.column_scale, buffers.column_scale_bytes, args);
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, args));
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.column_scale, buffers.column_scale_bytes, args));
   }
-  if (!args.single_launch) {
-    JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, args)
-                                                                       : LaunchSetUp<E5m2>(stream, args));
-    if (args.group_scales && !args.given_scale) {
-      JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, args));
-    }
-  }
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchTiles(stream, problem, buffers, args));
-  if (buffers.dbias != nullptr) {
-    LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table.UnitsBefore(Unit::k128),
-                   GroupTable::Size(groups.num_groups), buffers.dbias);
-  }
-  return Status::FromCuda(cudaGetLastError(), "Launching the quantization");
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchPasses(stream, problem, buffers, &args));
+  if (buffers.dbias == nullptr) return Status::Ok();
+  return LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table.UnitsBefore(Unit::k128),
+                        GroupTable::Size(groups.num_groups), buffers.dbias);
 }
 
 }  // namespace jax_grouped

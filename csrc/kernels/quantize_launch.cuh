@@ -4,7 +4,8 @@
 #ifndef JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_KERNELS_QUANTIZE_LAUNCH_CUH_
 
-#include "csrc/common/early_launch.cuh"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/shared_memory.h"
 #include "csrc/kernels/quantize_activation.cuh"
 #include "csrc/kernels/quantize_tiles.cuh"
 
@@ -31,18 +32,12 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
   constexpr int kBytes = Tile<typename Source::Element>::kBytes;
   const auto kernel =
       args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "Reserving shared memory"));
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-      "Reserving shared memory"));
-  const dim3 blocks = Share::Blocks(args);
-  if (args.single_launch) {
-    void* arguments[] = {const_cast<QuantizeArguments*>(&args), const_cast<Source*>(&source)};
-    return Status::FromCuda(cudaLaunchCooperativeKernel(kernel, blocks, kTileThreads, arguments, kBytes, stream),
-                            "Launching the quantization");
-  }
-  return LaunchEarly(kernel, blocks, kTileThreads, kBytes, stream, args, source);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
+  constexpr char kWhat[] = "Launching the quantization";
+  const Grid grid{Share::Blocks(args), kTileThreads, kBytes};
+  return args.single_launch ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
+                            : LaunchEarly(kWhat, stream, grid, kernel, args, source);
 }
 
 template <ScalingMode kMode, typename Fp8>

@@ -143,3 +143,14 @@ def test_thousands_of_groups_in_fp8(recipe: Recipe, skew: str) -> None:
     oracle.assert_groups_close(dx, expected, sizes, groups, 5e-3)
     expected = oracle.wgrad(qx.columnwise.dequantized, qdy.columnwise.dequantized, sizes, groups)
     oracle.assert_kernels_close(dkernel, expected, 5e-3)
+
+
+@pytest.mark.parametrize("features", [2_097_120, 2_097_127, 16_777_344])
+def test_bias_gradients_of_more_columns_than_a_launch_has_rows_of_blocks(features: int) -> None:
+    def loss(bias: jax.Array) -> jax.Array:
+        y = jg.grouped_dense(jnp.ones((8, 8), jnp.bfloat16), kernel, jnp.array([5]), bias)
+        return jnp.sum(y, dtype=jnp.float32)
+
+    kernel = jnp.zeros((1, 8, features), jnp.bfloat16)
+    dbias = jax.jit(jax.grad(loss))(jnp.zeros((1, features), jnp.bfloat16))
+    assert bool(jnp.all(dbias == 5))

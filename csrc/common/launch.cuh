@@ -1,0 +1,67 @@
+// Kernel launches. Each returns its own error: cudaGetLastError would also return one that an earlier call has left.
+
+#ifndef JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
+#define JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "csrc/common/status.h"
+
+namespace jax_grouped {
+
+// The shape of a launch.
+struct Grid {
+  dim3 blocks;
+  dim3 threads;
+  int shared_bytes = 0;  // dynamic shared memory of a block
+};
+
+// Launches with attributes. `what` begins the sentence of an error, as in Status::FromCuda. Arguments are converted to
+// the types of the kernel's parameters.
+template <typename... Parameters, typename... Args>
+Status LaunchWith(cudaLaunchAttribute* attributes, unsigned num_attributes, const char* what, cudaStream_t stream,
+                  const Grid& grid, void (*kernel)(Parameters...), Args&&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
+  return Status::FromCuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
+}
+
+// kernel<<<grid, stream>>>(args...)
+template <typename... Parameters, typename... Args>
+Status Launch(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...), Args&&... args) {
+  return LaunchWith(nullptr, 0, what, stream, grid, kernel, std::forward<Args>(args)...);
+}
+
+// Launches a kernel that starts while the kernel before it, its setup, still runs: "programmatic dependent launch" in
+// the CUDA Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes; the kernel
+// calls cudaGridDependencySynchronize, in all threads, before it touches memory.
+template <typename... Parameters, typename... Args>
+Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
+                   Args&&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
+}
+
+// Launches a kernel whose blocks wait for each other, and so must all run at once. Fails with
+// cudaErrorCooperativeLaunchTooLarge where they cannot.
+template <typename... Parameters, typename... Args>
+Status LaunchCooperative(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
+                         Args&&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_

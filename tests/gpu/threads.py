@@ -1,0 +1,121 @@
+"""Several host threads that run programs of their own on one device, over and over.
+
+`python3 -m tests.gpu.threads CASE SECONDS` fails if any result has other bits than the program gives alone, or if a
+call fails. A hang ends the process after three times as long, with every thread's stack.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_grouped as jg
+from jax_grouped.recipes import Recipe
+
+#: Calls that are under way before a thread looks at the last one's result.
+CALLS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program of one thread."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def random_sizes(tokens: int, groups: int) -> jax.Array:
+    ends = np.sort(np.random.default_rng(groups).integers(0, tokens + 1, groups))
+    return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)
+
+
+def quantization(tokens: int, features: int, groups: int, mode: jg.ScalingMode = jg.ScalingMode.BLOCK_1D) -> Job:
+    def quantize(x: jax.Array, sizes: jax.Array) -> Any:
+        quantized = jg.grouped_quantize(x, sizes, mode, columnwise=True)
+        # What follows a group's columns is unspecified.
+        return quantized.rowwise.data, quantized.amax
+
+    x = jax.random.normal(jax.random.key(groups), (tokens, features), jnp.bfloat16)
+    return Job(jax.jit(quantize), (x, random_sizes(tokens, groups)))
+
+
+def gradients(recipe: Recipe | None, groups: int) -> Job:
+    tokens, tail = 4096, 200
+    sizes = random_sizes(tokens - tail, groups)
+    state = jg.Fp8State.initial(recipe, groups) if isinstance(recipe, jg.DelayedScaling) else None
+    x = jax.random.normal(jax.random.key(0), (tokens, 512), jnp.bfloat16).at[-tail:].set(jnp.nan)
+    kernel = jax.random.normal(jax.random.key(1), (groups, 512, 768))
+
+    def loss(kernel: jax.Array, x: jax.Array, state: Any) -> jax.Array:
+        y = jg.grouped_dense(x, kernel, sizes, recipe=recipe, fp8_state=state)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return Job(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (kernel, x, state))
+
+
+def recipes(*groups: int) -> list[Job]:
+    """Steps of every recipe, with these numbers of groups in turn."""
+    all_recipes = [None, jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.DelayedScaling(amax_history_len=4)]
+    return [gradients(recipe, groups[i % len(groups)]) for i, recipe in enumerate(all_recipes)]
+
+
+CASES: dict[str, Callable[[], list[Job]]] = {
+    # Setups of one kernel with more and with less shared memory.
+    "tables": lambda: [quantization(8192, 4096, 1000), quantization(8192, 4096, 2)],
+    "large_tables": lambda: [quantization(8192, 1024, 8000), quantization(8192, 1024, 2000)],
+    "recipes": lambda: recipes(4, 64),
+    "recipes_of_many_groups": lambda: recipes(300, 17),
+    # Grids whose blocks wait for each other.
+    "single_launches": lambda: [
+        *(quantization(1024, 768, groups, jg.ScalingMode.TENSOR) for groups in (8, 200)),
+        quantization(1024, 768, 16),
+        gradients(jg.Float8CurrentScaling(), 8),
+    ],
+}
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def run_together(jobs: Sequence[Job], seconds: float) -> list[str]:
+    """Runs each job in a thread of its own, and returns what went wrong."""
+    expected = [bits(job.function(*job.arguments)) for job in jobs]
+    calls = [0] * len(jobs)
+    problems: list[str] = []
+    end = time.monotonic() + seconds
+
+    def run(index: int, job: Job) -> None:
+        try:
+            while time.monotonic() < end and not problems:
+                results = [job.function(*job.arguments) for _ in range(CALLS)]
+                calls[index] += CALLS
+                if bits(results[-1]) != expected[index]:
+                    problems.append(f"job {index} has wrong bits after {calls[index]} calls")
+        except Exception as error:
+            problems.append(f"job {index} failed after {calls[index]} calls: {error}")
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("calls:", *calls, flush=True)
+    return problems
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("seconds", type=float)
+    options = parser.parse_args()
+    faulthandler.dump_traceback_later(120 + 3 * options.seconds, exit=True)
+    sys.exit("\n".join(run_together(CASES[options.case](), options.seconds)) or 0)
