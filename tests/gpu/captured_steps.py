@@ -27,27 +27,31 @@ SHAPE = shapes.Shape("captured", num_groups=16, tokens=2048, K=256, N=512)
 #: How many kernels there are to change between.
 KERNELS = 3
 
-#: What a step carries to the next one, for each of its two layers: a state, a cache, or nothing.
+#: What a step carries to the next one, for each of its two layers: a state, a cache, an accumulator, or nothing.
 Carry = tuple[Any, Any]
+NOTHING: Carry = (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What the layers compute in, and whether steps share one quantization of the kernel."""
+    """What the layers compute in, and whether steps share one quantization of the kernel, or add its gradients up."""
 
     recipe: Recipe | None
     cached: bool = False
+    accumulates: bool = False
+    dtype: str = "bfloat16"
 
     def initial(self) -> Carry:
         """What the first step is given; a cache is one of zeros, which must not be used."""
         if isinstance(self.recipe, jg.DelayedScaling):
             first, second = (jg.Fp8State.initial(self.recipe, SHAPE.num_groups) for _ in range(2))
             return first, second
+        kernel = jnp.zeros((SHAPE.num_groups, SHAPE.K, SHAPE.N))
         if self.cached:
-            return self.caches(jnp.zeros((SHAPE.num_groups, SHAPE.K, SHAPE.N)))
-        return None, None
+            return self.caches(kernel)
+        return (kernel, kernel.swapaxes(1, 2)) if self.accumulates else NOTHING
 
-    def caches(self, kernel: jax.Array, previous: Carry = (None, None), skip: jax.Array | None = None) -> Carry:
+    def caches(self, kernel: jax.Array, previous: Carry = NOTHING, skip: jax.Array | None = None) -> Carry:
         """Quantizes the kernels of both layers."""
         assert self.recipe is not None
         quantize = functools.partial(jg.quantize_kernel, recipe=self.recipe, skip=skip)
@@ -60,6 +64,13 @@ VARIANTS = {
     "current": Variant(jg.Float8CurrentScaling()),
     "delayed": Variant(jg.DelayedScaling(amax_history_len=4)),
     "cached": Variant(jg.Float8BlockScaling(), cached=True),
+    "cached_current": Variant(jg.Float8CurrentScaling(), cached=True),
+    "accumulating": Variant(None, accumulates=True),
+    "accumulating_block": Variant(jg.Float8BlockScaling(), accumulates=True),
+    "float16": Variant(None, dtype="float16"),
+    "float16_delayed": Variant(jg.DelayedScaling(amax_history_len=4), dtype="float16"),
+    "float32": Variant(None, dtype="float32"),
+    "float32_block": Variant(jg.Float8BlockScaling(), dtype="float32"),
 }
 
 
@@ -80,19 +91,24 @@ def step(
     """
     if variant.cached and skip is not None:
         carry = variant.caches(kernel, carry, skip)
-    caches, states = (carry, (None, None)) if variant.cached else ((None, None), carry)
+    caches = carry if variant.cached else NOTHING
+    accumulators = carry if variant.accumulates else NOTHING
+    states = NOTHING if variant.cached or variant.accumulates else carry
 
-    def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, states: Carry) -> jax.Array:
-        def dense(layer: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            given = dict(recipe=variant.recipe, fp8_state=states[layer], kernel_cache=caches[layer])
-            return jg.grouped_dense(x, kernel, sizes, bias, **given)
+    def loss(x: jax.Array, kernels: Any, bias: jax.Array, states: Carry) -> jax.Array:
+        def dense(layer: int, x: jax.Array, bias: jax.Array | None) -> jax.Array:
+            given = dict(fp8_state=states[layer], kernel_cache=caches[layer], dkernel_accumulator=accumulators[layer])
+            return jg.grouped_dense(x, kernels[layer], sizes, bias, recipe=variant.recipe, **given)
 
-        hidden = jax.nn.gelu(dense(0, x, kernel, bias))
-        y = dense(1, hidden, kernel.swapaxes(1, 2), None)
+        y = dense(1, jax.nn.gelu(dense(0, x, bias)), None)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    value, (dx, dkernel, dbias, states) = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, kernel, bias, states)
-    results = {"loss": value, "dx": dx, "dkernel": dkernel, "dbias": dbias}
+    kernels = kernel, kernel.swapaxes(1, 2)
+    value, (dx, dkernels, dbias, states) = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, kernels, bias, states)
+    results = {"loss": value, "dx": dx, "dkernel": dkernels[0], "dkernel of layer 1": dkernels[1], "dbias": dbias}
+    if variant.accumulates:
+        # Half of it: thousands of gradients would add up to one that rounds the next ones away.
+        return tuple(dkernel / 2 for dkernel in dkernels), results
     # The gradient of a state is the next one.
     for layer, state in enumerate(states):
         if state is not None:
@@ -121,7 +137,7 @@ class Steps:
         self._variant, self._host_decides = variant, host_decides
         self._carry = variant.initial()
         keys = jax.random.split(jax.random.key(0), 2 + KERNELS)
-        self._x = jax.random.normal(keys[0], (SHAPE.tokens, SHAPE.K), jnp.bfloat16)
+        self._x = jax.random.normal(keys[0], (SHAPE.tokens, SHAPE.K), variant.dtype)
         self._bias = jax.random.normal(keys[1], (SHAPE.num_groups, SHAPE.N), jnp.bfloat16)
         shape = SHAPE.num_groups, SHAPE.K, SHAPE.N
         self._kernels = [jax.random.normal(key, shape) * 0.05 for key in keys[2:]]
