@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.arrays import KernelCache
 from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_inputs
-from jax_grouped.dense_products import Saved, forward, fprop, gradients
+from jax_grouped.dense_products import Saved, forward, fprop, gradients, primal_values
 from jax_grouped.fp8_state import Fp8State
 from jax_grouped.recipes import Recipe
 
@@ -99,7 +99,7 @@ def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
 
 
 def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
-    return forward(jax.tree.map(lambda primal: primal.value, primals), spec)
+    return forward(primal_values(primals), spec)
 
 
 def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:

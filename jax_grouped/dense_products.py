@@ -250,6 +250,24 @@ class Saved(NamedTuple):
     dkernel_accumulator: jax.Array | None
 
 
+def primal_values(primals: Any) -> Inputs:
+    """Returns the arrays of the inputs that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
+
+    Raises:
+        ValueError: a kernel is differentiated and its state is not, so that nothing would keep the state up to date.
+    """
+
+    def differentiated(tree: Any) -> bool:
+        return any(primal.perturbed for primal in jax.tree.leaves(tree))
+
+    if primals.fp8_state is not None and differentiated(primals.kernel) and not differentiated(primals.fp8_state):
+        raise ValueError(
+            "fp8_state must be differentiated with the kernel, as its gradient is its next value: give jax.grad both "
+            "(in linen all variables, in NNX jax_grouped.nnx.TRAINED), and let the gradient take the state's place."
+        )
+    return jax.tree.map(lambda primal: primal.value, primals)
+
+
 def forward(inputs: Inputs, spec: DenseSpec) -> tuple[jax.Array, Saved]:
     """The result, and what its gradients need.
 

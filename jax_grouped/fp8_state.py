@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_grouped._config import config
 from jax_grouped._varying import varying_axes
 from jax_grouped.arrays import register_pytree
 from jax_grouped.backends import fp8
 from jax_grouped.recipes import DelayedScaling
+
+#: Relative difference between a square and what it should be that counts as rounding.
+_ROUNDING = 2.0**-16
 
 
 class PerTensor(NamedTuple):
@@ -44,10 +48,15 @@ class Fp8State:
     gradient of zeros: `jnp.where(new.input_scale[0] > 0, new_array, old_array)` keeps what was known. A scale of 0
     counts as 1.
 
+    Arithmetic on a state leaves marks: a step of an optimizer, a mean, a sum or a factor changes an amax and its square
+    differently, while a maximum keeps them together. The results for a group whose marks show it are NaN, and with
+    `jax_grouped.config.check` a ValueError says why.
+
     Attributes:
         input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
             values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
         input_scale, kernel_scale, output_grad_scale: `float32[E]`, what was last multiplied by before rounding to FP8.
+        input_amax_square, kernel_amax_square, output_grad_amax_square: `float32[E]`, the squares of the latest amax.
 
     Example:
         recipe = jg.DelayedScaling(amax_history_len=4)
@@ -62,10 +71,13 @@ class Fp8State:
     """
 
     input_amax_history: jax.Array
+    input_amax_square: jax.Array
     input_scale: jax.Array
     kernel_amax_history: jax.Array
+    kernel_amax_square: jax.Array
     kernel_scale: jax.Array
     output_grad_amax_history: jax.Array
+    output_grad_amax_square: jax.Array
     output_grad_scale: jax.Array
 
     @classmethod
@@ -80,6 +92,7 @@ class Fp8State:
         fields = {}
         for name in PerTensor._fields:
             fields[f"{name}_amax_history"] = jnp.zeros((num_groups, recipe.amax_history_len), jnp.float32)
+            fields[f"{name}_amax_square"] = jnp.zeros((num_groups,), jnp.float32)
             fields[f"{name}_scale"] = jnp.ones((num_groups,), jnp.float32)
         return cls(**fields)
 
@@ -92,12 +105,24 @@ class Fp8State:
 
         `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al., arXiv:2209.05433). Where that
         is zero or not finite, as with an empty history, it is the scale of the state, and 1 if that is no scale either.
+        It is NaN where the state shows marks of arithmetic.
         """
         histories = self._histories(PerTensor._fields)
+        intact = self.intact()
         amax = jnp.max(histories, axis=2) if recipe.amax_compute_algo == "max" else histories[:, :, 0]
         amax = fp8.flush(amax * np.float32(2.0**recipe.margin))
         dtypes = recipe.fwd_dtype, recipe.fwd_dtype, recipe.grad_dtype
-        return PerTensor(*map(self._scale, PerTensor._fields, amax, dtypes))
+        scales = map(self._scale, PerTensor._fields, amax, dtypes)
+        return PerTensor(*(jnp.where(ok, scale, jnp.nan) for ok, scale in zip(intact, scales, strict=True)))
+
+    def intact(self) -> PerTensor:
+        """Tells for each tensor and group whether the state shows no marks of arithmetic, `bool[E]` each."""
+
+        def intact(name: str) -> jax.Array:
+            expected = _square(_float32(getattr(self, f"{name}_amax_history"))[:, 0])
+            return jnp.abs(_float32(getattr(self, f"{name}_amax_square")) - expected) <= _ROUNDING * expected
+
+        return PerTensor(*map(intact, PerTensor._fields))
 
     def _scale(self, name: str, amax: jax.Array, dtype: DTypeLike) -> jax.Array:
         last = _float32(getattr(self, f"{name}_scale"))
@@ -116,12 +141,21 @@ class Fp8State:
         histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
         fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
         fields |= {f"{name}_scale": scale for name, scale in self.scales(recipe)._asdict().items()}
+        fields |= {f"{name}_amax_square": square for name, square in zip(amax, _square(newest), strict=True)}
         following = dataclasses.replace(self, **fields)
         return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), following, self)
 
 
 def _float32(x: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def _square(amax: jax.Array) -> jax.Array:
+    """The square, of numbers so far from the ends of float32 that it is exact to rounding; 0 for what is no amax.
+
+    It grows with the amax: the larger of two squares is that of the larger amax.
+    """
+    return jnp.where(amax > 0, jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
@@ -147,10 +181,9 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
         )
     if not isinstance(state, Fp8State):
         raise TypeError(f"fp8_state must be a jax_grouped.Fp8State, got {type(state).__name__}.")
-    shapes = {"amax_history": (num_groups, recipe.amax_history_len), "scale": (num_groups,)}
     for field in dataclasses.fields(Fp8State):
         array = getattr(state, field.name)
-        expected = shapes["scale" if field.name.endswith("_scale") else "amax_history"]
+        expected = (num_groups, recipe.amax_history_len) if field.name.endswith("_history") else (num_groups,)
         if array.shape != expected:
             raise ValueError(
                 f"fp8_state.{field.name} must have shape {expected} for {num_groups} groups and amax_history_len "
@@ -159,3 +192,24 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
         # Flax's type of which the sum is the maximum.
         if getattr(array.dtype, "float_dtype", array.dtype) != jnp.float32:
             raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")
+    if config.check:
+        _check_intact(state)
+
+
+def _check_intact(state: Fp8State) -> None:
+    """Raises ValueError on the host if the state shows marks of arithmetic, even in a traced program."""
+
+    def check(intact: jax.Array) -> None:
+        if not np.all(intact):
+            groups = np.flatnonzero(~np.asarray(intact)).tolist()
+            raise ValueError(
+                "fp8_state must be replaced by its gradient, which is its next value, but something has added to it, "
+                f"multiplied it or taken a mean of it (groups {groups}): wrap the whole optimizer, clipping and "
+                "accumulation included, as jax_grouped.overwrite_with_gradient(optimizer, every=microbatches)."
+            )
+
+    intact = jnp.all(jnp.stack(state.intact()), axis=0)
+    if isinstance(intact, jax.core.Tracer):
+        jax.debug.callback(check, intact)
+    else:
+        check(intact)

@@ -26,8 +26,11 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.nnx needs Flax: python3 -m pip install "flax>=0.12"') from error
 
 
-class Fp8Variable(nnx.Variable[Fp8State]):
+class Fp8Variable(nnx.Param[Fp8State]):
     """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value.
+
+    It is an `nnx.Param`, so that nobody who trains the parameters leaves it out. To tell the two apart, name this class
+    first: `nnx.split(model, jg.nnx.Fp8Variable, nnx.Param, ...)`.
 
     Example:
         from flax import nnx
@@ -141,13 +144,10 @@ class GroupedKernel(nnx.Module):
 class GroupedDense(GroupedKernel):
     """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
 
-    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. Take gradients of it beside
-    those of the parameters, by `nnx.grad(loss, argnums=nnx.DiffState(0, jg.nnx.TRAINED))`, and let an optimizer that
-    knows of such values put both in their place:
-    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. With an optimizer of the
-    parameters only, `wrt=nnx.Param`, put the states in their place by
-    `nnx.update(model, nnx.filter_state(gradients, jg.nnx.Fp8Variable))`. Where several microbatches or devices each
-    have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
+    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` gives it
+    beside those of the parameters. Let an optimizer that knows of such values put both in their place:
+    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. Where several microbatches or
+    devices each have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
     `jax_grouped.accumulate_gradients` and `reduce_gradients` do.
 
     With `cache_kernel`, microbatches share one quantization of the kernel, a `KernelCacheVariable` that is first made

@@ -15,11 +15,11 @@ from tests import oracle, quantize_oracle
 from tests.exports import exported
 from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees
+from tests.states import NAMES, fp8_state
 from tests.test_dense_fp8 import SHAPE, SIZES, assert_close, operands
 
 GROUPS, HISTORY = SHAPE.num_groups, 3
 RECIPE = jg.DelayedScaling(amax_history_len=HISTORY, margin=1.0)
-NAMES = ("input", "kernel", "output_grad")
 FP8_MAX = {"input": np.float32(448), "kernel": np.float32(448), "output_grad": np.float32(57344)}
 
 
@@ -32,7 +32,7 @@ def some_state(seed: int = 0) -> jg.Fp8State:
         history[1] = 0
         fields[f"{name}_amax_history"] = jnp.asarray(history)
         fields[f"{name}_scale"] = jnp.asarray(rng.uniform(8, 32, GROUPS).astype(np.float32))
-    return jg.Fp8State(**fields)
+    return fp8_state(**fields)
 
 
 def numpy_scale(state: jg.Fp8State, name: str) -> np.ndarray:
@@ -137,7 +137,7 @@ def test_scales_follow_the_history_within_a_step(backend: str) -> None:
 def test_what_gives_no_scale_keeps_the_last_one(amax: float, last: float, expected: float) -> None:
     state = jg.Fp8State.initial(RECIPE, 1)
     fields = {**vars(state), "kernel_amax_history": jnp.full((1, HISTORY), amax), "kernel_scale": jnp.array([last])}
-    assert float(jax.jit(lambda s: s.scales(RECIPE).kernel)(jg.Fp8State(**fields))[0]) == expected
+    assert float(jax.jit(lambda s: s.scales(RECIPE).kernel)(fp8_state(**fields))[0]) == expected
 
 
 def test_a_cache_with_the_scale_of_the_state_gives_the_same_bits(backend: str) -> None:

@@ -1,5 +1,6 @@
 """Gradients that are next values: of microbatches, of devices, and in an optimizer's updates."""
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -28,7 +29,7 @@ class OwnVariable(nnx.Variable):
 def a_tree(weight: float, state: float) -> dict[str, Any]:
     """A parameter, and next values of every kind."""
     leaf = jnp.full((2,), state, jnp.float32)
-    fp8_state = jg.Fp8State(*(leaf for _ in range(6)))
+    fp8_state = jg.Fp8State(*(leaf for _ in dataclasses.fields(jg.Fp8State)))
     return {
         "params": {"kernel": jnp.full((2,), weight, jnp.float32)},
         OVERWRITE_WITH_GRADIENT: {"layer": {"input_scale": leaf}},

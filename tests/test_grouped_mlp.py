@@ -15,6 +15,7 @@ from jax_grouped import moe
 from jax_grouped.moe.mlp import swiglu
 from tests import oracle
 from tests.quantize_cases import some
+from tests.states import NAMES, fp8_state
 from tests.test_lowering import custom_calls, lowered
 
 pytestmark = pytest.mark.slow
@@ -57,8 +58,8 @@ def states(recipe: Any) -> tuple[Any, Any]:
         return None, None
     initial = jg.Fp8State.initial(recipe, E)
     history = jnp.full_like(initial.input_amax_history, 8)
-    up = jax.tree.map(lambda x: jnp.full_like(x, 8) if x.ndim == 2 else x, initial)
-    return up, initial.__class__(**{**vars(initial), "input_amax_history": 500 * history})
+    up = {**vars(initial), **{f"{name}_amax_history": history for name in NAMES}}
+    return fp8_state(**up), fp8_state(**{**vars(initial), "input_amax_history": 500 * history})
 
 
 def fused(recipe: Any, a: Arrays, up_state: Any, down_state: Any) -> jax.Array:

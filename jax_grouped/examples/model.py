@@ -84,17 +84,18 @@ def _nnx_model(arguments: dict[str, Any]) -> LanguageModel:
 
     # What the variables are put back into.
     abstract = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
-    kinds = (nnx.Param, jg.nnx.Fp8Variable, jg.nnx.KernelCacheVariable)
+    # States are parameters, too, so they are taken first.
+    kinds = (jg.nnx.Fp8Variable, nnx.Param, jg.nnx.KernelCacheVariable)
     graph, *states = nnx.split(abstract, *kinds)
 
     def init(key: jax.Array) -> Variables:
-        params, fp8, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(nnx.Rngs(key)), *kinds)[1:])
+        fp8, params, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(nnx.Rngs(key)), *kinds)[1:])
         return {"params": params, **({OVERWRITE_WITH_GRADIENT: fp8} if fp8 else {})}
 
     def apply(
         variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None
     ) -> tuple[jax.Array, jax.Array, Cache]:
-        params, fp8, caches = jax.tree.map(lambda leaf: leaf, states)
+        fp8, params, caches = jax.tree.map(lambda leaf: leaf, states)
         nnx.replace_by_pure_dict(params, variables["params"])
         nnx.replace_by_pure_dict(fp8, variables.get(OVERWRITE_WITH_GRADIENT, {}))
         if cache is None:
@@ -102,7 +103,7 @@ def _nnx_model(arguments: dict[str, Any]) -> LanguageModel:
             caches = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), caches)
         else:
             nnx.replace_by_pure_dict(caches, cache)
-        model = nnx.merge(graph, params, fp8, caches)
+        model = nnx.merge(graph, fp8, params, caches)
         logits, balance_loss = model(tokens, is_first_microbatch=is_first_microbatch)
         return logits, balance_loss, nnx.to_pure_dict(nnx.state(model, jg.nnx.KernelCacheVariable)) or None
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_grouped import _checks
 from jax_grouped.dense import grouped_dense
 from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
-from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients
+from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients, primal_values
 from jax_grouped.recipes import Recipe
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
@@ -113,7 +113,7 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
 
 
 def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
-    up, down = jax.tree.map(lambda primal: primal.value, primals)
+    up, down = map(primal_values, primals)
     hidden, saved_up = forward(up, spec.up)
     y, saved_down = forward(down._replace(x=hidden), spec.down)
     return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME), saved_down)
