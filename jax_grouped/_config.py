@@ -2,12 +2,20 @@
 
 import contextlib
 import dataclasses
+import difflib
+import functools
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 _BACKENDS = ("auto", "xla")
+#: Spellings of a boolean variable of the environment, in any case.
+_FLAGS = {
+    **dict.fromkeys(["0", "false", "off", "no"], False),
+    **dict.fromkeys(["1", "true", "on", "yes"], True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,21 +27,46 @@ class _Settings:
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend (JAX_GROUPED_BACKEND) must be one of {_BACKENDS}, got {self.backend!r}.")
+        for name in ("check", "autotune"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(self).items())
 
 
 # Part of the key of JAX's own caches, so that a function traced under one setting isn't reused under another.
 _override = jax.make_user_context(default_value=None)
 
 
+@functools.cache
+def from_environment() -> _Settings:
+    """The settings that the process starts with.
+
+    Raises:
+        ValueError: a variable has a value that is none of its own; the next call raises it again.
+    """
+    return _Settings(
+        backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
+        check=_flag("JAX_GROUPED_CHECK"),
+        autotune=_flag("JAX_GROUPED_AUTOTUNE"),
+    )
+
+
 def _flag(variable: str) -> bool:
-    return os.environ.get(variable, "0") not in ("", "0")
+    """The value of a boolean variable; False if it is empty or not set."""
+    text = os.environ.get(variable, "").strip()
+    if text and text.lower() not in _FLAGS:
+        raise ValueError(f"{variable} must be 0 or 1, false or true, off or on, no or yes, got {text!r}.")
+    return _FLAGS[text.lower() or "0"]
 
 
 class Config:
     """Settings of all operations.
 
     Setting an attribute holds for the process and makes JAX forget what it has compiled. `override` holds for a `with`
-    block in its thread.
+    block in its thread. The variables of the environment for `check` and `autotune` are 0 or 1, false or true, off or
+    on, no or yes, in any case.
 
     Attributes:
         backend: `"auto"` picks the `cuda` backend when lowering for CUDA and the `xla` backend for any other
@@ -51,11 +84,11 @@ class Config:
     """
 
     def __init__(self) -> None:
-        self._of_process = _Settings(
-            backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
-            check=_flag("JAX_GROUPED_CHECK"),
-            autotune=_flag("JAX_GROUPED_AUTOTUNE"),
-        )
+        self._changed: _Settings | None = None
+
+    @property
+    def _of_process(self) -> _Settings:
+        return self._changed or from_environment()
 
     @property
     def _settings(self) -> _Settings:
@@ -63,8 +96,23 @@ class Config:
 
     def _change(self, settings: _Settings) -> None:
         if settings != self._of_process:
-            self._of_process = settings
+            self._changed = settings
             jax.clear_caches()
+
+    def __repr__(self) -> str:
+        overridden = f", by override; the process has {self._of_process}" if _override.value else ""
+        return f"<jax_grouped.config: {self._settings}{overridden}>"
+
+    # Type checkers shall know the settings alone.
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name != "_changed" and not isinstance(getattr(type(self), name, None), property):
+                raise AttributeError(_unknown(name))
+            super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_unknown(name))
 
     @property
     def backend(self) -> str:
@@ -103,6 +151,12 @@ class Config:
         )
         with _override(changed):
             yield
+
+
+def _unknown(name: str) -> str:
+    settings = [field.name for field in dataclasses.fields(_Settings)]
+    hint = "".join(f" Did you mean {setting}?" for setting in difflib.get_close_matches(name, settings, n=1))
+    return f"jax_grouped.config has no attribute {name!r}; its settings are {', '.join(settings)}.{hint}"
 
 
 config = Config()
