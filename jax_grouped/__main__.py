@@ -1,22 +1,37 @@
 """`python3 -m jax_grouped`: versions, devices, and which backend runs and why."""
 
+import argparse
 import collections
+import ctypes
 import importlib.metadata
+import os
 import platform
+import re
+import sys
+from pathlib import Path
 
 import jax
 
-from jax_grouped._config import config
+import jax_grouped
+from jax_grouped import _config
 from jax_grouped.backends import extension
 
-_PACKAGES = ("jax_grouped", "jax", "jaxlib", "flax")
+_PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
+_INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
 
 
-def _version(package: str) -> str:
+def _installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def _version(package: str) -> str:
+    missing = "not installed"
+    if package == "jax_grouped":
+        missing += f", imported from {Path(jax_grouped.__file__).parent}"
+    return _installed(package) or missing
 
 
 def _describe(device: jax.Device) -> str:
@@ -25,8 +40,24 @@ def _describe(device: jax.Device) -> str:
 
 
 def _devices() -> list[str]:
+    if error := _start_jax():
+        return [f"none: JAX does not start: {error}"]
     counts = collections.Counter(_describe(device) for device in jax.devices())
     return [f"{count} x {description}" for description, count in counts.items()]
+
+
+def _start_jax() -> str | None:
+    """The reason, on one line, for which JAX has no device at all; None if it has one."""
+    try:
+        jax.devices()
+    except Exception as error:  # Of any kind: with JAX_PLATFORMS=cuda and no GPU it is an AssertionError without text.
+        return " ".join(str(error).split()) or f"it finds no device of JAX_PLATFORMS={_platforms()}"
+    return None
+
+
+def _platforms() -> str:
+    """What `JAX_PLATFORMS` says; empty if JAX chooses."""
+    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
 
 
 def _extension() -> str:
@@ -48,24 +79,51 @@ def _cublas() -> str:
 
 def choose_backend() -> list[str]:
     """The backend that operations on the default devices run on, then, if that is not `cuda`, why and what to do."""
-    if config.backend == "xla":
+    try:
+        setting = _config.config.backend
+    except ValueError as error:
+        return ["none: every operation raises an error", str(error)]
+    if _start_jax():
+        missing = [_find_missing()] if re.search("cuda|gpu", _platforms()) else []
+        return ["none: JAX does not start", *missing, "To have JAX choose a platform, unset JAX_PLATFORMS."]
+    if setting == "xla":
         return ["xla", "JAX_GROUPED_BACKEND is xla.", "To use the custom calls on a GPU, unset it."]
     if not extension.cuda_devices():
-        advice = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
-        return ["xla", "JAX sees no NVIDIA GPU.", f"If this machine has one, run: {advice}"]
+        return ["xla", "JAX sees no NVIDIA GPU.", _find_missing()]
     if problem := extension.find_problem():
         return ["none: operations on the GPU raise an error", problem.found, problem.remedy]
     return ["cuda"]
 
 
-def report() -> str:
-    """The whole text, one aligned line per fact."""
+def _find_missing() -> str:
+    """The first thing that JAX lacks to see an NVIDIA GPU, and what to do about it."""
+    if _platforms() and not re.search("cuda|gpu", _platforms()):
+        return f"JAX_PLATFORMS={_platforms()} leaves GPUs out. To use one, unset it."
+    if not (_installed("jax-cuda13-plugin") or _installed("jax-cuda12-plugin")):
+        return f"JAX's plugin for CUDA is not installed. If this machine has a GPU, run: {_INSTALL_PLUGIN}"
+    if not _has_driver():
+        return "NVIDIA's driver (libcuda.so.1) is not found. Install it, or give the container its GPUs (--gpus all)."
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs. To use them, unset it."
+    return "JAX's plugin for CUDA and NVIDIA's driver are installed: see JAX's warnings, and what nvidia-smi says."
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def report(backend: list[str]) -> str:
+    """The whole text, one aligned line per fact; the last ones are those of `choose_backend`."""
     rows = [(package, [_version(package)]) for package in _PACKAGES]
     rows.append(("python", [platform.python_version()]))
     rows.append(("devices", _devices()))
     rows.append(("extension", [_extension()]))
     rows.append(("cuBLASLt", [_cublas()]))
-    rows.append(("backend", choose_backend()))
+    rows.append(("backend", backend))
     width = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, values in rows:
@@ -73,5 +131,19 @@ def report() -> str:
     return "\n".join(lines)
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the report, and returns 0 if a backend runs and 1 if not."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m jax_grouped",
+        description="Prints versions, devices, the cuBLAS that is found, and which backend will run and why.",
+        epilog="The exit status is 0 if a backend runs, 1 if none does, and 2 for an unknown argument.",
+    )
+    parser.add_argument("--version", action="version", version=f"jax_grouped {jax_grouped.__version__}")
+    parser.parse_args(arguments)
+    backend = choose_backend()
+    print(report(backend))
+    return int(backend[0].startswith("none"))
+
+
 if __name__ == "__main__":
-    print(report())
+    sys.exit(main())
