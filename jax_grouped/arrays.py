@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,12 +15,39 @@ T = TypeVar("T")
 
 
 def register_pytree(cls: type[T]) -> type[T]:
-    """Makes a dataclass, whose static fields are layouts, a pytree, also of programs that `jax.export` writes."""
+    """Makes a dataclass, whose static fields are layouts, a pytree, also of programs that `jax.export` writes.
+
+    It is printed by `short_repr`.
+    """
     jax.tree_util.register_dataclass(cls)
     export.register_pytree_node_serialization(
         cls, serialized_name=f"jax_grouped.{cls.__name__}", serialize_auxdata=_to_json, deserialize_auxdata=_from_json
     )
+    return short_repr(cls)
+
+
+def short_repr(cls: type[T]) -> type[T]:
+    """Prints a dataclass on one line, with types and shapes in place of arrays."""
+
+    def text(self: Any) -> str:
+        fields = [field.name for field in dataclasses.fields(self) if field.repr]
+        return f"{cls.__name__}({', '.join(f'{name}={_brief(getattr(self, name))}' for name in fields)})"
+
+    cls.__repr__ = text  # type: ignore[method-assign]
     return cls
+
+
+def _brief(value: Any) -> str:
+    """A field in a few words: anything, as JAX also builds pytrees of what is no array."""
+    match value:
+        case QuantizedLayout():
+            return f"{value.mode.name} {'columnwise' if value.columnwise else 'rowwise'}"
+        case dict():
+            return f"{{{', '.join(f'{key}: {_brief(part)}' for key, part in value.items())}}}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None and not isinstance(value, ScaledArray):
+        return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"
+    return repr(value)
 
 
 def _to_json(layouts: tuple[QuantizedLayout, ...]) -> bytes:

@@ -5,7 +5,6 @@ Each is a plain function of arrays and one static value. `jax_grouped.dense` mak
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
+from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray, short_repr
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Product, ScaledMatmulSpec
 from jax_grouped.bias import add_bias, bias_grad
@@ -33,7 +32,8 @@ CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 Operand = ScaledArray | jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@short_repr
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseResiduals:
     """What waits between the forward pass and dgrad.
@@ -59,10 +59,11 @@ class DenseResiduals:
     group_offset: jax.Array
     fp8_state: Fp8State | None
     amax: dict[str, jax.Array] | None
-    spec: DenseSpec = dataclasses.field(metadata=dict(static=True))
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True), repr=False)
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@short_repr
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingWgrad:
     """What waits between dgrad and wgrad, FP8 with a recipe.
@@ -88,7 +89,7 @@ class PendingWgrad:
     fp8_state: Fp8State | None
     group_sizes: jax.Array
     group_offset: jax.Array
-    spec: DenseSpec = dataclasses.field(metadata=dict(static=True))
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True), repr=False)
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
