@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -96,3 +97,8 @@ def __getattr__(name: str) -> ModuleType:
     if name in ("linen", "nnx"):
         return importlib.import_module(f"jax_grouped.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    layers = ["linen", "nnx"] if importlib.util.find_spec("flax") else []
+    return sorted([*__all__, *layers, "__version__"])

@@ -1,16 +1,17 @@
 """Timing cuBLASLt's algorithms instead of trusting its first choice."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 
 from jax_grouped._config import config
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def autotune(function: Callable[..., R], *args: object, **kwargs: object) -> R:
+def autotune(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Runs `function(*args, **kwargs)` once while every grouped matmul in it looks for its fastest algorithm.
 
     For each product's types, sizes and layouts, the algorithms that cuBLASLt offers are timed on the GPU, with groups

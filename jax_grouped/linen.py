@@ -25,6 +25,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
 
+__all__ = ["KERNEL_CACHE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
+
 #: The collection of kernels that microbatches share, quantized.
 KERNEL_CACHE = "kernel_cache"
 
@@ -322,3 +324,7 @@ class MoEMlp(nn.Module):
         down = weights("down", (experts, hidden, features), self.down_init)
         axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
         return _layers.mixture(self, x, router, gate_up, down, selection_bias, **axes)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -25,6 +25,16 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.nnx needs Flax: python3 -m pip install "flax>=0.12"') from error
 
+__all__ = [
+    "TRAINED",
+    "Fp8Variable",
+    "GroupedDense",
+    "GroupedKernel",
+    "KernelCacheVariable",
+    "MoEMlp",
+    "default_kernel_init",
+]
+
 
 class Fp8Variable(nnx.Param[Fp8State]):
     """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value.
@@ -361,3 +371,7 @@ class MoEMlp(nnx.Module):
         gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
         return _layers.mixture(self, x, self.router, gate_up, down, selection_bias, **axes)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -28,3 +28,25 @@ from jax_grouped.moe.permutation import unpermute as unpermute
 from jax_grouped.moe.routing import Routing as Routing
 from jax_grouped.moe.routing import load_balancing_loss as load_balancing_loss
 from jax_grouped.moe.routing import top_k_routing as top_k_routing
+
+__all__ = [
+    "Exchange",
+    "MoEMetrics",
+    "Permutation",
+    "Routing",
+    "Weights",
+    "group_by_expert",
+    "grouped_mlp",
+    "load_balancing_loss",
+    "moe_mlp",
+    "permute",
+    "plan_exchange",
+    "return_rows",
+    "send_rows",
+    "top_k_routing",
+    "unpermute",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
