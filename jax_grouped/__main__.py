@@ -56,8 +56,8 @@ def _start_jax() -> str | None:
 
 
 def _platforms() -> str:
-    """What `JAX_PLATFORMS` says; empty if JAX chooses."""
-    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    """The platforms that JAX may use; empty if it chooses."""
+    return os.environ.get("JAX_PLATFORMS", "")
 
 
 def _extension() -> str:

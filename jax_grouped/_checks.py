@@ -1,6 +1,7 @@
 """Checks of public arguments at trace time: each error names the argument, what it is and the rule."""
 
 import operator
+from collections.abc import Sequence
 from typing import get_args
 
 import jax
@@ -9,10 +10,14 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped._config import config
+from jax_grouped._values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.arrays import ScaledArray
 from jax_grouped.backends.spec import Activation
 from jax_grouped.group_layout import FP8_ALIGNMENT, canonical_sizes
 from jax_grouped.recipes import ScalingMode, canonical_fp8
+
+#: Rows per group, as users give them: `[E]` integers.
+GroupSizes = ArrayLike | Sequence[int]
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 #: JAX's names of precisions.
@@ -34,10 +39,10 @@ def static_size(name: str, value: int, *, least: int = 0) -> int:
     return value
 
 
-def check_dtype(name: str, dtype: DTypeLike) -> None:
+def check_dtype(name: str, dtype: DTypeLike | None) -> None:
     """Raises TypeError unless `dtype` is one that the matmuls take."""
-    if jnp.dtype(dtype) not in _FLOAT_TYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {jnp.dtype(dtype).name}.")
+    if known_dtype(dtype) not in _FLOAT_TYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype_name(dtype)}.")
 
 
 def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
@@ -68,13 +73,14 @@ def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
 
 
 def canonical_groups(
-    group_sizes: ArrayLike, group_offset: ArrayLike | None, kernel_name: str, kernel: jax.Array, capacity: int
+    group_sizes: GroupSizes, group_offset: ArrayLike | None, kernel_name: str, kernel: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
     """`group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
 
     Raises:
         TypeError: either is not of an integer type.
-        ValueError: a shape does not fit the kernel's number of groups; with `config.check`, also a value.
+        ValueError: a shape does not fit the kernel's number of groups, or a value does not fit into 64 bits; with
+            `config.check`, also a value that does not fit the rows.
     """
     num_groups = kernel.shape[0]
     group_sizes = _checked_sizes(group_sizes)
@@ -90,23 +96,22 @@ def canonical_groups(
     return _canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0])
 
 
-def canonical_sizes_of(group_sizes: ArrayLike, capacity: int) -> jax.Array:
+def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
     """`group_sizes` as `int32[G]`.
 
     Raises:
         TypeError: it is not of an integer type.
-        ValueError: it has another shape; with `config.check`, also a value that does not fit.
+        ValueError: it has another shape, or a value that does not fit into 64 bits; with `config.check`, also one that
+            does not fit the rows.
     """
     return _canonical_sizes(_checked_sizes(group_sizes), capacity)
 
 
-def _checked_sizes(group_sizes: ArrayLike) -> jax.Array:
-    group_sizes = _integers(group_sizes)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be of an integer type, got {group_sizes.dtype.name}.")
-    if group_sizes.ndim != 1:
-        raise ValueError(f"group_sizes must have shape [E], got {group_sizes.shape}.")
-    return group_sizes
+def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
+    sizes = _integers("group_sizes", group_sizes)
+    if sizes.ndim != 1:
+        raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
+    return sizes
 
 
 def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
@@ -115,11 +120,35 @@ def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     return canonical_sizes(group_sizes, capacity)
 
 
-def _integers(values: ArrayLike) -> jax.Array:
-    """A JAX array of `values`. 64-bit values of the host that JAX would wrap become the nearest of 32 bits."""
-    if isinstance(values, jax.Array):
-        return values
-    array = np.asarray(values)
+def _integers(name: str, values: GroupSizes) -> jax.Array:
+    """A JAX array of integers. 64-bit values of the host that JAX would wrap become the nearest of 32 bits.
+
+    Raises:
+        TypeError: they are not of an integer type.
+        ValueError: one does not fit into 64 bits.
+    """
+    on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
+    if isinstance(values, list | tuple):
+        on_host = not any(isinstance(value, jax.Array) for value in values)
+    array = _host_integers(name, values) if on_host else as_array(name, values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be of an integer type, got {array.dtype.name}.")
+    return array
+
+
+def _host_integers(name: str, values: GroupSizes) -> jax.Array:
+    try:
+        array = np.asarray(values)
+        if array.dtype == object and all(isinstance(value, int) for value in array.flat):
+            array = array.astype(np.int64)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into 64 bits, got {shown(values)}.") from None
+    except (TypeError, ValueError):
+        array = np.empty((), object)
+    if array.dtype.kind in "OSUMm":  # No numbers.
+        raise TypeError(f"{name} must be of an integer type, got {shown(values)}.")
+    if array.size == 0 and not isinstance(values, np.ndarray):
+        array = array.astype(np.int32)
     if array.dtype in (np.int64, np.uint64):
         limits = np.iinfo(np.int32)
         array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
@@ -129,9 +158,7 @@ def _integers(values: ArrayLike) -> jax.Array:
 def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     if group_offset is None:
         return jnp.zeros((1,), jnp.int32)
-    offset = _integers(group_offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"group_offset must be of an integer type, got {offset.dtype.name}.")
+    offset = _integers("group_offset", group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
     offset = offset.reshape(1)
@@ -177,7 +204,7 @@ def _check_values(group_sizes: jax.Array, capacity: int) -> None:
         check(group_sizes)
 
 
-def check_quantizable(name: str, x: jax.Array, group_sizes: ArrayLike | None) -> None:
+def check_quantizable(name: str, x: jax.Array, group_sizes: GroupSizes | None) -> None:
     """Raises unless `x` is `[T, C]` with group sizes, or `[E, K, C]` without, of a supported type."""
     check_dtype(f"{name}'s type", x.dtype)
     if group_sizes is None and x.ndim != 3:
@@ -193,11 +220,17 @@ def check_stack(name: str, kernel: jax.Array) -> None:
         raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
 
 
-def check_fp8_features(name: str, shape: tuple[int, ...], features: int) -> None:
+def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `K` and `N` of a kernel `[E, K, N]` are numbers of features that FP8 matmuls take."""
+    check_fp8_features(name, shape, shape[1], "K")
+    check_fp8_features(name, shape, shape[2], "N")
+
+
+def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: str = "quantized features") -> None:
     """Raises ValueError unless so many features, which follow from this shape, are ones that FP8 matmuls take."""
     if features % FP8_ALIGNMENT:
         raise ValueError(
-            f"quantized features must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
+            f"{size} must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
             "pad the feature axis with zeros."
         )
 
@@ -246,7 +279,7 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
         TypeError: it is not of float32.
         ValueError: it has another shape.
     """
-    scale = jnp.asarray(scale)
+    scale = as_array("scale", scale)
     if scale.dtype != jnp.float32:
         raise TypeError(f"scale must be float32, got {scale.dtype.name}.")
     if scale.shape != (num_groups,):
@@ -261,6 +294,8 @@ def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
         TypeError: it is not boolean.
         ValueError: it is not one value.
     """
+    if not isinstance(flag, jax.Array | np.ndarray | np.bool_ | bool):
+        raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
     flag = jnp.asarray(flag)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")

@@ -1,6 +1,6 @@
 """What the linen and the NNX layers share: an initialiser, what they compute, and when kernels are quantized anew."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,14 +9,17 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array
+from jax_grouped._varying import axis_size
 from jax_grouped.arrays import KernelCache
 from jax_grouped.dense import grouped_dense
 from jax_grouped.dense_inputs import Weights
 from jax_grouped.fp8_state import Fp8State
-from jax_grouped.moe.exchange import axis_size
+from jax_grouped.group_layout import FP8_ALIGNMENT
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.quantize import quantize_kernel
-from jax_grouped.recipes import DelayedScaling, Recipe
+from jax_grouped.recipes import DelayedScaling, Recipe, check_recipe
 
 Initializer = Callable[..., Any]
 
@@ -45,7 +48,7 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
 
 def dense(
     x: jax.Array,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     weights: Weights,
     *,
     recipe: Recipe | None,
@@ -54,9 +57,58 @@ def dense(
 ) -> jax.Array:
     """The linear layer of each group, computed in `dtype`."""
     # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
-    dtype = dtype or jnp.result_type(x, weights.kernel)
-    x = jnp.asarray(x, dtype)
+    x = _converted(as_array("x", x), weights, dtype)
     return grouped_dense(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **weights._asdict())
+
+
+def _converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
+    """Tokens in the type of the computation."""
+    if dtype is None:
+        return x.astype(jnp.result_type(x, weights.kernel))
+    _checks.check_dtype("dtype", dtype)
+    return x.astype(dtype)
+
+
+def num_features(x: jax.Array, shape: str) -> int:
+    """The size of the last axis of `x`; raises unless it is an array that has one, saying that it must have `shape`."""
+    x = as_array("x", x)
+    if x.ndim == 0:
+        raise ValueError(f"x must have shape {shape}, got ().")
+    return x.shape[-1]
+
+
+def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapping[str, int]) -> None:
+    """Raises unless a layer can be made with this recipe and these sizes, given by their names.
+
+    Raises:
+        TypeError: the recipe is none, or a size is no integer.
+        ValueError: a size is negative, or the recipe does not take so many features.
+    """
+    check_recipe(recipe)
+    for name, size in {**counts, **features}.items():
+        _checks.static_size(name, size)
+    for name, size in features.items():
+        if recipe is not None and size % FP8_ALIGNMENT:
+            raise ValueError(f"{name} must be a multiple of {FP8_ALIGNMENT} with a recipe, got {size}.")
+
+
+def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes: Sequence[str | None]) -> None:
+    """Raises ValueError unless a kernel and its bias, as far as they are given, are one device's part of them.
+
+    Args:
+        name: of both.
+        given: the arrays, or what Flax has put around them, as `kernel` and `bias`.
+        shape: that part of the kernel, `(E / D, K, ...)`.
+        axes: mesh axes over which the whole is split; without any, other checks do.
+    """
+    split_over = [axis for axis in axes if axis is not None]
+    for parameter, part in (("kernel", shape), ("bias", (shape[0], *shape[2:]))):
+        for array in jax.tree.leaves(given.get(parameter)):
+            if split_over and jnp.shape(array) != part:
+                raise ValueError(
+                    f"{name}'s {parameter} must be this device's part, of shape {part}, got {jnp.shape(array)}: "
+                    f"in_specs of jax.shard_map must split it over {split_over}."
+                )
 
 
 def mixture(
@@ -69,9 +121,11 @@ def mixture(
     **axes: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """What a `MoEMlp`, `layer`, makes of tokens `[..., K]` with these parts, on devices along these axes."""
-    tokens = jnp.reshape(x, (-1, jnp.shape(x)[-1]))
+    x = as_array("x", x)
+    tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
+    _checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
     y, metrics = moe_mlp(
-        jnp.asarray(tokens, layer.dtype or jnp.result_type(x, gate_up.kernel)),
+        _converted(tokens, gate_up, layer.dtype),
         router(tokens),
         gate_up,
         down,
@@ -86,7 +140,7 @@ def mixture(
         exchange_method=layer.exchange_method,
         **axes,
     )
-    return y.reshape(jnp.shape(x)), metrics
+    return y.reshape(x.shape), metrics
 
 
 def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None) -> None:

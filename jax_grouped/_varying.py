@@ -1,8 +1,19 @@
 """Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """How many devices the axis has. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map or jax.pmap over it."
+        ) from None
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:

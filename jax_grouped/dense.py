@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_grouped._checks import GroupSizes
 from jax_grouped.arrays import KernelCache
 from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_inputs
 from jax_grouped.dense_products import Saved, forward, fprop, gradients, primal_values
@@ -16,7 +17,7 @@ from jax_grouped.recipes import Recipe
 def grouped_dense(
     x: jax.Array,
     kernel: jax.Array,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     bias: jax.Array | None = None,
     *,
     recipe: Recipe | None = None,

@@ -10,12 +10,14 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array
 from jax_grouped._varying import vary_alike, varying_axes
 from jax_grouped.arrays import KernelCache
 from jax_grouped.backends.spec import Activation, MatmulSpec, Product, QuantizeSpec
 from jax_grouped.fp8_state import Fp8State, check_state
 from jax_grouped.quantize import check_cache, kernel_spec, scaling_options
-from jax_grouped.recipes import Recipe
+from jax_grouped.recipes import Recipe, check_recipe, is_recipe_class
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -117,7 +119,7 @@ class Weights(NamedTuple):
 def canonical_inputs(
     x: jax.Array,
     weights: Weights,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     group_offset: ArrayLike | None,
     *,
     recipe: Recipe | None,
@@ -128,7 +130,7 @@ def canonical_inputs(
 
     Afterwards all arrays but the state vary over the same mesh axes: all those over which any array does.
     """
-    x = jnp.asarray(x)
+    x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
     return vary_inputs(Inputs(x, group_sizes=sizes, group_offset=offset, **weights._asdict()))[0], spec
@@ -149,25 +151,27 @@ def canonical_weights(
         ValueError: the same.
     """
     kernel, bias, cache, state, accumulator = weights
-    kernel = jnp.asarray(kernel)
+    kernel = as_array(name, kernel)
     _checks.check_tokens("x", x)
     _checks.check_kernel(name, kernel, "x", x)
-    out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
+    out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
     _checks.check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
-        bias = jnp.asarray(bias)
+        if isinstance(bias, Recipe) or is_recipe_class(bias):
+            raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
+        bias = as_array("bias", bias)
         _checks.check_bias(bias, kernel)
     _check_recipe(recipe, x, name, kernel, cache, precision)
     check_state(state, recipe, kernel.shape[0])
     if accumulator is not None:
-        accumulator = jnp.asarray(accumulator)
+        accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
     spec = DenseSpec(
         recipe=recipe,
         precision=_checks.canonical_precision(precision),
         kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
         tokens=x.shape[0],
-        out_dtype=out_dtype,
+        out_dtype=jnp.dtype(out_dtype),
         x_dtype=x.dtype,
         bias_dtype=None if bias is None else bias.dtype,
     )
@@ -195,12 +199,11 @@ def _check_recipe(
     precision: jax.lax.PrecisionLike,
 ) -> None:
     """Raises unless the recipe has types that products take and fits the kernel, the cache and the precision."""
+    check_recipe(recipe)
     if recipe is None:
         if kernel_cache is not None:
             raise ValueError("kernel_cache needs a recipe, the one that it was made with.")
         return
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(), or None, got {recipe!r}.")
     if recipe.fwd_dtype != _E4M3:
         raise TypeError(
             f"recipe.fwd_dtype must be {_E4M3.name}, got {recipe.fwd_dtype} with grad_dtype {recipe.grad_dtype}: "
@@ -208,8 +211,7 @@ def _check_recipe(
         )
     if precision is not None:
         raise ValueError(f"precision is for recipe=None; FP8 products have only one. Got {precision!r}.")
-    _checks.check_fp8_features(name, kernel.shape, kernel.shape[1])
-    _checks.check_fp8_features(name, kernel.shape, kernel.shape[2])
+    _checks.check_fp8_kernel(name, kernel.shape)
     if not isinstance(x.shape[0], int):
         raise ValueError(
             f"With a recipe the number of tokens must be known when the program is traced, got x {x.shape}."

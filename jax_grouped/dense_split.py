@@ -1,11 +1,12 @@
 """`grouped_dense` in three calls, for schedules that take the kernel's gradient later than that of the tokens."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array
 from jax_grouped._varying import vary_alike
 from jax_grouped.arrays import KernelCache
 from jax_grouped.dense_inputs import Weights, canonical_inputs, check_accumulator
@@ -17,7 +18,7 @@ from jax_grouped.recipes import Recipe
 def grouped_dense_fwd(
     x: jax.Array,
     kernel: jax.Array,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     bias: jax.Array | None = None,
     *,
     recipe: Recipe | None = None,
@@ -100,7 +101,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     """
     if not isinstance(residuals, DenseResiduals):
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
-    dy = jnp.asarray(dy)
+    dy = as_array("dy", dy)
     _checks.check_dtype("dy's type", dy.dtype)
     if dy.shape != residuals.spec.out_shape:
         raise ValueError(f"dy must have the result's shape {residuals.spec.out_shape}, got {dy.shape}.")
@@ -136,7 +137,7 @@ def grouped_dense_wgrad(
     if not isinstance(pending, PendingWgrad):
         raise TypeError(f"pending must be that of grouped_dense_dgrad, got {type(pending).__name__}.")
     if dkernel_accumulator is not None:
-        dkernel_accumulator = jnp.asarray(dkernel_accumulator)
+        dkernel_accumulator = as_array("dkernel_accumulator", dkernel_accumulator)
         kernel = pending.spec.kernel
         check_accumulator(dkernel_accumulator, kernel.shape, (kernel.dtype, np.dtype(np.float32)))
     return wgrad(pending, dkernel_accumulator), pending.dbias

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped._varying import varying_axes
+from jax_grouped._varying import axis_size, varying_axes
 from jax_grouped.fp8_state import Fp8State
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
         The means or sums over the devices, and the largest of each number for next values.
 
     Raises:
-        ValueError: gradients do not vary over the axes, where JAX keeps account of that.
+        ValueError: there is no such axis here, or gradients do not vary over it, where JAX keeps account of that.
 
     Example:
         def local_gradient(kernel, x):
@@ -85,12 +85,15 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
         assert gradient.tolist() == 4 * [[8.0]]
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for axis in axes:
+        axis_size(axis)  # Raises where there is no such axis.
     # An axis is known to vary over itself only where there are checks.
     checked = {axis for axis in axes if axis in varying_axes(jax.lax.axis_index(axis))}
     for path, leaf in jax.tree.leaves_with_path(gradients):
         if missing := checked - varying_axes(leaf):
+            name = f"The gradient {jax.tree_util.keystr(path)}".rstrip()  # A bare one has no path.
             raise ValueError(
-                f"The gradient {jax.tree_util.keystr(path)} does not vary over {sorted(missing, key=str)}: "
+                f"{name} does not vary over {sorted(missing, key=str)}: "
                 "jax.shard_map with its checks on has summed it already, so leave reduce_gradients out, and divide by "
                 "the number of devices for a mean."
             )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
+from jax_grouped._checks import GroupSizes
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.arrays import KernelCache
@@ -85,9 +86,13 @@ class GroupedDense(nn.Module):
     recipe: Recipe | None = None
     cache_kernel: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _layers.check_layer(self.recipe, dict(num_groups=self.num_groups), dict(features=self.features))
+
     @nn.compact
     def __call__(
-        self, x: jax.Array, group_sizes: ArrayLike, *, is_first_microbatch: ArrayLike | None = None
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> jax.Array:
         """Applies each group's layer to its rows.
 
@@ -107,7 +112,7 @@ class GroupedDense(nn.Module):
                 the collection `kernel_cache` would have to be written but is not mutable.
         """
         kernel = GroupedKernel(
-            (self.num_groups, jnp.shape(x)[-1], self.features),
+            (self.num_groups, _layers.num_features(x, "[T, K]"), self.features),
             kernel_init=self.kernel_init,
             bias_init=self.bias_init if self.use_bias else None,
             param_dtype=self.param_dtype,
@@ -154,6 +159,10 @@ class GroupedKernel(nn.Module):
     recipe: Recipe | None = None
     cache_kernel: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _layers.check_layer(self.recipe, {}, {})
+
     @nn.compact
     def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
         """What the product takes: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None for each.
@@ -174,6 +183,12 @@ class GroupedKernel(nn.Module):
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
         """The variables of delayed scaling, made by `init`."""
+        # Flax would make them anew in every step if their collection were mutable.
+        if not self.is_initializing() and not self.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
+            raise ValueError(
+                f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT}, which init makes beside params: pass "
+                f"apply both, as {{'params': ..., '{OVERWRITE_WITH_GRADIENT}': ...}}."
+            )
 
         def initial(name: str) -> jax.Array:
             return getattr(Fp8State.initial(recipe, self.shape[0]), name)
@@ -194,6 +209,11 @@ class GroupedKernel(nn.Module):
             raise ValueError(
                 f"The collection {KERNEL_CACHE} is not mutable, and is_first_microbatch={is_first_microbatch} writes "
                 f'it: pass mutable=["{KERNEL_CACHE}"] to apply, or is_first_microbatch=False to read it only.'
+            )
+        if not changes and not self.is_initializing() and not self.has_variable(KERNEL_CACHE, "kernel"):
+            raise ValueError(
+                f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
+                "that the first microbatch returned."
             )
         variable = self.variable(KERNEL_CACHE, "kernel", _layers.quantized, kernel, self.recipe, state)
         if is_first_microbatch is None:
@@ -271,6 +291,11 @@ class MoEMlp(nn.Module):
     batch_axes: Sequence[str] = ()
     exchange_method: Method = "auto"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = dict(num_experts=self.num_experts, top_k=self.top_k)
+        _layers.check_layer(self.recipe, counts, dict(hidden_features=self.hidden_features))
+
     @nn.compact
     def __call__(
         self,
@@ -292,7 +317,7 @@ class MoEMlp(nn.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
-        features = jnp.shape(x)[-1]
+        features = _layers.num_features(x, "[..., K]")
         # The parameters are made whole, wherever that happens.
         expert_axis, feature_axis, batch_axes = self.expert_axis, self.feature_axis, self.batch_axes
         if self.is_initializing():
@@ -310,6 +335,8 @@ class MoEMlp(nn.Module):
                 cache_kernel=self.cache_kernel,
                 name=name,
             )
+            given = self.variables.get("params", {}).get(name, {})
+            _layers.check_part(name, given, shape, (expert_axis, feature_axis))
             return kernel(is_first_microbatch)
 
         router = nn.Dense(

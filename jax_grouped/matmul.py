@@ -9,6 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array
 from jax_grouped._varying import vary_alike
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import MatmulSpec, Product
@@ -66,7 +68,7 @@ grouped_matmul.defvjp(_forward, _backward)
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
@@ -111,7 +113,7 @@ def ragged_dot(
 
         assert y[:14].tolist() == 14 * [16 * [32.0]] and not y[14:].any()
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     _checks.check_tokens("lhs", lhs)
     _checks.check_kernel("rhs", rhs, "lhs", lhs)
     sizes, offset = _checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
+from jax_grouped._checks import GroupSizes
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.arrays import KernelCache
@@ -110,6 +111,7 @@ class GroupedKernel(nnx.Module):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
+        _layers.check_layer(recipe, {}, {})
         _layers.check_caching(recipe, cache_kernel, None)
         groups, _, *features = shape
         self.recipe = recipe
@@ -214,6 +216,8 @@ class GroupedDense(GroupedKernel):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
+        features = dict(in_features=in_features, out_features=out_features)
+        _layers.check_layer(recipe, dict(num_groups=num_groups), features)
         super().__init__(
             (num_groups, in_features, out_features),
             kernel_init=kernel_init,
@@ -229,7 +233,7 @@ class GroupedDense(GroupedKernel):
         self.precision = precision
 
     def __call__(
-        self, x: jax.Array, group_sizes: ArrayLike, *, is_first_microbatch: ArrayLike | None = None
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> jax.Array:
         """Applies each group's layer to its rows.
 
@@ -312,6 +316,8 @@ class MoEMlp(nnx.Module):
         exchange_method: Method = "auto",
         rngs: nnx.Rngs,
     ):
+        counts = dict(num_experts=num_experts, top_k=top_k)
+        _layers.check_layer(recipe, counts, dict(features=features, hidden_features=hidden_features))
         self.router = nnx.Linear(
             features,
             num_experts,
@@ -333,6 +339,9 @@ class MoEMlp(nnx.Module):
                 rngs=rngs,
             )
 
+        self.features = features
+        self.num_experts = num_experts
+        self.hidden_features = hidden_features
         self.gate_up = kernel((num_experts, features, 2, hidden_features), gate_up_init)
         self.down = kernel((num_experts, hidden_features, features), down_init)
         self.top_k = top_k
@@ -345,7 +354,7 @@ class MoEMlp(nnx.Module):
         self.recipe = recipe
         self.expert_axis = expert_axis
         self.feature_axis = feature_axis
-        self.batch_axes = tuple(batch_axes)
+        self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
         self.exchange_method = exchange_method
 
     def __call__(
@@ -368,9 +377,17 @@ class MoEMlp(nnx.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
+        experts = _layers.local_size("num_experts", self.num_experts, self.expert_axis)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, self.feature_axis)
+        self._check_part("gate_up", self.gate_up, (experts, self.features, 2, hidden))
+        self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
         return _layers.mixture(self, x, self.router, gate_up, down, selection_bias, **axes)
+
+    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
+        given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}
+        _layers.check_part(name, given, shape, (self.expert_axis, self.feature_axis))
 
 
 def __dir__() -> list[str]:

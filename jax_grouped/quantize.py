@@ -8,16 +8,26 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array, shown, static_bool
 from jax_grouped.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.group_layout import stack_sizes
-from jax_grouped.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, ScalingMode, canonical_fp8, check_epsilon
+from jax_grouped.recipes import (
+    DelayedScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    ScalingMode,
+    canonical_epsilon,
+    canonical_fp8,
+    check_recipe,
+)
 
 
 def grouped_quantize(
     x: jax.Array,
-    group_sizes: ArrayLike | None,
+    group_sizes: GroupSizes | None,
     mode: ScalingMode,
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
@@ -76,18 +86,19 @@ def grouped_quantize(
         assert quantized.rowwise.data.dtype == jnp.float8_e4m3fn
         assert quantized.amax.tolist() == [10 * 32 - 1, 14 * 32 - 1]
     """
-    x = jnp.asarray(x)
-    activation_input = None if activation_input is None else jnp.asarray(activation_input)
+    x = as_array("x", x)
+    activation_input = None if activation_input is None else as_array("activation_input", activation_input)
     _checks.check_quantizable("x", x, group_sizes)
     if not isinstance(mode, ScalingMode):
-        raise TypeError(f"mode must be a ScalingMode, got {mode!r}.")
+        raise TypeError(f"mode must be a ScalingMode ({', '.join(map(str, ScalingMode))}), got {shown(mode)}.")
+    rowwise, columnwise = static_bool("rowwise", rowwise), static_bool("columnwise", columnwise)
+    swizzled_scales = static_bool("swizzled_scales", swizzled_scales)
     if not (rowwise or columnwise):
         raise ValueError("rowwise or columnwise must be true, or nothing is quantized.")
     if swizzled_scales and mode != ScalingMode.MX:
         raise ValueError(f"swizzled_scales is for ScalingMode.MX, got {mode}.")
     if scale is not None and mode != ScalingMode.TENSOR:
         raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
-    check_epsilon("amax_epsilon", amax_epsilon)
     _checks.check_activation(activation, x, activation_input)
 
     num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes)
@@ -96,12 +107,12 @@ def grouped_quantize(
         canonical_fp8("dtype", dtype),
         num_groups=num_groups,
         stack_rows=stack_rows,
-        rowwise=bool(rowwise),
-        columnwise=bool(columnwise),
-        dbias=bool(dbias),
-        pow2_scales=bool(pow2_scales),
-        amax_epsilon=float(amax_epsilon),
-        swizzled_scales=bool(swizzled_scales),
+        rowwise=rowwise,
+        columnwise=columnwise,
+        dbias=static_bool("dbias", dbias),
+        pow2_scales=static_bool("pow2_scales", pow2_scales),
+        amax_epsilon=canonical_epsilon(amax_epsilon),
+        swizzled_scales=swizzled_scales,
         given_scale=scale is not None,
         activation=activation,
         backward=activation_input is not None,
@@ -115,7 +126,7 @@ def grouped_quantize(
     return quantize_tokens(x, sizes, jnp.zeros((1,), jnp.int32), *operands, spec=spec)
 
 
-def _as_tokens(x: jax.Array, group_sizes: ArrayLike | None) -> tuple[int, int | None, jax.Array, jax.Array]:
+def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int | None, jax.Array, jax.Array]:
     """How many groups there are, the rows of each if `x` is a stack, its rows as tokens, and `int32` group sizes."""
     if group_sizes is not None:
         sizes = _checks.canonical_sizes_of(group_sizes, x.shape[0])
@@ -222,17 +233,15 @@ def quantize_kernel(
 
         assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
-    kernel = jax.lax.stop_gradient(jnp.asarray(kernel))
+    kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
     _checks.check_stack("kernel", kernel)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(), got {recipe!r}.")
+    check_recipe(recipe, optional=False)
     if (previous is None) != (skip is None):
         raise ValueError("previous and skip must be given together: skip says whether to return previous.")
     if (scale is not None) != isinstance(recipe, DelayedScaling):
         needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
         raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
-    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[1])
-    _checks.check_fp8_features("kernel", kernel.shape, kernel.shape[2])
+    _checks.check_fp8_kernel("kernel", kernel.shape)
 
     spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), cached=previous is not None)
     operands = [] if scale is None else [_checks.canonical_scale(scale, spec.num_groups)]

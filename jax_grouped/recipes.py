@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_grouped._values import dtype_name, known_dtype, shown, static_bool, static_number
+
 #: The FP8 types with their largest finite values. OCP 8-bit floating point specification, revision 1.0.
 FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 
@@ -40,16 +42,23 @@ def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
     Raises:
         TypeError: it is not an FP8 type that matmuls take.
     """
-    canonical = jnp.dtype(dtype)
-    if canonical not in FP8_MAX:
-        raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {canonical.name}.")
+    canonical = known_dtype(dtype)
+    if canonical is None or canonical not in FP8_MAX:
+        raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}.")
     return canonical
 
 
-def check_epsilon(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is a finite number of float32 that is not negative."""
-    if not 0.0 <= value <= float(jnp.finfo(jnp.float32).max):
-        raise ValueError(f"{name} must be finite in float32 and not negative, got {value}.")
+def canonical_epsilon(value: float) -> float:
+    """`amax_epsilon` as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or not finite in float32.
+    """
+    epsilon = static_number("amax_epsilon", value)
+    if not 0.0 <= epsilon <= float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"amax_epsilon must be finite in float32 and not negative, got {value}.")
+    return epsilon
 
 
 class _Types:
@@ -62,10 +71,9 @@ class _Types:
         for name in ("fwd_dtype", "grad_dtype"):
             object.__setattr__(self, name, canonical_fp8(name, getattr(self, name)))
         if hasattr(self, "amax_epsilon"):
-            check_epsilon("amax_epsilon", self.amax_epsilon)
-            object.__setattr__(self, "amax_epsilon", float(self.amax_epsilon))
+            object.__setattr__(self, "amax_epsilon", canonical_epsilon(self.amax_epsilon))
         if hasattr(self, "pow2_scales"):
-            object.__setattr__(self, "pow2_scales", bool(self.pow2_scales))
+            object.__setattr__(self, "pow2_scales", static_bool("pow2_scales", self.pow2_scales))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Float8BlockScaling(_Types):
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
 
     Raises:
-        TypeError: a type is not one of the two FP8 types.
+        TypeError: a type is not one of the two FP8 types, or another field is not of its type.
         ValueError: `amax_epsilon` is negative or not finite.
 
     Example:
@@ -119,7 +127,7 @@ class Float8CurrentScaling(_Types):
         amax_epsilon: groups whose largest value is below this are scaled as if it were this.
 
     Raises:
-        TypeError: a type is not one of the two FP8 types.
+        TypeError: a type is not one of the two FP8 types, or another field is not of its type.
         ValueError: `amax_epsilon` is negative or not finite.
 
     Example:
@@ -159,7 +167,7 @@ class DelayedScaling(_Types):
         margin: headroom, in powers of two.
 
     Raises:
-        TypeError: a type is not one of the two FP8 types.
+        TypeError: a type is not one of the two FP8 types, or `margin` is no number.
         ValueError: the history's length, `margin` or `amax_compute_algo` is outside of its range.
 
     Example:
@@ -181,8 +189,10 @@ class DelayedScaling(_Types):
         if not isinstance(length, int | np.integer) or isinstance(length, bool) or length < 1:
             raise ValueError(f"amax_history_len must be an integer of at least 1, got {length!r}.")
         object.__setattr__(self, "amax_history_len", int(length))
-        if not isinstance(self.margin, int | float) or not -126 <= self.margin <= 126:
+        margin = static_number("margin", self.margin)
+        if not -126 <= margin <= 126:
             raise ValueError(f"margin must be a number between -126 and 126, got {self.margin!r}.")
+        object.__setattr__(self, "margin", margin)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}.")
 
@@ -230,3 +240,17 @@ class MXFP8BlockScaling(_Types):
 
 #: What `grouped_dense` and the layers take.
 Recipe = Float8BlockScaling | Float8CurrentScaling | DelayedScaling | MXFP8BlockScaling
+
+
+def is_recipe_class(value: object) -> bool:
+    """Whether `value` is one of the recipes' classes, which are not recipes themselves."""
+    return isinstance(value, type) and issubclass(value, Recipe)
+
+
+def check_recipe(recipe: object, *, optional: bool = True) -> None:
+    """Raises TypeError unless `recipe` is a recipe, or None where it is optional."""
+    if isinstance(recipe, Recipe) or (optional and recipe is None):
+        return
+    rule = ", or None" if optional else ""
+    remedy = f": pass {recipe.__name__}()" if isinstance(recipe, type) and is_recipe_class(recipe) else ""
+    raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(){rule}, got {shown(recipe)}{remedy}.")

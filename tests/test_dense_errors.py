@@ -44,6 +44,19 @@ E5M2 = "float8_e5m2"
             "recipe must be a recipe such as Float8BlockScaling(), or None, got 'fp8'.",
         ),
         (
+            dict(recipe=jg.DelayedScaling),
+            TypeError,
+            "recipe must be a recipe such as Float8BlockScaling(), or None, got the class DelayedScaling: "
+            "pass DelayedScaling().",
+        ),
+        (
+            dict(bias=BLOCK, recipe=None),
+            TypeError,
+            "bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.",
+        ),
+        (dict(bias="none"), TypeError, "bias must be an array, got 'none'."),
+        (dict(kernel=None), TypeError, "kernel must be an array, got None."),
+        (
             dict(recipe=DELAYED),
             ValueError,
             "DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups=2).",
@@ -87,12 +100,12 @@ E5M2 = "float8_e5m2"
         (
             dict(kernel=jnp.ones((2, 32, 24))),
             ValueError,
-            "quantized features must be a multiple of 16, got 24 from kernel (2, 32, 24); pad the feature axis with ",
+            "N must be a multiple of 16, got 24 from kernel (2, 32, 24); pad the feature axis with ",
         ),
         (
             dict(x=jnp.ones((6, 24)), kernel=jnp.ones((2, 24, 48))),
             ValueError,
-            "quantized features must be a multiple of 16, got 24 from kernel (2, 24, 48); pad the feature axis with ",
+            "K must be a multiple of 16, got 24 from kernel (2, 24, 48); pad the feature axis with ",
         ),
         (
             dict(precision="highest"),

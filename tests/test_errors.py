@@ -31,6 +31,22 @@ SIZES = jnp.array([2, 3])
         ),
         (dict(group_sizes=SIZES * 1.0), TypeError, "group_sizes must be of an integer type, got float32."),
         (dict(group_sizes=SIZES[None]), ValueError, "group_sizes must have shape [E], got (1, 2)."),
+        (dict(group_sizes=None), TypeError, "group_sizes must be of an integer type, got None."),
+        (dict(group_sizes="2, 3"), TypeError, "group_sizes must be of an integer type, got '2, 3'."),
+        (dict(group_sizes=[[2], [1, 1]]), TypeError, "group_sizes must be of an integer type, got [[2], [1, 1]]."),
+        (
+            dict(group_sizes=[2**70, 1]),
+            ValueError,
+            "group_sizes must fit into 64 bits, got [1180591620717411303424, 1].",
+        ),
+        (
+            dict(group_sizes=[]),
+            ValueError,
+            "group_sizes must have one entry per group of rhs, which holds 2, got 0 (a longer one needs group_offset).",
+        ),
+        (dict(lhs=None), TypeError, "lhs must be an array, got None."),
+        (dict(rhs="kernel"), TypeError, "rhs must be an array, got 'kernel'."),
+        (dict(rhs={"kernel": KERNEL}), TypeError, "rhs must be an array, got an object of type dict."),
         (
             dict(group_sizes=jnp.array([1, 2, 3])),
             ValueError,
@@ -42,11 +58,17 @@ SIZES = jnp.array([2, 3])
             "group_sizes must have at least the 2 groups of rhs, got 1.",
         ),
         (dict(group_offset=1.0), TypeError, "group_offset must be of an integer type, got float32."),
+        (dict(group_offset="1"), TypeError, "group_offset must be of an integer type, got '1'."),
         (dict(group_offset=SIZES), ValueError, "group_offset must be a scalar or have shape [1], got (2,)."),
         (
             dict(preferred_element_type=jnp.int32),
             TypeError,
             "preferred_element_type must be bfloat16, float16 or float32, got int32.",
+        ),
+        (
+            dict(preferred_element_type="fp8"),
+            TypeError,
+            "preferred_element_type must be bfloat16, float16 or float32, got 'fp8'.",
         ),
         (
             dict(precision="BF16_BF16_F32"),
@@ -59,6 +81,16 @@ SIZES = jnp.array([2, 3])
 def test_ragged_dot_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         jg.ragged_dot(**(dict(lhs=X, rhs=KERNEL, group_sizes=SIZES) | arguments))
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], (2, 3), range(2, 4)], ids=["list", "tuple", "range"])
+def test_sequences_of_integers_are_group_sizes(sizes: Any) -> None:
+    assert (jg.ragged_dot(X, KERNEL, sizes) == jg.ragged_dot(X, KERNEL, SIZES)).all()
+
+
+def test_a_list_of_scalars_of_the_device_is_read_there() -> None:
+    y = jax.jit(lambda first, second: jg.ragged_dot(X, KERNEL, [first, second]))(2, 3)
+    assert (y == jg.ragged_dot(X, KERNEL, SIZES)).all()
 
 
 def test_grouped_dense_rejects_a_bias_of_another_shape() -> None:

@@ -97,6 +97,18 @@ def test_what_shard_map_has_summed_is_not_summed_again() -> None:
     np.testing.assert_array_equal(sharded(own_gradients)["kernel"], [1, 2])
 
 
+def test_a_bare_gradient_is_named_without_a_path() -> None:
+    sharded = jax.shard_map(lambda x: jg.reduce_gradients(x, "data"), mesh=data_mesh(2), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"^The gradient does not vary over \['data'\]: jax.shard_map with its checks"):
+        sharded(jnp.ones(2))
+
+
+@pytest.mark.parametrize("axis", ["data", ("data", "model")], ids=["one axis", "two axes"])
+def test_an_axis_that_is_not_there_is_named(axis: Any) -> None:
+    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
+        jg.reduce_gradients(jnp.ones(2), axis)
+
+
 def test_sharded_linen_layers_have_the_next_state_of_one_device(backend: str) -> None:
     devices = min(4, jax.device_count())
     at, xs = layer("linen", DELAYED), tokens(shape=(devices,))

@@ -205,11 +205,15 @@ def test_where_the_result_does_not_reach_the_loss_gradients_are_zero() -> None:
         (dict(group_sizes=SIZES[1:]), "one entry per group of (gate_up|kernel), which holds 4, got 3"),
         (
             dict(down=jnp.ones((E, F, N + 1)), recipe=RECIPES["block"]),
-            r"features must be a multiple of 16, got 33 from down \(4, 144, 33\)",
+            r"^N must be a multiple of 16, got 33 from down \(4, 144, 33\)",
+        ),
+        (
+            dict(gate_up=jnp.ones((E, K, 40)), down=jnp.ones((E, 20, N)), recipe=RECIPES["block"]),
+            r"^F must be a multiple of 16, got 20 from down \(4, 20, 32\)",
         ),
         (dict(recipe=RECIPES["delayed"]), "DelayedScaling needs fp8_state"),
     ],
-    ids=["gate and up", "experts", "K", "sizes", "alignment", "state"],
+    ids=["gate and up", "experts", "K", "sizes", "alignment", "hidden features", "state"],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     a = arrays()

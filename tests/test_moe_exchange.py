@@ -319,6 +319,11 @@ def plan(sizes: Any = (1,) * EXPERTS, axis_name: str = "data", **options: Any) -
             lambda: exchange.send_rows(jnp.ones((8, 4)), plan()),
         ),
         (ValueError, "[10, C] for this exchange, got (10,)", lambda: exchange.return_rows(jnp.ones(10), plan())),
+        (
+            TypeError,
+            "exchange must be a jax_grouped.moe.Exchange, got 3.",
+            lambda: exchange.send_rows(jnp.ones((ROWS, 4)), 3),
+        ),
         (TypeError, "got int32", lambda: exchange.send_rows(jnp.ones((ROWS, 4), jnp.int32), plan())),
     ],
     ids=lambda value: re.sub(r"\W+", " ", value) if isinstance(value, str) else "",

@@ -348,3 +348,9 @@ def test_unpermute_rejects_weights(weights: jax.Array, error: type[Exception], m
     routing = grouped(CHOICES, EXPERTS, capacity=11)
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         permutation.unpermute(jnp.ones((11, FEATURES)), routing, weights)
+
+
+@pytest.mark.parametrize("function", ["permute", "unpermute"])
+def test_group_sizes_are_no_permutation(function: str) -> None:
+    with pytest.raises(TypeError, match=r"^permutation must be a jax_grouped\.moe\.Permutation, got Array\("):
+        getattr(permutation, function)(jnp.ones((7, FEATURES)), jnp.array([3, 4]))

@@ -282,9 +282,26 @@ def test_the_balance_loss_under_pmap_is_that_of_the_whole_batch() -> None:
             "selection_bias's type must be bfloat16, float16 or float32, got bool.",
         ),
         (dict(selection_bias=jnp.ones(6)), ValueError, "selection_bias must have shape [E] = (5,), got (6,)."),
+        (
+            dict(weight_scale="a"),
+            TypeError,
+            "weight_scale must be a number, known when the program is traced, got 'a'.",
+        ),
+        (dict(weight_scale=jnp.ones(3)), ValueError, "weight_scale must be a scalar, got shape (3,)."),
+        (dict(normalize_weights="no"), TypeError, "normalize_weights must be True or False, got 'no'."),
+        (dict(logits=None), TypeError, "logits must be an array, got None."),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_top_k_routing_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         routing.top_k_routing(**(dict(logits=LOGITS, top_k=TOP_K) | arguments))
+
+
+def test_the_balance_loss_rejects_what_is_no_routing_and_no_axis() -> None:
+    with pytest.raises(
+        TypeError, match=r"^routing must be a jax_grouped\.moe\.Routing, got an object of type ndarray\.$"
+    ):
+        routing.load_balancing_loss(LOGITS)
+    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
+        routing.load_balancing_loss(routing.top_k_routing(LOGITS, TOP_K), axis_name="data")

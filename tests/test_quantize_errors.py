@@ -33,7 +33,20 @@ STACK = jnp.ones((2, 16, 32))
         (dict(group_sizes=SIZES * 1.0), TypeError, "group_sizes must be of an integer type, got float32."),
         (dict(group_sizes=SIZES > 2), TypeError, "group_sizes must be of an integer type, got bool."),
         (dict(group_sizes=SIZES[None]), ValueError, "group_sizes must have shape [E], got (1, 2)."),
-        (dict(mode="tensor"), TypeError, "mode must be a ScalingMode, got 'tensor'."),
+        (
+            dict(mode="block_1d"),
+            TypeError,
+            "mode must be a ScalingMode (ScalingMode.TENSOR, ScalingMode.BLOCK_1D, ScalingMode.BLOCK_2D, "
+            "ScalingMode.MX), got 'block_1d'.",
+        ),
+        (dict(dtype="fp8"), TypeError, "dtype must be float8_e4m3fn or float8_e5m2, got 'fp8'."),
+        (dict(dtype=None), TypeError, "dtype must be float8_e4m3fn or float8_e5m2, got None."),
+        (dict(columnwise="no"), TypeError, "columnwise must be True or False, got 'no'."),
+        (
+            dict(amax_epsilon="a"),
+            TypeError,
+            "amax_epsilon must be a number, known when the program is traced, got 'a'.",
+        ),
         (dict(dtype=jnp.bfloat16), TypeError, "dtype must be float8_e4m3fn or float8_e5m2, got bfloat16."),
         (
             dict(dtype="float8_e4m3fnuz"),
@@ -194,16 +207,21 @@ CACHE = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, BLOCK), STACK)
             "recipe must be a recipe such as Float8BlockScaling(), got 'block'.",
         ),
         (
+            dict(recipe=jg.Float8BlockScaling),
+            TypeError,
+            "recipe must be a recipe such as Float8BlockScaling(), got the class Float8BlockScaling: "
+            "pass Float8BlockScaling().",
+        ),
+        (dict(previous=CACHE, skip="no"), TypeError, "skip must be boolean, got 'no'."),
+        (
             dict(kernel=STACK[:, :8]),
             ValueError,
-            "quantized features must be a multiple of 16, got 8 from kernel (2, 8, 32); "
-            "pad the feature axis with zeros.",
+            "K must be a multiple of 16, got 8 from kernel (2, 8, 32); pad the feature axis with zeros.",
         ),
         (
             dict(kernel=STACK[:, :, :24]),
             ValueError,
-            "quantized features must be a multiple of 16, got 24 from kernel (2, 16, 24); "
-            "pad the feature axis with zeros.",
+            "N must be a multiple of 16, got 24 from kernel (2, 16, 24); pad the feature axis with zeros.",
         ),
         (
             dict(previous=CACHE),

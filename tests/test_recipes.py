@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import pytest
 
 import jax_grouped as jg
@@ -88,6 +89,37 @@ def test_other_types_are_refused(recipe: Any, dtype: str, name: str) -> None:
     message = f"{name} must be float8_e4m3fn or float8_e5m2, got {dtype}."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         recipe(**{name: dtype})
+
+
+@pytest.mark.parametrize("dtype", ["fp8", None], ids=repr)
+@each_recipe
+def test_what_is_no_type_is_refused(recipe: Any, dtype: Any) -> None:
+    message = f"fwd_dtype must be float8_e4m3fn or float8_e5m2, got {dtype!r}."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        recipe(fwd_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [(jg.Float8BlockScaling, "amax_epsilon"), (jg.Float8CurrentScaling, "amax_epsilon"), (jg.DelayedScaling, "margin")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_text_is_no_number(recipe: Any, field: str) -> None:
+    message = f"{field} must be a number, known when the program is traced, got '1'."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        recipe(**{field: "1"})
+
+
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling, jg.Float8CurrentScaling])
+def test_a_text_is_no_boolean(recipe: Any) -> None:
+    with pytest.raises(TypeError, match=r"^pow2_scales must be True or False, got 'no'\.$"):
+        recipe(pow2_scales="no")
+
+
+def test_numbers_of_numpy_make_equal_recipes() -> None:
+    recipe = jg.DelayedScaling(margin=np.float32(1), amax_history_len=np.int64(4))
+    assert recipe == jg.DelayedScaling(margin=1.0, amax_history_len=4)
+    assert hash(recipe) == hash(jg.DelayedScaling(margin=1.0, amax_history_len=4))
 
 
 @pytest.mark.parametrize("value", [-1.0, -1e-30, float("inf"), float("nan")])

@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from jax_grouped import _checks
-from jax_grouped._varying import vary_alike
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array, check_instance
+from jax_grouped._varying import axis_size, vary_alike
+from jax_grouped.arrays import short_repr
 from jax_grouped.group_layout import group_rows
 from jax_grouped.moe.capacity import fit_to_capacity
 
@@ -42,6 +44,7 @@ class _Slices:
     num_rows: int = dataclasses.field(metadata=dict(static=True))
 
 
+@short_repr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -79,7 +82,7 @@ class Exchange:
 
 
 def plan_exchange(
-    group_sizes: ArrayLike, axis_name: Hashable, *, num_rows: int, capacity: int, method: Method = "auto"
+    group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int, capacity: int, method: Method = "auto"
 ) -> Exchange:
     """Plans how rows reach the devices of their experts; called inside `jax.shard_map`.
 
@@ -161,7 +164,7 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         takes them with `exchange.group_sizes`. The tail is zero.
 
     Raises:
-        TypeError: `rows` is not of a floating-point type.
+        TypeError: `rows` is not of a floating-point type, or `exchange` is no plan.
         ValueError: `rows` is not `[R, C]` with the `num_rows` of the plan.
 
     Example:
@@ -179,6 +182,7 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
         assert y[:7].tolist() == 7 * [[2.0, 2.0]] and not y[7:].any()
     """
+    check_instance("exchange", exchange, Exchange)
     return _exchanged(rows, exchange, exchange.outgoing, exchange.incoming)
 
 
@@ -193,7 +197,7 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         `[R, C]`; zeros for rows that were not sent, and in the tail.
 
     Raises:
-        TypeError: `rows` is not of a floating-point type.
+        TypeError: `rows` is not of a floating-point type, or `exchange` is no plan.
         ValueError: `rows` is not `[capacity, C]` with the `capacity` of the plan.
 
     Example:
@@ -210,19 +214,12 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
         assert y[:, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]  # the second expert's last row found no room
     """
+    check_instance("exchange", exchange, Exchange)
     return _exchanged(rows, exchange, exchange.incoming, exchange.outgoing)
 
 
-def axis_size(axis_name: Hashable) -> int:
-    """How many devices the axis has. Raises ValueError outside `jax.shard_map` over it."""
-    try:
-        return jax.lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map over it.") from None
-
-
 def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
-    rows = jnp.asarray(rows)
+    rows = as_array("rows", rows)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise TypeError(f"rows must be of a floating-point type, got {rows.dtype.name}.")
     if rows.ndim != 2 or rows.shape[0] != source.num_rows:

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped import _checks
+from jax_grouped._values import as_array, static_number
+from jax_grouped._varying import axis_size, varying_axes
 from jax_grouped.dense_inputs import Weights
-from jax_grouped.moe.exchange import Method, axis_size, plan_exchange, return_rows, send_rows
+from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.mlp import as_weights, grouped_mlp
 from jax_grouped.moe.permutation import group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
@@ -104,12 +106,18 @@ def moe_mlp(
 
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
-    x, logits = jnp.asarray(x), jnp.asarray(logits)
-    gate_up, down = as_weights(gate_up), as_weights(down)
+    x, logits = as_array("x", x), as_array("logits", logits)
+    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
-    for axis in filter(None, (*batch_axes, feature_axis)):
+    for axis in batch_axes:
         axis_size(axis)  # Raises where there is no such axis.
-    _check_arguments(x, logits, jnp.shape(gate_up.kernel), devices, capacity_factor)
+    if feature_axis is not None and axis_size(feature_axis) > 1:
+        _check_split("gate_up", gate_up.kernel, feature_axis)
+        _check_split("down", down.kernel, feature_axis)
+    _check_arguments(x, logits, gate_up.kernel.shape, devices)
+    if capacity_factor is not None:
+        capacity_factor = _checked_factor(capacity_factor)
     tokens, num_experts = logits.shape
     if feature_axis is not None and down.bias is not None:
         # The devices' results are added up, of which each has this bias in it.
@@ -140,13 +148,11 @@ def moe_mlp(
     y = unpermute(rows, places, routing.weights)
     if feature_axis is not None:
         y = jax.lax.psum(y, feature_axis)
-    balance_loss = load_balancing_loss(routing, axis_name=tuple(batch_axes) or None)
+    balance_loss = load_balancing_loss(routing, axis_name=batch_axes or None)
     return y, MoEMetrics(balance_loss, expert_load(routing), dropped)
 
 
-def _check_arguments(
-    x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int, capacity_factor: float | None
-) -> None:
+def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
     _checks.check_tokens("x", x)
     if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
@@ -155,7 +161,25 @@ def _check_arguments(
             f"gate_up must hold E / D experts, for logits {logits.shape} of E experts and an expert_axis of D = "
             f"{devices} devices, got {kernel}."
         )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+
+
+def _check_split(name: str, kernel: jax.Array, axis_name: str) -> None:
+    """Raises ValueError if `jax.shard_map` with its checks on knows that all devices of the axis have the same kernel.
+
+    Each would compute with all features, and the sum over the devices would count them again and again.
+    """
+    checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
+    if checked and axis_name not in varying_axes(kernel):
+        raise ValueError(
+            f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {kernel.shape}, "
+            "the same on every device."
+        )
+
+
+def _checked_factor(capacity_factor: float) -> float:
+    factor = static_number("capacity_factor", capacity_factor)
+    if not 0 < factor < math.inf:
         raise ValueError(
             f"capacity_factor must be a positive number, or None for the worst case, got {capacity_factor}."
         )
+    return factor

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
 
 from jax_grouped import _checks
+from jax_grouped._checks import GroupSizes
+from jax_grouped._values import as_array
 from jax_grouped.dense import grouped_dense
 from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients, primal_values
@@ -22,7 +23,7 @@ def grouped_mlp(
     x: jax.Array,
     gate_up: jax.Array | Weights,
     down: jax.Array | Weights,
-    group_sizes: ArrayLike,
+    group_sizes: GroupSizes,
     *,
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -58,9 +59,11 @@ def grouped_mlp(
 
         assert jnp.allclose(y[:14], 16 * 32 * jax.nn.silu(32.0)) and not y[14:].any()
     """
-    x = jnp.asarray(x)
-    gate_up, down = as_weights(gate_up), as_weights(down)
-    _check_shapes(jnp.shape(gate_up.kernel), jnp.shape(down.kernel))
+    x = as_array("x", x)
+    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
+    _check_shapes(gate_up.kernel.shape, down.kernel.shape)
+    if recipe is not None:
+        _checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
     gate_up, up_spec = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
     hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
@@ -85,9 +88,11 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
-def as_weights(weights: jax.Array | Weights) -> Weights:
-    """Weights of which only the kernel is given."""
-    return weights if isinstance(weights, Weights) else Weights(weights)
+def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
+    """Weights, of which only the kernel may be given; raises TypeError unless that is an array."""
+    if not isinstance(weights, Weights):
+        weights = Weights(weights)
+    return weights._replace(kernel=as_array(name, weights.kernel))
 
 
 def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped import _checks
+from jax_grouped._values import as_array, check_instance
 from jax_grouped._varying import vary_alike
 from jax_grouped.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
@@ -63,7 +64,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         assert places.group_sizes.tolist() == [1, 2, 1]
         assert int(places.dropped) == 0
     """
-    experts = jnp.asarray(experts)
+    experts = as_array("experts", experts)
     _check_arguments(experts, num_experts, capacity)
     pairs = experts.size
     rows = pairs if capacity is None else min(capacity, pairs)
@@ -128,7 +129,7 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
         `[R, C]` in the type of `x`; the tail is zero. The gradient adds each token's rows up in float32.
 
     Raises:
-        TypeError: `x` has a type that is not supported.
+        TypeError: `x` has a type that is not supported, or `permutation` is none.
         ValueError: `x` has a shape that does not fit.
 
     Example:
@@ -138,7 +139,8 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
 
         assert rows.tolist() == [[10], [10], [20], [20]]
     """
-    x = jnp.asarray(x)
+    x = as_array("x", x)
+    check_instance("permutation", permutation, Permutation)
     _check_rows("x", x, "[T, C]", permutation.inverse.shape[0], "tokens")
     return _permute(*vary_alike(x, permutation.order, permutation.inverse))
 
@@ -169,12 +171,13 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
 
         assert y.tolist() == [[3.0], [3.5]]
     """
-    rows = jnp.asarray(rows)
+    rows = as_array("rows", rows)
+    check_instance("permutation", permutation, Permutation)
     order, inverse = permutation.order, permutation.inverse
     _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
     if weights is None:
         return _unpermute(*vary_alike(rows, order, inverse))
-    weights = jnp.asarray(weights)
+    weights = as_array("weights", weights)
     _checks.check_dtype("weights' type", weights.dtype)
     if weights.shape != inverse.shape:
         raise ValueError(f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}.")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped import _checks
+from jax_grouped._values import as_array, check_instance, static_bool, static_number
+from jax_grouped._varying import axis_size
 from jax_grouped.arrays import register_pytree
 
 #: How a router's logits become scores.
@@ -75,8 +77,9 @@ def top_k_routing(
         assert routing.experts.tolist() == [[1, 2], [0, 1]]
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
-    logits = jnp.asarray(logits)
-    _check_arguments(logits, top_k, score)
+    logits = as_array("logits", logits)
+    _check_arguments(logits, top_k, score, weight_scale)
+    normalize_weights = static_bool("normalize_weights", normalize_weights)
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
     experts = _best(scores, top_k, selection_bias)
@@ -88,7 +91,7 @@ def top_k_routing(
     )
 
 
-def _check_arguments(logits: jax.Array, top_k: int, score: str) -> None:
+def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: float | jax.Array) -> None:
     _checks.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
@@ -96,13 +99,17 @@ def _check_arguments(logits: jax.Array, top_k: int, score: str) -> None:
         raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
     if score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
+    if not isinstance(weight_scale, jax.Array):
+        static_number("weight_scale", weight_scale)
+    elif weight_scale.ndim != 0:  # A number of the device is one, too.
+        raise ValueError(f"weight_scale must be a scalar, got shape {weight_scale.shape}.")
 
 
 def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
     """The indices of the highest sums of score and bias, `int32[T, top_k]`."""
     scores = jax.lax.stop_gradient(scores)
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = as_array("selection_bias", bias)
         _checks.check_dtype("selection_bias's type", bias.dtype)
         if bias.shape != scores.shape[1:]:
             raise ValueError(f"selection_bias must have shape [E] = {scores.shape[1:]}, got {bias.shape}.")
@@ -165,16 +172,22 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
     Returns:
         `float32[]`; 0 for no tokens.
 
+    Raises:
+        TypeError: `routing` is none.
+        ValueError: `axis_name` is no axis of a surrounding `jax.shard_map` or `jax.pmap`.
+
     Example:
         loss = jax.jit(lambda logits: jg.moe.load_balancing_loss(jg.moe.top_k_routing(logits, 1)))
 
         assert jnp.allclose(loss(10 * jnp.eye(4)), 1)  # each token to an expert of its own
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
+    check_instance("routing", routing, Routing)
     tokens, num_experts = routing.probabilities.shape
     share = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)
     probability = jnp.sum(routing.probabilities, axis=0) / max(tokens, 1)
     if axis_name is not None:
+        axis_size(axis_name)  # Raises where there is no such axis.
         share, probability = jax.lax.pmean((share, probability), axis_name)
     return num_experts * jnp.sum(share * probability)
 

@@ -1,0 +1,185 @@
+"""Bad arguments of the layers: each error names the argument and the rule, in linen and in NNX."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests.meshes import data_mesh
+
+E, K, N, F = 4, 32, 16, 16
+X, SIZES = jnp.ones((8, K)), jnp.array([3, 0, 2, 2])
+BLOCK = jg.Float8BlockScaling()
+
+#: How each layer is made, by name.
+LAYERS: dict[str, Callable[..., Any]] = {
+    "linen.GroupedDense": lambda **options: jg.linen.GroupedDense(**dict(features=N, num_groups=E) | options),
+    "linen.GroupedKernel": lambda **options: jg.linen.GroupedKernel((E, K, N), **options),
+    "linen.MoEMlp": lambda **options: jg.linen.MoEMlp(
+        **dict(num_experts=E, top_k=2, hidden_features=F) | options
+    ),
+    "nnx.GroupedDense": lambda **options: jg.nnx.GroupedDense(
+        **dict(in_features=K, out_features=N, num_groups=E) | options, rngs=nnx.Rngs(0)
+    ),
+    "nnx.GroupedKernel": lambda **options: jg.nnx.GroupedKernel((E, K, N), **options, rngs=nnx.Rngs(0)),
+    "nnx.MoEMlp": lambda **options: jg.nnx.MoEMlp(
+        **dict(features=K, num_experts=E, top_k=2, hidden_features=F) | options, rngs=nnx.Rngs(0)
+    ),
+}  # fmt: skip
+DENSE = ["linen.GroupedDense", "nnx.GroupedDense"]
+MIXTURES = ["linen.MoEMlp", "nnx.MoEMlp"]
+
+
+def call(layer: Any, *arguments: Any) -> Any:
+    """The result of a layer that has just been made."""
+    if isinstance(layer, nn.Module):
+        return jax.eval_shape(layer.init_with_output, jax.random.key(0), *arguments)[0]
+    return layer(*arguments)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("recipe", "got"),
+    [
+        (jg.Float8BlockScaling, "the class Float8BlockScaling: pass Float8BlockScaling()"),
+        (jg.DelayedScaling, "the class DelayedScaling: pass DelayedScaling()"),
+        ("block", "'block'"),
+    ],
+    ids=["class", "class with a state", "text"],
+)
+def test_a_layer_is_not_made_with_what_is_no_recipe(name: str, recipe: Any, got: str) -> None:
+    message = f"recipe must be a recipe such as Float8BlockScaling(), or None, got {got}."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        LAYERS[name](recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("linen.GroupedDense", "features"),
+        ("linen.MoEMlp", "hidden_features"),
+        ("nnx.GroupedDense", "in_features"),
+        ("nnx.GroupedDense", "out_features"),
+        ("nnx.MoEMlp", "features"),
+        ("nnx.MoEMlp", "hidden_features"),
+    ],
+)
+def test_features_that_a_recipe_does_not_take_are_named(name: str, size: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{size} must be a multiple of 16 with a recipe, got 20\.$"):
+        LAYERS[name](recipe=BLOCK, **{size: 20})
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("linen.GroupedDense", "num_groups"), ("nnx.GroupedDense", "out_features"), ("nnx.MoEMlp", "num_experts")],
+)
+def test_sizes_are_integers(name: str, size: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{size} must be an integer, known when the program is traced, got '4'\.$"):
+        LAYERS[name](**{size: "4"})
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("x", [1.0, jnp.float32(1), None], ids=["number", "scalar", "None"])
+def test_tokens_have_features(name: str, x: Any) -> None:
+    shape = "[T, K]" if name in DENSE else "[..., K]"
+    message = "x must be an array, got None." if x is None else f"x must have shape {shape}, got ()."
+    with pytest.raises(TypeError if x is None else ValueError, match=f"^{re.escape(message)}"):
+        call(LAYERS[name](), x, *([SIZES] if name in DENSE else []))
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize(("dtype", "got"), [("bf16", "'bf16'"), (jnp.int32, "int32")], ids=["no type", "integers"])
+def test_the_type_of_the_computation_is_named(name: str, dtype: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"^dtype must be bfloat16, float16 or float32, got {got}."):
+        call(LAYERS[name](dtype=dtype), X, *([SIZES] if name in DENSE else []))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(capacity_factor="1"), "capacity_factor must be a number, known when the program is traced, got '1'."),
+        (dict(weight_scale="a"), "weight_scale must be a number, known when the program is traced, got 'a'."),
+    ],
+    ids=["capacity_factor", "weight_scale"],
+)
+def test_factors_are_numbers(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        call(LAYERS[name](**options), X)
+
+
+def test_tokens_of_another_size_are_refused_by_a_mixture_of_nnx() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("gate_up.shape[1] must equal x.shape[1] (K), got gate_up (4, 32, 32)")
+    ):
+        LAYERS["nnx.MoEMlp"]()(X[:, :16])
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("use_bias", [False, True], ids=["kernels", "kernels and biases"])
+@pytest.mark.parametrize("axis", ["expert_axis", "feature_axis"])
+def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: str, use_bias: bool, axis: str) -> None:
+    layer = LAYERS[name](use_bias=use_bias, **{axis: "data"})
+    variables: Any
+    if name == "linen.MoEMlp":
+        variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+        apply = layer.apply
+    else:
+        graph, variables = nnx.split(layer)
+        apply = lambda variables, x: nnx.merge(graph, variables)(x)  # noqa: E731
+    tokens = P("data") if axis == "expert_axis" else P()
+    step = jax.shard_map(
+        lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(P(), tokens), out_specs=tokens
+    )
+    part = "(2, 32, 2, 16), got (4, 32, 2, 16)" if axis == "expert_axis" else "(4, 32, 2, 8), got (4, 32, 2, 16)"
+    message = (
+        f"gate_up's kernel must be this device's part, of shape {part}: in_specs of jax.shard_map must split it over "
+        "['data']."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(step, variables, X)
+
+
+def test_a_whole_bias_beside_a_part_of_its_kernel_says_what_splits_it() -> None:
+    layer = LAYERS["linen.MoEMlp"](use_bias=True, expert_axis="data")
+    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+    split = {"kernel": P("data"), "bias": P()}
+    specs = {"params": {"router": P(), "gate_up": split, "down": split}}
+    step = jax.shard_map(
+        lambda *arguments: layer.apply(*arguments)[0],
+        mesh=data_mesh(2),
+        in_specs=(specs, P("data")),
+        out_specs=P("data"),
+    )
+    with pytest.raises(ValueError, match=r"^gate_up's bias must be this device's part, of shape "):
+        jax.eval_shape(step, variables, X)
+
+
+@pytest.mark.parametrize("whole", ["gate_up", "down"])
+def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whole: str) -> None:
+    gate_up, down = jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K))
+    specs = {"gate_up": P(None, None, "data"), "down": P(None, "data")} | {whole: P()}
+    if whole == "gate_up":  # Its part has this many features.
+        gate_up = gate_up[:, :, :F]
+    else:
+        down = down[:, : F // 2]
+
+    def step(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data")[0]
+
+    sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=(P(), specs["gate_up"], specs["down"]), out_specs=P())
+    with pytest.raises(ValueError, match=rf"^{whole} must be split over the mesh axis 'data' \(in_specs of"):
+        jax.eval_shape(sharded, X, gate_up, down)
+
+
+def test_one_axis_of_the_batch_is_no_sequence_of_letters() -> None:
+    layer = LAYERS["nnx.MoEMlp"](batch_axes="data")
+    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here"):
+        layer(X)
