@@ -4,11 +4,9 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jax_grouped import _config
 from jax_grouped import moe as moe
 from jax_grouped._config import config as config
 from jax_grouped.arrays import GroupedQuantized as GroupedQuantized
@@ -43,10 +41,6 @@ from jax_grouped.recipes import ScalingMode as ScalingMode
 if TYPE_CHECKING:
     from jax_grouped import linen as linen
     from jax_grouped import nnx as nnx
-
-# `python3 -m jax_grouped` imports this module before its own, whose report has a line for what is wrong here.
-if not (sys.argv[:1] == ["-m"] and "jax_grouped" in sys.orig_argv):
-    _config.from_environment()
 
 # An exported program may run without anything of ours being lowered first, so its custom calls are registered right
 # away. An extension that is broken is reported when a GPU needs it: everything else works without.

@@ -41,7 +41,7 @@ _override = jax.make_user_context(default_value=None)
 
 @functools.cache
 def from_environment() -> _Settings:
-    """The settings that the process starts with.
+    """Returns the settings that the process starts with, read when an operation first asks for one.
 
     Raises:
         ValueError: a variable has a value that is none of its own; the next call raises it again.

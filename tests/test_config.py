@@ -40,9 +40,10 @@ def test_other_flags_are_refused(name: str, text: str, monkeypatch: pytest.Monke
         from_environment(monkeypatch, FLAGS[name], text)
 
 
-def test_a_bad_variable_is_an_error_of_the_import() -> None:
+def test_a_bad_variable_is_an_error_of_the_first_operation() -> None:
     environment = os.environ | {"JAX_GROUPED_CHECK": "maybe"}
-    command = [sys.executable, "-c", "import jax_grouped"]
+    program = "import jax_grouped as jg, jax.numpy as jnp; jg.ragged_dot(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), [2])"
+    command = [sys.executable, "-c", program]
     program = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert program.returncode == 1
