@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from tests import oracle
 from tests.exports import exported
-from tests.meshes import data_mesh
+from tests.meshes import data_mesh, mesh_of
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +147,25 @@ def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
     assert "all_to_all" not in on_one.lower({"params": params()}, x()).as_text()
     expected = jax.jit(jg.linen.MoEMlp(**OPTIONS).apply)({"params": params()}, x())[0]
     np.testing.assert_allclose(on_one({"params": params()}, x()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
+    def gradients(params: Params, x: jax.Array, *, devices: int, **axes: Any) -> Any:
+        def loss(params: Params) -> jax.Array:
+            y, metrics = jg.linen.MoEMlp(**OPTIONS, **axes).apply({"params": params}, x)
+            return jnp.sum(y**2) + metrics.balance_loss / devices
+
+        return jax.grad(loss)(params)
+
+    split = functools.partial(gradients, devices=2, expert_axis="expert", batch_axes=("expert",))
+    specs = {name: P() if name == "router" else P("expert") for name in params()}
+    mesh = mesh_of({"expert": 2, "other": 2})
+    sharded = jax.shard_map(split, mesh=mesh, in_specs=(specs, P("expert")), out_specs=specs, axis_names={"expert"})
+
+    got = jax.jit(sharded)(params(), x())
+
+    expected = jax.jit(functools.partial(gradients, devices=1))(params(), x())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
 @pytest.fixture(scope="module")

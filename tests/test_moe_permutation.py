@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_grouped.moe import permutation
 from jax_grouped.moe.permutation import Permutation
 from tests.exports import exported
-from tests.meshes import data_mesh
+from tests.meshes import data_mesh, mesh_of
 
 pytestmark = pytest.mark.slow
 
@@ -272,6 +272,17 @@ def test_pmap_gives_each_device_its_own_result() -> None:
     devices = data_mesh(2).devices.ravel().tolist()
     *arguments, expected = batches()
     assert_each_is_alone(jax.pmap(step, devices=devices)(*arguments), expected)
+
+
+def test_shard_map_over_some_axes_of_a_mesh_gives_each_device_its_own_result() -> None:
+    *arguments, expected = batches()
+
+    def local(*arguments: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], step(*(leaf[0] for leaf in arguments)))
+
+    mesh = mesh_of({"data": 2, "other": 2})
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    assert_each_is_alone(jax.jit(sharded)(*arguments), expected)
 
 
 def test_shard_map_of_remat_sums_the_gradients_of_replicated_tokens() -> None:

@@ -11,6 +11,7 @@ from jax_grouped import _checks
 from jax_grouped._values import as_array, check_instance
 from jax_grouped._varying import vary_alike
 from jax_grouped.arrays import register_pytree
+from jax_grouped.group_layout import count_not_above
 from jax_grouped.moe.capacity import fit_to_capacity
 
 
@@ -71,12 +72,12 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
 
     keys = _keys(experts, num_experts)
     keys, sorted_pairs = jax.lax.sort(vary_alike(keys, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    wanted = jnp.diff(_first_at_least(keys, jnp.arange(1, num_experts + 1, dtype=jnp.int32)), prepend=0)
+    wanted = jnp.diff(count_not_above(keys, jnp.arange(num_experts, dtype=jnp.int32)), prepend=0)
     row = jnp.arange(rows, dtype=jnp.int32)
     if rows < pairs:
         group_sizes = fit_to_capacity(wanted, rows)
         cut = wanted - group_sizes
-        group = _first_at_least(jnp.cumsum(group_sizes, dtype=jnp.int32), row + 1)
+        group = count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row)
         # Among the sorted pairs, a row stands after all that was cut from the groups before its own.
         cut_before = jnp.cumsum(cut, dtype=jnp.int32) - cut
         sorted_pairs = sorted_pairs[row + cut_before[jnp.minimum(group, num_experts - 1)]]
@@ -110,12 +111,6 @@ def _keys(experts: jax.Array, num_experts: int) -> jax.Array:
     limits = jnp.iinfo(experts.dtype)
     keys = jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
     return jnp.where(keys < 0, num_experts, keys).reshape(experts.size)
-
-
-def _first_at_least(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """For each value, the index of the first number that is not less, `int32`."""
-    # Without the default method's loop, a few comparisons per value in one kernel.
-    return jnp.searchsorted(ascending, values, method="scan_unrolled").astype(jnp.int32)
 
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
