@@ -259,6 +259,29 @@ def test_nothing_travels_without_rows_or_room(rows: int, capacity: int) -> None:
     assert_same(got, exchanged(x, sizes, capacity))
 
 
+def test_as_many_rows_as_int32_can_count_are_planned_exactly() -> None:
+    devices = 4
+    rows = (2**31 - 1) // devices
+    # All rows of all devices go to the last one's first expert.
+    sizes = np.array([[0, 0, 0, 0, 0, 0, rows, 0]] * devices, np.int32)
+
+    def totals(sizes: jax.Array, capacity: int) -> tuple[jax.Array, ...]:
+        made = exchange.plan_exchange(sizes[0], "data", num_rows=rows, capacity=capacity)
+        return made.group_sizes[None], made.dropped[None], made.incoming.starts.reshape(1, -1)
+
+    def planned(capacity: int) -> Any:
+        plan = sharded(functools.partial(totals, capacity=capacity), data_mesh(devices))
+        return [array.tolist() for array in jax.device_get(plan(sizes))]
+
+    group_sizes, dropped, starts = planned(2**31 - 1)
+    assert group_sizes == [[0, 0]] * 3 + [[devices * rows, 0]]
+    assert dropped == [0] * devices
+    assert [start for start in starts[-1] if start < devices * rows] == [0, rows, 2 * rows, 3 * rows]
+    group_sizes, dropped, _ = planned(1000)
+    assert group_sizes == [[0, 0]] * 3 + [[1000, 0]]
+    assert dropped == [rows - 250] * devices
+
+
 @pytest.mark.parametrize(("platform", "ragged"), [("cuda", 2), ("tpu", 2), ("cpu", 0)], ids=["cuda", "tpu", "cpu"])
 def test_each_platform_gets_what_xla_has_for_it(platform: str, ragged: int) -> None:
     sizes = sizes_of(SIZES["uneven"], 4)
@@ -310,6 +333,13 @@ def plan(sizes: Any = (1,) * EXPERTS, axis_name: str = "data", **options: Any) -
         (TypeError, "group_sizes must be of an integer type, got float32", lambda: plan([1.0, 2.0])),
         (ValueError, "capacity must be at least 0, got -1", lambda: plan(capacity=-1)),
         (ValueError, "num_rows must be at least 0, got -2", lambda: plan(num_rows=-2)),
+        (
+            ValueError,
+            "num_rows must be at most 1073741823 for the 2 devices of the axis 'data', because their rows are counted "
+            "in int32, got 1073741824.",
+            lambda: plan(num_rows=2**30),
+        ),
+        (ValueError, "capacity must be at most 2147483647 for the 2 devices", lambda: plan(capacity=2**31)),
         (TypeError, "capacity must be an integer, known when the program is traced", lambda: plan(capacity=1.5)),
         (ValueError, "('auto', 'ragged', 'padded'), got 'dense'", lambda: plan(method="dense")),
         (ValueError, "no mesh axis 'model' here: call it inside jax.shard_map", lambda: plan(axis_name="model")),

@@ -329,6 +329,16 @@ def test_group_by_expert_rejects(arguments: dict[str, Any], error: type[Exceptio
         permutation.group_by_expert(**(dict(experts=CHOICES, num_experts=EXPERTS) | arguments))
 
 
+def test_more_pairs_than_int32_has_places_for_are_refused() -> None:
+    def shapes(tokens: int) -> Any:
+        experts = jax.ShapeDtypeStruct((tokens, 2), jnp.int8)
+        return jax.eval_shape(lambda experts: permutation.group_by_expert(experts, EXPERTS), experts)
+
+    assert shapes(2**29).order.shape == (2**30,)
+    with pytest.raises(ValueError, match=re.escape("experts must have at most 2^30 pairs of a token and an expert")):
+        shapes(2**29 + 1)
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "error", "message"),
     [

@@ -22,8 +22,11 @@ Method = Literal["auto", "ragged", "padded"]
 #: So many thread blocks keep a GPU's links busy: on two H200, 16 slices of 4 MB moved at 43 GB/s.
 _GPU_SLICES = 1024
 
+#: Rows of all devices are counted in int32, and so are places in what one device receives.
+_MOST_ROWS = 2**31 - 1
+
 #: The origin of a row that comes from nowhere: past the end of every array.
-_NOWHERE = 2**31 - 1
+_NOWHERE = _MOST_ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -94,8 +97,9 @@ def plan_exchange(
         group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
             and rows past `num_rows` do not exist.
         axis_name: the mesh axis of `D` devices, or a tuple of axes; other axes exchange nothing.
-        num_rows: `R`, rows of this device's array, the same on every device.
-        capacity: rows that a device has room for after `send_rows`. `D * num_rows` drops none, whatever the sizes.
+        num_rows: `R`, rows of this device's array, the same on every device. `D * num_rows` is below 2^31.
+        capacity: rows that a device has room for after `send_rows`, fewer than 2^31. `D * num_rows` drops none,
+            whatever the sizes.
         method: "ragged" is one `jax.lax.ragged_all_to_all`, which moves only rows that there are; "padded" is
             `jax.lax.all_to_all` of `min(num_rows, capacity)` rows from every device to every other, with `D` times as
             much memory; "auto" is "padded" on CPUs, for which XLA has no ragged one, and "ragged" elsewhere. On GPUs
@@ -106,8 +110,8 @@ def plan_exchange(
 
     Raises:
         TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
-        ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative,
-            `method` is another, or `axis_name` is no axis of a surrounding `jax.shard_map`.
+        ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative or too
+            large, `method` is another, or `axis_name` is no axis of a surrounding `jax.shard_map`.
 
     Example:
         from jax.sharding import AxisType, PartitionSpec as P
@@ -124,6 +128,12 @@ def plan_exchange(
     """
     devices = axis_size(axis_name)
     num_rows, capacity = _checks.static_size("num_rows", num_rows), _checks.static_size("capacity", capacity)
+    for name, value, most in (("num_rows", num_rows, _MOST_ROWS // devices), ("capacity", capacity, _MOST_ROWS)):
+        if value > most:
+            raise ValueError(
+                f"{name} must be at most {most} for the {devices} devices of the axis {axis_name!r}, because their "
+                f"rows are counted in int32, got {value}."
+            )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
     sizes = _checks.canonical_sizes_of(group_sizes, num_rows)

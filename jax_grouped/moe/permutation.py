@@ -14,6 +14,9 @@ from jax_grouped.arrays import register_pytree
 from jax_grouped.group_layout import count_not_above
 from jax_grouped.moe.capacity import fit_to_capacity
 
+#: Pairs that have no row get places of their own past the end: twice as many places as pairs, counted in int32.
+_MOST_PAIRS = 2**30
+
 
 @register_pytree
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,8 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
 
     Args:
-        experts: `[T, k]` integers, the experts of each token. Ones outside of `[0, num_experts)` are nobody's: these
-            pairs are dropped, as padding tokens should be.
+        experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Ones outside of `[0, num_experts)`
+            are nobody's: these pairs are dropped, as padding tokens should be.
         num_experts: `E`.
         capacity: how many rows there are at most, `T * k` by default. If more are needed, the longest groups are cut to
             one length, and their last pairs are dropped.
@@ -101,6 +104,8 @@ def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None)
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
     if experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
+    if experts.size > _MOST_PAIRS:
+        raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts.shape}.")
     _checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
         _checks.static_size("capacity", capacity)
