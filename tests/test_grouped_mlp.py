@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import moe
 from jax_grouped.moe.mlp import swiglu
 from tests import oracle
+from tests.meshes import data_mesh
 from tests.quantize_cases import some
 from tests.states import NAMES, fp8_state
-from tests.test_lowering import custom_calls, lowered
+from tests.test_lowering import custom_calls, lowered, struct
 
 pytestmark = pytest.mark.slow
 
@@ -194,6 +196,67 @@ def test_where_the_result_does_not_reach_the_loss_gradients_are_zero() -> None:
     gradients = jax.jit(jax.grad(loss))(arrays())
 
     assert not any(jnp.any(gradients[name]) for name in ("gate_up", "gate_up_bias", "down", "down_bias"))
+
+
+def one_layer(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    return moe.grouped_mlp(x, gate_up, down, SIZES)
+
+
+def scanned_layers(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, kernels: (one_layer(x, *kernels), None), x, (gate_up, down))[0]
+
+
+@pytest.mark.parametrize(("layers", "stack"), [(one_layer, ()), (scanned_layers, (3,))], ids=["one layer", "scan"])
+def test_without_a_recipe_swiglu_keeps_only_the_first_products_result(layers: Callable, stack: tuple[int, ...]) -> None:
+    x, gate_up, down = (struct(shape) for shape in ((T, K), (*stack, E, K, 2 * F), (*stack, E, F, K)))
+
+    residuals = jax.eval_shape(lambda *arguments: jax.vjp(layers, *arguments)[1], x, gate_up, down)
+
+    kept = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(residuals) if leaf.shape[-2:-1] == (T,))
+    # The operands of the two weight gradients, and what SwiGLU is computed from.
+    assert kept == [("bfloat16", (*stack, T, features)) for features in (K, F, 2 * F)]
+
+
+def swiglu_by_jax(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+TRANSFORMATIONS: dict[str, Callable[[Callable], Callable]] = {
+    "vmap": jax.vmap,
+    "scan": lambda function: lambda xs: jax.lax.scan(lambda carry, x: (carry, function(x)), None, xs)[1],
+    "checkpoint": jax.checkpoint,
+    "policy": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*jg.CHECKPOINT_NAMES)
+    ),
+    "shard_map": lambda function: jax.shard_map(function, mesh=data_mesh(2), in_specs=P("data"), out_specs=P("data")),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_derivatives_of_swiglu_are_those_of_jax_to_the_second_order(transform: Callable[[Callable], Callable]) -> None:
+    gate_up = 3 * jax.random.normal(jax.random.key(0), (2, 5, 8))
+
+    def derivatives(function: Callable) -> Any:
+        function = transform(function)
+        first = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
+        return jax.jit(lambda x: (function(x), first(x), jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))(x)))(gate_up)
+
+    for got, expected in zip(derivatives(swiglu), derivatives(swiglu_by_jax), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_swiglu_is_rounded_once(dtype: str) -> None:
+    gate_up, dy = (jax.random.normal(jax.random.key(n), (6, n)).astype(dtype) for n in (32, 16))
+
+    def gradient(function: Callable, gate_up: jax.Array, dy: jax.Array) -> jax.Array:
+        return jax.vjp(function, gate_up)[1](dy)[0]
+
+    got = gradient(swiglu, gate_up, dy)
+
+    expected = gradient(swiglu_by_jax, gate_up.astype(jnp.float32), dy.astype(jnp.float32))
+    np.testing.assert_array_equal(got, expected.astype(dtype), strict=True)
 
 
 @pytest.mark.parametrize(

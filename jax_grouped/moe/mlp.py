@@ -32,9 +32,10 @@ def grouped_mlp(
 
     With a recipe, SwiGLU is part of the quantization of what the second product reads, and its derivative part of the
     quantization of the gradient that goes into the first: both are computed in float32 and rounded once, to FP8, and
-    neither is ever written in a wider type. Without one they are plain JAX. Everything else is as in
-    `jax_grouped.grouped_dense`: types, rows of no group, gradients, what is kept under
-    `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of `Weights` is.
+    neither is ever written in a wider type. Without one they are plain JAX, and the backward pass computes SwiGLU again
+    from the first product's result, kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
+    rows of no group, gradients, what is kept under `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of
+    `Weights` is.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -82,10 +83,30 @@ def grouped_mlp(
     return _mlp(vary_inputs(up_inputs, down_inputs), spec)
 
 
+@jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` of `[T, 2 F]`, the gate's features first, computed in float32: `[T, F]`."""
+    """`silu(gate) * up` of `[T, 2 F]`, the gate's features first, computed in float32: `[T, F]`.
+
+    The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
+    """
+    return _swiglu(gate_up)
+
+
+def _swiglu(gate_up: jax.Array) -> jax.Array:
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def _swiglu_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return swiglu(gate_up), gate_up
+
+
+def _swiglu_backward(gate_up: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    _, pull_back = jax.vjp(_swiglu, gate_up)
+    return pull_back(dy)
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
