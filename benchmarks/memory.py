@@ -22,14 +22,16 @@ Prints the GiB that XLA plans for beside arguments and results when it compiles 
   gradients  of one layer, from x, its kernel and dy to y, dx and the kernel's gradient
   SGD        as above, but the kernel changes in place
   pairs      an SGD step of four such layers, each with one back, in sequence, with float32 kernels
+  MLPs       gradients of four MLPs in a scan: such a layer, SwiGLU, and one back from half as many features
 
 A row says what waits for the backward pass: all that it reads, the quantized tokens alone, or nothing."""
 
 _EPILOG = "On a machine without a GPU, JAX_PLATFORMS=cpu is needed, and JAX's plugin for CUDA all the same."
 
-_PAIRS = 4
+_LAYERS = 4
 
-Layer = Callable[[jax.Array, jax.Array], jax.Array]
+#: From tokens and what one layer has of the kernels to tokens.
+Layer = Callable[[jax.Array, Any], jax.Array]
 
 _KEPT: dict[str, Callable[[Layer], Layer]] = {
     "all": lambda layer: layer,
@@ -40,14 +42,54 @@ _RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
 _ROWS = (("bf16", "all"), ("block", "all"), ("block", "tokens"), ("bf16", "nothing"), ("block", "nothing"))
 
 
-def _gradients(layer: Layer, x: jax.Array, kernels: list[jax.Array], dy: jax.Array) -> Any:
-    y, pullback = jax.vjp(lambda x, kernels: functools.reduce(layer, kernels, x), x, kernels)
-    return y, pullback(dy)
+def _in_sequence(layer: Layer, x: jax.Array, kernels: Any) -> jax.Array:
+    return functools.reduce(layer, kernels, x)
 
 
-def _sgd(layer: Layer, x: jax.Array, kernels: list[jax.Array], dy: jax.Array) -> Any:
-    y, (dx, dkernels) = _gradients(layer, x, kernels, dy)
-    return y, dx, [kernel - 1e-3 * dkernel for kernel, dkernel in zip(kernels, dkernels, strict=True)]
+def _scanned(layer: Layer, x: jax.Array, kernels: Any) -> jax.Array:
+    return jax.lax.scan(lambda x, kernel: (layer(x, kernel), None), x, kernels)[0]
+
+
+def _dense(x: jax.Array, kernel: jax.Array, sizes: jax.Array, recipe: Any) -> jax.Array:
+    return jg.grouped_dense(x, kernel, sizes, recipe=recipe)
+
+
+def _mlp(x: jax.Array, kernels: tuple[jax.Array, jax.Array], sizes: jax.Array, recipe: Any) -> jax.Array:
+    return jg.moe.grouped_mlp(x, *kernels, sizes, recipe=recipe)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A step of some layers.
+
+    Attributes:
+        kernels: of all layers, a tree of `jax.ShapeDtypeStruct`.
+        dy: of the last layer's result.
+        sgd: whether the kernels change in place; else their gradients are results.
+        layer: a layer, of tokens, kernels, group sizes and a recipe.
+        model: all layers, of one layer, tokens and kernels.
+    """
+
+    kernels: Any
+    dy: jax.ShapeDtypeStruct
+    sgd: bool = False
+    layer: Callable[..., jax.Array] = _dense
+    model: Callable[[Layer, jax.Array, Any], jax.Array] = _in_sequence
+
+    def gib(self, x: jax.ShapeDtypeStruct, sizes: jax.ShapeDtypeStruct, recipe: str, kept: str) -> float:
+        """The GiB that XLA plans for beside arguments and results."""
+
+        def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
+            layer = _KEPT[kept](lambda x, kernel: self.layer(x, kernel, sizes, _RECIPES[recipe]))
+            y, pullback = jax.vjp(functools.partial(self.model, layer), x, kernels)
+            dx, dkernels = pullback(dy)
+            if not self.sgd:
+                return y, dx, dkernels
+            return y, dx, jax.tree.map(lambda kernel, dkernel: kernel - 1e-3 * dkernel, kernels, dkernels)
+
+        donated = (1,) if self.sgd else ()
+        analysis: Any = compile_for_h200(run, x, self.kernels, sizes, self.dy, donated=donated).memory_analysis()
+        return analysis.temp_size_in_bytes / 2**30
 
 
 def measure(shape: Shape) -> list[dict[str, Any]]:
@@ -59,24 +101,17 @@ def measure(shape: Shape) -> list[dict[str, Any]]:
     groups, tokens, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
     x, y, sizes = struct("bfloat16", tokens, K), struct("bfloat16", tokens, N), struct("int32", groups)
     kernel, back = struct("float32", groups, K, N), struct("float32", groups, N, K)
+    mlps = struct("bfloat16", _LAYERS, groups, K, N), struct("bfloat16", _LAYERS, groups, N // 2, K)
     programs = {
-        "gradients, bfloat16 kernel": (_gradients, [struct("bfloat16", groups, K, N)], y),
-        "gradients, float32 kernel": (_gradients, [kernel], y),
-        "SGD, float32 kernel": (_sgd, [kernel], y),
-        "pairs": (_sgd, [kernel, back] * _PAIRS, x),
+        "gradients, bfloat16 kernel": _Program([struct("bfloat16", groups, K, N)], y),
+        "gradients, float32 kernel": _Program([kernel], y),
+        "SGD, float32 kernel": _Program([kernel], y, sgd=True),
+        "pairs": _Program([kernel, back] * _LAYERS, x, sgd=True),
+        "MLPs, bfloat16 kernels": _Program(mlps, x, layer=_mlp, model=_scanned),
     }
-
-    def gib(program: Callable[..., Any], kernels: list[Any], dy: Any, recipe: str, kept: str) -> float:
-        def run(x: jax.Array, kernels: list[jax.Array], sizes: jax.Array, dy: jax.Array) -> Any:
-            layer = _KEPT[kept](lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=_RECIPES[recipe]))
-            return program(layer, x, kernels, dy)
-
-        donated = (1,) if program is _sgd else ()
-        analysis: Any = compile_for_h200(run, x, kernels, sizes, dy, donated=donated).memory_analysis()
-        return analysis.temp_size_in_bytes / 2**30
-
     return [
-        {"recipe": recipe, "kept": kept} | {name: gib(*program, recipe, kept) for name, program in programs.items()}
+        {"recipe": recipe, "kept": kept}
+        | {name: program.gib(x, sizes, recipe, kept) for name, program in programs.items()}
         for recipe, kept in _ROWS
     ]
 
