@@ -20,11 +20,20 @@ from jax_grouped.recipes import ScalingMode, canonical_fp8
 GroupSizes = ArrayLike | Sequence[int]
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-#: JAX's names of precisions.
+#: JAX's names of precisions and of dot algorithms, and for each the precision whose float32 products are as exact.
 _PRECISIONS = {
-    **dict.fromkeys(["default", "fastest", "bfloat16"], jax.lax.Precision.DEFAULT),
-    **dict.fromkeys(["high", "tensorfloat32", "bfloat16_3x"], jax.lax.Precision.HIGH),
-    **dict.fromkeys(["highest", "float32"], jax.lax.Precision.HIGHEST),
+    **dict.fromkeys(
+        ["default", "fastest", "bfloat16", "bf16_bf16_bf16", "bf16_bf16_f32"],
+        jax.lax.Precision.DEFAULT,
+    ),
+    **dict.fromkeys(
+        ["high", "tensorfloat32", "bfloat16_3x", "f16_f16_f16", "f16_f16_f32", "tf32_tf32_f32", "bf16_bf16_f32_x3"],
+        jax.lax.Precision.HIGH,
+    ),
+    **dict.fromkeys(
+        ["highest", "float32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f32_f32_f32"],
+        jax.lax.Precision.HIGHEST,
+    ),
 }
 
 
@@ -168,22 +177,38 @@ def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     return jnp.clip(offset, max(limits.min, -total), min(limits.max, total)).astype(jnp.int32)
 
 
-def canonical_precision(precision: jax.lax.PrecisionLike) -> jax.lax.Precision:
-    """One `jax.lax.Precision` from one, a pair of them (the higher counts), a name, or None for JAX's default.
+def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
+    """The precision of products of operands of type `dtype`.
+
+    Args:
+        precision: a `jax.lax.Precision`, a pair of them (the higher counts), a `DotAlgorithmPreset`, the name of one of
+            these, or None for `jax_default_matmul_precision`.
+        dtype: FP8 for quantized operands.
 
     Raises:
-        ValueError: it is something else, a `DotAlgorithmPreset` for example.
+        ValueError: it is something else, or the preset of an algorithm that there is not. JAX's setting raises with
+            float32 operands only, for others have exact products.
     """
     if isinstance(precision, tuple | list) and len(precision) == 2:
-        return max(canonical_precision(precision[0]), canonical_precision(precision[1]), key=lambda p: p.value)
+        pair = [canonical_precision(one, dtype) for one in precision]
+        return max(pair, key=lambda one: one.value)
+    source = ""
     if precision is None:
         # JAX defines this attribute at run time.
         precision = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
+        source = " from jax_default_matmul_precision"
     if isinstance(precision, jax.lax.Precision):
         return precision
-    if isinstance(precision, str) and precision.lower() in _PRECISIONS:
-        return _PRECISIONS[precision.lower()]
-    raise ValueError(f"precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), got {precision!r}.")
+    name = precision.name if isinstance(precision, jax.lax.DotAlgorithmPreset) else precision
+    if isinstance(name, str) and name.lower() in _PRECISIONS:
+        return _PRECISIONS[name.lower()]
+    if source and jnp.dtype(dtype) != jnp.float32:
+        # For gradients of another type, all of float32.
+        return jax.lax.Precision.HIGHEST
+    raise ValueError(
+        "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), or a DotAlgorithmPreset of 16-bit or 32-bit "
+        f"operands, got {precision!r}{source}."
+    )
 
 
 def _check_values(group_sizes: jax.Array, capacity: int) -> None:

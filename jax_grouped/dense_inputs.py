@@ -168,7 +168,7 @@ def canonical_weights(
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
     spec = DenseSpec(
         recipe=recipe,
-        precision=_checks.canonical_precision(precision),
+        precision=_checks.canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype),
         kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
         tokens=x.shape[0],
         out_dtype=jnp.dtype(out_dtype),

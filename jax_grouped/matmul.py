@@ -94,7 +94,10 @@ def ragged_dot(
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers. Negative ones count as 0, and rows past
             `T` do not exist.
         precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters
-            for float32 inputs only. Default: `jax.default_matmul_precision`.
+            for float32 inputs only. A `jax.lax.DotAlgorithmPreset` or its name counts as the precision that is as
+            exact: `BF16_BF16_F32` as `DEFAULT`; `TF32_TF32_F32`, `BF16_BF16_F32_X3` and those of float16 as `HIGH`;
+            `F32_F32_F32`, `TF32_TF32_F32_X3`, `BF16_BF16_F32_X6` and `_X9` as `HIGHEST`. Default:
+            `jax.default_matmul_precision`.
         preferred_element_type: type of the result, one of the three types above. Default: the promoted input type.
         group_offset: scalar or `[1]` integer: `rhs` holds the groups `[group_offset, group_offset + G)`. The result is
             zero in the rows of other groups.
@@ -104,7 +107,8 @@ def ragged_dot(
 
     Raises:
         TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit.
+        ValueError: an argument has a shape that does not fit, or `precision` is a preset of FP8 or float64 operands. As
+            JAX's setting, such a preset raises with float32 inputs only.
 
     Example:
         lhs, rhs = jnp.ones((16, 32)), jnp.ones((2, 32, 16))
@@ -120,7 +124,7 @@ def ragged_dot(
     out_dtype = _result_type(lhs.dtype, rhs.dtype, preferred_element_type)
     compute_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs, sizes, offset = vary_alike(lhs.astype(compute_dtype), rhs.astype(compute_dtype), sizes, offset)
-    spec = MatmulSpec("fprop", rhs.shape[0], out_dtype, _checks.canonical_precision(precision))
+    spec = MatmulSpec("fprop", rhs.shape[0], out_dtype, _checks.canonical_precision(precision, compute_dtype))
     return grouped_matmul(lhs, rhs, sizes, offset, spec)
 
 

@@ -71,9 +71,10 @@ SIZES = jnp.array([2, 3])
             "preferred_element_type must be bfloat16, float16 or float32, got 'fp8'.",
         ),
         (
-            dict(precision="BF16_BF16_F32"),
+            dict(precision="F64_F64_F64"),
             ValueError,
-            "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), got 'BF16_BF16_F32'.",
+            "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), or a DotAlgorithmPreset of 16-bit or "
+            "32-bit operands, got 'F64_F64_F64'.",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -91,6 +92,14 @@ def test_sequences_of_integers_are_group_sizes(sizes: Any) -> None:
 def test_a_list_of_scalars_of_the_device_is_read_there() -> None:
     y = jax.jit(lambda first, second: jg.ragged_dot(X, KERNEL, [first, second]))(2, 3)
     assert (y == jg.ragged_dot(X, KERNEL, SIZES)).all()
+
+
+def test_a_setting_of_jax_that_float32_products_cannot_have_is_named() -> None:
+    with (
+        jax.default_matmul_precision("ANY_F8_ANY_F8_F32"),
+        pytest.raises(ValueError, match=r"^precision must be .* got 'ANY_F8_ANY_F8_F32' from jax_default_matmul_prec"),
+    ):
+        jg.ragged_dot(X, KERNEL, SIZES)
 
 
 def test_grouped_dense_rejects_a_bias_of_another_shape() -> None:

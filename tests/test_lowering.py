@@ -1,6 +1,8 @@
 """What a program for a GPU looks like, lowered on whatever machine runs the tests."""
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +81,45 @@ def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: 
     assert "stablehlo.reduce_precision" in text
 
 
-def test_the_default_matmul_precision_of_jax_counts() -> None:
-    with jax.default_matmul_precision("float32"):
-        text = lowered(jg.ragged_dot, struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES)
-    assert len(custom_calls(text)) == 6
+@pytest.mark.parametrize(
+    ("precision", "products"),
+    [
+        ("float32", 6),
+        ("BF16_BF16_F32", 3),
+        ("TF32_TF32_F32", 3),
+        ("BF16_BF16_F32_X3", 3),
+        ("TF32_TF32_F32_X3", 6),
+        ("BF16_BF16_F32_X9", 6),
+        ("F32_F32_F32", 6),
+    ],
+)
+def test_the_default_matmul_precision_of_jax_counts(precision: str, products: int) -> None:
+    operands = struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES
+    with jax.default_matmul_precision(precision):
+        text = lowered(jg.ragged_dot, *operands)
+    assert len(custom_calls(text)) == products
+    preset = getattr(jax.lax.DotAlgorithmPreset, precision, precision)
+    text = lowered(functools.partial(jg.ragged_dot, precision=preset), *operands)
+    assert len(custom_calls(text)) == products
+
+
+PRESETS = [preset.name for preset in jax.lax.DotAlgorithmPreset if preset.name != "DEFAULT"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_as_the_default_matters_without_float32(preset: str) -> None:
+    def gradients(recipe: Any, dtype: Any, x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> Any:
+        def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jnp.sum(jg.grouped_dense(x.astype(dtype), kernel, sizes, recipe=recipe))
+
+        return jax.grad(loss, argnums=(0, 1))(x, kernel)
+
+    operands = struct((32, 16)), struct((4, 16, 32)), SIZES
+    for recipe, dtype in ((None, jnp.bfloat16), (None, jnp.float16), (jg.Float8BlockScaling(), jnp.float32)):
+        function = functools.partial(gradients, recipe, dtype)
+        expected = lowered(function, *operands)
+        with jax.default_matmul_precision(preset):
+            assert lowered(function, *operands) == expected
 
 
 def test_a_number_of_tokens_can_be_left_open() -> None:
