@@ -22,14 +22,18 @@ from typing import Any
 CUDA_MAJOR = 13
 CUBLAS_NEEDED = (13, 8)
 
-#: A handler built against newer FFI headers is refused by an older runtime, so these are the oldest supported.
-FFI_REQUIREMENT = "jaxlib==0.10.0"
+#: A handler built against newer FFI headers is refused by an older runtime, so these are the oldest supported, and for
+#: Python 3.15 the oldest that can be installed there.
+FFI_REQUIREMENT = f"jaxlib=={'0.10.0' if sys.version_info < (3, 15) else '0.11.1'}"
 NANOBIND_REQUIREMENT = "nanobind>=2.5"
 TOOLKIT_REQUIREMENTS = tuple(
     f"nvidia-{part}>={CUDA_MAJOR},<{CUDA_MAJOR + 1}"
     for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
 )
 CUBLAS_REQUIREMENT = f"nvidia-cublas>={CUBLAS_NEEDED[0]}.{CUBLAS_NEEDED[1]},<{CUBLAS_NEEDED[0] + 1}"
+
+#: The first Python whose stable ABI nanobind builds for.
+STABLE_ABI_FROM = "cp312"
 
 #: One file of each part of a toolkit that the build uses, below its root, its include or its library directory.
 _TOOLKIT_FILES = ("nvcc", "cicc", "cuda_runtime.h", "crt/host_config.h", "cub/cub.cuh", "libcudart_static.a")
@@ -254,6 +258,8 @@ def merge_settings(plan: Plan, parts: Parts, given: Mapping[str, Any] | None) ->
     """scikit-build-core's settings for this plan; those that the caller gave win."""
     settings: ConfigSettings = {"wheel.cmake": "true" if plan.cuda else "false"}
     if plan.cuda:
+        # Names the wheel as CMakeLists.txt builds it. scikit-build-core ignores it where nanobind ignores STABLE_ABI.
+        settings["wheel.py-api"] = STABLE_ABI_FROM
         settings |= {f"cmake.define.{name}": value for name, value in cmake_definitions(parts).items()}
     return settings | dict(given or {})
 

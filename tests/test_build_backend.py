@@ -13,6 +13,7 @@ COMPLETE = Parts(
     compiler="g++", toolkit=Path("cuda"), cublas=Path("cublas"), ffi=Path("jaxlib/include"), nanobind=Path("nanobind")
 )
 NO_NVIDIA = dataclasses.replace(COMPLETE, toolkit=None, cublas=None)
+OLDEST_JAXLIB = "jaxlib==0.11.1" if sys.version_info >= (3, 15) else "jaxlib==0.10.0"
 FRESH_ENVIRONMENT = dataclasses.replace(COMPLETE, ffi=None, nanobind=None)
 
 
@@ -54,7 +55,7 @@ def test_a_cuda_build_asks_for_the_oldest_ffi_headers(setting: str):
     plan = build_backend.make_plan(setting, FRESH_ENVIRONMENT)
 
     assert plan.cuda
-    assert plan.requirements == ("jaxlib==0.10.0", build_backend.NANOBIND_REQUIREMENT)
+    assert plan.requirements == (OLDEST_JAXLIB, build_backend.NANOBIND_REQUIREMENT)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_an_environment_that_lacks_parts_fails_or_builds_pure():
     plan = build_backend.make_final_plan("auto", FRESH_ENVIRONMENT)
 
     assert not plan.cuda
-    assert "jaxlib==0.10.0" in plan.reason
+    assert OLDEST_JAXLIB in plan.reason
 
 
 @pytest.mark.parametrize("setting", ["ON", "1", ""])
@@ -116,6 +117,12 @@ def test_settings_name_the_parts_and_leave_the_last_word_to_the_caller():
     assert settings["wheel.cmake"] == "true"
     assert settings["cmake.define.JAX_GROUPED_CUDA_ROOT"] == "mine"
     assert settings["cmake.define.JAX_GROUPED_CUBLAS_INCLUDE"] == "cublas"
+
+
+def test_a_cuda_build_is_for_python_3_12_and_all_later_versions():
+    plan = build_backend.make_plan("on", COMPLETE)
+
+    assert build_backend.merge_settings(plan, COMPLETE, None)["wheel.py-api"] == "cp312"
 
 
 def test_a_pure_build_runs_no_cmake():
