@@ -14,7 +14,7 @@ from jax_grouped._values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.arrays import ScaledArray
 from jax_grouped.backends.spec import Activation
 from jax_grouped.group_layout import FP8_ALIGNMENT, canonical_sizes
-from jax_grouped.recipes import ScalingMode, canonical_fp8
+from jax_grouped.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
 
 #: Rows per group, as users give them: `[E]` integers.
 GroupSizes = ArrayLike | Sequence[int]
@@ -186,6 +186,7 @@ def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> j
         dtype: FP8 for quantized operands.
 
     Raises:
+        TypeError: it is a recipe.
         ValueError: it is something else, or the preset of an algorithm that there is not. JAX's setting raises with
             float32 operands only, for others have exact products.
     """
@@ -205,6 +206,8 @@ def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> j
     if source and jnp.dtype(dtype) != jnp.float32:
         # For gradients of another type, all of float32.
         return jax.lax.Precision.HIGHEST
+    if isinstance(precision, Recipe) or is_recipe_class(precision):
+        raise TypeError("precision must not be a recipe: jax_grouped.grouped_dense takes recipes, as recipe=.")
     raise ValueError(
         "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), or a DotAlgorithmPreset of 16-bit or 32-bit "
         f"operands, got {precision!r}{source}."

@@ -71,6 +71,11 @@ SIZES = jnp.array([2, 3])
             "preferred_element_type must be bfloat16, float16 or float32, got 'fp8'.",
         ),
         (
+            dict(precision=jg.Float8BlockScaling()),
+            TypeError,
+            "precision must not be a recipe: jax_grouped.grouped_dense takes recipes, as recipe=.",
+        ),
+        (
             dict(precision="F64_F64_F64"),
             ValueError,
             "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), or a DotAlgorithmPreset of 16-bit or "
