@@ -22,9 +22,8 @@ def as_array(name: str, value: Any) -> jax.Array:
     Raises:
         TypeError: it cannot be one.
     """
-    if isinstance(value, jax.Array):
-        return value
     try:
+        # Also of JAX's arrays: what is differentiated outside of jax.jit may hold an array of NumPy's.
         return jnp.asarray(value)
     except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, got {shown(value)}.") from error
