@@ -322,9 +322,9 @@ def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
         TypeError: it is not boolean.
         ValueError: it is not one value.
     """
-    if not isinstance(flag, jax.Array | np.ndarray | np.bool_ | bool):
+    if flag is None or isinstance(flag, str):
         raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
-    flag = jnp.asarray(flag)
+    flag = as_array(name, flag)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")
     if flag.size != 1:

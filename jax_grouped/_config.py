@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jax_grouped._values import static_bool
+
 _BACKENDS = ("auto", "xla")
 #: Spellings of a boolean variable of the environment, in any case.
 _FLAGS = {
@@ -28,8 +30,7 @@ class _Settings:
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend (JAX_GROUPED_BACKEND) must be one of {_BACKENDS}, got {self.backend!r}.")
         for name in ("check", "autotune"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+            object.__setattr__(self, name, static_bool(name, getattr(self, name)))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(self).items())

@@ -15,7 +15,11 @@ from jax_grouped.arrays import register_pytree
 from jax_grouped.backends import fp8
 from jax_grouped.recipes import DelayedScaling
 
-#: Relative difference between a square and what it should be that counts as rounding.
+#: A mark is this times the square of its amax. Where both are clipped to one number, that is the mark of itself only if
+#: it is 1 over this, which nobody clips at.
+_MARK = 0.7
+
+#: Relative difference between a mark and what it should be that counts as rounding.
 _ROUNDING = 2.0**-16
 
 
@@ -48,15 +52,15 @@ class Fp8State:
     gradient of zeros: `jnp.where(new.input_scale[0] > 0, new_array, old_array)` keeps what was known. A scale of 0
     counts as 1.
 
-    Arithmetic on a state leaves marks: a step of an optimizer, a mean, a sum or a factor changes an amax and its square
-    differently, while a maximum keeps them together. The results for a group whose marks show it are NaN, and with
-    `jax_grouped.config.check` a ValueError says why.
+    Arithmetic on a state shows in its marks: a step of an optimizer, a mean, a sum or a factor changes an amax and its
+    mark differently, while a maximum keeps them together. The results for a group whose mark does not fit are NaN, and
+    with `jax_grouped.config.check` a ValueError says why.
 
     Attributes:
         input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
             values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
         input_scale, kernel_scale, output_grad_scale: `float32[E]`, what was last multiplied by before rounding to FP8.
-        input_amax_square, kernel_amax_square, output_grad_amax_square: `float32[E]`, the squares of the latest amax.
+        input_amax_mark, kernel_amax_mark, output_grad_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
 
     Example:
         recipe = jg.DelayedScaling(amax_history_len=4)
@@ -71,13 +75,13 @@ class Fp8State:
     """
 
     input_amax_history: jax.Array
-    input_amax_square: jax.Array
+    input_amax_mark: jax.Array
     input_scale: jax.Array
     kernel_amax_history: jax.Array
-    kernel_amax_square: jax.Array
+    kernel_amax_mark: jax.Array
     kernel_scale: jax.Array
     output_grad_amax_history: jax.Array
-    output_grad_amax_square: jax.Array
+    output_grad_amax_mark: jax.Array
     output_grad_scale: jax.Array
 
     @classmethod
@@ -92,7 +96,7 @@ class Fp8State:
         fields = {}
         for name in PerTensor._fields:
             fields[f"{name}_amax_history"] = jnp.zeros((num_groups, recipe.amax_history_len), jnp.float32)
-            fields[f"{name}_amax_square"] = jnp.zeros((num_groups,), jnp.float32)
+            fields[f"{name}_amax_mark"] = jnp.zeros((num_groups,), jnp.float32)
             fields[f"{name}_scale"] = jnp.ones((num_groups,), jnp.float32)
         return cls(**fields)
 
@@ -105,7 +109,7 @@ class Fp8State:
 
         `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al., arXiv:2209.05433). Where that
         is zero or not finite, as with an empty history, it is the scale of the state, and 1 if that is no scale either.
-        It is NaN where the state shows marks of arithmetic.
+        It is NaN where the state's marks do not fit.
         """
         histories = self._histories(PerTensor._fields)
         intact = self.intact()
@@ -116,11 +120,11 @@ class Fp8State:
         return PerTensor(*(jnp.where(ok, scale, jnp.nan) for ok, scale in zip(intact, scales, strict=True)))
 
     def intact(self) -> PerTensor:
-        """Tells for each tensor and group whether the state shows no marks of arithmetic, `bool[E]` each."""
+        """Tells for each tensor and group whether the mark fits, `bool[E]` each."""
 
         def intact(name: str) -> jax.Array:
-            expected = _square(_float32(getattr(self, f"{name}_amax_history"))[:, 0])
-            return jnp.abs(_float32(getattr(self, f"{name}_amax_square")) - expected) <= _ROUNDING * expected
+            expected = _mark(_float32(getattr(self, f"{name}_amax_history"))[:, 0])
+            return jnp.abs(_float32(getattr(self, f"{name}_amax_mark")) - expected) <= _ROUNDING * expected
 
         return PerTensor(*map(intact, PerTensor._fields))
 
@@ -141,7 +145,7 @@ class Fp8State:
         histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
         fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
         fields |= {f"{name}_scale": scale for name, scale in self.scales(recipe)._asdict().items()}
-        fields |= {f"{name}_amax_square": square for name, square in zip(amax, _square(newest), strict=True)}
+        fields |= {f"{name}_amax_mark": mark for name, mark in zip(amax, _mark(newest), strict=True)}
         following = dataclasses.replace(self, **fields)
         return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), following, self)
 
@@ -150,12 +154,13 @@ def _float32(x: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(x, jnp.float32)
 
 
-def _square(amax: jax.Array) -> jax.Array:
-    """The square, of numbers so far from the ends of float32 that it is exact to rounding; 0 for what is no amax.
+def _mark(amax: jax.Array) -> jax.Array:
+    """Returns the mark of an amax, 0 for what is none.
 
-    It grows with the amax: the larger of two squares is that of the larger amax.
+    It grows with the amax: the larger of two marks is that of the larger amax. Squared are numbers so far from the ends
+    of float32 that the result is exact to rounding.
     """
-    return jnp.where(amax > 0, jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
+    return jnp.where(amax > 0, _MARK * jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
@@ -197,7 +202,7 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
 
 
 def _check_intact(state: Fp8State) -> None:
-    """Raises ValueError on the host if the state shows marks of arithmetic, even in a traced program."""
+    """Raises ValueError on the host if the state's marks do not fit, even in a traced program."""
 
     def check(intact: jax.Array) -> None:
         if not np.all(intact):

@@ -184,7 +184,8 @@ class GroupedKernel(nn.Module):
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
         """The variables of delayed scaling, made by `init`."""
         # Flax would make them anew in every step if their collection were mutable.
-        if not self.is_initializing() and not self.has_variable(OVERWRITE_WITH_GRADIENT, "input_scale"):
+        names = [field.name for field in dataclasses.fields(Fp8State)]
+        if not self.is_initializing() and not all(self.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in names):
             raise ValueError(
                 f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT}, which init makes beside params: pass "
                 f"apply both, as {{'params': ..., '{OVERWRITE_WITH_GRADIENT}': ...}}."
@@ -196,7 +197,7 @@ class GroupedKernel(nn.Module):
         def variable(name: str) -> jax.Array:
             return self.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value
 
-        return Fp8State(**{field.name: variable(field.name) for field in dataclasses.fields(Fp8State)})
+        return Fp8State(**{name: variable(name) for name in names})
 
     def _kernel_cache(
         self, kernel: jax.Array, state: Fp8State | None, is_first_microbatch: ArrayLike | None

@@ -93,7 +93,7 @@ def filled(shapes: Any) -> Any:
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         name = name_of(path)
-        if name.endswith(("scale", "history", "square")):
+        if name.endswith(("scale", "history", "mark")):
             return np.full(leaf.shape, name.endswith("scale"), np.float32)
         if name == "embed/kernel":
             # At first, the experts' tokens have the same bits on any number of devices.

@@ -11,9 +11,9 @@ NAMES = ("input", "kernel", "output_grad")
 
 
 def fp8_state(**fields: Any) -> jg.Fp8State:
-    """A state of these histories and scales, with the squares that show it to be untouched."""
+    """A state of these histories and scales, with the marks that show it to be untouched."""
     for name in NAMES:
         newest = np.asarray(fields[f"{name}_amax_history"])[:, 0]
-        square = np.where(newest > 0, np.clip(newest, 2.0**-60, 2.0**60) ** 2, 0)
-        fields[f"{name}_amax_square"] = jnp.asarray(square, jnp.float32)
+        mark = np.where(newest > 0, 0.7 * np.clip(newest, 2.0**-60, 2.0**60) ** 2, 0)
+        fields[f"{name}_amax_mark"] = jnp.asarray(mark, jnp.float32)
     return jg.Fp8State(**fields)

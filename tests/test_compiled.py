@@ -56,7 +56,7 @@ def test_a_step_in_fp8_launches_nothing_but_custom_calls(recipe: Recipe, dtype: 
     assert got == 3 * ["quantize"] + 3 * ["scaled_matmul"]
 
 
-def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_squares() -> None:
+def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks() -> None:
     recipe = jg.DelayedScaling()
     state = jax.eval_shape(lambda: jg.Fp8State.initial(recipe, E))
     got = launches(step(recipe), X, KERNEL, SIZES, DY, state)

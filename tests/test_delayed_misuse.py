@@ -57,6 +57,11 @@ def clip_first(optimizer: Any) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), jg.overwrite_with_gradient(optimizer))
 
 
+def clip_elements(optimizer: Any) -> Any:
+    # At a number whose square is itself.
+    return optax.chain(optax.clip(1.0), jg.overwrite_with_gradient(optimizer))
+
+
 def scale_last(optimizer: Any) -> Any:
     return optax.chain(jg.overwrite_with_gradient(optimizer), optax.scale(0.5))
 
@@ -68,6 +73,7 @@ def accumulate_outside(optimizer: Any) -> Any:
 MISUSES = {
     "no wrapper": lambda optimizer: optimizer,
     "clip": clip_first,
+    "clip elements": clip_elements,
     "scale": scale_last,
     "mean": accumulate_outside,
 }

@@ -269,3 +269,10 @@ def test_a_flag_is_boolean(api: str) -> None:
     at = layer(api, CURRENT, cache_kernel=True)
     with pytest.raises(TypeError, match="is_first_microbatch must be boolean, got int32"):
         at.apply(at.trained, at.cache, tokens(), jnp.array(1))
+
+
+def test_a_flag_can_be_a_variable_of_nnx() -> None:
+    kernel = jnp.ones((E, K, N))
+    cache = jg.quantize_kernel(kernel, CURRENT)
+    kept = jg.quantize_kernel(2 * kernel, CURRENT, previous=cache, skip=nnx.Variable(jnp.array(True)))
+    assert_same_trees(kept, cache)

@@ -34,7 +34,7 @@ def assert_close(got: Any, expected: Any, tolerance: float) -> None:
     variables, expected_variables = by_name(history[-1]), by_name(expected_history[-1])
     assert variables.keys() == expected_variables.keys()
     for name, value in expected_variables.items():
-        if not name.endswith(("scale", "history", "square")):
+        if not name.endswith(("scale", "history", "mark")):
             np.testing.assert_allclose(variables[name], value, rtol=0, atol=tolerance, err_msg=name)
 
 
@@ -78,7 +78,7 @@ def test_states_of_split_experts_and_features_are_those_of_one_device(backend: s
     expected = programs.on_one_device(jax.devices()[0], backend, steps=steps, **options)
     assert_close(got, expected, FP8_TOLERANCE[backend])
     first, expected_first = by_name(got[1][0]), by_name(expected[1][0])
-    states = {name for name in first if name.endswith(("scale", "history", "square"))}
+    states = {name for name in first if name.endswith(("scale", "history", "mark"))}
     assert len(states) == 18
     for name in states:
         # What was quantized in the first step: copies of tokens and parameters here, results of sums elsewhere.

@@ -104,7 +104,7 @@ def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None)
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
     if experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
-    if experts.size > _MOST_PAIRS:
+    if isinstance(experts.size, int) and experts.size > _MOST_PAIRS:
         raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts.shape}.")
     _checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
