@@ -14,6 +14,7 @@ Train a byte-level transformer whose feed-forward layers are mixtures of experts
 
 On a CPU the default sizes train for about a minute. The run's folder receives loss.csv, loss.png, settings.json and
 checkpoints/. A new run never overwrites an earlier one: what it finds there moves to earlier-1, earlier-2, ... first.
+Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint; --resume continues it.
 """
 
 
@@ -180,12 +181,10 @@ def parse_resumed(argv: Sequence[str] | None, recorded: Mapping[str, Any]) -> Se
     """Settings to continue a run with: those that it `recorded`, but for the changeable flags that are given.
 
     Raises:
-        UsageError: another flag is given with another value, a setting is not recorded, or as in `parse`.
+        UsageError: another flag is given with another value, what is recorded are not settings, or as in `parse`.
     """
-    names = _settings([], {}).recorded().keys()
-    if missing := names - recorded.keys():
-        raise UsageError(f"--resume: the run has no record of {', '.join(sorted(missing))}")
-    defaults = {name: recorded[name] for name in names}
+    _check_recorded(recorded, _settings(argv, {}).out)
+    defaults = dict(recorded)
     if _settings(argv, defaults).parallel != recorded["parallel"]:
         # Devices that were chosen for another way to use them say nothing.
         defaults |= {"devices": None, "expert_devices": None}
@@ -202,6 +201,21 @@ def parse_resumed(argv: Sequence[str] | None, recorded: Mapping[str, Any]) -> Se
             )
     check(settings)
     return settings
+
+
+def _check_recorded(recorded: Mapping[str, Any], out: str) -> None:
+    """Raises unless these are all settings, each with a value that its flag could have given it."""
+    try:
+        made = _settings(
+            [f"{_flag(name)}={value}" for name, value in recorded.items() if value is not None], {}
+        ).recorded()
+        if differing := [name for name in made if recorded.get(name, "nothing") != made[name]]:
+            raise UsageError(f"it says {recorded.get(differing[0], 'nothing')} for {differing[0]}")
+    except UsageError as error:
+        raise UsageError(
+            f"--resume: settings.json in {out} is damaged or not of this program ({error}): "
+            "restore it, or start anew without --resume"
+        ) from None
 
 
 def _settings(argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> Settings:

@@ -2,9 +2,10 @@
 
 The parts: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`; `step` is what a device computes,
 `parallel` how devices share it, and `training` the loop; `text_data` is the text, `run_folder` and `loss_curve` are the
-files of a run, and `settings` and `command_line` say what it does.
+files of a run, `stopping` ends it early, and `settings` and `command_line` say what it does.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import jax
 import jax_grouped as jg
 from jax_grouped.examples.command_line import parse, parse_resumed
 from jax_grouped.examples.settings import Settings, UsageError, devices_of
+from jax_grouped.examples.stopping import InterruptionError, Stop, run_until_signal
 from jax_grouped.examples.text_data import Corpus, read_corpus
 
 if TYPE_CHECKING:
@@ -25,20 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with these arguments, by default those of the process.
 
     Returns:
-        The exit status: 0, 2 after one line about something the user can put right, 130 after Ctrl-C.
+        The exit status: 0; after one line that says why, 2 for something the user can put right, 130 for Ctrl-C,
+        143 for SIGTERM.
     """
     try:
-        _run(argv)
+        run_until_signal(functools.partial(_run, argv))
     except UsageError as error:
         print(f"train_moe: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("train_moe: interrupted; --resume continues from the latest checkpoint, if there is one", file=sys.stderr)
-        return 130
+    except InterruptionError as interruption:
+        print(f"train_moe: {interruption}", file=sys.stderr)
+        return interruption.exit_status
     return 0
 
 
-def _run(argv: Sequence[str] | None) -> None:
+def _run(argv: Sequence[str] | None, stop: Stop) -> None:
     settings = parse(argv)
     try:
         # Slow to load, and not needed to reject a flag.
@@ -53,24 +56,24 @@ def _run(argv: Sequence[str] | None) -> None:
 
     folder = run_folder.RunFolder(settings.out)
     if settings.resume:
-        settings, corpus = _resumed(argv, folder)
+        # Raises where there is no run, and so nothing to lock.
+        folder.latest_step()
     else:
+        # Before the folder is made, for what is wrong with flags leaves nothing behind.
         corpus = read_corpus(settings.data, settings.sequence)
-    devices = devices_of(settings, jax.device_count())
-    folder.create()
-    run = training.prepare(settings, devices)
-    if settings.resume:
-        folder.resume(settings, corpus.sha256)
-    elif moved := folder.start(settings, corpus.sha256):
-        print(f"note: the earlier run in {folder.path} has been moved to {moved}")
-    print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}, {run.placement}")
-    print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
-    print(
-        f"model: {run.parameter_count:,} parameters, {settings.layers} layers, "
-        f"{settings.top_k} of {settings.experts} experts per byte, recipe {settings.recipe}, Flax {settings.layer}"
-    )
-    print(f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}", flush=True)
-    _report(folder, settings.steps, training.train(run, corpus, folder))
+        devices_of(settings, jax.device_count())
+        folder.create()
+    with folder.locked():
+        if settings.resume:
+            settings, corpus = _resumed(argv, folder)
+        run = training.prepare(settings, devices_of(settings, jax.device_count()))
+        print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}, {run.placement}")
+        print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
+        print(f"model: {run.model}")
+        print(
+            f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}", flush=True
+        )
+        _report(folder, settings.steps, training.train(run, corpus, folder, stop))
     if settings.scaling:
         scaling = training.measure_scaling(run, corpus)
         print(
@@ -81,22 +84,22 @@ def _run(argv: Sequence[str] | None) -> None:
 
 def _resumed(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings, Corpus]:
     """The settings and the text to continue the run in the folder with."""
-    step, recorded = folder.recorded()
+    step, (recorded, text_sha256) = folder.latest_step(), folder.recorded()
     settings = parse_resumed(argv, recorded)
     if settings.steps < step:
         raise UsageError(f"--resume: the run in {folder.path} is at step {step}, past --steps {settings.steps}")
     corpus = read_corpus(settings.data, settings.sequence)
-    if corpus.sha256 != recorded["text_sha256"]:
+    if corpus.sha256 != text_sha256:
         raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
-    print(f"note: resuming at step {step}")
     return settings, corpus
 
 
 def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> None:
     """Prints what the run came to; `bytes_per_second` is None if it had been finished before."""
-    held_out = folder.curve.held_out()
-    for when, (_, loss) in (("before", held_out[0]), ("after", held_out[-1])):
-        print(f"held-out loss {when}: {loss:.3f} nats per byte = {loss / math.log(2):.3f} bits per byte")
+    held_out = dict(folder.curve.held_out())
+    for when, evaluated in (("before", 0), ("after", step)):
+        if loss := held_out.get(evaluated):
+            print(f"held-out loss {when}: {loss:.3f} nats per byte = {loss / math.log(2):.3f} bits per byte")
     if bytes_per_second is None:
         print(f"note: the run was at step {step} already; a larger --steps continues it")
     else:

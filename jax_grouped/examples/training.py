@@ -15,8 +15,9 @@ import jax_grouped as jg
 from jax_grouped.backends import extension
 from jax_grouped.examples.loss_curve import Losses
 from jax_grouped.examples.parallel import Programs, programs
-from jax_grouped.examples.run_folder import RunFolder, restore, save
+from jax_grouped.examples.run_folder import RunFolder, Start
 from jax_grouped.examples.settings import Devices, Settings, UsageError
+from jax_grouped.examples.stopping import InterruptionError, Stop
 from jax_grouped.examples.text_data import Corpus, even_windows, random_windows
 
 HELD_OUT_BATCHES = 8
@@ -58,6 +59,15 @@ class Run(NamedTuple):
         return sum(leaf.size for leaf in jax.tree.leaves(self.programs.state.params["params"]))
 
     @property
+    def model(self) -> str:
+        """What is trained, in words."""
+        settings = self.settings
+        return (
+            f"{self.parameter_count:,} parameters, {settings.layers} layers, {settings.top_k} of {settings.experts} "
+            f"experts per byte, recipe {settings.recipe}, Flax {settings.layer}"
+        )
+
+    @property
     def placement(self) -> str:
         """What the step is spread over, in words."""
         count, expert = self.devices
@@ -86,44 +96,97 @@ def prepare(settings: Settings, devices: Devices) -> Run:
     return Run(settings, devices, computed, step)
 
 
-def train(run: Run, corpus: Corpus, folder: RunFolder) -> float | None:
+class Compiled(NamedTuple):
+    """The programs of a run, ready to execute.
+
+    Attributes:
+        take_step: `(state, batch)` to the next state and the loss before the step.
+        held_out_loss: a state to the held-out loss.
+    """
+
+    take_step: jax.stages.Compiled
+    held_out_loss: Callable[[TrainState], float]
+
+
+def train(run: Run, corpus: Corpus, folder: RunFolder, stop: Stop) -> float | None:
     """Trains to step `settings.steps` and keeps `folder` current; with `settings.resume`, from its latest checkpoint.
+
+    No file of the run changes before all is compiled. Until then a signal ends the process at once.
 
     Returns:
         Bytes trained on per second, not counting compilation, evaluation and files; None if there was no step to take.
+
+    Raises:
+        InterruptionError: a signal has asked for it; the last step is saved.
+        UsageError: a file of the folder cannot be read or written.
     """
-    settings, computed = run.settings, run.programs
-    with folder.checkpoints() as checkpoints:
-        first = step = checkpoints.latest_step() or 0
-        if step >= settings.steps:
+    start = None
+    if run.settings.resume:
+        start = folder.restore(run.programs.state)
+        if start.step >= run.settings.steps:
             return None
-        state = restore(checkpoints, step, computed.state) if settings.resume else computed.initialise()
-        batches = _batches(run, corpus)
-        take_step = run.step.compile()
-        held_out = _held_out_batches(run, corpus)
-        if step == 0:
-            folder.curve.extend([Losses(0, None, float(computed.held_out_loss(state, held_out)))])
+    print("compiling, which can take minutes", flush=True)
+    compiled = _compile(run, corpus)
+    start = start or Start(0, run.programs.initialise())
+    with stop.deferred():
+        _open(folder, run, corpus, start)
+        return _train(run, compiled, start, corpus, folder, stop)
 
-        seconds = 0.0
-        bytes_per_step = settings.batch * settings.sequence
-        done, total = step * bytes_per_step, settings.steps * bytes_per_step
-        with tqdm(initial=done, total=total, unit="byte", unit_scale=True, dynamic_ncols=True) as bar:
-            while step < settings.steps:
-                stop = _next_stop(step, settings)
-                started = time.perf_counter()
-                state, losses = _advance(take_step, state, map(batches, range(step, stop)), bar, bytes_per_step)
-                seconds += time.perf_counter() - started
 
-                rows = [Losses(number, loss, None) for number, loss in enumerate(losses, start=step + 1)]
-                step = stop
-                if _is_due(step, settings.eval_every, settings):
-                    rows[-1] = rows[-1]._replace(held_out=float(computed.held_out_loss(state, held_out)))
-                    bar.write(f"step {step}: loss {rows[-1].train:.3f}, held-out loss {rows[-1].held_out:.3f}")
-                folder.curve.extend(rows)
-                if _is_due(step, settings.save_every, settings):
-                    save(checkpoints, step, state)
-                    folder.curve.plot()
-    return (step - first) * bytes_per_step / seconds
+def _compile(run: Run, corpus: Corpus) -> Compiled:
+    batches = _held_out_batches(run, corpus)
+    evaluate = run.programs.held_out_loss.lower(run.programs.state, batches).compile()
+    return Compiled(run.step.compile(), lambda state: float(evaluate(state, batches)))
+
+
+def _open(folder: RunFolder, run: Run, corpus: Corpus, start: Start) -> None:
+    """Prepares the folder for the run, and prints what is worth knowing about it."""
+    if not run.settings.resume:
+        if moved := folder.start(run.settings, corpus.sha256):
+            print(f"note: the earlier run in {folder.path} has been moved to {moved}")
+        return
+    moved = folder.resume(run.settings, corpus.sha256, start)
+    for step, reason in start.unreadable.items():
+        print(f"note: the checkpoint of step {step} cannot be read ({reason}) and has been moved to {moved}")
+    if missing := folder.curve.missing(start.step):
+        print(f"note: {folder.curve.csv_path} lacks {missing} of the {start.step} steps")
+    print(f"note: resuming at step {start.step}", flush=True)
+
+
+def _train(run: Run, compiled: Compiled, start: Start, corpus: Corpus, folder: RunFolder, stop: Stop) -> float:
+    """Takes the steps; as in `train`."""
+    settings, step, state = run.settings, start.step, start.state
+    batches = _batches(run, corpus)
+    if step == 0:
+        folder.extend_curve([Losses(0, None, compiled.held_out_loss(state))])
+
+    seconds, signal = 0.0, None
+    size = settings.batch * settings.sequence
+    done, total = step * size, settings.steps * size
+    progress = tqdm(
+        desc=_steps(done, total, size), initial=done, total=total, unit="byte", unit_scale=True, dynamic_ncols=True
+    )
+    with folder.saving() as save, progress as bar:
+        while step < settings.steps and signal is None:
+            planned = range(step, _next_stop(step, settings))
+            started = time.perf_counter()
+            state, losses = _advance(compiled.take_step, state, map(batches, planned), bar, size, stop)
+            seconds += time.perf_counter() - started
+
+            # Asked once for all that follows: a signal can come at any time.
+            signal = stop.signal
+            rows = [Losses(number, loss, None) for number, loss in enumerate(losses, start=step + 1)]
+            step += len(losses)
+            if _is_due(step, settings.eval_every, settings):
+                rows[-1] = rows[-1]._replace(held_out=compiled.held_out_loss(state))
+                bar.write(f"step {step}: loss {rows[-1].train:.3f}, held-out loss {rows[-1].held_out:.3f}")
+            folder.extend_curve(rows)
+            if signal or _is_due(step, settings.save_every, settings):
+                save(step, state)
+                folder.plot_curve(f"MoE language model: {run.model}\n{run.placement}")
+    if signal:
+        raise InterruptionError(signal, step)
+    return (step - start.step) * size / seconds
 
 
 def _batches(run: Run, corpus: Corpus) -> Callable[[int], np.ndarray]:
@@ -147,10 +210,19 @@ def _next_stop(step: int, settings: Settings) -> int:
     return min(settings.steps, *(every * (step // every + 1) for every in (settings.eval_every, settings.save_every)))
 
 
+def _steps(done: int, total: int, size: int) -> str:
+    return f"step {done // size}/{total // size}"
+
+
 def _advance(
-    take_step: jax.stages.Compiled, state: TrainState, batches: Iterable[np.ndarray], bar: tqdm, size: int
+    take_step: jax.stages.Compiled,
+    state: TrainState,
+    batches: Iterable[np.ndarray],
+    bar: tqdm,
+    size: int,
+    stop: Stop,
 ) -> tuple[TrainState, list[float]]:
-    """Takes one step per batch of so many bytes; the next state, and the loss of each step."""
+    """Takes one step per batch of so many bytes, none after a signal; the next state, and the loss of each step."""
     losses: list[jax.Array] = []
     for batch in batches:
         state, loss = take_step(state, batch)
@@ -158,7 +230,10 @@ def _advance(
         if len(losses) > 1:
             # Reading the loss of the step before leaves the device with one to work on.
             bar.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
+        bar.set_description(_steps(bar.n + size, bar.total, size), refresh=False)
         bar.update(size)
+        if stop.signal is not None:
+            break
     return state, [float(loss) for loss in losses]
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import csv
 import io
+import resource
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -35,3 +37,20 @@ def prepared(flags: str) -> training.Run:
 def read_rows(folder: Path) -> list[list[str]]:
     with (folder / "loss.csv").open(newline="") as file:
         return list(csv.reader(file))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """What every file of a folder holds, but for the lock, by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train_moe.lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Has the system refuse to make a file longer than so many bytes, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

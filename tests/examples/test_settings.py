@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_grouped.backends import xla_scaled_matmul
-from jax_grouped.examples import command_line, loss_curve, settings, step
+from jax_grouped.examples import command_line, settings, step
 from tests.examples.programs import TINY, run
 
 
@@ -138,20 +138,7 @@ def test_a_run_resumes_only_as_it_was(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [None, "", "[1]", '{"steps": 12}'])
-def test_damaged_settings_are_reported(content: str | None, finished_copy: Path) -> None:
-    file = finished_copy / "settings.json"
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-
-    status, _, err = run("--out", finished_copy, "--resume")
-
-    assert status == 2
-    assert "settings.json is missing or damaged" in err or "the run has no record of" in err
-
-
-@pytest.mark.parametrize("module", ["flax", "matplotlib", "optax", "orbax", "tqdm"])
+@pytest.mark.parametrize("module", ["filelock", "flax", "matplotlib", "optax", "orbax", "tqdm"])
 def test_missing_extras_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] == module or name.startswith("jax_grouped.examples."):
@@ -167,10 +154,9 @@ def test_missing_extras_are_named(module: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_settings_are_recorded_in_full(finished: tuple[Path, str]) -> None:
     recorded = json.loads((finished[0] / "settings.json").read_text())
+    del recorded["text_sha256"]
 
-    assert command_line.parse_resumed([], recorded).recorded() == {
-        name: value for name, value in recorded.items() if name != "text_sha256"
-    }
+    assert command_line.parse_resumed([], recorded).recorded() == recorded
 
 
 def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> None:
@@ -180,10 +166,3 @@ def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> N
     assert [round(float(rate(number)), 3) for number in (20, 60, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.125, 0.0]
     with pytest.raises(settings.UsageError, match=r"was started with --steps 100, not 200"):
         command_line.parse_resumed(["--resume", "--steps", "200"], chosen.recorded())
-
-
-def test_a_file_that_is_no_curve_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "loss.csv").write_text("something,else\n1,2\n")
-
-    with pytest.raises(settings.UsageError, match="is not a loss curve"):
-        loss_curve.LossCurve(tmp_path).cut(5)

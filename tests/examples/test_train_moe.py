@@ -88,6 +88,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     assert left[0] == "4"
     assert len(left) == 2, "the checkpoint of step 8 lies there under another name"
     assert read_rows(folder)[-1][0] == "8"
+    assert (folder / "train_moe.lock").exists(), "the file stays, its lock does not"
 
     status, out, err = run("--out", folder, "--resume")
 
@@ -219,6 +220,15 @@ def test_resuming_a_finished_run_says_so(finished: tuple[Path, str], finished_co
     assert status == 0
     assert "the run was at step 12 already" in out
     assert read_rows(finished_copy) == read_rows(finished[0])
+
+
+def test_progress_tells_of_compilation_steps_and_bytes(text_file: Path, tmp_path: Path) -> None:
+    status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--steps", 2, *TINY)
+
+    assert status == 0, err
+    assert "\ncompiling" in out
+    assert "step 2/2: 100%|" in err
+    assert "| 512/512 [" in err
 
 
 def test_a_new_run_moves_the_earlier_one(finished: tuple[Path, str], finished_copy: Path, text_file: Path) -> None:
