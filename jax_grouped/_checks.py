@@ -322,9 +322,10 @@ def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
         TypeError: it is not boolean.
         ValueError: it is not one value.
     """
-    if flag is None or isinstance(flag, str):
+    if not isinstance(flag, bool) and not hasattr(flag, "dtype"):
         raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
-    flag = as_array(name, flag)
+    # Variables of NNX are arrays to JAX.
+    flag = jnp.asarray(flag)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")
     if flag.size != 1:
