@@ -82,7 +82,7 @@ def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapp
 
     Raises:
         TypeError: the recipe is none, or a size is no integer.
-        ValueError: a size is negative, or the recipe does not take so many features.
+        ValueError: a size is negative, or the recipe does not take that number of features.
     """
     check_recipe(recipe)
     for name, size in {**counts, **features}.items():

@@ -7,7 +7,7 @@ import jax
 
 
 def axis_size(axis_name: Hashable) -> int:
-    """How many devices the axis has. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
+    """Returns the number of devices of the axis. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:

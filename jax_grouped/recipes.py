@@ -243,7 +243,7 @@ Recipe = Float8BlockScaling | Float8CurrentScaling | DelayedScaling | MXFP8Block
 
 
 def is_recipe_class(value: object) -> bool:
-    """Whether `value` is one of the recipes' classes, which are not recipes themselves."""
+    """Tells whether `value` is one of the recipes' classes, which are not recipes themselves."""
     return isinstance(value, type) and issubclass(value, Recipe)
 
 

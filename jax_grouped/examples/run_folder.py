@@ -127,7 +127,7 @@ class RunFolder:
         raise UsageError(f"--resume: there is no checkpoint in {self.path}")
 
     def recorded(self) -> tuple[dict[str, Any], str]:
-        """What the run has recorded as its settings, and its `text_sha256`.
+        """Returns what the run has recorded as its settings, and its `text_sha256`.
 
         Raises:
             UsageError: that cannot be read.
@@ -266,7 +266,7 @@ class RunFolder:
             replace_file(unfinished / _CHECKSUMS, json.dumps(_checksums(unfinished), indent=2).encode())
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """Returns the path of the checkpoint of a step."""
         return self._checkpoints_path / str(step)
 
 
@@ -331,7 +331,7 @@ def _shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _reason(error: Exception) -> str:
-    """What a library says, in a line of a readable length."""
+    """Returns what a library says, in a line of a readable length."""
     if os_error := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(os_error[1]))
     lines = str(error).splitlines() or [type(error).__name__]

@@ -222,7 +222,7 @@ def _advance(
     size: int,
     stop: Stop,
 ) -> tuple[TrainState, list[float]]:
-    """Takes one step per batch of so many bytes, none after a signal; the next state, and the loss of each step."""
+    """Takes a step per batch of `size` bytes, none after a signal; returns the next state and the loss of each step."""
     losses: list[jax.Array] = []
     for batch in batches:
         state, loss = take_step(state, batch)

@@ -40,7 +40,7 @@ def read_rows(folder: Path) -> list[list[str]]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """What every file of a folder holds, but for the lock, by its path."""
+    """Returns the content of every file of a folder but the lock, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train_moe.lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
