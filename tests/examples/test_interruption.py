@@ -28,25 +28,26 @@ from jax_grouped.examples.train_moe import main
 sys.exit(main(sys.argv[1:]))
 """
 
-#: Sends itself SIGINT where Orbax has started its fourth thread for the checkpoint of step 8.
+#: Sends itself SIGINT where what saves the checkpoint of step 8 has started the third of Orbax's threads.
 INTERRUPTED_WHILE_SAVING = """
 import os, signal, sys, threading
 import orbax.checkpoint as ocp
 
-save, start, threads = ocp.CheckpointManager.save, threading.Thread.start, []
+save, start, savers, started = ocp.CheckpointManager.save, threading.Thread.start, [], []
 
-def started(thread):
+def starting(thread):
     start(thread)
-    threads.append(thread)
-    if len(threads) == 4:
-        os.kill(os.getpid(), signal.SIGINT)
+    if threading.current_thread() in savers:
+        started.append(thread)
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
 
-def saved(manager, step, **arguments):
+def saving(manager, step, **arguments):
     if step == 8:
-        threading.Thread.start = started
+        savers.append(threading.current_thread())
     return save(manager, step, **arguments)
 
-ocp.CheckpointManager.save = saved
+threading.Thread.start, ocp.CheckpointManager.save = starting, saving
 from jax_grouped.examples.train_moe import main
 sys.exit(main(sys.argv[1:]))
 """
