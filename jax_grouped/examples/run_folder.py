@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -287,6 +288,7 @@ def _quiet() -> Iterator[None]:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     hooks = sys.excepthook, sys.unraisablehook
     sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
     ended = False
