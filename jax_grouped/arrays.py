@@ -33,6 +33,7 @@ def short_repr(cls: type[T]) -> type[T]:
         fields = [field.name for field in dataclasses.fields(self) if field.repr]
         return f"{cls.__name__}({', '.join(f'{name}={_brief(getattr(self, name))}' for name in fields)})"
 
+    # A decorator has no other way to give a class a method.
     cls.__repr__ = text  # type: ignore[method-assign]
     return cls
 

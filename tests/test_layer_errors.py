@@ -133,7 +133,10 @@ def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: st
         apply = layer.apply
     else:
         graph, variables = nnx.split(layer)
-        apply = lambda variables, x: nnx.merge(graph, variables)(x)  # noqa: E731
+
+        def apply(variables: Any, x: jax.Array) -> Any:
+            return nnx.merge(graph, variables)(x)
+
     tokens = P("data") if axis == "expert_axis" else P()
     step = jax.shard_map(
         lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(P(), tokens), out_specs=tokens

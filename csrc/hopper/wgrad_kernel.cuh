@@ -62,8 +62,9 @@ class WgradTiles {
     first_block_ = Uniform(first[0]);
     tile_.group = group;
     tile_.blocks = Uniform(first[1]) - first_block_;
-    if constexpr (kMode == ScalingMode::kTensor)
+    if constexpr (kMode == ScalingMode::kTensor) {
       tile_.scale = MultiplyScales(args_.x_scale[group], args_.dy_scale[group]);
+    }
   }
 
   const WgradArguments& args_;

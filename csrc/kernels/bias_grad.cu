@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kSumThreads)
   dbias[index * features + column] = sum;
 }
 
-// Blocks of one axis: as many for each of `rows` as there are for the columns.
+// Counts the blocks of a launch that has `column_blocks` of them for each of `rows`; fails if one axis cannot hold
+// them.
 Status CountBlocks(int64_t rows, int64_t column_blocks, unsigned* blocks) {
   constexpr int64_t kMost = INT32_MAX;
   if (column_blocks > kMost || rows * column_blocks > kMost) {

@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
     @property
     def model(self) -> str:
-        """What is trained, in words."""
+        """The model that is trained, in words."""
         settings = self.settings
         return (
             f"{self.parameter_count:,} parameters, {settings.layers} layers, {settings.top_k} of {settings.experts} "

@@ -47,7 +47,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Has the system refuse to make a file longer than so many bytes, as it does on a full disk."""
+    """Makes the system refuse files longer than `size` bytes, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -34,7 +34,7 @@ NOTHING: Carry = (None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What the layers compute in, and whether steps share one quantization of the kernel, or add its gradients up."""
+    """The recipe and type of the layers, and whether steps share a quantized kernel or add up its gradients."""
 
     recipe: Recipe | None
     cached: bool = False

@@ -40,7 +40,7 @@ def random_sizes(tokens: int, groups: int) -> jax.Array:
 def quantization(tokens: int, features: int, groups: int, mode: jg.ScalingMode = jg.ScalingMode.BLOCK_1D) -> Job:
     def quantize(x: jax.Array, sizes: jax.Array) -> Any:
         quantized = jg.grouped_quantize(x, sizes, mode, columnwise=True)
-        # What follows a group's columns is unspecified.
+        # The columnwise bytes after a group are unspecified, so they are not compared.
         return quantized.rowwise.data, quantized.amax
 
     x = jax.random.normal(jax.random.key(groups), (tokens, features), jnp.bfloat16)
