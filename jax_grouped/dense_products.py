@@ -5,6 +5,7 @@ Each is a plain function of arrays and one static value. `jax_grouped.dense` mak
 """
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -254,17 +255,17 @@ class Saved(NamedTuple):
 def primal_values(primals: Any) -> Inputs:
     """Returns the arrays of the inputs that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
 
-    Raises:
-        ValueError: a kernel is differentiated and its state is not, so that nothing would keep the state up to date.
+    Warns of a kernel that is differentiated without its state, which nothing then keeps up to date.
     """
 
     def differentiated(tree: Any) -> bool:
         return any(primal.perturbed for primal in jax.tree.leaves(tree))
 
     if primals.fp8_state is not None and differentiated(primals.kernel) and not differentiated(primals.fp8_state):
-        raise ValueError(
-            "fp8_state must be differentiated with the kernel, as its gradient is its next value: give jax.grad both "
-            "(in linen all variables, in NNX jax_grouped.nnx.TRAINED), and let the gradient take the state's place."
+        warnings.warn(
+            "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in linen "
+            "all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
+            stacklevel=2,
         )
     return jax.tree.map(lambda primal: primal.value, primals)
 

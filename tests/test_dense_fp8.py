@@ -237,12 +237,10 @@ def test_residuals_take_half_of_what_they_take_in_bf16(shape: shapes.Shape, reci
 
 @pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), jg.Float8CurrentScaling()], ids=["block", "current"])
 def test_sums_of_zero_stay_zero_where_the_scales_overflow_float32(recipe: jg.Recipe, backend: str) -> None:
-    first_half = jnp.arange(128) < 64
-    x = jnp.where(first_half, 1e38, 0) * jnp.ones((48, 1))
-    kernel = jnp.where(first_half, 0, 1e38)[:, None] * jnp.ones((2, 1, 128))
+    first_half, odd_row = jnp.arange(128) < 64, jnp.arange(48)[:, None] % 2
+    x, dy = 1e38 * first_half * (1 - odd_row), 1e38 * first_half * odd_row
+    kernel = 1e38 * jnp.tile(~first_half[:, None] * ~first_half, (2, 1, 1))
     dense = functools.partial(jg.grouped_dense, group_sizes=jnp.array([20, 28]), recipe=recipe)
     y, vjp = jax.vjp(dense, x, kernel)
-    dx, dkernel = vjp(jnp.where(first_half, 0, 1e-30) * jnp.ones((48, 1)))
-    np.testing.assert_array_equal(y, 0)
-    assert np.isfinite(dx).all()
-    assert np.isfinite(dkernel).all()
+    for result in (y, *vjp(dy)):
+        np.testing.assert_array_equal(result, 0)
