@@ -223,13 +223,9 @@ __device__ __forceinline__ void Add(const Fragment& product, Fragment& sum) {
   for (int i = 0; i < Fragment::kValues; ++i) sum.value[i] += product.value[i];
 }
 
-// The product of two inverse scales, which are at most 2^126 each: the largest number where it overflows, as a sum of 0
-// times infinity would be NaN. NaN stays NaN.
-__device__ __forceinline__ float MultiplyScales(float a, float b) {
-  float product;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(product) : "f"(a * b), "f"(0x1.fffffep127f));
-  return product;
-}
+// The product of two inverse scales, rounded towards zero: where it overflows, that gives the largest number instead of
+// infinity, which times a sum of 0 would be NaN.
+__device__ __forceinline__ float MultiplyScales(float a, float b) { return __fmul_rz(a, b); }
 
 __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
 #pragma unroll
