@@ -49,8 +49,8 @@ class Fp8State:
     - `jax.pmap`, and `jax.shard_map` without checks: take the gradient inside, then `jax.lax.pmax` of it.
 
     A layer whose result does not reach the loss, as in the branch of a `jax.lax.cond` that is not taken, gets a
-    gradient of zeros: `jnp.where(new.input_scale[0] > 0, new_array, old_array)` keeps what was known. A scale of 0
-    counts as 1.
+    gradient of zeros, which is no next value: `jax_grouped.overwrite_with_gradient` and `jax_grouped.apply_updates`
+    keep the state where the next scale is 0. Elsewhere, a scale of 0 counts as 1.
 
     Arithmetic on a state shows in its marks: a step of an optimizer, a mean, a sum or a factor changes an amax and its
     mark differently, while a maximum keeps them together. The results for a group whose mark does not fit are NaN, and

@@ -10,6 +10,9 @@ Every other gradient belongs to a parameter: of several, the sum or the mean cou
 largest of each number. They are taken of the gradients that pass through a layer, and so depend on what the loss is
 multiplied by: to have those of the whole batch with any number of microbatches or devices, multiply each loss by its
 part of the batch before it is differentiated, and add gradients up.
+
+A next value whose scale is 0 is none: a layer that did not run has such a gradient, as has a step that is skipped by
+gradients of zeros. The state keeps what it has.
 """
 
 import dataclasses
@@ -175,32 +178,26 @@ def overwrite_with_gradient(
     def parameters(tree: Tree) -> Tree:
         return _map(lambda _: optax.MaskedNode(), lambda x: x, tree)
 
-    def states(tree: Tree) -> Tree:
-        return _map(lambda x: x, lambda _: optax.MaskedNode(), tree)
-
     def init(params: Tree) -> OverwriteState:
-        known = jax.tree.leaves(states(params)) if every > 1 else []
+        known = jax.tree.leaves(_states(params)) if every > 1 else []
         return OverwriteState(inner.init(parameters(params)), tuple(map(jnp.zeros_like, known)))
 
     def update(updates: Tree, state: OverwriteState, params: Tree = None, **extra: Any) -> tuple[Tree, OverwriteState]:
         if params is None:
             raise ValueError("overwrite_with_gradient needs params: update(updates, state, params).")
         steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
-        following, structure = jax.tree.flatten(states(updates))
+        known, following = _states(params), _states(updates)
         collected: tuple[jax.Array, ...] = ()
         if every > 1:
+            arrays, structure = jax.tree.flatten(following)
+            largest = [jnp.maximum(*pair) for pair in zip(arrays, state.next_values, strict=True)]
             is_step = inner_state.mini_step == 0
-            largest = [jnp.maximum(*pair) for pair in zip(following, state.next_values, strict=True)]
-            known = jax.tree.leaves(states(params))
-            following = [jnp.where(is_step, new, old) for new, old in zip(largest, known, strict=True)]
             collected = tuple(jnp.where(is_step, 0, new) for new in largest)
-        merged = _map(
-            lambda _, __, new: NextValue(new),
-            lambda _, step, __: step,
-            updates,
-            steps,
-            jax.tree.unflatten(structure, following),
-        )
+            following = _kept_where_none(known, jax.tree.unflatten(structure, largest))
+            following = jax.tree.map(lambda new, old: jnp.where(is_step, new, old), following, known)
+        else:
+            following = _kept_where_none(known, following)
+        merged = _map(lambda _, __, new: NextValue(new), lambda _, step, __: step, updates, steps, following)
         return merged, OverwriteState(inner_state, collected)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -228,13 +225,42 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         assert params["state"].input_scale.tolist() == [2, 2]
     """
 
-    def replace(old: jax.Array, new: Any) -> jax.Array:
-        return jnp.asarray(new.value if isinstance(new, NextValue) else new, jnp.result_type(old))
+    updates = jax.tree.map(lambda x: x.value if _is_replacement(x) else x, updates, is_leaf=_is_replacement)
+    following = _kept_where_none(_states(params), _states(updates))
 
-    def add(old: jax.Array, update: Any) -> jax.Array:
+    def replace(old: jax.Array, _: Any, new: jax.Array) -> jax.Array:
+        return jnp.asarray(new, jnp.result_type(old))
+
+    def add(old: jax.Array, update: Any, _: Any) -> jax.Array:
         return jnp.asarray(old + update, jnp.result_type(old))
 
-    return _map(replace, add, params, updates)
+    return _map(replace, add, params, updates, following)
+
+
+def _is_replacement(node: Any) -> bool:
+    return isinstance(node, NextValue)
+
+
+def _states(tree: Tree) -> Tree:
+    """Returns the tree with None for parameters."""
+    return _map(lambda x: x, lambda _: None, tree)
+
+
+def _kept_where_none(known: Tree, following: Tree) -> Tree:
+    """Returns the next values of states, but what is known for groups whose next scale is 0."""
+    reached: dict[tuple[Any, ...], jax.Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(following):
+        if jax.tree_util.keystr(path[-1:], simple=True).endswith("_scale"):
+            reached.setdefault(path[:-1], leaf != 0)
+
+    def keep(path: tuple[Any, ...], old: jax.Array, new: jax.Array) -> jax.Array:
+        if path[:-1] not in reached:
+            return new
+        groups = reached[path[:-1]]
+        # The axes of scales come first in all arrays of a state.
+        return jnp.where(groups.reshape(groups.shape + (1,) * (jnp.ndim(new) - groups.ndim)), new, old)
+
+    return jax.tree.map_with_path(keep, known, following)
 
 
 def _map(of_next_value: Callable[..., Any], of_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

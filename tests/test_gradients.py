@@ -219,6 +219,30 @@ def test_the_optimizer_sees_only_parameters(every: int) -> None:
     assert_same_trees(jg.apply_updates(params, next_values), a_tree(4, 1e-9))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("api", APIS)
+def test_gradients_of_zero_keep_the_state(api: str, every: int) -> None:
+    trained = jax.tree.map(lambda leaf: leaf + 3, layer(api, DELAYED).trained)
+    optimizer = jg.overwrite_with_gradient(optax.sgd(0.1), every=every)
+    zeros, state, params = jax.tree.map(jnp.zeros_like, trained), optimizer.init(trained), trained
+    for _ in range(every):
+        updates, state = optimizer.update(zeros, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_trees(params, trained)
+    assert_same_trees(jg.apply_updates(trained, zeros), trained)
+
+
+def test_a_state_is_kept_for_the_groups_that_no_scale_came_for() -> None:
+    ones = jax.tree.map(jnp.ones_like, jg.Fp8State.initial(DELAYED, 3))
+    following = dataclasses.replace(
+        jax.tree.map(lambda leaf: 5 * leaf, ones), input_scale=jnp.array([0.0, jnp.nan, 5.0])
+    )
+    kept = jg.apply_updates({"a_scale": jnp.ones(2), "state": ones}, {"a_scale": jnp.ones(2), "state": following})
+    assert kept["a_scale"].tolist() == [2, 2]
+    assert kept["state"].kernel_amax_history.tolist() == [[1, 1], [5, 5], [5, 5]]
+    np.testing.assert_array_equal(kept["state"].input_scale, [1, np.nan, 5])
+
+
 def test_updates_keep_the_type_of_parameters() -> None:
     params = {"kernel": jnp.ones(2, jnp.bfloat16), "state": jg.Fp8State.initial(DELAYED, 1)}
     updates = {"kernel": jnp.ones(2, jnp.float32), "state": params["state"]}
