@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 import jax_grouped
-from jax_grouped import _config
 from jax_grouped.backends import extension
+from jax_grouped.core import config
 
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
 _INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
@@ -80,7 +80,7 @@ def _cublas() -> str:
 def choose_backend() -> list[str]:
     """The backend that operations on the default devices run on, then, if that is not `cuda`, why and what to do."""
     try:
-        setting = _config.config.backend
+        setting = config.config.backend
     except ValueError as error:
         return ["none: every operation raises an error", str(error)]
     if _start_jax():

@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array
-from jax_grouped._varying import axis_size
-from jax_grouped.arrays import KernelCache
-from jax_grouped.dense import grouped_dense
-from jax_grouped.dense_inputs import Weights
-from jax_grouped.fp8_state import Fp8State
-from jax_grouped.group_layout import FP8_ALIGNMENT
+from jax_grouped.core.groups import FP8_ALIGNMENT
+from jax_grouped.core.values import as_array
+from jax_grouped.core.varying import axis_size
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
-from jax_grouped.quantize import quantize_kernel
-from jax_grouped.recipes import DelayedScaling, Recipe, check_recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import grouped_dense
+from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.quantize import quantize_kernel
 
 Initializer = Callable[..., Any]
 
@@ -65,7 +65,7 @@ def _converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.A
     """Tokens in the type of the computation."""
     if dtype is None:
         return x.astype(jnp.result_type(x, weights.kernel))
-    _checks.check_dtype("dtype", dtype)
+    checks.check_dtype("dtype", dtype)
     return x.astype(dtype)
 
 
@@ -86,7 +86,7 @@ def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapp
     """
     check_recipe(recipe)
     for name, size in {**counts, **features}.items():
-        _checks.static_size(name, size)
+        checks.static_size(name, size)
     for name, size in features.items():
         if recipe is not None and size % FP8_ALIGNMENT:
             raise ValueError(f"{name} must be a multiple of {FP8_ALIGNMENT} with a recipe, got {size}.")
@@ -123,7 +123,7 @@ def mixture(
     """What a `MoEMlp`, `layer`, makes of tokens `[..., K]` with these parts, on devices along these axes."""
     x = as_array("x", x)
     tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
-    _checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
+    checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
     y, metrics = moe_mlp(
         _converted(tokens, gate_up, layer.dtype),
         router(tokens),
@@ -188,7 +188,7 @@ def requantized(
     stored = jax.lax.stop_gradient(stored)
     if _is_static(is_first_microbatch):
         return quantized(kernel, recipe, fp8_state) if is_first_microbatch else stored
-    skip = ~_checks.canonical_flag("is_first_microbatch", is_first_microbatch)
+    skip = ~checks.canonical_flag("is_first_microbatch", is_first_microbatch)
     return quantized(kernel, recipe, fp8_state, previous=stored, skip=skip)
 
 

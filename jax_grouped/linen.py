@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._checks import GroupSizes
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
-from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import Weights
-from jax_grouped.fp8_state import Fp8State
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
-from jax_grouped.recipes import DelayedScaling, Recipe
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.inputs import Weights
 
 try:
     import flax.linen as nn

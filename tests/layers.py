@@ -12,7 +12,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import jax_grouped as jg
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 
 E, K, N, T = 3, 32, 16, 40
 SIZES = np.array([14, 0, 20], np.int32)

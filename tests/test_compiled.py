@@ -14,9 +14,9 @@ import jax_grouped as jg
 from benchmarks import memory
 from benchmarks.h200 import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
+from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp
-from jax_grouped.recipes import Recipe
-from tests.test_lowering import struct
+from tests.programs import struct
 
 if what := missing():
     # CI installs all of it, and runs these tests with it.
@@ -54,20 +54,20 @@ def step(recipe: Recipe | None) -> Callable[..., Any]:
 @pytest.mark.parametrize("recipe", [BLOCK, jg.Float8CurrentScaling()], ids=["block", "current"])
 def test_a_step_in_fp8_launches_nothing_but_custom_calls(recipe: Recipe, dtype: str) -> None:
     got = launches(step(recipe), X, struct((E, K, N), dtype), SIZES, DY)
-    assert got == 3 * ["quantize"] + 3 * ["scaled_matmul"]
+    assert got == 3 * ["gemm"] + 3 * ["quantize"]
 
 
 def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks() -> None:
     recipe = jg.DelayedScaling()
     state = jax.eval_shape(lambda: jg.Fp8State.initial(recipe, E))
     got = launches(step(recipe), X, KERNEL, SIZES, DY, state)
-    assert got == 4 * ["fusion"] + 3 * ["quantize"] + 3 * ["scaled_matmul"]
+    assert got == 4 * ["fusion"] + 3 * ["gemm"] + 3 * ["quantize"]
 
 
 @pytest.mark.parametrize(("dtype", "conversions"), [("bfloat16", []), ("float32", ["fusion"])])
 def test_a_step_without_a_recipe_converts_a_wider_kernel_once(dtype: str, conversions: list[str]) -> None:
     got = launches(step(None), X, struct((E, K, N), dtype), SIZES, DY)
-    assert got == conversions + 3 * ["matmul"]
+    assert got == conversions + 3 * ["gemm"]
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:
@@ -79,7 +79,7 @@ def test_swiglu_is_part_of_the_quantization() -> None:
         return y, pullback(dy)
 
     got = launches(results, X, struct((E, K, 2 * N)), struct((E, N, K)), SIZES, X)
-    assert got == 6 * ["quantize"] + 6 * ["scaled_matmul"]
+    assert got == 6 * ["gemm"] + 6 * ["quantize"]
 
 
 def test_microbatches_add_to_the_gradient_where_it_is() -> None:

@@ -12,11 +12,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from tests.programs import custom_calls, lowered, products, struct
 from tests.quantize_cases import assert_same_trees, some
 from tests.test_delayed_scaling import RECIPE as DELAYED
 from tests.test_delayed_scaling import some_state
 from tests.test_dense_fp8 import BLOCK, CURRENT, SHAPE, SIZES, assert_close, operands
-from tests.test_lowering import custom_calls, lowered, struct
 
 RECIPES = {"none": None, "block": BLOCK, "current": CURRENT, "delayed": DELAYED, "mxfp8": jg.MXFP8BlockScaling()}
 
@@ -141,7 +141,7 @@ X, DY = struct((SHAPE.tokens, SHAPE.K)), struct((SHAPE.tokens, SHAPE.N))
 @pytest.mark.parametrize("name", ["none", "block"])
 def test_the_accumulator_is_the_memory_of_the_gradient(name: str) -> None:
     text = lowered(functools.partial(_gradient, RECIPES[name]), KERNEL, X, DY, KERNEL)
-    (call,) = [call for call in custom_calls(text) if 'product = "wgrad"' in call]
+    (call,) = [call for call in custom_calls(text) if products(call) == ["wgrad"]]
     operand = 4 if name == "none" else 6
     assert re.search(rf"output_tuple_indices = \[0\],\s*operand_index = {operand}", call), call
     assert f"return {call.split(':')[0].strip()}#0" in text, "nothing may follow the matmul"

@@ -10,7 +10,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout
 from tests import quantize_oracle
 from tests.quantize_cases import (
     AWKWARD_SIZES,

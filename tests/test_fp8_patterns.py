@@ -16,7 +16,7 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import assert_same_trees, poison, some
 

@@ -15,6 +15,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fp32_max_grad
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from jax_grouped.ops import gradients as of_next_values
 from tests.layers import APIS, layer, tokens
 from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees
@@ -54,7 +55,7 @@ def expected_of(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
 
 
 def test_the_name_of_the_collection_is_that_of_flax() -> None:
-    assert jg.gradients.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
+    assert of_next_values.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
 
 
 def test_accumulation_adds_gradients_and_takes_the_larger_next_values() -> None:
@@ -179,8 +180,8 @@ def test_microbatches_have_one_next_state_however_they_are_combined(backend: str
 
     assert_same_trees(states(scanned), states(total))
     assert_same_trees(states(first), states(total))
-    for gradients in (scanned["params"], total["params"]):
-        params = jax.jit(adam)(at.trained["params"], jax.tree.map(lambda leaf: leaf / count, gradients))
+    for summed in (scanned["params"], total["params"]):
+        params = jax.jit(adam)(at.trained["params"], jax.tree.map(lambda leaf: leaf / count, summed))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), first["params"], params)
     # The second step's history goes on from the first one's.
     history = states(trained)["input_amax_history"]

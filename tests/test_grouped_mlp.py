@@ -16,9 +16,9 @@ from jax_grouped import moe
 from jax_grouped.moe.mlp import swiglu
 from tests import oracle
 from tests.meshes import data_mesh
+from tests.programs import custom_calls, lowered, struct
 from tests.quantize_cases import some
 from tests.states import NAMES, fp8_state
-from tests.test_lowering import custom_calls, lowered, struct
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def test_only_what_is_wanted_is_computed(wanted: list[str], products: int, quant
 
     calls = custom_calls(lowered(jax.value_and_grad(loss), {name: a[name] for name in wanted}))
 
-    assert sum("@jax_grouped_scaled_matmul(" in call for call in calls) == products
+    assert sum("@jax_grouped_gemm(" in call for call in calls) == products
     assert sum("@jax_grouped_quantize(" in call for call in calls) == quantizations
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_computed_twice_under_the_checkpoint_names() -> None:
 
     program = str(jax.make_jaxpr(jax.grad(lambda a: jnp.sum(remat(a, None, None))))(arrays()))
 
-    assert program.count("scaled_matmul[") == 6
+    assert program.count("gemm[") == 6
     assert program.count("jax_grouped_quantize[") == 6
 
 

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jax_grouped as jg
+from jax_grouped.ops.gradients import OVERWRITE_WITH_GRADIENT
 from tests.exports import exported
 from tests.layers import APIS, CACHE, SIZES, E, K, N, T, cached, filled, layer, tokens
 from tests.quantize_cases import assert_same_trees
@@ -103,7 +104,7 @@ def test_gradients_with_a_cache_are_those_of_grouped_dense(backend: str) -> None
 
     assert not np.array_equal(before.scales(DELAYED).kernel, after.scales(DELAYED).kernel)
     later = dict(zip(before.__dict__, jax.tree.leaves(after), strict=True))
-    later = at.trained | {jg.gradients.OVERWRITE_WITH_GRADIENT: later}
+    later = at.trained | {OVERWRITE_WITH_GRADIENT: later}
     _, with_later = run(later, {CACHE: {"kernel": copied(cache)}}, xs, jnp.zeros(MICROBATCHES, jnp.bool_))
     for state, (got_losses, got) in ((before, (losses, gradients)), (after, with_later)):
         for index in range(MICROBATCHES):

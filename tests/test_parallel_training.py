@@ -13,7 +13,7 @@ from tests import oracle, quantize_oracle
 from tests import parallel_programs as programs
 from tests.meshes import mesh_of
 from tests.parallel_programs import by_name
-from tests.test_lowering import custom_calls
+from tests.programs import custom_calls
 from tests.test_moe_mlp import a_loop_over_tokens
 
 pytestmark = pytest.mark.slow
@@ -184,6 +184,6 @@ def test_a_step_for_gpus_stays_on_them(api: str) -> None:
     # There and back, forward and backward.
     assert text.count("@ragged_all_to_all(") == 4
     calls = custom_calls(text)
-    assert sum("@jax_grouped_scaled_matmul(" in call for call in calls) == 6
+    assert sum("@jax_grouped_gemm(" in call for call in calls) == 6
     assert sum("@jax_grouped_quantize(" in call for call in calls) == 6
     assert "callback" not in text

@@ -12,8 +12,8 @@
 #include <optional>
 #include <string>
 
-#include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
 #include "xla/ffi/api/ffi.h"
 
 #define JAX_GROUPED_RETURN_IF_ERROR(expression)                                \
@@ -21,9 +21,17 @@
     if (::xla::ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
+// Declares `variable` with the value of an expression that may have an error instead, and returns that error.
+#define JAX_GROUPED_ASSIGN_OR_RETURN(variable, expression) \
+  auto variable = (expression);                            \
+  if (!variable.has_value()) return variable.error()
+
 namespace jax_grouped {
 
 namespace ffi = ::xla::ffi;
+
+using S32Buffer = ffi::Buffer<ffi::S32>;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
 inline ffi::Error ToError(const char* op, const Status& status) {
   if (status.ok()) return ffi::Error::Success();
@@ -58,6 +66,12 @@ inline ffi::Error CheckEqual(const char* op, const std::string& what, int64_t go
   return Invalid(op, what + " must be " + std::to_string(expected) + ", got " + std::to_string(got) + ".");
 }
 
+// Fails unless scratch memory that the caller has sized has room.
+inline ffi::Error CheckAtLeast(const char* op, const std::string& what, int64_t got, int64_t least) {
+  if (got >= least) return ffi::Error::Success();
+  return Invalid(op, what + " must be at least " + std::to_string(least) + ", got " + std::to_string(got) + ".");
+}
+
 template <typename Buffer>
 ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer, int64_t rank) {
   return CheckEqual(op, std::string("the rank of ") + argument, static_cast<int64_t>(buffer.dimensions().size()), rank);
@@ -83,8 +97,8 @@ inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
 
 // The groups of a call from its two integer arguments and the static numbers around them. group_offset has an entry for
 // every batch element; `num_groups` and `tokens` are those of all elements.
-inline ffi::Error DecodeGroups(const char* op, const ffi::Buffer<ffi::S32>& sizes, const ffi::Buffer<ffi::S32>& offset,
-                               int64_t num_groups, int64_t tokens, Groups* groups) {
+inline ffi::Error DecodeGroups(const char* op, const S32Buffer& sizes, const S32Buffer& offset, int64_t num_groups,
+                               int64_t tokens, Groups* groups) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "group_sizes", sizes, 1));
   const auto total = static_cast<int64_t>(sizes.element_count());
   const auto batch = static_cast<int64_t>(offset.element_count());

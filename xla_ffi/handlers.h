@@ -7,21 +7,15 @@
 
 namespace jax_grouped {
 
-// jax_grouped_matmul(a, b, group_sizes, group_offset[, accumulator]) {product, kernel_batch, autotune} ->
-//     (d, scratch, workspace)
+// jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, accumulator]) {product, scaled, a_mode,
+// b_mode,
+//     tokens, weight_batch, accumulate, autotune} -> (d, scratch, workspace)
 //
-// With an accumulator, which is meant to be aliased to d, the product is added to it. group_offset has an entry for
-// every element of a batch, whose operands lie one after another; kernel_batch elements have kernels of their own. With
-// autotune, cuBLASLt's algorithms are timed once, before the first call.
-XLA_FFI_Error* MatmulInitialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
-
-// jax_grouped_scaled_matmul(a, a_scale, b, b_scale, group_sizes, group_offset[, accumulator]) {product, a_mode, b_mode,
-//     tokens, kernel_batch, autotune} -> (d, scratch, workspace)
-//
-// The same of operands in FP8 with their inverse scales, quantized along what the product sums over.
-XLA_FFI_Error* ScaledMatmulInitialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* ScaledMatmulExecute(XLA_FFI_CallFrame* frame);
+// Scaled operands are FP8 with their inverse scales, quantized along what the product sums over. The product is added
+// to the accumulator, which is meant to be aliased to d. group_offset has an entry for every element of a batch, whose
+// operands lie one after another. With autotune, cuBLASLt's algorithms are timed once, before the first call.
+XLA_FFI_Error* GemmInitialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* GemmExecute(XLA_FFI_CallFrame* frame);
 
 // jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
 XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame);

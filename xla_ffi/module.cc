@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "csrc/cublaslt/library.h"
-#include "csrc/cublaslt/tuned_algorithms.h"
-#include "csrc/matmul/grouped_matmul.h"
+#include "csrc/gemm/cublaslt/library.h"
+#include "csrc/gemm/cublaslt/tuned_algorithms.h"
+#include "csrc/gemm/gemm.h"
 #include "xla_ffi/handlers.h"
 
 namespace nb = nanobind;
@@ -25,12 +25,9 @@ nb::capsule Capsule(Handler* handler) {
 
 // Custom call name -> execution stage -> handler, as jax.ffi.register_ffi_target takes them.
 nb::dict Handlers() {
-  nb::dict matmul;
-  matmul["initialize"] = Capsule(MatmulInitialize);
-  matmul["execute"] = Capsule(MatmulExecute);
-  nb::dict scaled_matmul;
-  scaled_matmul["initialize"] = Capsule(ScaledMatmulInitialize);
-  scaled_matmul["execute"] = Capsule(ScaledMatmulExecute);
+  nb::dict gemm;
+  gemm["initialize"] = Capsule(GemmInitialize);
+  gemm["execute"] = Capsule(GemmExecute);
   nb::dict bias_grad;
   bias_grad["execute"] = Capsule(BiasGradExecute);
   nb::dict quantize;
@@ -38,8 +35,7 @@ nb::dict Handlers() {
   nb::dict dequantize;
   dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict handlers;
-  handlers["jax_grouped_matmul"] = matmul;
-  handlers["jax_grouped_scaled_matmul"] = scaled_matmul;
+  handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;

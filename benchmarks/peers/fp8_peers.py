@@ -11,7 +11,8 @@ from benchmarks.cases import Case, Inputs
 from benchmarks.jax_work import JaxWork, Results
 from benchmarks.timing import Work
 from jax_grouped.backends import primitives
-from jax_grouped.backends.spec import Product, ScaledMatmulSpec
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups
 
 #: The operations that are one product, with the type of its result.
 _PRODUCTS: dict[str, tuple[Product, str]] = {
@@ -54,9 +55,9 @@ def _quantize(product: Product, recipe: Recipe, inputs: Inputs, sizes: jax.Array
 @functools.cache
 def _program(product: Product, out_dtype: str) -> Callable[..., Results]:
     def run(a: jg.ScaledArray, b: jg.ScaledArray, sizes: jax.Array) -> Results:
-        spec = ScaledMatmulSpec(product, a.layout, b.layout, out_dtype)
-        offset = jnp.zeros((1,), jnp.int32)
-        return (primitives.scaled_matmul(a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset, spec),)
+        spec = GemmSpec(product, a.layout.num_groups, out_dtype)
+        groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
+        return (primitives.grouped_gemm(a, b, groups, spec),)
 
     return run
 

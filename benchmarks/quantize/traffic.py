@@ -9,7 +9,7 @@ import jax_grouped as jg
 from benchmarks.cases import DTYPE
 from benchmarks.quantize.cases import Quantization, Tokens
 from benchmarks.shapes import group_ends
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout
 
 
 def bytes_that_must_move(quantization: Quantization, shape: Tokens, sizes: npt.NDArray[np.int32]) -> int:

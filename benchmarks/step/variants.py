@@ -14,7 +14,7 @@ from benchmarks.jax_work import JaxWork, Results
 from benchmarks.peers import Prepare
 from benchmarks.timing import Work
 from jax_grouped.__main__ import choose_backend
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 
 #: What the others are held against: this library without a recipe.
 BASE = "bf16"

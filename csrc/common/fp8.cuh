@@ -1,4 +1,4 @@
-// FP8 numerics, the same to the bit as in jax_grouped/backends/fp8.py. Subnormal float32 numbers count as zero.
+// FP8 numerics, the same to the bit as in jax_grouped/fp8/numerics.py. Subnormal float32 numbers count as zero.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_FP8_CUH_
 #define JAX_GROUPED_CSRC_COMMON_FP8_CUH_

@@ -2,7 +2,7 @@
 
 A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. The choice
 falls when a program is lowered and looks at nothing but the platform, so a program for a GPU can be lowered, exported
-and inspected on a machine that has none. Derivatives are not defined here: `jax_grouped.matmul` has them.
+and inspected on a machine that has none. Derivatives are not defined here but in `jax_grouped.ops`.
 
 Under `jax.vmap` a primitive stays one call, in which the batch is more groups: operands and results keep their rank,
 and hold the batch elements one after another along their first axis. `batches` says how many each operand holds: all
@@ -21,19 +21,19 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped._config import config
-from jax_grouped._varying import vary_alike
-from jax_grouped.backends import (
-    cuda,
-    cuda_quantize,
-    cuda_scaled_matmul,
-    extension,
-    xla,
-    xla_quantize,
-    xla_scaled_matmul,
-)
-from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, ScaledMatmulSpec, batched
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.backends import cuda, extension
+from jax_grouped.backends.reference import gemm as reference_gemm
+from jax_grouped.backends.reference import quantize as reference_quantize
+from jax_grouped.backends.reference import tiles as reference_tiles
+from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
+from jax_grouped.core.config import config
+from jax_grouped.core.groups import Groups
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.fp8.layout import QuantizedLayout
+
+#: Numbers as a product reads them: quantized with a recipe, as they are without.
+Operand = ScaledArray | jax.Array
 
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31
@@ -45,7 +45,7 @@ def _define(
     xla_impl: Callable[..., tuple[jax.Array, ...]],
     cuda_impl: Callable[..., tuple[jax.Array, ...]],
     *,
-    shares_kernels: bool = False,
+    shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """A primitive, as a function of arrays with static keyword arguments that returns a list.
@@ -56,7 +56,7 @@ def _define(
         xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
             `xla`.
         cuda_impl: lowering for CUDA of `batch` batch elements.
-        shares_kernels: whether the static `spec` tells operands that are kernels, which several batch elements can have
+        shares_weights: whether the static `spec` tells operands that are kernels, which several batch elements can have
             in common.
         dce_rule: what is left of an equation with some of its results, where it need not be all or nothing.
     """
@@ -140,12 +140,12 @@ def _define(
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         if size == 0:
             return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
-        kernels = params["spec"].kernel_operands if shares_kernels else ()
-        # The data and the scales of kernels have one batch size, so they are shared together or not at all.
-        shared = all(axes[i] is None and batches[i] == 1 for i in kernels)
+        weights = params["spec"].weight_operands if shares_weights else ()
+        # The data and the scales of weights have one batch size, so they are shared together or not at all.
+        shared = all(axes[i] is None and batches[i] == 1 for i in weights)
         operands, counts = [], []
         for i, (x, axis, count) in enumerate(zip(args, axes, batches, strict=True)):
-            if shared and i in kernels:
+            if shared and i in weights:
                 operands.append(x)
                 counts.append(1)
             else:
@@ -226,9 +226,9 @@ def _lowering(implementation: Callable[..., tuple[jax.Array, ...]]) -> Callable[
     return lower
 
 
-def _matmul_results(a: Any, b: Any, *more: Any, spec: MatmulSpec) -> Any:
+def _gemm_results(a: Any, b: Any, *more: Any, spec: GemmSpec) -> Any:
     del more
-    return [jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)]
+    return [spec.out(a.shape, b.shape)]
 
 
 def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_groups: int, out_dtype: DTypeLike) -> Any:
@@ -269,78 +269,60 @@ def _dequantize_results(
     return [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)]
 
 
-def _scaled_matmul_results(*operands: Any, spec: ScaledMatmulSpec) -> Any:
-    del operands
-    return [spec.out]
-
-
 def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
     """`implementation` with its result in a tuple."""
     return lambda *args, **static: (implementation(*args, **static),)
 
 
-_matmul = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda.grouped_matmul), shares_kernels=True)
-_bias_grad = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
+_gemm = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
+_bias_grad = _define(
+    "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
+)
 _quantize = _define(
-    "quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize, dce_rule=_quantize_what_is_read
+    "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read
 )
-_dequantize = _define("dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize))
-
-_scaled_matmul = _define(
-    "scaled_matmul",
-    _scaled_matmul_results,
-    _one(xla_scaled_matmul.scaled_matmul),
-    _one(cuda_scaled_matmul.scaled_matmul),
-    shares_kernels=True,
-)
+_dequantize = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))
 
 
-def grouped_matmul(
-    a: jax.Array,
-    b: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: MatmulSpec,
-    accumulator: jax.Array | None = None,
+def grouped_gemm(
+    a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None
 ) -> jax.Array:
-    """The product that `spec` names. `a` and `b` have one floating type; sizes and offset are `int32`.
+    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
 
-    It is added to the accumulator, if there is one: an array like the result.
+    `a` and `b` have one floating type, or are both quantized, with scales; then the spec gets their layouts.
     """
-    shape = spec.out_shape(a.shape, b.shape)
-    operands = vary_alike(a, b, group_sizes, group_offset, *_optional(accumulator))
-    if 0 in (*a.shape, *b.shape, *group_sizes.shape, *shape):
-        return _nothing_added(jax.ShapeDtypeStruct(shape, spec.out_dtype), accumulator, operands[0])
-    return _matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
+    scales: tuple[jax.Array, ...] = ()
+    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
+        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+        scales = (a.scale_inv, b.scale_inv)
+        a, b = a.data, b.data
+    assert not isinstance(a, ScaledArray)
+    assert not isinstance(b, ScaledArray)
+    onto = () if accumulator is None else (accumulator,)
+    operands = vary_alike(a, b, *groups, *scales, *onto)
+    out = spec.out(a.shape, b.shape)
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, *out.shape):
+        return vary_alike(jnp.zeros(out.shape, out.dtype) if accumulator is None else accumulator, operands[0])[0]
+    return _gemm(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
 
 
-def _optional(accumulator: jax.Array | None) -> tuple[jax.Array, ...]:
-    return () if accumulator is None else (accumulator,)
-
-
-def _nothing_added(result: jax.ShapeDtypeStruct, accumulator: jax.Array | None, like: jax.Array) -> jax.Array:
-    """The result of a product without operations."""
-    return vary_alike(jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator, like)[0]
-
-
-def grouped_bias_grad(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, out_dtype: DTypeLike
-) -> jax.Array:
-    """The sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`."""
-    dy, group_sizes, group_offset = vary_alike(dy, group_sizes, group_offset)
-    if 0 in (*dy.shape, *group_sizes.shape, num_groups):
+def grouped_bias_grad(dy: jax.Array, groups: Groups, num_groups: int, out_dtype: DTypeLike) -> jax.Array:
+    """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`."""
+    dy, sizes, offset = vary_alike(dy, *groups)
+    if 0 in (*dy.shape, *sizes.shape, num_groups):
         empty = jnp.zeros((num_groups, dy.shape[1]), out_dtype)
         return vary_alike(empty, dy)[0]
-    return _bias_grad(dy, group_sizes, group_offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype))[0]
+    return _bias_grad(dy, sizes, offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype))[0]
 
 
-def grouped_quantize(
-    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
-) -> dict[str, jax.Array]:
-    """The quantization that `spec` names, of `x [T, C]`; the further operands are those of `QuantizeSpec`."""
-    operands = vary_alike(x, group_sizes, group_offset, *more)
+def grouped_quantize(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> dict[str, jax.Array]:
+    """Returns the results of the quantization that `spec` names, of `x [T, C]`, by name.
+
+    The further operands are those of `QuantizeSpec`.
+    """
+    operands = vary_alike(x, *groups, *more)
     if 0 in (*x.shape, spec.num_groups):
-        nothing = xla_quantize.quantize_nothing(x, *more, spec=spec)
+        nothing = reference_quantize.quantize_nothing(x, *more, spec=spec)
         results = [vary_alike(result, operands[0])[0] for result in nothing]
     else:
         results = _quantize(*operands, spec=spec)
@@ -356,21 +338,3 @@ def dequantize(
     if 0 in (*shape, layout.num_groups):
         return vary_alike(jnp.zeros(shape, out_dtype), operands[0])[0]
     return _dequantize(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype))[0]
-
-
-def scaled_matmul(
-    a_data: jax.Array,
-    a_scale: jax.Array,
-    b_data: jax.Array,
-    b_scale: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: ScaledMatmulSpec,
-    accumulator: jax.Array | None = None,
-) -> jax.Array:
-    """The product that `spec` names, of quantized operands; otherwise as `grouped_matmul`."""
-    operands = (a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *_optional(accumulator))
-    operands = vary_alike(*operands)
-    if any(x.size == 0 for x in operands):
-        return _nothing_added(spec.out, accumulator, operands[0])
-    return _scaled_matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]

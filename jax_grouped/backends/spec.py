@@ -8,30 +8,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.quantized_layout import QuantizedLayout
-from jax_grouped.recipes import ScalingMode
+from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 Activation = Literal["silu_mul", "silu", "gelu", "relu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulSpec:
-    """The static part of a grouped matmul `(a, b, group_sizes, group_offset, *accumulator) -> out`.
+class GemmSpec:
+    """The static part of a grouped product `(a, b, group_sizes, group_offset, *scales, *accumulator) -> out`.
 
-    With an accumulator, an array like the result, of `wgrad` only, the product is added to it.
+    | product | a           | b                  | out               |
+    |---------|-------------|--------------------|-------------------|
+    | `fprop` | x `[T,K]`   | kernel `[G,K,N]`   | y `[T,N]`         |
+    | `dgrad` | dy `[T,N]`  | kernel `[G,K,N]`   | dx `[T,K]`        |
+    | `wgrad` | x `[T,K]`   | dy `[T,N]`         | dkernel `[G,K,N]` |
 
-    | product | a         | b              | out            |
-    |---------|-----------|----------------|----------------|
-    | `fprop` | x `[T,K]` | kernel `[G,K,N]` | y `[T,N]`      |
-    | `dgrad` | dy `[T,N]`| kernel `[G,K,N]` | dx `[T,K]`     |
-    | `wgrad` | x `[T,K]` | dy `[T,N]`       | dkernel `[G,K,N]` |
+    Quantized operands bring the scales of a and of b. Both are contiguous along the axis that is summed over, which is
+    all that Hopper's FP8 products take: `fprop` reads x rowwise and the kernel columnwise, `dgrad` reads dy and the
+    kernel rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or
+    both `TENSOR`, or both `MX` with swizzled scales.
+
+    The product is added to the accumulator, an array like the result, of `wgrad` only.
 
     Attributes:
         product: which of the three.
         num_groups: `G`, the groups whose kernels are here; `group_sizes` may describe more.
         out_dtype: type of the result.
-        precision: applies to float32 inputs; see `jax_grouped.ragged_dot`.
+        precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
+        a, b: where the data and scales of quantized operands lie; None for others.
         autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
@@ -39,78 +45,43 @@ class MatmulSpec:
     num_groups: int
     out_dtype: DTypeLike
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    a: QuantizedLayout | None = None
+    b: QuantizedLayout | None = None
     autotune: bool = False
 
     def __post_init__(self) -> None:
         # One value per type, so that specs compare and hash alike.
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
 
-    def out_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the result for operands of these shapes."""
+    @property
+    def scaled(self) -> bool:
+        """Whether the operands are quantized."""
+        return self.a is not None
+
+    def out(self, a: tuple[int, ...], b: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Returns shape and type of the result for operands of these shapes."""
+        if self.a is not None and self.b is not None:
+            a = (self.a.tokens, self.a.features)
+            b = (
+                (self.b.tokens, self.b.features)
+                if self.b.stack_rows is None
+                else (0, self.b.stack_rows, self.b.features)
+            )
         match self.product:
             case "fprop":
-                return (a[0], b[2])
+                shape: tuple[int, ...] = (a[0], b[2])
             case "dgrad":
-                return (a[0], b[1])
+                shape = (a[0], b[1])
             case "wgrad":
-                return (self.num_groups, a[1], b[1])
+                shape = (self.num_groups, a[1], b[1])
+        return jax.ShapeDtypeStruct(shape, self.out_dtype)
 
     @property
-    def kernel_operands(self) -> tuple[int, ...]:
-        """Positions of the operands that are kernels."""
-        return () if self.product == "wgrad" else (1,)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledMatmulSpec:
-    """The static part of a grouped matmul of quantized operands.
-
-    That is `(a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *accumulator) -> out`. Both operands are
-    contiguous along the axis that is summed over, which is all that Hopper's FP8 matmul takes. The accumulator is that
-    of `MatmulSpec`.
-
-    | product | a             | b                  | out               |
-    |---------|---------------|--------------------|-------------------|
-    | `fprop` | x, rowwise    | kernel, columnwise | y `[T,N]`         |
-    | `dgrad` | dy, rowwise   | kernel, rowwise    | dx `[T,K]`        |
-    | `wgrad` | x, columnwise | dy, columnwise     | dkernel `[G,K,N]` |
-
-    Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both `TENSOR`, or both `MX` with swizzled scales.
-
-    Attributes:
-        product: which of the three.
-        a, b: where the operands' data and scales lie.
-        out_dtype: type of the result.
-        autotune: as in `MatmulSpec`.
-    """
-
-    product: Product
-    a: QuantizedLayout
-    b: QuantizedLayout
-    out_dtype: DTypeLike
-    autotune: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
-
-    @property
-    def num_groups(self) -> int:
-        """`G`, the groups whose kernels are here; `group_sizes` may describe more."""
-        return self.a.num_groups
-
-    @property
-    def out(self) -> jax.ShapeDtypeStruct:
-        """Shape and type of the result."""
+    def weight_operands(self) -> tuple[int, ...]:
+        """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
-            return jax.ShapeDtypeStruct((self.num_groups, self.a.features, self.b.features), self.out_dtype)
-        assert self.b.stack_rows is not None
-        features = self.b.features if self.product == "fprop" else self.b.stack_rows
-        return jax.ShapeDtypeStruct((self.a.tokens, features), self.out_dtype)
-
-    @property
-    def kernel_operands(self) -> tuple[int, ...]:
-        """Positions of the operands that are kernels."""
-        return () if self.product == "wgrad" else (2, 3)
+            return ()
+        return (1, 5) if self.scaled else (1,)
 
 
 @dataclasses.dataclass(frozen=True)

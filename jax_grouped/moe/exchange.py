@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array, check_instance
-from jax_grouped._varying import axis_size, vary_alike
-from jax_grouped.arrays import short_repr
-from jax_grouped.group_layout import group_rows
+from jax_grouped.core.groups import group_rows
+from jax_grouped.core.values import as_array, check_instance
+from jax_grouped.core.varying import axis_size, vary_alike
+from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.moe.capacity import fit_to_capacity
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
 
 #: How rows are moved.
 Method = Literal["auto", "ragged", "padded"]
@@ -127,7 +127,7 @@ def plan_exchange(
         assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
     """
     devices = axis_size(axis_name)
-    num_rows, capacity = _checks.static_size("num_rows", num_rows), _checks.static_size("capacity", capacity)
+    num_rows, capacity = checks.static_size("num_rows", num_rows), checks.static_size("capacity", capacity)
     for name, value, most in (("num_rows", num_rows, _MOST_ROWS // devices), ("capacity", capacity, _MOST_ROWS)):
         if value > most:
             raise ValueError(
@@ -136,7 +136,7 @@ def plan_exchange(
             )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
-    sizes = _checks.canonical_sizes_of(group_sizes, num_rows)
+    sizes = checks.canonical_sizes_of(group_sizes, num_rows)
     experts = sizes.shape[0]
     if experts == 0 or experts % devices:
         raise ValueError(

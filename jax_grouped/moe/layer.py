@@ -7,15 +7,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, static_number
-from jax_grouped._varying import axis_size, varying_axes
-from jax_grouped.dense_inputs import Weights
+from jax_grouped.core.values import as_array, static_number
+from jax_grouped.core.varying import axis_size, varying_axes
+from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.mlp import as_weights, grouped_mlp
 from jax_grouped.moe.permutation import group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
-from jax_grouped.recipes import Recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.inputs import Weights
 
 
 class MoEMetrics(NamedTuple):
@@ -153,7 +153,7 @@ def moe_mlp(
 
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
-    _checks.check_tokens("x", x)
+    checks.check_tokens("x", x)
     if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array
-from jax_grouped.dense import grouped_dense
-from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
-from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients, primal_values
-from jax_grouped.recipes import Recipe
+from jax_grouped.core.values import as_array
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import Saved, forward, fprop, gradients, grouped_dense, primal_values
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -64,7 +64,7 @@ def grouped_mlp(
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
     _check_shapes(gate_up.kernel.shape, down.kernel.shape)
     if recipe is not None:
-        _checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
+        checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
     gate_up, up_spec = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
     hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
@@ -72,15 +72,14 @@ def grouped_mlp(
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
         return dense(swiglu(dense(x, **gate_up._asdict())), **down._asdict())
 
-    sizes, offset = _checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
+    groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     spec = _MlpSpec(
         up=dataclasses.replace(up_spec, output_activation="silu_mul"),
         down=dataclasses.replace(down_spec, input_activation="silu_mul"),
     )
-    up_inputs = Inputs(x, group_sizes=sizes, group_offset=offset, **gate_up._asdict())
-    # No tokens: those of the second product are the first one's result.
-    down_inputs = Inputs(None, group_sizes=sizes, group_offset=offset, **down._asdict())  # type: ignore[arg-type]
-    return _mlp(vary_inputs(up_inputs, down_inputs), spec)
+    # The second product has no tokens yet: they are the first one's result.
+    down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
+    return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
 
 
 @jax.custom_vjp

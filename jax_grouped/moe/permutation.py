@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, check_instance
-from jax_grouped._varying import vary_alike
-from jax_grouped.arrays import register_pytree
-from jax_grouped.group_layout import count_not_above
+from jax_grouped.core.groups import count_not_above
+from jax_grouped.core.values import as_array, check_instance
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
+from jax_grouped.ops import checks
 
 #: Pairs that have no row get places of their own past the end: twice as many places as pairs, counted in int32.
 _MOST_PAIRS = 2**30
@@ -106,9 +106,9 @@ def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None)
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
     if isinstance(experts.size, int) and experts.size > _MOST_PAIRS:
         raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts.shape}.")
-    _checks.static_size("num_experts", num_experts, least=1)
+    checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
-        _checks.static_size("capacity", capacity)
+        checks.static_size("capacity", capacity)
 
 
 def _keys(experts: jax.Array, num_experts: int) -> jax.Array:
@@ -178,14 +178,14 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
     if weights is None:
         return _unpermute(*vary_alike(rows, order, inverse))
     weights = as_array("weights", weights)
-    _checks.check_dtype("weights' type", weights.dtype)
+    checks.check_dtype("weights' type", weights.dtype)
     if weights.shape != inverse.shape:
         raise ValueError(f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}.")
     return _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
-    _checks.check_dtype(f"{name}'s type", x.dtype)
+    checks.check_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
     if x.shape[0] != rows:

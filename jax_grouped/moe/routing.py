@@ -6,10 +6,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, check_instance, static_bool, static_number
-from jax_grouped._varying import axis_size
-from jax_grouped.arrays import register_pytree
+from jax_grouped.core.values import as_array, check_instance, static_bool, static_number
+from jax_grouped.core.varying import axis_size
+from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.ops import checks
 
 #: How a router's logits become scores.
 Score = Literal["softmax", "sigmoid"]
@@ -92,10 +92,10 @@ def top_k_routing(
 
 
 def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: float | jax.Array) -> None:
-    _checks.check_dtype("logits' type", logits.dtype)
+    checks.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    if _checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
+    if checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
         raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
     if score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
@@ -110,7 +110,7 @@ def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
     scores = jax.lax.stop_gradient(scores)
     if bias is not None:
         bias = as_array("selection_bias", bias)
-        _checks.check_dtype("selection_bias's type", bias.dtype)
+        checks.check_dtype("selection_bias's type", bias.dtype)
         if bias.shape != scores.shape[1:]:
             raise ValueError(f"selection_bias must have shape [E] = {scores.shape[1:]}, got {bias.shape}.")
         scores = scores + jax.lax.stop_gradient(bias).astype(jnp.float32)

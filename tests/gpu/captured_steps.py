@@ -18,7 +18,7 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 from tests.gpu import replays
 
 PROFILED_STEPS = 20

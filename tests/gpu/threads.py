@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped as jg
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 
 #: Calls that are under way before a thread looks at the last one's result.
 CALLS = 64

@@ -7,6 +7,7 @@ read what another, or an earlier replay, has left there, a captured step would g
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import threading
 import time
@@ -21,9 +22,10 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.backends import cuda, cuda_scaled_matmul, primitives
-from jax_grouped.backends.spec import MatmulSpec, Product, ScaledMatmulSpec
-from jax_grouped.recipes import Recipe
+from jax_grouped.backends import cuda, primitives
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.recipes import Recipe
 from tests.gpu import replays
 
 #: With the many groups of the first, fprop and dgrad are always cuBLASLt's; with those of the second, Hopper has
@@ -54,17 +56,14 @@ Operand = jax.Array | jg.ScaledArray
 
 def product(name: Product, a: Any, b: Any, sizes: jax.Array, out_dtype: Any, *, inline: bool) -> jax.Array:
     """One product; `inline` without its primitive, so that what its custom call makes is within reach."""
-    offset = jnp.zeros((1,), jnp.int32)
-    if isinstance(a, jg.ScaledArray):
-        scaled = ScaledMatmulSpec(name, a.layout, b.layout, out_dtype)
-        operands = a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset
-        if inline:
-            return cuda_scaled_matmul.scaled_matmul(*operands, spec=scaled, batch=1)
-        return primitives.scaled_matmul(*operands, scaled)
-    spec = MatmulSpec(name, sizes.shape[0], out_dtype)
-    if inline:
-        return cuda.grouped_matmul(a, b, sizes, offset, spec=spec, batch=1)
-    return primitives.grouped_matmul(a, b, sizes, offset, spec)
+    groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
+    spec = GemmSpec(name, sizes.shape[0], out_dtype)
+    if not inline:
+        return primitives.grouped_gemm(a, b, groups, spec)
+    if not isinstance(a, jg.ScaledArray):
+        return cuda.grouped_gemm(a, b, *groups, spec=spec, batch=1)
+    spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+    return cuda.grouped_gemm(a.data, b.data, *groups, a.scale_inv, b.scale_inv, spec=spec, batch=1)
 
 
 def orientations(recipe: Recipe | None, x: jax.Array, sizes: jax.Array | None, dtype: str) -> tuple[Operand, Operand]:
@@ -109,7 +108,7 @@ def keeping_workspaces() -> Iterator[list[jax.Array]]:
 
     def call(target: str, *arguments: Any, **options: Any) -> Any:
         results = original(target, *arguments, **options)
-        if target in ("jax_grouped_matmul", "jax_grouped_scaled_matmul"):
+        if target == "jax_grouped_gemm":
             kept.extend(results[1:])
         return results
 

@@ -1,0 +1,120 @@
+#include "csrc/gemm/sm90/wgrad.h"
+
+#include <cstdint>
+
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/launch.cuh"
+#include "csrc/gemm/sm90/tensor_map.h"
+#include "csrc/gemm/sm90/wgrad_kernel.cuh"
+#include "csrc/groups/table.cuh"
+
+namespace jax_grouped {
+namespace sm90 {
+namespace {
+
+constexpr int kSetupThreads = 512;
+
+struct WgradSetup {
+  CUtensorMap maps[2];  // with the sizes of no group yet
+  const uint8_t* data[2];
+  int32_t features[2];
+  UnitCounts element_units;
+  GroupTable table;
+  GroupMaps group_maps;
+};
+
+// A block per batch element finds its groups and describes their operands.
+__global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kSetupThreads, Counts<Unit::k16, Unit::k128>>(batch, element, args.element_units, table);
+  // Threads that copy maps wait for each other, as all maps begin at the same bank.
+  if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  const int operand = threadIdx.x % 2;
+  map = args.maps[operand];
+#pragma unroll 1  // There are seldom as many groups as maps.
+  for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
+    const int32_t unit = table.UnitsBefore(Unit::k16)[group];
+    const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;
+    // Nothing is read of an empty group, but a map of no columns would not be valid.
+    const uint32_t tokens = max(units, 1) * kFp8Alignment;
+    const int64_t first = static_cast<int64_t>(args.features[operand]) * unit * kFp8Alignment;
+    ReplaceMatrix(&map, args.data[operand] + first, tokens, tokens);
+    const int32_t index = element * batch.num_groups + group;
+    *(operand == 0 ? args.group_maps.X(index) : args.group_maps.Dy(index)) = map;
+  }
+  ReleaseTensorMaps();
+#endif
+}
+
+BoxedTensor DkernelBoxes(const Wgrad& wgrad, int32_t groups) {
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(wgrad.dkernel_type));
+  const auto in_features = static_cast<cuuint64_t>(wgrad.in_features);
+  const auto out_features = static_cast<cuuint64_t>(wgrad.out_features);
+  const cuuint64_t row_bytes = out_features * number_bytes;
+  return {wgrad.dkernel,
+          ResultMapType(wgrad.dkernel_type),
+          {out_features, in_features, static_cast<cuuint64_t>(groups)},
+          {row_bytes, row_bytes * in_features},
+          {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
+}
+
+struct Scratch {
+  GroupMaps maps;
+  GroupTable table;
+  int64_t bytes;
+
+  Scratch(void* base, int64_t batch, int64_t num_groups) {
+    maps = {static_cast<CUtensorMap*>(base)};
+    table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
+    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+  }
+};
+
+}  // namespace
+
+int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nullptr, batch, num_groups).bytes; }
+
+Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Groups& groups, void* memory) {
+  const Scratch scratch(memory, groups.batch, groups.num_groups);
+  WgradSetup setup{{},
+                   {static_cast<const uint8_t*>(wgrad.x.data), static_cast<const uint8_t*>(wgrad.dy.data)},
+                   {static_cast<int32_t>(wgrad.in_features), static_cast<int32_t>(wgrad.out_features)},
+                   wgrad.element_units,
+                   scratch.table,
+                   scratch.maps};
+  // Of the least tokens, until the groups are known.
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(wgrad.x.data, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(wgrad.dy.data, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
+  const dim3 elements(groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
+
+  WgradArguments args{{},
+                      scratch.maps,
+                      scratch.table,
+                      groups.AllGroups() * static_cast<int32_t>(CeilDiv(wgrad.in_features, kTileRows) *
+                                                                CeilDiv(wgrad.out_features, kCluster * kTileColumns)),
+                      wgrad.x.scale,
+                      wgrad.dy.scale,
+                      static_cast<int32_t>(wgrad.in_features),
+                      static_cast<int32_t>(wgrad.out_features),
+                      wgrad.dkernel_type,
+                      wgrad.accumulate};
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(DkernelBoxes(wgrad, groups.AllGroups()), &args.dkernel));
+  return WithTypes(wgrad.x, wgrad.dy, wgrad.mode, [&](auto x, auto dy, auto mode) {
+    const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
+    return LaunchClusters(kernel, stream, device, args);
+  });
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped

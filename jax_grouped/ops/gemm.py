@@ -1,0 +1,68 @@
+"""The grouped product that all operations share, differentiable any number of times where numbers are not quantized."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped.backends import primitives
+from jax_grouped.backends.primitives import Operand
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.arrays import ScaledArray
+
+
+def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
+    """Returns the product that `spec` names, added to the accumulator if there is one.
+
+    Operands that are not quantized are multiplied in the smallest type that holds both. Quantized products and those
+    with an accumulator have no derivative of their own.
+    """
+    if not isinstance(a, ScaledArray) and not isinstance(b, ScaledArray):
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
+        if accumulator is None:
+            return _differentiable(a, b, groups, spec)
+    return primitives.grouped_gemm(a, b, groups, spec, accumulator)
+
+
+def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
+    """Returns the type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
+
+    That is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
+    with float16 operands such a gradient is multiplied in float32.
+    """
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _differentiable(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> jax.Array:
+    # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
+    return primitives.grouped_gemm(a, b, groups, spec)
+
+
+def _forward(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:
+    return _differentiable(a, b, groups, spec), (a, b, groups)
+
+
+def _backward(spec: GemmSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    a, b, groups = residuals
+    out_dtype = a.dtype
+    a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
+
+    def product(name: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision))
+
+    match spec.product:
+        case "fprop":
+            da, db = product("dgrad", g, b), product("wgrad", a, g)
+        case "dgrad":
+            da, db = product("fprop", g, b), product("wgrad", g, a)
+        case "wgrad":
+            da, db = product("dgrad", b, g), product("fprop", a, g)
+    return da, db, None
+
+
+_differentiable.defvjp(_forward, _backward)
