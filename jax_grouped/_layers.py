@@ -16,8 +16,6 @@ from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.ops import checks
-from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights
 from jax_grouped.ops.quantize import quantize_kernel
 
@@ -46,23 +44,12 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
     return init(key, shape, dtype)
 
 
-def dense(
-    x: jax.Array,
-    group_sizes: GroupSizes,
-    weights: Weights,
-    *,
-    recipe: Recipe | None,
-    dtype: DTypeLike | None,
-    precision: jax.lax.PrecisionLike,
-) -> jax.Array:
-    """The linear layer of each group, computed in `dtype`."""
-    # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
-    x = _converted(as_array("x", x), weights, dtype)
-    return grouped_dense(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **weights._asdict())
+def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
+    """Returns tokens in the type of the computation.
 
-
-def _converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
-    """Tokens in the type of the computation."""
+    Weights stay as they are: `grouped_dense` computes in the type of `x`, and gives parameters gradients in theirs.
+    """
+    x = as_array("x", x)
     if dtype is None:
         return x.astype(jnp.result_type(x, weights.kernel))
     checks.check_dtype("dtype", dtype)
@@ -125,7 +112,7 @@ def mixture(
     tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
     checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
     y, metrics = moe_mlp(
-        _converted(tokens, gate_up, layer.dtype),
+        converted(tokens, gate_up, layer.dtype),
         router(tokens),
         gate_up,
         down,

@@ -18,6 +18,7 @@ from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
 from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights
 
 try:
@@ -122,7 +123,10 @@ class GroupedDense(nn.Module):
         # Its variables are this layer's own, directly below its name.
         nn.share_scope(self, kernel)
         weights = kernel(is_first_microbatch)
-        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+        x = _layers.converted(x, weights, self.dtype)
+        return grouped_dense(
+            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
+        )
 
 
 class GroupedKernel(nn.Module):

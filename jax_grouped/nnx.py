@@ -19,6 +19,7 @@ from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
 from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights
 
 try:
@@ -252,7 +253,10 @@ class GroupedDense(GroupedKernel):
             ValueError: there is `is_first_microbatch` without `cache_kernel`.
         """
         weights = self.weights(is_first_microbatch)
-        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+        x = _layers.converted(x, weights, self.dtype)
+        return grouped_dense(
+            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
+        )
 
 
 class MoEMlp(nnx.Module):

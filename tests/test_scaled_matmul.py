@@ -12,10 +12,11 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends import extension, primitives
+from jax_grouped.backends import extension
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups, gemm_scratch_bytes
 from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.ops.gemm import gemm
 from tests import oracle, quantize_oracle
 from tests.programs import custom_calls, lowered, struct
 from tests.quantize_cases import some
@@ -97,7 +98,7 @@ class Case:
         a = jg.ScaledArray(a_data, a_scale, None, self.a.layout)
         b = jg.ScaledArray(b_data, b_scale, None, self.b.layout)
         spec = GemmSpec(self.product, self.a.layout.num_groups, out_dtype)
-        return primitives.grouped_gemm(a, b, Groups(sizes, offset), spec, *accumulator)
+        return gemm(a, b, Groups(sizes, offset), spec, *accumulator)
 
     def check(self, out_dtype: str = "float32") -> None:
         out = self.multiply(*self.arrays, out_dtype=out_dtype)

@@ -13,7 +13,7 @@ constexpr char kOp[] = "jax_grouped_bias_grad";
 using F32 = ffi::Buffer<ffi::F32>;
 
 ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes, S32Buffer group_offset,
-                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> starts) {
+                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> starts) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
   const auto type = FloatType(dy.element_type());
@@ -32,20 +32,19 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes
   return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
                                      starts->typed_data(), dbias->typed_data()));
 }
+JAX_GROUPED_CATCH(kOp)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(execute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32Buffer>()
-                           .Arg<S32Buffer>()
-                           .Ret<F32>()
-                           .Ret<F32>()
-                           .Ret<S32Buffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame) { return CallHandler(execute, frame); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(BiasGradExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Ret<S32Buffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

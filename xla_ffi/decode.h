@@ -26,6 +26,16 @@
   auto variable = (expression);                            \
   if (!variable.has_value()) return variable.error()
 
+// Ends a function that begins with `ffi::Error F(...) try {`: exceptions such as std::bad_alloc become errors, as none
+// may cross the C interface.
+#define JAX_GROUPED_CATCH(op)                                                      \
+  catch (const std::exception& exception) {                                        \
+    return ::xla::ffi::Error::Internal(std::string(op) + ": " + exception.what()); \
+  }                                                                                \
+  catch (...) {                                                                    \
+    return ::xla::ffi::Error::Internal(std::string(op) + ": unknown exception");   \
+  }
+
 namespace jax_grouped {
 
 namespace ffi = ::xla::ffi;
@@ -36,24 +46,6 @@ using AnyResult = ffi::Result<ffi::AnyBuffer>;
 inline ffi::Error ToError(const char* op, const Status& status) {
   if (status.ok()) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(op) + ": " + status.message());
-}
-
-// Calls a handler, and turns an exception such as std::bad_alloc into an error: none may cross the C interface.
-inline XLA_FFI_Error* CallHandler(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  const auto failed = [frame](const char* what) {
-    XLA_FFI_Error_Create_Args args{};
-    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-    args.message = what;
-    args.errc = XLA_FFI_Error_Code_INTERNAL;
-    return frame->api->XLA_FFI_Error_Create(&args);
-  };
-  try {
-    return handler(frame);
-  } catch (const std::exception& exception) {
-    return failed(exception.what());
-  } catch (...) {
-    return failed("jax_grouped: an exception of unknown type.");
-  }
 }
 
 inline ffi::Error Invalid(const char* op, const std::string& what) {

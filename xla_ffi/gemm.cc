@@ -227,7 +227,7 @@ ffi::Error LoadAccumulator(cudaStream_t stream, const Call& call) {
 
 ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32Buffer group_sizes, S32Buffer group_offset,
                       ffi::RemainingArgs more, AnyResult d, AnyResult scratch, AnyResult workspace,
-                      const GemmAttributes& attributes) {
+                      const GemmAttributes& attributes) try {
   const Call call{a, b, group_sizes, group_offset, more, *d, *scratch, *workspace};
   GemmProblem problem{};
   Groups groups{};
@@ -235,10 +235,11 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32Buf
   JAX_GROUPED_RETURN_IF_ERROR(Decode(call, attributes, &problem, &groups, &buffers));
   return ToError(kOp, PrepareGemm(device, problem, attributes.autotune));
 }
+JAX_GROUPED_CATCH(kOp)
 
 ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, S32Buffer group_sizes,
                    S32Buffer group_offset, ffi::RemainingArgs more, AnyResult d, AnyResult scratch, AnyResult workspace,
-                   const GemmAttributes& attributes) {
+                   const GemmAttributes& attributes) try {
   const Call call{a, b, group_sizes, group_offset, more, *d, *scratch, *workspace};
   GemmProblem problem{};
   Groups groups{};
@@ -247,6 +248,7 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
   if (problem.accumulate) JAX_GROUPED_RETURN_IF_ERROR(LoadAccumulator(stream, call));
   return ToError(kOp, EnqueueGemm(device, stream, problem, groups, buffers));
 }
+JAX_GROUPED_CATCH(kOp)
 
 // What both stages take besides their contexts.
 template <typename Binding>
@@ -265,14 +267,12 @@ auto BindCall(Binding binding) {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(initialize, Initialize, BindCall(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GemmInitialize, Initialize,
+                              BindCall(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(execute, Execute,
-                       BindCall(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_Error* GemmInitialize(XLA_FFI_CallFrame* frame) { return CallHandler(initialize, frame); }
-XLA_FFI_Error* GemmExecute(XLA_FFI_CallFrame* frame) { return CallHandler(execute, frame); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GemmExecute, Execute, BindCall(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

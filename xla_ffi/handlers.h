@@ -3,7 +3,7 @@
 #ifndef JAX_GROUPED_XLA_FFI_HANDLERS_H_
 #define JAX_GROUPED_XLA_FFI_HANDLERS_H_
 
-#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/api.h"
 
 namespace jax_grouped {
 
@@ -14,20 +14,20 @@ namespace jax_grouped {
 // Scaled operands are FP8 with their inverse scales, quantized along what the product sums over. The product is added
 // to the accumulator, which is meant to be aliased to d. group_offset has an entry for every element of a batch, whose
 // operands lie one after another. With autotune, cuBLASLt's algorithms are timed once, before the first call.
-XLA_FFI_Error* GemmInitialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* GemmExecute(XLA_FFI_CallFrame* frame);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
 // jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
-XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
 // jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...]) {...} ->
 //     ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
 //
 // The attributes say which of these there are. Previous results are meant to be aliased to the results.
-XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // jax_grouped_dequantize(data, scale_inv, group_sizes, group_offset) {...} -> (out, group table)
-XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(DequantizeExecute);
 
 }  // namespace jax_grouped
 

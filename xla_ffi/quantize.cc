@@ -231,7 +231,7 @@ ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingR
 }
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes, S32Buffer group_offset,
-                    ffi::RemainingArgs more, ffi::RemainingRets results, const QuantizeAttributes& attributes) {
+                    ffi::RemainingArgs more, ffi::RemainingRets results, const QuantizeAttributes& attributes) try {
   Operands operands(more, results);
   QuantizeProblem problem{};
   QuantizeBuffers buffers{};
@@ -260,9 +260,11 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
   return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementUnits(), buffers));
 }
+JAX_GROUPED_CATCH(kQuantize)
 
 ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32Buffer group_sizes,
-                      S32Buffer group_offset, AnyResult out, AnyResult table, const DequantizeAttributes& attributes) {
+                      S32Buffer group_offset, AnyResult out, AnyResult table,
+                      const DequantizeAttributes& attributes) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckMode(kDequantize, attributes.mode));
   const int64_t num_groups = attributes.num_groups;
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kDequantize, "the result", *out, 2));
@@ -291,33 +293,31 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
                  LaunchDequantize(stream, groups, layout, data.untyped_data(), *data_type, scale_inv.untyped_data(),
                                   out->untyped_data(), *type, static_cast<int32_t*>(table->untyped_data())));
 }
+JAX_GROUPED_CATCH(kDequantize)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(quantize, Quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32Buffer>()
-                           .Arg<S32Buffer>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs<QuantizeAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecute, Quantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<QuantizeAttributes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(dequantize, Dequantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32Buffer>()
-                           .Arg<S32Buffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attrs<DequantizeAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(quantize, frame); }
-XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(dequantize, frame); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeExecute, Dequantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<DequantizeAttributes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

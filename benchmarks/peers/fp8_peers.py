@@ -10,9 +10,9 @@ import jax_grouped as jg
 from benchmarks.cases import Case, Inputs
 from benchmarks.jax_work import JaxWork, Results
 from benchmarks.timing import Work
-from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
+from jax_grouped.ops.gemm import gemm
 
 #: The operations that are one product, with the type of its result.
 _PRODUCTS: dict[str, tuple[Product, str]] = {
@@ -57,7 +57,7 @@ def _program(product: Product, out_dtype: str) -> Callable[..., Results]:
     def run(a: jg.ScaledArray, b: jg.ScaledArray, sizes: jax.Array) -> Results:
         spec = GemmSpec(product, a.layout.num_groups, out_dtype)
         groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
-        return (primitives.grouped_gemm(a, b, groups, spec),)
+        return (gemm(a, b, groups, spec),)
 
     return run
 

@@ -39,15 +39,21 @@ Status Launch(const char* what, cudaStream_t stream, const Grid& grid, void (*ke
   return LaunchWith(nullptr, 0, what, stream, grid, kernel, std::forward<Args>(args)...);
 }
 
-// Launches a kernel that starts while the kernel before it, its setup, still runs: "programmatic dependent launch" in
-// the CUDA Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes; the kernel
-// calls cudaGridDependencySynchronize, in all threads, before it touches memory.
-template <typename... Parameters, typename... Args>
-Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
-                   Args&&... args) {
+// The attribute of a kernel that starts while the kernel before it, its setup, still runs: "programmatic dependent
+// launch" in the CUDA Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes;
+// the kernel calls cudaGridDependencySynchronize, in all threads, before it touches memory.
+inline cudaLaunchAttribute EarlyLaunch() {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// Launches a kernel early.
+template <typename... Parameters, typename... Args>
+Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
+                   Args&&... args) {
+  cudaLaunchAttribute attribute = EarlyLaunch();
   return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
 }
 

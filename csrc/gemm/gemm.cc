@@ -23,14 +23,6 @@ constexpr int64_t kTokensToAccumulate = 768;
 // at 2048, as fast at 4096. With tiles that are not full, it is if all are computed at once.
 constexpr int64_t kMostDepth = 3072;
 
-// What products of tokens sum over, and the features of their results.
-int64_t Depth(const GemmProblem& problem) {
-  return problem.product == Product::kFprop ? problem.in_features : problem.out_features;
-}
-int64_t ResultFeatures(const GemmProblem& problem) {
-  return problem.product == Product::kFprop ? problem.out_features : problem.in_features;
-}
-
 const char* Name(Origin origin) {
   switch (origin) {
     case Origin::kOwnKernel:
@@ -49,44 +41,6 @@ std::string Describe(const Plan& plan) {
   const CublasLt* library = nullptr;
   if (plan.origin == Origin::kOwnKernel || !GetCublasLt(&library).ok()) return Name(plan.origin);
   return Describe(*library, plan.algorithm) + ", " + Name(plan.origin);
-}
-
-sm90::Fp8Operand OperandA(const GemmProblem& problem, const GemmBuffers& buffers) {
-  return {buffers.a, static_cast<const float*>(buffers.a_scale), problem.a_type};
-}
-
-sm90::Fp8Operand OperandB(const GemmProblem& problem, const GemmBuffers& buffers) {
-  return {buffers.b, static_cast<const float*>(buffers.b_scale), problem.b_type};
-}
-
-Status EnqueueSm90Wgrad(int device, cudaStream_t stream, const GemmProblem& problem, const Groups& groups,
-                        const GemmBuffers& buffers) {
-  const sm90::Wgrad wgrad{OperandA(problem, buffers),
-                          OperandB(problem, buffers),
-                          problem.a_mode,
-                          buffers.d,
-                          problem.result_type,
-                          problem.accumulate,
-                          problem.in_features,
-                          problem.out_features,
-                          LayoutOfA(problem, groups).ElementUnits()};
-  return sm90::LaunchWgrad(stream, device, wgrad, groups, buffers.workspace);
-}
-
-Status EnqueueSm90TokenProduct(int device, cudaStream_t stream, const GemmProblem& problem, const Groups& groups,
-                               const GemmBuffers& buffers) {
-  const sm90::TokenProduct product{OperandA(problem, buffers),
-                                   OperandB(problem, buffers),
-                                   problem.a_mode,
-                                   buffers.weight_scales,
-                                   buffers.d,
-                                   problem.result_type,
-                                   Depth(problem),
-                                   ResultFeatures(problem),
-                                   NumWeights(problem),
-                                   problem.elements_per_weight,
-                                   LayoutOfA(problem, groups).ElementUnits()};
-  return sm90::LaunchTokenProduct(stream, device, product, groups, buffers.workspace);
 }
 
 bool IsSm90Wgrad(const GemmProblem& problem) {
@@ -138,8 +92,8 @@ Status EnqueueGemm(int device, cudaStream_t stream, const GemmProblem& problem, 
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
   if (IsSm90Product(problem, properties)) {
-    return problem.product == Product::kWgrad ? EnqueueSm90Wgrad(device, stream, problem, groups, buffers)
-                                              : EnqueueSm90TokenProduct(device, stream, problem, groups, buffers);
+    return problem.product == Product::kWgrad ? sm90::LaunchWgrad(stream, device, problem, groups, buffers)
+                                              : sm90::LaunchTokenProduct(stream, device, problem, groups, buffers);
   }
   Plan plan;
   if (!Plans::Get().Find({device, problem}, &plan)) {

@@ -64,6 +64,14 @@ bool operator<(const GemmProblem& first, const GemmProblem& second) { return Fie
 
 int64_t NumWeights(const GemmProblem& problem) { return problem.num_groups / problem.elements_per_weight; }
 
+int64_t Depth(const GemmProblem& problem) {
+  return problem.product == Product::kFprop ? problem.in_features : problem.out_features;
+}
+
+int64_t ResultFeatures(const GemmProblem& problem) {
+  return problem.product == Product::kFprop ? problem.out_features : problem.in_features;
+}
+
 QuantizedLayout LayoutOfA(const GemmProblem& problem, const Groups& groups) {
   const int64_t features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
   return {problem.a_mode,

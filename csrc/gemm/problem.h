@@ -63,6 +63,10 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 // Number of weight matrices.
 int64_t NumWeights(const GemmProblem& problem);
 
+// Of kFprop and kDgrad: the length of the sums, and the features of the result.
+int64_t Depth(const GemmProblem& problem);
+int64_t ResultFeatures(const GemmProblem& problem);
+
 // Where the operands of a scaled problem lie.
 QuantizedLayout LayoutOfA(const GemmProblem& problem, const Groups& groups);
 QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups);

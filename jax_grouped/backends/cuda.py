@@ -5,7 +5,6 @@ The custom calls take the batch from the size of `group_offset`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +47,10 @@ _MODES = tuple(ScalingMode)
 _ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
 
 
+#: Batching is a rule of the primitives that the calls implement, so it never reaches a call itself.
+_NO_VMAP = "sequential"
+
+
 def check_batch(batch: int) -> None:
     """Raises ValueError if one custom call cannot take so many batch elements."""
     if isinstance(batch, int) and batch > MAX_BATCH:  # An export may leave it open.
@@ -55,12 +58,6 @@ def check_batch(batch: int) -> None:
             f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
             f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
         )
-
-
-def _call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
-    """The custom call `target`; `aliases` says which arguments share memory with which results."""
-    # Batching is a rule of the primitive that this call implements, so it never reaches the call itself.
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
 
 
 def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -83,44 +80,29 @@ def grouped_gemm(
     """Returns the product that `spec` names, accumulated in float32."""
     operands = (a, b, group_sizes, group_offset, *more)
     if spec.a is None:
-        return _unscaled(*operands, spec=spec, batch=batch)
-    if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
-        return _in_bfloat16(*operands, spec=spec, batch=batch)
-    if spec.a.mode == ScalingMode.BLOCK_1D:
-        extension.require_block_scaling()
-    return _gemm(*operands, spec=spec, batch=batch)
-
-
-def _gemm(
-    a: jax.Array,
-    b: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    *more: jax.Array,
-    spec: GemmSpec,
-    batch: int,
-) -> jax.Array:
-    """Calls the one custom call of grouped products, of operands that its kernels can read."""
-    scaled = spec.a is not None and spec.b is not None
-    accumulate = len(more) > (2 if scaled else 0)
-    operands = (a, b, group_sizes, group_offset, *more)
-    if scaled:
-        out = batched(spec.out(a.shape, b.shape), batch)
-    else:
+        if not _can_be_read(a, b, spec):
+            return _unscaled(*operands, spec=spec, batch=batch)
         # Operands that are not quantized have their rows in their shapes, also those of all batch elements.
         out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape)
+    else:
+        if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
+            return _in_bfloat16(*operands, spec=spec, batch=batch)
+        if spec.a.mode == ScalingMode.BLOCK_1D:
+            extension.require_block_scaling()
+        out = batched(spec.out(a.shape, b.shape), batch)
+    scratch = jax.ShapeDtypeStruct((gemm_scratch_bytes(batch, spec.num_groups),), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
+    accumulate = len(more) > (2 if spec.scaled else 0)
     weights = (out if spec.product == "wgrad" else b).shape[0]
-    return _call(
+    return jax.ffi.ffi_call(
         "jax_grouped_gemm",
-        [
-            out,
-            jax.ShapeDtypeStruct((gemm_scratch_bytes(batch, spec.num_groups),), jnp.uint8),
-            jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8),
-        ],
+        [out, scratch, workspace],
+        input_output_aliases={len(operands) - 1: 0} if accumulate else None,
+        vmap_method=_NO_VMAP,
+    )(
         *operands,
-        aliases={len(operands) - 1: 0} if accumulate else None,
         product=np.int32(_PRODUCTS.index(spec.product)),
-        scaled=scaled,
+        scaled=spec.scaled,
         a_mode=np.int32(_MODES.index(spec.a.mode) if spec.a else 0),
         b_mode=np.int32(_MODES.index(spec.b.mode) if spec.b else 0),
         # Columnwise tokens do not tell their number by their shape.
@@ -129,6 +111,12 @@ def _gemm(
         accumulate=accumulate,
         autotune=spec.autotune,
     )[0]
+
+
+def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
+    """Tells whether cuBLASLt can read these operands and write this result as they are."""
+    aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
+    return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 
 def _unscaled(
@@ -141,7 +129,7 @@ def _unscaled(
     spec: GemmSpec,
     batch: int,
 ) -> jax.Array:
-    """Returns a product of operands of any of the three types and of any features."""
+    """Returns a product of operands that cuBLASLt cannot read, through ones that it can."""
     shape = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape).shape
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
@@ -154,7 +142,7 @@ def _unscaled(
     out = accumulator
     for a_part, b_part in _factors(a, b, spec.precision) if in_parts else [(a, b)]:
         onto = () if out is None else (out,)
-        out = _gemm(a_part, b_part, group_sizes, group_offset, *onto, spec=inner, batch=batch)
+        out = grouped_gemm(a_part, b_part, group_sizes, group_offset, *onto, spec=inner, batch=batch)
     assert out is not None
     return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
 
@@ -225,8 +213,8 @@ def grouped_bias_grad(
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
     starts = jax.ShapeDtypeStruct((batch * 2, num_groups + 1), jnp.int32)
-    dbias = _call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
-    return dbias.astype(out_dtype)
+    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, starts], vmap_method=_NO_VMAP)
+    return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
 def quantize(
@@ -242,11 +230,13 @@ def quantize(
     # The results come last among the operands, so that they stay where they are if `skip` says so.
     first = len(operands) - len(results)
     aliases = {first + i: i for i in range(len(results))} if spec.cached else None
-    outputs = _call(
+    outputs = jax.ffi.ffi_call(
         "jax_grouped_quantize",
         [batched(result, batch) for result in (*results, scratch, partial_sums)],
+        input_output_aliases=aliases,
+        vmap_method=_NO_VMAP,
+    )(
         *operands,
-        aliases=aliases,
         mode=np.int32(_MODES.index(spec.mode)),
         stack_rows=np.int64(spec.stack_rows or 0),
         rowwise=spec.rowwise,
@@ -276,9 +266,11 @@ def dequantize(
     """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
     out = jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)
     table = jax.ShapeDtypeStruct((group_table_size(layout.num_groups),), jnp.int32)
-    return _call(
+    return jax.ffi.ffi_call(
         "jax_grouped_dequantize",
         [batched(out, batch), batched(table, batch)],
+        vmap_method=_NO_VMAP,
+    )(
         data,
         scale_inv,
         group_sizes,

@@ -27,13 +27,8 @@ from jax_grouped.backends.reference import quantize as reference_quantize
 from jax_grouped.backends.reference import tiles as reference_tiles
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import Groups
 from jax_grouped.core.varying import vary_alike
-from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
-
-#: Numbers as a product reads them: quantized with a recipe, as they are without.
-Operand = ScaledArray | jax.Array
 
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31
@@ -47,8 +42,8 @@ def _define(
     *,
     shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
-) -> Callable[..., list[jax.Array]]:
-    """A primitive, as a function of arrays with static keyword arguments that returns a list.
+) -> Primitive:
+    """Returns a primitive, whose results are a list. It is bound with what `static` gives and its own parameters.
 
     Args:
         name: of the primitive, as it appears in a jaxpr.
@@ -122,16 +117,16 @@ def _define(
 
         return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
 
-    def on_cuda(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
+    def on_cuda(*, backend: str, batches: tuple[int, ...], **static: Any) -> Callable[..., tuple[jax.Array, ...]]:
         if backend == "xla":
-            return on_xla(*args, backend=backend, batches=batches, **static)
+            return functools.partial(on_xla, backend=backend, batches=batches, **static)
         cuda.require_usable()
         cuda.check_batch(batches[0])
         if getattr(static.get("spec"), "autotune", False):
             extension.keep_tuned_algorithms()
-        return cuda_impl(*args, batch=batches[0], **static)
+        return functools.partial(cuda_impl, batch=batches[0], **static)
 
-    mlir.register_lowering(primitive, _lowering(on_xla))
+    mlir.register_lowering(primitive, _lowering(lambda **params: functools.partial(on_xla, **params)))
     mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
 
     def batching_rule(
@@ -159,10 +154,12 @@ def _define(
     if dce_rule is not None:
         partial_eval.dce_rules[primitive] = dce_rule
 
-    def bind(*args: jax.Array, **static: Any) -> list[jax.Array]:
-        return primitive.bind(*args, backend=config.backend, batches=(1,) * len(args), **static)
+    return primitive
 
-    return bind
+
+def static(operands: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the parameters that all primitives have, for operands of no batch."""
+    return dict(backend=config.backend, batches=(1,) * len(operands))
 
 
 def _fold(x: jax.Array) -> jax.Array:
@@ -209,19 +206,20 @@ def _refuse_sharded_types(*avals: Any) -> None:
             )
 
 
-def _lowering(implementation: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
-    """A lowering rule from a plain function, which sees shapes and types only.
+def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Callable[..., Any]:
+    """Returns a lowering rule from a function of the parameters that chooses the implementation.
 
-    Inside `jax.shard_map`, values also know the mesh axes over which they vary. That is checked by now, and the mesh is
-    out of reach while a rule runs, so an implementation could make no array that varies alike.
+    The implementation sees shapes and types only. Inside `jax.shard_map`, values also know the mesh axes over which
+    they vary. That is checked by now, and the mesh is out of reach while a rule runs, so an implementation could make
+    no array that varies alike.
     """
-    rule = mlir.lower_fun(implementation, multiple_results=True)
 
     def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
         return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
     def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args, **params)
+        rule = mlir.lower_fun(choose(**params), multiple_results=True)
+        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args)
 
     return lower
 
@@ -274,67 +272,15 @@ def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Ar
     return lambda *args, **static: (implementation(*args, **static),)
 
 
-_gemm = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
-_bias_grad = _define(
+#: `(a, b, group_sizes, group_offset, *scales, *accumulator) -> [out]` with a `GemmSpec`.
+GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
+#: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
+BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
-_quantize = _define(
+#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which says what these are.
+QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read
 )
-_dequantize = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))
-
-
-def grouped_gemm(
-    a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None
-) -> jax.Array:
-    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
-
-    `a` and `b` have one floating type, or are both quantized, with scales; then the spec gets their layouts.
-    """
-    scales: tuple[jax.Array, ...] = ()
-    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
-        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
-        scales = (a.scale_inv, b.scale_inv)
-        a, b = a.data, b.data
-    assert not isinstance(a, ScaledArray)
-    assert not isinstance(b, ScaledArray)
-    onto = () if accumulator is None else (accumulator,)
-    operands = vary_alike(a, b, *groups, *scales, *onto)
-    out = spec.out(a.shape, b.shape)
-    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, *out.shape):
-        return vary_alike(jnp.zeros(out.shape, out.dtype) if accumulator is None else accumulator, operands[0])[0]
-    return _gemm(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
-
-
-def grouped_bias_grad(dy: jax.Array, groups: Groups, num_groups: int, out_dtype: DTypeLike) -> jax.Array:
-    """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`."""
-    dy, sizes, offset = vary_alike(dy, *groups)
-    if 0 in (*dy.shape, *sizes.shape, num_groups):
-        empty = jnp.zeros((num_groups, dy.shape[1]), out_dtype)
-        return vary_alike(empty, dy)[0]
-    return _bias_grad(dy, sizes, offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype))[0]
-
-
-def grouped_quantize(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> dict[str, jax.Array]:
-    """Returns the results of the quantization that `spec` names, of `x [T, C]`, by name.
-
-    The further operands are those of `QuantizeSpec`.
-    """
-    operands = vary_alike(x, *groups, *more)
-    if 0 in (*x.shape, spec.num_groups):
-        nothing = reference_quantize.quantize_nothing(x, *more, spec=spec)
-        results = [vary_alike(result, operands[0])[0] for result in nothing]
-    else:
-        results = _quantize(*operands, spec=spec)
-    return dict(zip(spec.results(x.shape), results, strict=True))
-
-
-def dequantize(
-    data: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array, *, layout: QuantizedLayout, out_dtype: DTypeLike
-) -> jax.Array:
-    """`data * scale_inv` in the order of what was quantized, `[T, C]`."""
-    operands = vary_alike(data, scale_inv, group_sizes)
-    shape = (layout.tokens, layout.features)
-    if 0 in (*shape, layout.num_groups):
-        return vary_alike(jnp.zeros(shape, out_dtype), operands[0])[0]
-    return _dequantize(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype))[0]
+#: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
+DEQUANTIZE = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))

@@ -12,7 +12,7 @@ from jax_grouped.core.values import as_array
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.dense import Saved, forward, fprop, gradients, grouped_dense, primal_values
+from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 
@@ -139,9 +139,9 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
 
 def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
-    hidden, saved_up = forward(up, spec.up)
-    y, saved_down = forward(down._replace(x=hidden), spec.down)
-    return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME), saved_down)
+    hidden, of_up = fprop(up, spec.up, for_gradients=True)
+    y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
+    return y, _MlpSaved(save(up, of_up), checkpoint_name(hidden, _HIDDEN_NAME), save(down, of_down))
 
 
 def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:

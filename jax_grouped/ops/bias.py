@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_grouped.backends import primitives
 from jax_grouped.core.groups import Groups, group_rows, row_groups
+from jax_grouped.core.varying import vary_alike
 
 
 @jax.custom_vjp
@@ -36,8 +37,15 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def bias_grad(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> jax.Array:
-    """Returns the sum of each group's rows, `[T, N] -> [num_groups, N]`, differentiable any number of times."""
-    return primitives.grouped_bias_grad(dy, groups, num_groups, dtype)
+    """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`.
+
+    It is differentiable any number of times.
+    """
+    operands = vary_alike(dy, *groups)
+    if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
+        return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
+    static = primitives.static(operands)
+    return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=jnp.dtype(dtype), **static)[0]
 
 
 def _bias_grad_forward(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> tuple[jax.Array, Any]:

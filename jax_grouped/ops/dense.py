@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.primitives import Operand
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
 from jax_grouped.ops.bias import add_bias, bias_grad
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.gemm import gemm, gradient_type
+from jax_grouped.ops.gemm import Operand, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
 from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
@@ -132,7 +131,9 @@ def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
 
 
 def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
-    return forward(primal_values(primals), spec)
+    inputs = primal_values(primals)
+    y, residuals = fprop(inputs, spec, for_gradients=True)
+    return y, save(inputs, residuals)
 
 
 def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:
@@ -162,14 +163,13 @@ def primal_values(primals: Any) -> Inputs:
     return jax.tree.map(lambda primal: primal.value, primals)
 
 
-def forward(inputs: Inputs, spec: DenseSpec) -> tuple[jax.Array, Saved]:
-    """Returns the result, and what its gradients need.
+def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
+    """Returns what waits for the backward pass of a rule.
 
     That is what the gradients of all inputs need, also where some have none: JAX takes one structure for all calls of a
     program that `jax.jit` or `jax.checkpoint` has traced. It removes what nobody reads before it compiles.
     """
-    y, residuals = fprop(inputs, spec, for_gradients=True)
-    return y, Saved(_named(residuals), inputs.weights.dkernel_accumulator)
+    return Saved(_named(residuals), inputs.weights.dkernel_accumulator)
 
 
 def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = None) -> Inputs:

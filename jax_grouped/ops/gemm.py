@@ -1,6 +1,8 @@
 """The grouped product that all operations share, differentiable any number of times where numbers are not quantized."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,24 +10,46 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.primitives import Operand
 from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups
+from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
+
+#: Numbers as a product reads them: quantized with a recipe, as they are without.
+Operand = ScaledArray | jax.Array
 
 
 def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
-    """Returns the product that `spec` names, added to the accumulator if there is one.
+    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
 
-    Operands that are not quantized are multiplied in the smallest type that holds both. Quantized products and those
-    with an accumulator have no derivative of their own.
+    Operands that are not quantized are multiplied in the smallest type that holds both, and the product is
+    differentiable any number of times. Quantized products and those with an accumulator have no derivative of their
+    own.
     """
-    if not isinstance(a, ScaledArray) and not isinstance(b, ScaledArray):
+    further: tuple[jax.Array, ...] = () if accumulator is None else (accumulator,)
+    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
+        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+        further = (a.scale_inv, b.scale_inv, *further)
+        a, b = a.data, b.data
+    else:
+        assert not isinstance(a, ScaledArray)
+        assert not isinstance(b, ScaledArray)
         dtype = jnp.promote_types(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
         if accumulator is None:
             return _differentiable(a, b, groups, spec)
-    return primitives.grouped_gemm(a, b, groups, spec, accumulator)
+    operands = vary_alike(a, b, *groups, *further)
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape):
+        return _empty(spec, operands) if accumulator is None else operands[-1]
+    spec = dataclasses.replace(spec, autotune=config.autotune)
+    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
+
+
+def _empty(spec: GemmSpec, operands: Sequence[jax.Array]) -> jax.Array:
+    """Returns the result of a product without operations."""
+    out = spec.out(operands[0].shape, operands[1].shape)
+    return vary_alike(jnp.zeros(out.shape, out.dtype), operands[0])[0]
 
 
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
@@ -40,7 +64,11 @@ def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _differentiable(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> jax.Array:
     # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
-    return primitives.grouped_gemm(a, b, groups, spec)
+    operands = vary_alike(a, b, *groups)
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
+        return _empty(spec, operands)
+    spec = dataclasses.replace(spec, autotune=config.autotune)
+    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
 
 
 def _forward(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:

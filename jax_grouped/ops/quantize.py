@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends import primitives
+from jax_grouped.backends.reference.quantize import quantize_nothing
 from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import Groups, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool
+from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import (
     DelayedScaling,
@@ -137,7 +139,12 @@ def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int |
 
 def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
     """Returns `x [T, C]` quantized as `spec` says; the further operands are those of `QuantizeSpec`."""
-    results = primitives.grouped_quantize(x, groups, *more, spec=spec)
+    operands = vary_alike(x, *groups, *more)
+    if 0 in (*x.shape, spec.num_groups):
+        made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
+    else:
+        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.static(operands))
+    results = dict(zip(spec.results(x.shape), made, strict=True))
     sizes = groups.sizes if spec.stack_rows is None else None
 
     def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
@@ -190,7 +197,11 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     checks.check_scaled(scaled)
     if sizes is None:
         sizes = layout.stack_sizes()
-    out = primitives.dequantize(scaled.data, scaled.scale_inv, sizes, layout=layout, out_dtype=dtype)
+    operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
+    if 0 in (layout.tokens, layout.features, layout.num_groups):
+        return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
+    static = primitives.static(operands)
+    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **static)[0]
     return out.reshape(scaled.shape)
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import jax
 
-from jax_grouped.backends.primitives import Operand
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.fp8.state import Fp8State
+from jax_grouped.ops.gemm import Operand
 from jax_grouped.ops.inputs import DenseSpec
 
 #: Names of what waits for the backward pass: the quantized tokens and kernels, and what `jax_grouped.moe.grouped_mlp`

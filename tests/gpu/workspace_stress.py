@@ -22,10 +22,11 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.backends import cuda, primitives
+from jax_grouped.backends import cuda
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops.gemm import gemm
 from tests.gpu import replays
 
 #: With the many groups of the first, fprop and dgrad are always cuBLASLt's; with those of the second, Hopper has
@@ -59,7 +60,7 @@ def product(name: Product, a: Any, b: Any, sizes: jax.Array, out_dtype: Any, *, 
     groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
     spec = GemmSpec(name, sizes.shape[0], out_dtype)
     if not inline:
-        return primitives.grouped_gemm(a, b, groups, spec)
+        return gemm(a, b, groups, spec)
     if not isinstance(a, jg.ScaledArray):
         return cuda.grouped_gemm(a, b, *groups, spec=spec, batch=1)
     spec = dataclasses.replace(spec, a=a.layout, b=b.layout)

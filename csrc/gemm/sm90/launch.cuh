@@ -16,7 +16,7 @@
 #include "csrc/common/launch.cuh"
 #include "csrc/common/shared_memory.h"
 #include "csrc/common/status.h"
-#include "csrc/gemm/sm90/operand.h"
+#include "csrc/gemm/problem.h"
 #include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/gemm/sm90/tile_products.cuh"
 
@@ -46,31 +46,44 @@ inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, 
           {kDepth, box_rows}};
 }
 
-// Calls launch(row type, column type, scaling mode) with those of a product, as types.
+// Calls launch(type of a, type of b, scaling mode of a) with those of a problem, as types.
 template <typename Launch>
-Status WithTypes(const Fp8Operand& rows, const Fp8Operand& columns, ScalingMode mode, const Launch& launch) {
-  const auto with_mode = [&](auto row_type, auto column_type) {
-    if (mode == ScalingMode::kBlock1D) {
-      return launch(row_type, column_type, std::integral_constant<ScalingMode, ScalingMode::kBlock1D>());
+Status WithTypes(const GemmProblem& problem, const Launch& launch) {
+  const auto with_mode = [&](auto a, auto b) {
+    if (problem.a_mode == ScalingMode::kBlock1D) {
+      return launch(a, b, std::integral_constant<ScalingMode, ScalingMode::kBlock1D>());
     }
-    return launch(row_type, column_type, std::integral_constant<ScalingMode, ScalingMode::kTensor>());
+    return launch(a, b, std::integral_constant<ScalingMode, ScalingMode::kTensor>());
   };
-  if (rows.type == CUDA_R_8F_E5M2) return with_mode(E5m2(), E4m3());
-  if (columns.type == CUDA_R_8F_E5M2) return with_mode(E4m3(), E5m2());
+  if (problem.a_type == CUDA_R_8F_E5M2) return with_mode(E5m2(), E4m3());
+  if (problem.b_type == CUDA_R_8F_E5M2) return with_mode(E4m3(), E5m2());
   return with_mode(E4m3(), E4m3());
 }
 
-// Launches a kernel on all processors, or on fewer if clusters have no turns. It starts early, and waits for its setup
-// in RunBlock.
-template <typename Args>
-Status LaunchClusters(void (*kernel)(Args), cudaStream_t stream, int device, const Args& args) {
-  DeviceProperties properties;
-  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), sizeof(Shared)));
-  const int clusters = std::min(args.turns, properties.processors / kCluster);
-  const Grid grid{dim3(clusters * kCluster), kThreads, sizeof(Shared)};
-  return LaunchEarly("Launching a grouped product", stream, grid, kernel, args);
-}
+// A launch on all processors, or on fewer where there are fewer tiles than clusters. The kernel starts early, and waits
+// for its setup in SetUpBlock.
+class ClusterLaunch {
+ public:
+  Status Configure(const void* kernel, cudaStream_t stream, int device, int32_t tiles) {
+    DeviceProperties properties;
+    JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+    JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(kernel, sizeof(Shared)));
+    config_.gridDim = dim3(std::min(tiles, properties.processors / kCluster) * kCluster);
+    config_.blockDim = dim3(kThreads);
+    config_.dynamicSmemBytes = sizeof(Shared);
+    config_.stream = stream;
+    attribute_ = EarlyLaunch();
+    config_.attrs = &attribute_;
+    config_.numAttrs = 1;
+    return Status::Ok();
+  }
+
+  const cudaLaunchConfig_t* config() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute attribute_{};
+};
 
 }  // namespace sm90
 }  // namespace jax_grouped

@@ -365,12 +365,12 @@ __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* so
   }
 }
 
-// Sets up the barriers, waits for the setup kernel, and has each warp do its part. For whole clusters of kThreads. One
-// lane of the producer begins the copies of operands to a stage, and every lane copies some of its scales, if there are
-// any. Every thread gives back for itself what it has read: compute-sanitizer does not follow that through a barrier of
-// the warp to the arrival of another lane.
-template <ScalingMode kMode, typename Produce, typename Multiply>
-__device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce& produce, const Multiply& multiply) {
+// Sets up the barriers, waits for the setup kernel, and divides the registers between the warps. For whole clusters of
+// kThreads. Then one warp, the producer, copies operands: one of its lanes begins the copies to a stage, and every lane
+// copies some of its scales, if there are any. The math threads multiply. Every thread gives back for itself what it
+// has read: compute-sanitizer does not follow that through a barrier of the warp to the arrival of another lane.
+template <ScalingMode kMode>
+__device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
@@ -384,17 +384,23 @@ __device__ __forceinline__ void RunBlock(const Addresses& shared, const Produce&
   }
   SynchronizeCluster();
   cudaGridDependencySynchronize();
-  if (threadIdx.x >= kMathThreads) {
-    ReleaseRegisters<kProducerRegisters>();
-    if (Uniform(Warp()) == kMathThreads / 32) produce();
-  } else {
-    AcquireRegisters<kMathRegisters>();
-    multiply(Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
-                   static_cast<int>(threadIdx.x) % 32});
-    // The memory must outlive the copies from it; that they arrive is up to the end of the kernel.
-    WaitForReads<0>();
-  }
-  // No block may end while another of its cluster still copies to it or arrives at its barriers.
+}
+
+// Takes the registers of the warps that do not multiply, and tells whether this warp is the producer.
+__device__ __forceinline__ bool BecomeProducer() {
+  ReleaseRegisters<kProducerRegisters>();
+  return Uniform(Warp()) == kMathThreads / 32;
+}
+
+// Gives math threads more registers, and tells which part of a tile is this thread's.
+__device__ __forceinline__ Place BecomeMathThread() {
+  AcquireRegisters<kMathRegisters>();
+  return Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
+               static_cast<int>(threadIdx.x) % 32};
+}
+
+// Ends a block: none may end while another of its cluster still copies to it or arrives at its barriers.
+__device__ __forceinline__ void EndBlock() {
   __syncwarp();
   SynchronizeCluster();
 }

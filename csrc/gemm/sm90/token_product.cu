@@ -74,23 +74,26 @@ int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups) {
   return Scratch(nullptr, batch, num_groups).bytes;
 }
 
-Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& product, const Groups& groups,
-                          void* memory) {
-  const Scratch scratch(memory, groups.batch, groups.num_groups);
-  const int64_t row_bytes = product.features * ResultBytes(product.result_type);
-  TokenSetup setup{{}, scratch.results, product.result, row_bytes, product.element_units, scratch.table};
-  const BoxedTensor result{product.result,
-                           ResultMapType(product.result_type),
-                           {static_cast<cuuint64_t>(product.features), static_cast<cuuint64_t>(groups.AllRows())},
+Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                          const GemmBuffers& buffers) {
+  const Scratch scratch(buffers.workspace, groups.batch, groups.num_groups);
+  const UnitCounts element_units = LayoutOfA(problem, groups).ElementUnits();
+  const int64_t depth = Depth(problem);
+  const int64_t features = ResultFeatures(problem);
+  const int64_t row_bytes = features * ResultBytes(problem.result_type);
+  TokenSetup setup{{}, scratch.results, buffers.d, row_bytes, element_units, scratch.table};
+  const BoxedTensor result{buffers.d,
+                           ResultMapType(problem.result_type),
+                           {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(groups.AllRows())},
                            {static_cast<cuuint64_t>(row_bytes)},
-                           {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(product.result_type)), Fragment::kRows}};
+                           {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(problem.result_type)), Fragment::kRows}};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(result, &setup.result));
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * row_bytes), groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a grouped product", stream, {blocks, kSetupThreads},
                                       SetUpTokenProduct, groups, setup));
 
-  const int32_t row_tiles = product.element_units.count[static_cast<int>(kTileUnit)];
-  const auto element_turns = static_cast<int32_t>(row_tiles * CeilDiv(product.features, kCluster * kTileColumns));
+  const int32_t row_tiles = element_units.count[static_cast<int>(kTileUnit)];
+  const auto element_turns = static_cast<int32_t>(row_tiles * CeilDiv(features, kCluster * kTileColumns));
   TokenArguments args{{},
                       {},
                       setup.result,
@@ -98,21 +101,22 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const TokenProduct& p
                       scratch.table,
                       element_turns,
                       groups.batch * element_turns,
-                      product.tokens.scale,
-                      product.weights.scale,
-                      product.weight_scales,
-                      static_cast<int32_t>(product.depth),
-                      static_cast<int32_t>(product.features),
-                      product.elements_per_weight,
-                      product.result_type};
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
-      Fp8Boxes(product.tokens.data, product.depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
-      Fp8Boxes(product.weights.data, product.depth, product.num_weights * product.features, kTileColumns),
-      &args.weights));
-  return WithTypes(product.tokens, product.weights, product.mode, [&](auto tokens, auto weights, auto mode) {
+                      static_cast<const float*>(buffers.a_scale),
+                      static_cast<const float*>(buffers.b_scale),
+                      buffers.weight_scales,
+                      static_cast<int32_t>(depth),
+                      static_cast<int32_t>(features),
+                      problem.elements_per_weight,
+                      problem.result_type};
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(buffers.a, depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(buffers.b, depth, NumWeights(problem) * features, kTileColumns), &args.weights));
+  return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
     const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
-    return LaunchClusters(kernel, stream, device, args);
+    ClusterLaunch launch;
+    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.turns));
+    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a grouped product");
   });
 }
 

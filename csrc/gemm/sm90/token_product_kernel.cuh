@@ -230,9 +230,16 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
-  RunBlock<kMode>(
-      shared, [&] { ProduceTokens<kMode>(args, shared); },
-      [&](const Place& place) { MultiplyTokens<TokenType, WeightType, kMode>(args, shared, place); });
+  SetUpBlock<kMode>(shared);
+  if (threadIdx.x >= kMathThreads) {
+    if (BecomeProducer()) ProduceTokens<kMode>(args, shared);
+  } else {
+    const Place place = BecomeMathThread();
+    MultiplyTokens<TokenType, WeightType, kMode>(args, shared, place);
+    // The memory must outlive the copies from it; that they arrive is up to the end of the kernel.
+    WaitForReads<0>();
+  }
+  EndBlock();
 #endif
 }
 

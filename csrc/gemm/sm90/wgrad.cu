@@ -52,13 +52,13 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 #endif
 }
 
-BoxedTensor DkernelBoxes(const Wgrad& wgrad, int32_t groups) {
-  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(wgrad.dkernel_type));
-  const auto in_features = static_cast<cuuint64_t>(wgrad.in_features);
-  const auto out_features = static_cast<cuuint64_t>(wgrad.out_features);
+BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int32_t groups) {
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
+  const auto in_features = static_cast<cuuint64_t>(problem.in_features);
+  const auto out_features = static_cast<cuuint64_t>(problem.out_features);
   const cuuint64_t row_bytes = out_features * number_bytes;
-  return {wgrad.dkernel,
-          ResultMapType(wgrad.dkernel_type),
+  return {d,
+          ResultMapType(problem.result_type),
           {out_features, in_features, static_cast<cuuint64_t>(groups)},
           {row_bytes, row_bytes * in_features},
           {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
@@ -81,38 +81,43 @@ struct Scratch {
 
 int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nullptr, batch, num_groups).bytes; }
 
-Status LaunchWgrad(cudaStream_t stream, int device, const Wgrad& wgrad, const Groups& groups, void* memory) {
-  const Scratch scratch(memory, groups.batch, groups.num_groups);
+Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                   const GemmBuffers& buffers) {
+  const Scratch scratch(buffers.workspace, groups.batch, groups.num_groups);
+  const auto in_features = static_cast<int32_t>(problem.in_features);
+  const auto out_features = static_cast<int32_t>(problem.out_features);
   WgradSetup setup{{},
-                   {static_cast<const uint8_t*>(wgrad.x.data), static_cast<const uint8_t*>(wgrad.dy.data)},
-                   {static_cast<int32_t>(wgrad.in_features), static_cast<int32_t>(wgrad.out_features)},
-                   wgrad.element_units,
+                   {static_cast<const uint8_t*>(buffers.a), static_cast<const uint8_t*>(buffers.b)},
+                   {in_features, out_features},
+                   LayoutOfA(problem, groups).ElementUnits(),
                    scratch.table,
                    scratch.maps};
   // Of the least tokens, until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(wgrad.x.data, kFp8Alignment, wgrad.in_features, kTileRows / kCluster), &setup.maps[0]));
+      EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(wgrad.dy.data, kFp8Alignment, wgrad.out_features, kTileColumns), &setup.maps[1]));
+      EncodeTensorMap(Fp8Boxes(buffers.b, kFp8Alignment, out_features, kTileColumns), &setup.maps[1]));
   const dim3 elements(groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(
       Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
 
+  const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
   WgradArguments args{{},
                       scratch.maps,
                       scratch.table,
-                      groups.AllGroups() * static_cast<int32_t>(CeilDiv(wgrad.in_features, kTileRows) *
-                                                                CeilDiv(wgrad.out_features, kCluster * kTileColumns)),
-                      wgrad.x.scale,
-                      wgrad.dy.scale,
-                      static_cast<int32_t>(wgrad.in_features),
-                      static_cast<int32_t>(wgrad.out_features),
-                      wgrad.dkernel_type,
-                      wgrad.accumulate};
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(DkernelBoxes(wgrad, groups.AllGroups()), &args.dkernel));
-  return WithTypes(wgrad.x, wgrad.dy, wgrad.mode, [&](auto x, auto dy, auto mode) {
+                      groups.AllGroups() * static_cast<int32_t>(group_tiles),
+                      static_cast<const float*>(buffers.a_scale),
+                      static_cast<const float*>(buffers.b_scale),
+                      in_features,
+                      out_features,
+                      problem.result_type,
+                      problem.accumulate};
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dkernel));
+  return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
-    return LaunchClusters(kernel, stream, device, args);
+    ClusterLaunch launch;
+    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.turns));
+    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a weight gradient");
   });
 }
 
