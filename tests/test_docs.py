@@ -1,9 +1,10 @@
-"""The guide's Python runs as it is printed, and what the guide promises about the code is so."""
+"""The guide's Python runs as it is printed, what it promises about the code is so, and its links lead somewhere."""
 
 import ast
 import difflib
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+LINKED = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES, *REFERENCE]
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 
 #: How many devices a page wants.
 DEVICES = {"parallelism": 4}
@@ -70,16 +74,35 @@ def marked(mark: str) -> list[str]:
     return block.splitlines()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        path, _, anchor = target.partition("#")
-        if "://" in path:
-            continue
-        file = page.parent / path if path else page
-        assert file.exists(), target
-        if anchor:
-            assert anchor in anchors(file), target
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        file = page if not target else linked_file(target, page)
+        if file is not None:
+            assert file.exists(), link
+            assert not anchor or anchor in anchors(file), link
+
+
+def test_links_of_the_readme_work_where_there_is_no_repository() -> None:
+    assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\(([^)]+)\)", text)
+
+
+def linked_file(target: str, page: Path) -> Path | None:
+    """What is linked to, if it is in the repository: by a path, on the project's site or at its host."""
+    site, host = URLS["Documentation"], f"{URLS['Repository']}/blob/main/"
+    if target.startswith(site):
+        name = target.removeprefix(site).strip("/")
+        files = [ROOT / "docs" / f"{name}.md", ROOT / name / "README.md"]
+        return next((file for file in files if file.exists()), files[0])
+    if target.startswith(host):
+        return ROOT / target.removeprefix(host)
+    return None if "://" in target else page.parent / target
 
 
 def anchors(page: Path) -> set[str]:
@@ -91,6 +114,12 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("name", list(public_names()))
 def test_the_guide_mentions_every_public_name(name: str) -> None:
     assert any(re.search(rf"{re.escape(name)}\b", page.read_text()) for page in PAGES)
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    text = "\n".join(page.read_text() for page in REFERENCE)
+    names = re.findall(r"^::: jax_grouped\.([^_\s]\S*)$", text, re.MULTILINE)
+    assert sorted(names) == sorted([*(name.removeprefix("jg.") for name in public_names()), "linen", "nnx"])
 
 
 def documented_errors() -> list[str]:
