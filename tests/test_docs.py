@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -41,7 +42,7 @@ def test_every_page_runs(name: str) -> None:
 
 
 def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> None:
-    before, after = marked("port: before"), marked("port: after")
+    before, after = marked("getting-started", "port: before"), marked("getting-started", "port: after")
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     hunks = [(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
     removed, added = (sum(lines) for lines in zip(*hunks, strict=True))
@@ -63,14 +64,46 @@ def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> Non
     assert jnp.allclose(names["ported_y"], names["looped_y"], rtol=1e-4, atol=1e-5)
 
 
+def test_each_step_of_the_migration_runs_and_only_the_recipe_changes_the_numbers() -> None:
+    names = ran("migration")
+    layers = names["parameters_of_layers"](names["params"])
+    results = []
+    for program, params in zip(migrated(), [names["params"]] * 3 + [layers], strict=True):
+        step = dict(names)
+        exec(program, step)
+        model = step["Experts"](num_experts=4, hidden_features=48)
+        results.append(jax.tree.leaves(jax.jit(names["output_and_gradients"], static_argnums=0)(model, params)))
+
+    existing, ragged_dot, recipe, layer = results
+    assert largest_difference(ragged_dot, existing) < 1e-2
+    assert 1e-3 < largest_difference(recipe, ragged_dot) < 0.1
+    assert largest_difference(layer, recipe) == 0
+
+
+def migrated() -> Iterator[str]:
+    """The experts of the page on migration as they were, and after each of its changes."""
+    program = "\n".join(marked("migration", "migration: existing"))
+    yield program
+    for change in re.findall(r"^```diff\n(.*?)^```$", text("migration"), re.DOTALL | re.MULTILINE):
+        old, new = ("\n".join(line[1:] for line in change.splitlines() if line[0] == sign) for sign in "-+")
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+        yield program
+
+
+def largest_difference(actual: list[jax.Array], expected: list[jax.Array]) -> float:
+    """The largest error of an array relative to its norm."""
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(actual, expected, strict=True))
+
+
 def text(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-def marked(mark: str) -> list[str]:
-    """The lines of the block of Python below a comment in the page with the port."""
+def marked(name: str, mark: str) -> list[str]:
+    """The lines of the block of Python below a comment in a page."""
     pattern = rf"^<!-- {mark} -->\n```python\n(.*?)^```$"
-    (block,) = re.findall(pattern, text("getting-started"), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(pattern, text(name), re.DOTALL | re.MULTILINE)
     return block.splitlines()
 
 
