@@ -15,7 +15,7 @@ from typing import Any
 
 from scikit_build_core import build
 
-# Files of a complete CUDA 13 toolkit and of cuBLAS 13.8 or newer; a pattern finds the right version in its file.
+# A file of each part of a CUDA 13 toolkit, and of cuBLAS 13.8 or newer; a pattern finds the right version in its file.
 _TOOLKIT = {
     "bin/nvcc": "",
     "nvvm/bin/cicc": "",
@@ -37,9 +37,10 @@ def _holds(root: Path, files: dict[str, str]) -> bool:
 
 
 def _look_for_parts() -> None:
-    """Sets JAX_GROUPED_LACKS, CUDA_HOME to the toolkit that is found, and JAX_GROUPED_CUDA to what `auto` comes to."""
+    """Sets JAX_GROUPED_LACKS, CUDA_HOME to the toolkit, and JAX_GROUPED_CUDA to what `auto` means on this machine."""
     setting = os.environ.get("JAX_GROUPED_CUDA") or "auto"
     if setting not in ("auto", "on", "off"):
+        # For any other exception a front end prints a traceback, in which the sentence would be lost.
         raise SystemExit(f"JAX_GROUPED_CUDA must be one of auto, on and off, got {setting!r}.")
     compilers = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -48,15 +49,14 @@ def _look_for_parts() -> None:
     packages = [Path(entry, "nvidia", "cu13") for entry in sys.path]
     toolkits = [root for root in [*system, *packages] if _holds(root, _TOOLKIT)][:1]
     found = {
-        "Linux": sys.platform == "linux",
+        "Linux": sys.platform == "linux",  # the only system that JAX's CUDA runs on
         "a C++17 compiler": any(map(shutil.which, compilers)),
         "a CUDA 13 toolkit": bool(toolkits),
         "headers of cuBLAS 13.8 or newer": any(_holds(root, _CUBLAS) for root in [*toolkits, *packages]),
     }
     lacks = " and ".join(part for part, is_found in found.items() if not is_found)
     if lacks and setting == "auto":
-        install = "JAX_GROUPED_CUDA=on installs NVIDIA's parts for the build"
-        print(f"jax_grouped: building pure Python, as this machine lacks {lacks}; {install}")
+        print(f"jax_grouped: pure Python, for lack of {lacks}; JAX_GROUPED_CUDA=on installs NVIDIA's for the build")
         setting = "off"
     os.environ.update(JAX_GROUPED_CUDA=setting, JAX_GROUPED_LACKS=lacks)
     if toolkits:

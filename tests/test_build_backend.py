@@ -78,7 +78,7 @@ def test_parts_of_packages_are_found(machine: Path):
         ("off", {"CMAKE_STATUS": "1"}, "py3-none-any", ""),
         ("auto", {"CMAKE_STATUS": "0"}, CUDA, ""),
         ("auto", {"CMAKE_STATUS": "1"}, "py3-none-any", "pure Python, as the build of the CUDA extension failed"),
-        ("auto", {"CUDA_HOME": "none"}, "py3-none-any", "pure Python, as this machine lacks a CUDA 13 toolkit and "),
+        ("auto", {"CUDA_HOME": "none"}, "py3-none-any", "pure Python, for lack of a CUDA 13 toolkit and "),
         ("on", {"CMAKE_STATUS": "0"}, CUDA, ""),
         ("on", {"CMAKE_STATUS": "1"}, "", "CMake configuration failed"),
         ("on", {"CXX": "none"}, "", "needs Linux and a C++17 compiler; install a compiler"),
