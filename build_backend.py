@@ -56,7 +56,7 @@ def _look_for_parts() -> None:
     }
     lacks = " and ".join(part for part, is_found in found.items() if not is_found)
     if lacks and setting == "auto":
-        print(f"jax_grouped: pure Python, for lack of {lacks}; JAX_GROUPED_CUDA=on installs NVIDIA's for the build")
+        print(f"jax_grouped: pure Python, for lack of {lacks}; JAX_GROUPED_CUDA=on gets NVIDIA's parts from PyPI")
         setting = "off"
     os.environ.update(JAX_GROUPED_CUDA=setting, JAX_GROUPED_LACKS=lacks)
     if toolkits:
