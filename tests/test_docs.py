@@ -151,7 +151,8 @@ def test_the_guide_mentions_every_public_name(name: str) -> None:
 
 def test_the_reference_has_every_public_name_once() -> None:
     text = "\n".join(page.read_text() for page in REFERENCE)
-    names = re.findall(r"^::: jax_grouped\.([^_\s]\S*)$", text, re.MULTILINE)
+    # The class of `jg.config` is documented where it is defined.
+    names = re.findall(r"^::: jax_grouped\.(?!core\.)(\S+)$", text, re.MULTILINE)
     assert sorted(names) == sorted([*(name.removeprefix("jg.") for name in public_names()), "linen", "nnx"])
 
 

@@ -40,7 +40,7 @@ def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: ja
         if accumulator is None:
             return _differentiable(a, b, groups, spec)
     operands = vary_alike(a, b, *groups, *further)
-    if 0 in (*a.shape, *b.shape, *groups.sizes.shape):
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
         return _empty(spec, operands) if accumulator is None else operands[-1]
     spec = dataclasses.replace(spec, autotune=config.autotune)
     return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
