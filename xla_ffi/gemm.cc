@@ -21,7 +21,7 @@ struct GemmAttributes {
   bool scaled;         // the scales of a and b follow the other operands
   ScalingMode a_mode;  // for scaled operands
   ScalingMode b_mode;
-  int64_t tokens;        // of a batch element, for scaled operands
+  int64_t tokens;        // per batch element, for scaled operands
   int64_t weight_batch;  // batch elements that have weights of their own
   bool accumulate;       // an accumulator is the last operand
   bool autotune;
@@ -99,8 +99,8 @@ ffi::Error DecodeTypes(const Call& call, GemmProblem* problem) {
   return ffi::Error::Success();
 }
 
-// Fails unless `weight_batch` batch elements can have weights of their own. The same number of successive elements
-// shares each of these weights.
+// Fails unless `weight_batch` batch elements can have weights of their own. Each of these weights serves the same
+// number of successive elements.
 ffi::Error CheckWeightBatch(const Call& call, const GemmAttributes& attributes, int64_t weights) {
   const int64_t batch = call.Batch();
   const int64_t own = attributes.weight_batch;

@@ -29,7 +29,7 @@ enum class Product : int32_t { kFprop, kDgrad, kWgrad };
 // csrc/groups/layout.h has their layouts. Scales of kMx are swizzled.
 struct GemmProblem {
   Product product;
-  cudaDataType_t a_type;  // CUDA_R_16BF or CUDA_R_16F, as b's; for scaled operands CUDA_R_8F_E4M3 or _E5M2
+  cudaDataType_t a_type;  // CUDA_R_16BF or CUDA_R_16F for both a and b; for scaled operands CUDA_R_8F_E4M3 or _E5M2
   cudaDataType_t b_type;
   cudaDataType_t result_type;  // the type of 16-bit operands, or CUDA_R_32F; any of these three for scaled operands
   bool scaled;
@@ -53,7 +53,7 @@ struct GemmBuffers {
   const void* b_scale;
   int64_t weight_scales;  // inverse scales per weight; 0 for kWgrad and without scales
   void* d;
-  void* scratch;  // GemmScratch::Bytes bytes
+  void* scratch;  // GemmScratch::Bytes() is its size
   void* workspace;
 };
 

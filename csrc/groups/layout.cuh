@@ -101,7 +101,7 @@ struct alignas(16) Chunk {
   int32_t first_row;  // the chunk's first row, counted in the array
   int32_t rows;       // number of rows
   UnitCounts before;  // units before the group
-  int32_t filler;     // makes the size a multiple of 16 bytes: chunks are copied whole
+  int32_t filler;     // occupies the padding: chunks are copied whole
 
   __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
   // Returns the group's number of chunks.

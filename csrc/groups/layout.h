@@ -17,7 +17,7 @@
 
 namespace jax_grouped {
 
-// Alignment of arrays and their rows. cuBLASLt relies on it and does not check it.
+// Alignment of arrays and their rows. cuBLASLt is told this alignment and does not check it.
 constexpr uint32_t kAlignmentBytes = 16;
 
 // Divisor of the feature sizes of 16-bit products. It gives their rows the alignment above.
@@ -126,7 +126,7 @@ struct QuantizedLayout {
   bool columnwise;
   bool swizzled_scales;
   int64_t batch;
-  int64_t tokens;  // of an element, as are the groups
+  int64_t tokens;  // per element, as are the groups
   int64_t features;
   int64_t num_groups;
   int64_t stack_rows;  // rows of every group of a stack; 0 if only the device knows the sizes

@@ -63,7 +63,7 @@ struct ActivationArrays {
   cudaDataType_t type;
   Activation activation;
   bool backward;
-  int64_t features;  // of the result
+  int64_t features;  // the result's
 };
 
 // Reader of 8 columns of the result, in every other row of a chunk.
@@ -182,7 +182,7 @@ class ActivatedColumns {
   int64_t stride_;
   const T* gradients_;
   int64_t gradient_stride_;
-  bool is_gate_;  // true also for the only part of a result without a gate
+  bool is_gate_;  // also true without a gate
 };
 
 // An activation of the input, or its backward form, in float32.

@@ -71,7 +71,7 @@ class ColumnQuantizer {
     int last;
     int first_of_block;
     int last_of_block;
-    float scale;     // of the slot, if it has its own scale
+    float scale;     // the slot's, if it has its own scale
     int per_column;  // chunks in the group
     int64_t unit;    // position of the chunk of the tile's first column, in units of 16 bytes
     // Properties of all lanes together: every slot is full, and every slot shares its scales with another.

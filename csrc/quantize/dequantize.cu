@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups batch, UnitCounts 
 }
 
 struct DequantizeArguments {
-  GroupTable table;  // of the first batch element
-  int64_t tokens;    // of an element
+  GroupTable table;  // the first batch element's
+  int64_t tokens;    // per element
   ScaleLayout layout;
   const uint8_t* data;
   const void* scale_inv;
@@ -91,7 +91,7 @@ __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& 
   }
 }
 
-// Zeroes every `count`-th of the batch element's rows outside all groups, in the warp's columns.
+// Zeros every `count`-th of the batch element's rows outside all groups, in the warp's columns.
 template <int kWidth, typename Out>
 __device__ void ZeroOutside(const DequantizeArguments& args, int64_t first_row, const GroupTable& table, int64_t index,
                             int64_t count, int64_t first_column, Out* out) {

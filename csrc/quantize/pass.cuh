@@ -1,5 +1,5 @@
-// Windows, passes and shares: the parts of the input that the quantization kernels work on. Windows end at borders of
-// groups or of row blocks.
+// Windows, passes and shares: the parts of the input that the quantization kernels work on. They are cut along the
+// borders of groups.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
@@ -64,10 +64,10 @@ __device__ inline void RecordAmax(const Chunk* chunks, const uint32_t* slot_amax
 struct QuantizeArguments {
   Groups groups;
   UnitCounts element_units;  // room of a batch element's arrays
-  GroupTable table;          // of the first batch element
+  GroupTable table;          // the first batch element's
   Window* windows;           // [batch, num_windows]
   ScaleLayout layout;
-  int32_t num_windows;  // of an element
+  int32_t num_windows;  // per element
   uint32_t num_column_tiles;
   bool pow2_scales;
   bool given_scale;

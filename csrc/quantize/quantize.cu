@@ -98,7 +98,7 @@ Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
   return Launch(kSettingUp, stream, {WindowBlocks(args, kSetUpThreads), kSetUpThreads}, SetUpWindows, args);
 }
 
-// Zeroes scales of a layout that has scales without a block. Regions are multiples of 512 bytes. `count` is that of one
+// Zeros scales of a layout that has scales without a block. Regions are multiples of 512 bytes. `count` is that of one
 // element.
 __global__ void __launch_bounds__(kZeroThreads) ZeroScales(uint4* scales, int64_t count, const bool* skip) {
   if (skip != nullptr && skip[blockIdx.y]) return;
@@ -152,7 +152,7 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
 // between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
-  // Either all blocks leave early or none does.
+  // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
   int device = 0;
   DeviceProperties properties;

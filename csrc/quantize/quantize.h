@@ -21,7 +21,7 @@ struct QuantizeProblem {
   ScalingMode mode;
   cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
-  int64_t features;            // of the result, a multiple of kFp8Alignment
+  int64_t features;            // the result's, a multiple of kFp8Alignment
   bool pow2_scales;
   bool swizzled_scales;
   float amax_epsilon;

@@ -154,7 +154,7 @@ struct Tile {
   __device__ static int Place(int unit) { return sizeof(T) == 4 ? unit ^ (unit / 8 % 2) : unit; }
 };
 
-// Starts copying 16 bytes from global to shared memory, or writing zeros. Does not wait.
+// Starts to copy 16 bytes from global to shared memory, or to write zeros there. Does not wait.
 __device__ inline void CopyAsync(void* shared, const void* global, bool exists) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(exists ? 16 : 0)

@@ -114,7 +114,7 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   __syncthreads();
 }
 
-// Zeroes a share's part of the rows outside all groups, in a tile's columns.
+// Zeros a share's part of the rows outside all groups, in a tile's columns.
 __device__ inline void ZeroOutside(const QuantizeArguments& args, const Share& share, const Window& window) {
   constexpr int kRows = kTileThreads / 8;
   const int64_t column = share.first_column + threadIdx.x % 8 * 16;

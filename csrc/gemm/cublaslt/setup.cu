@@ -70,7 +70,7 @@ struct ScaledArguments {
   OperandScales scales[2];
   const void** scale_pointers[2];
   UnitCounts element_units;
-  GroupTable table;  // of the first batch element
+  GroupTable table;  // the first batch element's
   int32_t elements_per_weight;
   float beta;
   bool zero_rest;

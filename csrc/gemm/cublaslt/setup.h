@@ -18,14 +18,14 @@ struct Operand {
   void* base;
   int32_t element_bytes;
   int32_t rows;     // also the leading dimension; 0 if a group's rows are its tokens, padded to kFp8Alignment
-  int32_t columns;  // of every group; 0 if a group's columns are its tokens
+  int32_t columns;  // per group; 0 if a group's columns are its tokens
 };
 
 // The inverse scales of A or B: swizzled E8M0 with kMx, float32 otherwise.
 struct OperandScales {
   const void* base;
   ScalingMode mode;
-  int32_t features;       // of tokens
+  int32_t features;       // features of tokens
   int64_t weight_stride;  // from one weight's scales to the next one's; 0 for tokens
 };
 

@@ -22,9 +22,9 @@ struct TokenArguments {
   CUtensorMap weights;         // one below the other
   CUtensorMap all_results;     // the results of all groups in one map
   const CUtensorMap* results;  // one map per group
-  GroupTable table;            // of the first batch element
-  int32_t element_turns;       // of all clusters, for a batch element with the most tiles possible
-  int32_t turns;               // of all clusters, for all batch elements
+  GroupTable table;            // the first batch element's
+  int32_t element_turns;       // turns of all clusters at a batch element that has the most tiles possible
+  int32_t turns;               // turns of all clusters at all batch elements
   const float* token_scale;
   const float* weight_scale;
   int64_t weight_scales;

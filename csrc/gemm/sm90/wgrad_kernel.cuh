@@ -24,8 +24,8 @@ struct GroupMaps {
 struct WgradArguments {
   CUtensorMap dkernel;
   GroupMaps maps;
-  GroupTable table;  // of the first batch element
-  int32_t turns;     // of all clusters
+  GroupTable table;  // the first batch element's
+  int32_t turns;     // turns of all clusters
   const float* x_scale;
   const float* dy_scale;
   int32_t in_features;
