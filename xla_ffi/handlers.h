@@ -22,9 +22,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
 // Quantizes the rows of each group:
-//   jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...]) {...}
-//   ->
-//       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
+//   jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...])
+//       {...} -> ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
 //
 // The attributes say which optional operands and results there are. Previous results are meant to be aliased to the
 // results.

@@ -28,7 +28,7 @@ Status ProposeAlgorithms(const CublasLt& library, cublasLtHandle_t handle, const
 // workspace.
 bool CanRun(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem, const Algorithm& algorithm);
 
-// Describes an algorithm to people: its number, tile, stages, cluster shape and workspace.
+// Describes an algorithm for people: its number, tile, stages, cluster shape and workspace.
 std::string Describe(const CublasLt& library, const Algorithm& algorithm);
 
 }  // namespace jax_grouped

@@ -25,7 +25,7 @@ struct Operand {
 struct OperandScales {
   const void* base;
   ScalingMode mode;
-  int32_t features;       // features of tokens
+  int32_t features;       // for tokens
   int64_t weight_stride;  // from one weight's scales to the next one's; 0 for tokens
 };
 
@@ -36,13 +36,10 @@ struct Region {
   int64_t bytes;
 };
 
-// Writes the arguments of a grouped matmul and the zeros that it needs, in one launch:
-//   - to `scratch`, pointers, sizes and scalars (alpha = 1, beta) of every local group of the batch;
-//   - to `workspace`, zeros;
-//   - with `zero_rest`, zeros to the tokens of D that belong to no local group. The row size of D must then be a
-//   multiple
-//     of 16 bytes.
-// Each run of `elements_per_weight` successive batch elements shares weights.
+// Writes the arguments of a grouped matmul and the zeros that it needs, in one launch. `scratch` gets the pointers,
+// sizes and scalars (alpha = 1, beta) of every local group of the batch. `workspace` gets zeros. With `zero_rest`, the
+// tokens of D that belong to no local group get zeros; the row size of D must then be a multiple of 16 bytes. Each run
+// of `elements_per_weight` successive batch elements shares weights.
 Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_weight, const Operand& a,
                        const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
                        const GemmScratch& scratch);

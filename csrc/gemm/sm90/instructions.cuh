@@ -220,9 +220,11 @@ __device__ inline uint64_t SwizzledOperand(uint32_t rows) {
   return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((rows & 0x3ffff) >> 4);
 }
 
-// The values of a 64 x 128 product that one thread of a warp group holds. Its rows are r and r + 8, for r = 16 * warp +
-// lane / 4. Its columns are c and c + 1, for c = 8 * i + lane % 4 * 2. The value of a row and column is value[4 * i + 2
-// * (row is r + 8) + column - c].
+// The values of a 64 x 128 product that one thread of a warp group holds. They lie in rows r and r + 8 and, for every
+// i, in columns c and c + 1, with
+//   r = 16 * warp + lane / 4
+//   c = 8 * i + lane % 4 * 2
+//   value[4 * i + 2 * (row is r + 8) + (column is c + 1)].
 struct Fragment {
   static constexpr int kRows = 64;
   static constexpr int kColumns = 128;

@@ -6,15 +6,14 @@
 // threads multiply the operands, accumulate the scaled products in registers, and store the sums. While one group
 // scales or stores, the other uses the tensor cores.
 //
-// Two things bound the speed on an H200 (counters of E8 T32768 K7168 N4096):
-//   - The sequence of one math group. Its product takes 460 cycles, 256 of them on the tensor cores. Then it
-//   accumulates:
-//     64 additions per thread take 110 cycles; 128 multiply-adds with 1x128 scales take 310, because the other group's
-//     product goes through the same registers.
-//   - Power. Sustained runs reach 700 W, at which the clock falls from 1.98 GHz to 1.4-1.75 GHz.
+// Two things bound the speed on an H200 (counters of E8 T32768 K7168 N4096). The first is the sequence of one math
+// group. Its product takes 460 cycles, 256 of them on the tensor cores. Then it accumulates: 64 additions per thread
+// take 110 cycles; 128 multiply-adds with 1x128 scales take 310, because the other group's product goes through the
+// same registers. The second is power: sustained runs reach 700 W, at which the clock falls from 1.98 GHz to 1.4-1.75
+// GHz.
 //
-// Slower, by 1 to 10 %, were: math groups that alternate at the tensor cores; math groups that stay half a block or a
-// block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
+// Four variants are slower, by 1 to 10 %: math groups that alternate at the tensor cores; math groups that stay half a
+// block or a block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
