@@ -104,7 +104,7 @@ class ActivatedColumns {
     if constexpr (kBackward) gradients_ += rows * gradient_stride_;
   }
 
-  // Computes the next rows. Rows that do not exist stay unchanged, unless kAllExist.
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist.
   template <bool kAllExist, int kCount>
   __device__ void Compute(PairOf<float> (&rows)[kCount][4]) const {
     if (!kAllExist && rows_ <= 0) return;

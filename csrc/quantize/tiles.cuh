@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kTileThreads,
   const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
   bool loaded = false;
   if (kSingleLaunch && !finds_amax) {
-    // If there is only one pass, it stays in the tile.
+    // If the share has only one pass, the pass stays in the tile.
     loaded = share.part + Window::kParts >= window->num_passes;
     for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
       load(pass);
