@@ -1,4 +1,4 @@
-// What the handlers of quantized arrays share.
+// Decoding that the handlers of quantized arrays share.
 
 #ifndef JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
 #define JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
@@ -41,7 +41,7 @@ inline ffi::Error CheckFeatures(const char* op, int64_t features) {
                          " below 2^31, got " + std::to_string(features) + ".");
 }
 
-// Checks one orientation's buffers against where its data and scales lie.
+// Checks one orientation's buffers against the layout of its data and scales.
 inline ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, const ffi::AnyBuffer& data,
                               const ffi::AnyBuffer& scale) {
   const std::string name = layout.columnwise ? "columnwise" : "rowwise";

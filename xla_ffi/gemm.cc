@@ -15,15 +15,15 @@
 namespace jax_grouped {
 namespace {
 
-// The static part of a call besides what its buffers tell.
+// The static part of a call, apart from the shapes and types of its buffers.
 struct GemmAttributes {
   Product product;
-  bool scaled;         // whether scales of a and b follow the other operands
-  ScalingMode a_mode;  // of scaled operands
+  bool scaled;         // the scales of a and b follow the other operands
+  ScalingMode a_mode;  // for scaled operands
   ScalingMode b_mode;
-  int64_t tokens;        // of a batch element, if the operands are scaled
+  int64_t tokens;        // per batch element, for scaled operands
   int64_t weight_batch;  // batch elements that have weights of their own
-  bool accumulate;       // whether an accumulator is the last operand
+  bool accumulate;       // an accumulator is the last operand
   bool autotune;
 };
 
@@ -48,7 +48,7 @@ struct Call {
   ffi::AnyBuffer b;
   S32Buffer group_sizes;
   S32Buffer group_offset;
-  ffi::RemainingArgs more;  // the scales of a and b, and the accumulator, as far as the attributes say so
+  ffi::RemainingArgs more;  // the scales of a and b, and the accumulator, if the attributes say so
   ffi::AnyBuffer d;
   ffi::AnyBuffer scratch;
   ffi::AnyBuffer workspace;
@@ -99,7 +99,8 @@ ffi::Error DecodeTypes(const Call& call, GemmProblem* problem) {
   return ffi::Error::Success();
 }
 
-// Fails unless `weight_batch` batch elements can have weights of their own: each serves as many successive elements.
+// Fails unless `weight_batch` batch elements can have weights of their own. Each of these weights serves the same
+// number of successive elements.
 ffi::Error CheckWeightBatch(const Call& call, const GemmAttributes& attributes, int64_t weights) {
   const int64_t batch = call.Batch();
   const int64_t own = attributes.weight_batch;
@@ -125,14 +126,14 @@ ffi::Error CheckAllFeatures(const GemmProblem& problem) {
   return ffi::Error::Success();
 }
 
-// Fills in the sizes, from the weights (the result of wgrad) and the tokens, and checks that other shapes follow.
+// Decodes the sizes from the weights (the result of wgrad) and the tokens. Fails unless the other shapes match.
 ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmProblem* problem) {
   const bool is_wgrad = problem->product == Product::kWgrad;
   const ffi::AnyBuffer& weights = is_wgrad ? call.d : call.b;
   const ffi::AnyBuffer& tokens = is_wgrad ? call.b : call.d;
   const std::string tokens_name = is_wgrad ? "b" : "the result";
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, is_wgrad ? "the result" : "b", weights, 3));
-  // The shapes of columnwise tokens, those of a scaled wgrad, tell nothing.
+  // The shapes of columnwise tokens, as in a scaled wgrad, hold no sizes.
   const bool has_token_shapes = !(is_wgrad && problem->scaled);
   if (has_token_shapes) {
     JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "a", call.a, 2));
@@ -159,7 +160,7 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
   return CheckAllFeatures(*problem);
 }
 
-// Finds the operands that not every call has, and checks scales against where they lie.
+// Decodes the operands that not every call has, and checks scales against their layout.
 ffi::Error DecodeMore(const Call& call, const GemmAttributes& attributes, const Groups& groups,
                       const GemmProblem& problem, GemmBuffers* buffers) {
   const size_t scales = problem.scaled ? 2 : 0;
@@ -212,8 +213,8 @@ ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProble
   return CheckAlignment(kOp, "the result", buffers->d);
 }
 
-// Makes the result hold the accumulator. It is the result's own buffer, except where XLA has the result written
-// straight into a slice of a larger array, as it does with the results of a loop.
+// Copies the accumulator to the result, unless they are the same buffer. They are, except where XLA makes the call
+// write its result straight into a slice of a larger array, as it does with the results of a loop.
 ffi::Error LoadAccumulator(cudaStream_t stream, const Call& call) {
   JAX_GROUPED_ASSIGN_OR_RETURN(accumulator, call.more.get<ffi::AnyBuffer>(call.more.size() - 1));
   if (accumulator->untyped_data() == call.d.untyped_data()) return ffi::Error::Success();
@@ -250,7 +251,7 @@ ffi::Error Execute(int32_t device, cudaStream_t stream, ffi::AnyBuffer a, ffi::A
 }
 JAX_GROUPED_CATCH(kOp)
 
-// What both stages take besides their contexts.
+// Binds the arguments that both stages take besides their contexts.
 template <typename Binding>
 auto BindCall(Binding binding) {
   return std::move(binding)

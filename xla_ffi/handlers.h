@@ -1,4 +1,4 @@
-// The custom calls. `Initialize` runs outside graph capture, `Execute` may be captured.
+// The custom calls. `Initialize` runs outside graph capture; `Execute` may be captured.
 
 #ifndef JAX_GROUPED_XLA_FFI_HANDLERS_H_
 #define JAX_GROUPED_XLA_FFI_HANDLERS_H_
@@ -7,26 +7,30 @@
 
 namespace jax_grouped {
 
-// jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, accumulator]) {product, scaled, a_mode,
-// b_mode,
-//     tokens, weight_batch, accumulate, autotune} -> (d, scratch, workspace)
+// Computes a grouped matmul:
+//   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, accumulator])
+//       {product, scaled, a_mode, b_mode, tokens, weight_batch, accumulate, autotune} -> (d, scratch, workspace)
 //
-// Scaled operands are FP8 with their inverse scales, quantized along what the product sums over. The product is added
-// to the accumulator, which is meant to be aliased to d. group_offset has an entry for every element of a batch, whose
+// Scaled operands are FP8 with their inverse scales, quantized along the contraction axis. The product is added to the
+// accumulator, which is meant to be aliased to d. group_offset has an entry for every element of a batch, whose
 // operands lie one after another. With autotune, cuBLASLt's algorithms are timed once, before the first call.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
-// jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
+// Computes the gradient of a grouped bias:
+//   jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
-// jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...]) {...} ->
-//     ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
+// Quantizes the rows of each group:
+//   jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...])
+//       {...} -> ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
 //
-// The attributes say which of these there are. Previous results are meant to be aliased to the results.
+// The attributes say which optional operands and results there are. Previous results are meant to be aliased to the
+// results.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
-// jax_grouped_dequantize(data, scale_inv, group_sizes, group_offset) {...} -> (out, group table)
+// Dequantizes an array:
+//   jax_grouped_dequantize(data, scale_inv, group_sizes, group_offset) {...} -> (out, group table)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DequantizeExecute);
 
 }  // namespace jax_grouped

@@ -1,4 +1,5 @@
-// The extension module jax_grouped._cuda: the custom calls' handlers, and what there is to know about cuBLASLt.
+// The extension module jax_grouped._cuda. It exports the custom calls' handlers, and the settings and properties of
+// cuBLASLt.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +24,7 @@ nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
-// Custom call name -> execution stage -> handler, as jax.ffi.register_ffi_target takes them.
+// Returns the handlers by custom call name and execution stage, as jax.ffi.register_ffi_target takes them.
 nb::dict Handlers() {
   nb::dict gemm;
   gemm["initialize"] = Capsule(GemmInitialize);

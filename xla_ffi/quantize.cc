@@ -14,7 +14,7 @@
 namespace jax_grouped {
 namespace {
 
-// The static parts of calls besides what their buffers tell.
+// The static parts of calls, apart from the shapes and types of their buffers.
 struct QuantizeAttributes {
   ScalingMode mode;
   int64_t stack_rows;
@@ -84,7 +84,7 @@ class Operands {
   size_t next_result_ = 0;
 };
 
-// What `x` must have, given the features of the result.
+// Returns the number of features that `x` must have, from the features of the result.
 int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
   if (problem.activation != Activation::kSiluMul) return features;
   return problem.backward ? features / 2 : 2 * features;
@@ -146,7 +146,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
   return ffi::Error::Success();
 }
 
-// One orientation's results.
+// Decodes one orientation's results.
 ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::optional<cudaDataType_t>* type,
                         void** data, void** scale, int64_t* scale_bytes) {
   JAX_GROUPED_ASSIGN_OR_RETURN(data_result, operands->NextResult());
@@ -210,8 +210,8 @@ ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, Quan
   return ffi::Error::Success();
 }
 
-// Makes the results hold the previous ones. They are the same buffers, except where XLA has results written straight
-// into a slice of a larger array, as it does in a loop.
+// Copies the previous results to the results, unless they are the same buffers. They are, except where XLA makes the
+// call write its results straight into a slice of a larger array, as it does in a loop.
 ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results, Operands* operands) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
                                          static_cast<int64_t>(operands->ArgumentsLeft()), static_cast<int64_t>(count)));
@@ -236,7 +236,7 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   QuantizeProblem problem{};
   QuantizeBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
-  // As many groups as the largest values have entries: a call may be for some of the groups of group_sizes only.
+  // The number of groups is that of amax's entries, because a call may be for only some of the groups of group_sizes.
   const size_t amax_index = 2 * (static_cast<size_t>(attributes.rowwise) + static_cast<size_t>(attributes.columnwise));
   JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<ffi::AnyBuffer>(amax_index));
   const int64_t num_groups = Elements(**amax);

@@ -16,7 +16,8 @@ constexpr int kColumnThreads = 32;
 constexpr int kLanes = 8;
 constexpr int kSumThreads = 128;
 
-// Starts of the local groups of each batch element, with one more entry for the end of the last.
+// First rows and first tiles of each batch element's local groups. Each array has one more entry: the end of the last
+// group.
 struct Starts {
   int32_t* base;  // [batch, 2, num_groups + 1]
   int32_t num_groups;
@@ -26,7 +27,7 @@ struct Starts {
   JAX_GROUPED_HOST_DEVICE int64_t Stride() const { return 2 * (static_cast<int64_t>(num_groups) + 1); }
 };
 
-// A block for every batch element.
+// Writes the starts of a batch's groups. Each block handles one batch element.
 __global__ void __launch_bounds__(kScanThreads) FindTiles(Groups batch, Starts starts) {
   using Scan = cub::BlockScan<int32_t, kScanThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -67,10 +68,10 @@ struct alignas(sizeof(T) * kVector) Vector {
   T element[kVector];
 };
 
-// Blocks that share out columns are counted along the first axis of a launch, with the tiles or groups: the other axes
-// end at 65535, which many features would exceed.
+// The x axis of these grids counts column blocks together with tiles or groups. The other axes end at 65535, which many
+// features would exceed.
 
-// One block sums a tile's rows over kColumnThreads * kVector columns. Every row of blocks has a batch element.
+// Sums one tile's rows over kColumnThreads * kVector columns per block. blockIdx.y is the batch element.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kColumnThreads* kLanes)
     SumTiles(const T* __restrict__ dy, int64_t features, uint32_t column_blocks, Starts starts,
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
   for (int i = 0; i < kVector; ++i) lane_sums[threadIdx.y][threadIdx.x][i] = sum[i];
   __syncthreads();
 
-  // The threads of a block share out its columns again, neighbours side by side.
+  // Adjacent threads now take adjacent columns.
   const int thread = static_cast<int>(threadIdx.y) * kColumnThreads + static_cast<int>(threadIdx.x);
   for (int i = thread; i < kColumnThreads * kVector && first_column + i < features; i += kColumnThreads * kLanes) {
     float total = 0.0f;
@@ -127,8 +128,7 @@ __global__ void __launch_bounds__(kSumThreads)
   dbias[index * features + column] = sum;
 }
 
-// Counts the blocks of a launch that has `column_blocks` of them for each of `rows`; fails if one axis cannot hold
-// them.
+// Counts the blocks of a launch that has `column_blocks` blocks for each of `rows`. Fails if one axis cannot hold them.
 Status CountBlocks(int64_t rows, int64_t column_blocks, unsigned* blocks) {
   constexpr int64_t kMost = INT32_MAX;
   if (column_blocks > kMost || rows * column_blocks > kMost) {
@@ -149,7 +149,8 @@ Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy,
                 static_cast<const T*>(dy), features, static_cast<uint32_t>(column_blocks), starts, partial_sums);
 }
 
-// Loads of 16 bytes where every row starts on such a boundary, of single elements otherwise.
+// Launches SumTiles with loads of 16 bytes if every row starts on a 16-byte boundary, otherwise with loads of single
+// elements.
 template <typename T>
 Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
                       float* partial_sums) {

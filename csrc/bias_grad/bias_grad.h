@@ -15,8 +15,8 @@ namespace jax_grouped {
 
 // Writes dbias[g][n], the sum of dy[t][n] over the tokens t of local group g of the batch, in float32.
 //
-// The order of additions is fixed: a group's rows in tiles of kBiasGradRows; within a tile each of 8 lanes adds every
-// eighth row, then lanes are added in order; then tiles in order.
+// The order of additions is fixed. A group's rows form tiles of kBiasGradRows. Within a tile, each of 8 lanes adds
+// every eighth row; then the lanes are added in order. The tiles are added last, in order.
 //
 //   dy            [groups.AllRows(), features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
 //   partial_sums  [batch * BiasGradTiles(groups.capacity, groups.num_groups), features], scratch
@@ -24,8 +24,8 @@ namespace jax_grouped {
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
                       float* partial_sums, int32_t* starts, float* dbias);
 
-// dbias[g][n] = the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order. Each
-// batch element has its own tile_starts, `element_stride` after those before.
+// Writes dbias[g][n], the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order.
+// Each batch element has its own tile_starts, `element_stride` entries after those of the previous element.
 Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
                       const int32_t* tile_starts, int64_t element_stride, float* dbias);
 

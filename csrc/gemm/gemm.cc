@@ -15,12 +15,12 @@
 namespace jax_grouped {
 namespace {
 
-// From so many tokens per group on, our kernel accumulates faster. The L2 cache does the additions, at 0.3e12 numbers
-// per second, so that fewer tokens take as long as these.
+// Tokens per group from which our kernel accumulates faster than cuBLASLt. The L2 cache performs the additions, at
+// 0.3e12 numbers per second. Fewer tokens therefore take as long as this number does.
 constexpr int64_t kTokensToAccumulate = 768;
 
-// Up to this depth our kernel of fprop and dgrad is faster if its tiles are full: 1.3 times as fast at 1024, 1.1 times
-// at 2048, as fast at 4096. With tiles that are not full, it is if all are computed at once.
+// Depth up to which our kernel of fprop and dgrad is faster, if its tiles are full: 1.3 times as fast at 1024, 1.1
+// times at 2048, as fast at 4096. If its tiles are not full, it is faster only if all tiles are computed at once.
 constexpr int64_t kMostDepth = 3072;
 
 const char* Name(Origin origin) {
@@ -58,13 +58,13 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   const int64_t tiles =
       MostUnits(problem.tokens, problem.num_groups, sm90::kTileTokens) * CeilDiv(features, sm90::kTileFeatures);
   if (problem.tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
-  // The copy engine counts rows by 32 bits.
+  // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
   return sm90::TokenProductScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
-// Whether a kernel of ours computes the product on such a GPU. On Hopper these are FP8 weight gradients, but not all
-// that are added to what is there, and products of FP8 tokens over not too many features.
+// Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are FP8 weight
+// gradients, except some that accumulate, and products of FP8 tokens over a limited depth.
 bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
   if (device.major != 9 || !problem.scaled) return false;
   if (problem.a_mode != ScalingMode::kTensor && problem.a_mode != ScalingMode::kBlock1D) return false;

@@ -1,4 +1,4 @@
-// Device memory of one grouped product beside its workspace.
+// Scratch memory of one grouped product on the device, apart from its workspace.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SCRATCH_H_
 #define JAX_GROUPED_CSRC_GEMM_SCRATCH_H_
@@ -10,8 +10,8 @@
 
 namespace jax_grouped {
 
-// cuBLASLt reads of each group its matrices A, B and D, of scaled operands also the scales of A and B, and the scalars
-// of all. The group tables of a batch follow. Each array starts on a 16-byte boundary.
+// The arrays that cuBLASLt reads. Each group has its matrices A, B and D; scaled operands also have the scales of A and
+// B. All groups share the scalars. The group tables of a batch follow. Each array starts on a 16-byte boundary.
 class GemmScratch {
  public:
   static constexpr int kMatrices = 3;
@@ -31,7 +31,7 @@ class GemmScratch {
   JAX_GROUPED_HOST_DEVICE int32_t* LeadingDimensions(int matrix) const { return Sizes(3 * matrix + 2); }
   JAX_GROUPED_HOST_DEVICE float* Alpha() const { return reinterpret_cast<float*>(Sizes(3 * kMatrices)); }
   JAX_GROUPED_HOST_DEVICE float* Beta() const { return Alpha() + 1; }
-  // Of matrix A (0) or B (1).
+  // Returns the scale pointers of matrix A (0) or B (1).
   const void** ScalePointers(int matrix) const {
     return reinterpret_cast<const void**>(base_ + ScaleOffset(all_groups_) + matrix * PointerBytes(all_groups_));
   }

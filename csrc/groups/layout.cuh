@@ -1,5 +1,5 @@
-// Device side of layout.h: finding groups from sizes that only the device knows. Groups are those of one batch
-// element, rows are counted from its first.
+// Device side of layout.h: functions that find groups from sizes that only the device knows. The groups are those of
+// one batch element. Rows are counted from the element's first row.
 
 #ifndef JAX_GROUPED_CSRC_GROUPS_LAYOUT_CUH_
 #define JAX_GROUPED_CSRC_GROUPS_LAYOUT_CUH_
@@ -13,15 +13,16 @@
 
 namespace jax_grouped {
 
-// The size at `index` of the whole list: 0 past its end, and so for an index that has wrapped around below 0.
+// Returns the size at `index` of the whole list, or 0 past its end. An index that has wrapped around below 0 is also
+// past the end.
 __device__ inline int32_t LoadSize(const Groups& groups, uint32_t index) {
   return index < static_cast<uint32_t>(groups.total) ? groups.sizes[index] : 0;
 }
 
-// The rows of that group.
+// Returns the number of rows of the group at `index`.
 __device__ inline int64_t GroupSize(const Groups& groups, uint32_t index) { return max(LoadSize(groups, index), 0); }
 
-// Index of the first local group, brought to where every local index fits 32 bits. For whole warps.
+// Returns the index of the first local group, clamped so that every local index fits 32 bits. Whole warps must call it.
 __device__ inline int32_t FirstGroup(const Groups& groups) {
   return Uniform(min(max(*groups.offset, -groups.num_groups), groups.total));
 }
@@ -31,7 +32,7 @@ struct RowRange {
   int64_t end;
 };
 
-// The rows of all local groups together. For the whole block; every thread gets the result.
+// Returns the rows of all local groups together. All threads of the block must call it, and all get the result.
 template <int kThreads>
 __device__ RowRange LocalRows(const Groups& groups) {
   using Reduce = cub::BlockReduce<int64_t, kThreads>;
@@ -42,7 +43,7 @@ __device__ RowRange LocalRows(const Groups& groups) {
   const int64_t last = int64_t{first} + groups.num_groups;
   int64_t before = 0;
   int64_t local = 0;
-#pragma unroll 1  // There are seldom as many groups as threads.
+#pragma unroll 1  // There are seldom more groups than threads.
   for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
     (i < first ? before : local) += GroupSize(groups, i);
   }
@@ -57,8 +58,8 @@ __device__ RowRange LocalRows(const Groups& groups) {
   return result;
 }
 
-// Calls visit(i, rows) for every local group i, each from one thread. For the whole block. `begin` is the first row of
-// the first local group.
+// Calls visit(i, rows) for every local group i, each from one thread. All threads of the block must call it. `begin` is
+// the first row of the first local group.
 template <int kThreads, typename Visit>
 __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
@@ -81,8 +82,8 @@ __device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
   }
 }
 
-// The group whose units include `unit`, among the groups [low, high): the last one that starts at or before it, so
-// never an empty one. `unit` is not before the first of them, and before the end of the last.
+// Returns the group among [low, high) whose units include `unit`. It is the last group that starts at or before the
+// unit, and so never an empty one. `unit` must not lie before the first group, and must lie before the end of the last.
 __device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t high, int32_t unit) {
   while (high - low > 1) {
     const int32_t middle = (low + high) / 2;
@@ -91,23 +92,23 @@ __device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t 
   return low;
 }
 
-// Up to 16 consecutive rows of one group: what columnwise data is made of. Chunks are counted through all groups, from
-// where those of a batch element may begin.
+// Up to 16 consecutive rows of one group. Columnwise data consists of chunks. Chunks are counted through all groups,
+// from the first that a batch element may have.
 struct alignas(16) Chunk {
-  int32_t group;  // counted through the batch
+  int32_t group;  // index in the batch
   int32_t group_rows;
-  int32_t row;        // its first row, counted in the group
-  int32_t first_row;  // and in the array
-  int32_t rows;       // how many it has
+  int32_t row;        // the chunk's first row, counted in the group
+  int32_t first_row;  // the chunk's first row, counted in the array
+  int32_t rows;       // number of rows
   UnitCounts before;  // units before the group
-  int32_t filler;     // chunks are copied whole
+  int32_t filler;     // occupies the padding: chunks are copied whole
 
   __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
-  // How many chunks the group has.
+  // Returns the group's number of chunks.
   __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
 };
 
-// The chunk of that index, which is in that group; `element` is the group's batch element.
+// Returns the chunk at `index`, which must be in `group`. `element` is the group's batch element.
 __device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int32_t group, int32_t index) {
   Chunk chunk{};
   chunk.group = element * table.num_groups + group;
@@ -121,7 +122,7 @@ __device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int3
   return chunk;
 }
 
-// The static part of where scales lie.
+// The static properties that positions of scales depend on.
 struct ScaleLayout {
   int64_t features;
   bool swizzled;
@@ -129,17 +130,17 @@ struct ScaleLayout {
   __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
 };
 
-// Position of a chunk of one feature in columnwise data, in units of its 16 elements.
+// Returns the position of a chunk of one feature in columnwise data, in units of its 16 elements.
 __device__ inline int64_t ColumnDataUnit(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
   return layout.features * chunk.Before(Unit::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
 }
 
-// The byte of a block in a 128 x 4 tile of swizzled scales.
+// Returns the byte offset of a block's scale in swizzled scales, which consist of tiles of 128 x 4.
 __device__ inline int64_t InSwizzledTile(int64_t tile, int outer, int inner) {
   return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
 }
 
-// Position of the scale of one row of a chunk in rowwise data. `block` counts along the features.
+// Returns the position of the scale of one row of a chunk in rowwise data. `block` counts along the features.
 template <ScalingMode kMode>
 __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chunk, int row_in_chunk, int32_t block) {
   const int32_t row = chunk.row + row_in_chunk;
@@ -160,7 +161,8 @@ __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chun
   return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(Unit::k16)) + row) + block;
 }
 
-// Position of the scale of a chunk's rows in columnwise data, for one feature, or one block of features with kBlock2D.
+// Returns the position of the scale of a chunk's rows in columnwise data, for one feature, or for one block of features
+// with kBlock2D.
 template <ScalingMode kMode>
 __device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
   switch (kMode) {

@@ -1,7 +1,7 @@
-// Where each group lies: row ranges from group sizes, and the layout of buffers that depend on groups.
+// Group layout: row ranges from group sizes, and the layout of buffers that depend on groups.
 //
 // Every rule of clamping, capacity and alignment on the C++ side lives here and, for the device, in layout.cuh and
-// table.cuh; their counterparts in Python are jax_grouped/core/groups.py and jax_grouped/fp8/layout.py.
+// table.cuh. The counterparts in Python are jax_grouped/core/groups.py and jax_grouped/fp8/layout.py.
 
 #ifndef JAX_GROUPED_CSRC_GROUPS_LAYOUT_H_
 #define JAX_GROUPED_CSRC_GROUPS_LAYOUT_H_
@@ -17,19 +17,19 @@
 
 namespace jax_grouped {
 
-// Arrays and their rows start on such a boundary; cuBLASLt is told so, and checks nothing.
+// Alignment of arrays and their rows. cuBLASLt is told this alignment and does not check it.
 constexpr uint32_t kAlignmentBytes = 16;
 
-// Feature sizes of the 16-bit products are multiples of this, which gives their rows that alignment.
+// Divisor of the feature sizes of 16-bit products. It gives their rows the alignment above.
 constexpr int64_t kFeatureAlignment = kAlignmentBytes / 2;
 
 // Rows that one partial sum of the bias gradient covers.
 constexpr int kBiasGradRows = 128;
 
-// Feature sizes of quantized arrays are multiples of this, and so are the padded rows of columnwise data.
+// Divisor of the feature sizes of quantized arrays, and of the padded rows of columnwise data.
 constexpr int kFp8Alignment = 16;
 
-// Elements along each side of a scaling block, and of one of the MX format.
+// Elements along each side of a scaling block, and along a scaling block of the MX format.
 constexpr int kBlock = 128;
 constexpr int kMxBlock = 32;
 
@@ -41,8 +41,8 @@ JAX_GROUPED_HOST_DEVICE constexpr int64_t RoundUp(int64_t value, int64_t multipl
   return CeilDiv(value, multiple) * multiple;
 }
 
-// The groups of one call, as they are in device memory. `sizes` and `offset` may hold any values. A batch of calls is
-// one call, whose arrays hold those of its elements one after another.
+// The groups of one call, in device memory. `sizes` and `offset` may hold any values. A batch of calls is one call: its
+// arrays hold the arrays of its elements one after another.
 struct Groups {
   const int32_t* sizes;   // [batch, total], rows per group
   const int32_t* offset;  // [batch], index of the first local group
@@ -51,18 +51,18 @@ struct Groups {
   int64_t capacity;    // rows of an element's token array
   int32_t batch;
 
-  // All local groups, and all rows.
+  // Return the numbers of all local groups and of all rows in the batch.
   JAX_GROUPED_HOST_DEVICE int32_t AllGroups() const { return batch * num_groups; }
   JAX_GROUPED_HOST_DEVICE int64_t AllRows() const { return batch * capacity; }
-  // The groups of one element.
+  // Returns the groups of one element.
   JAX_GROUPED_HOST_DEVICE Groups At(int32_t element) const {
     const int64_t before = element;
     return {sizes + before * total, offset + before, total, num_groups, capacity, 1};
   }
 };
 
-// Scales, and tiles of products, are found from how many units of so many rows lie before their group; the last unit of
-// a group may be shorter.
+// Sizes of units of rows. The position of a group's scales, or of its product tiles, follows from the number of units
+// before the group. The last unit of a group may be shorter.
 enum class Unit : int { k4, k16, k32, k128, k256, k512 };
 constexpr int kNumUnits = 6;
 
@@ -88,15 +88,16 @@ struct UnitCounts {
   int32_t count[kNumUnits];
 };
 
-// How many units of `unit` rows, none of which crosses a group, any sizes of so many groups can need.
+// Returns the largest number of units that any sizes of `num_groups` groups can need. A unit has `unit` rows and does
+// not cross a group.
 JAX_GROUPED_HOST_DEVICE constexpr int64_t MostUnits(int64_t rows, int64_t num_groups, int64_t unit) {
   const int64_t groups = num_groups < rows ? num_groups : rows;
   return groups == 0 ? 0 : groups + (rows - groups) / unit;
 }
 
-// Where the groups of a batch element and their regions begin, in device memory: an array of first rows, then one of
-// counts per unit, each with an entry per local group and one more for the end of the last. Arrays start on 16-byte
-// boundaries.
+// Table of the starts of a batch element's groups and of their regions, in device memory. It has an array of first
+// rows, then one array of counts per unit. Each array has an entry per local group, and one more for the end of the
+// last group. Arrays start on 16-byte boundaries.
 struct GroupTable {
   int32_t* base;
   int32_t num_groups;
@@ -105,7 +106,7 @@ struct GroupTable {
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t Size(int64_t num_groups) {
     return (1 + kNumUnits) * Stride(num_groups);
   }
-  // Tables of a batch lie one after another.
+  // Returns the table of one element. The tables of a batch lie one after another.
   JAX_GROUPED_HOST_DEVICE GroupTable At(int32_t element) const {
     return {base + element * Size(num_groups), num_groups};
   }
@@ -118,19 +119,19 @@ struct GroupTable {
 
 enum class ScalingMode : int32_t { kTensor, kBlock1D, kBlock2D, kMx };
 
-// Where the data and scales of one quantized array lie, those of a batch's elements one after another;
+// Layout of the data and scales of one quantized array. Those of a batch's elements lie one after another.
 // jax_grouped/fp8/layout.py describes the layouts.
 struct QuantizedLayout {
   ScalingMode mode;
   bool columnwise;
   bool swizzled_scales;
   int64_t batch;
-  int64_t tokens;  // of an element, as are the groups
+  int64_t tokens;  // per element, as are the groups
   int64_t features;
   int64_t num_groups;
-  int64_t stack_rows;  // rows of every group of a stack, 0 if only the device knows the sizes
+  int64_t stack_rows;  // rows of every group of a stack; 0 if only the device knows the sizes
 
-  // Units of `unit` rows for which an element's arrays have room.
+  // Returns the number of units of `unit` rows for which an element's arrays have room.
   constexpr int64_t ElementUnits(int64_t unit) const {
     return stack_rows > 0 ? num_groups * CeilDiv(stack_rows, unit) : MostUnits(tokens, num_groups, unit);
   }
@@ -162,12 +163,12 @@ struct QuantizedLayout {
   }
 };
 
-// Device memory of one quantization: for every batch element windows of so many chunks of 16 rows, enough for any group
-// sizes, then for every element its table.
+// Device memory of one quantization. First come the windows of every batch element, enough for any group sizes. A
+// window has kChunksPerWindow chunks of 16 rows. Then comes the table of every element.
 constexpr int64_t kChunksPerWindow = 32;
 constexpr int64_t kWindowBytes = 64 + 40 * 48;
 
-// Windows of one element.
+// Returns the number of windows of one element.
 constexpr int64_t NumWindows(int64_t tokens, int64_t num_groups) {
   return CeilDiv(MostUnits(tokens, num_groups, kFp8Alignment), kChunksPerWindow);
 }
@@ -176,7 +177,8 @@ constexpr int64_t QuantizeScratchBytes(int64_t batch, int64_t tokens, int64_t nu
   return batch * (NumWindows(tokens, num_groups) * kWindowBytes + GroupTable::Size(num_groups) * sizeof(int32_t));
 }
 
-// How many row tiles of kBiasGradRows rows, none of which crosses a group, any group sizes of an element can need.
+// Returns the largest number of row tiles that any group sizes of an element can need. A tile has kBiasGradRows rows
+// and does not cross a group.
 JAX_GROUPED_HOST_DEVICE constexpr int64_t BiasGradTiles(int64_t capacity, int64_t num_groups) {
   return capacity / kBiasGradRows + num_groups;
 }

@@ -1,4 +1,4 @@
-// Fills in the tables of groups that layout.h describes.
+// Device functions that fill in the group tables of layout.h.
 
 #ifndef JAX_GROUPED_CSRC_GROUPS_TABLE_CUH_
 #define JAX_GROUPED_CSRC_GROUPS_TABLE_CUH_
@@ -12,31 +12,31 @@
 
 namespace jax_grouped {
 
-// Adds rows up to a capacity: those past it do not exist, and so sums fit 32 bits whatever the sizes are.
+// Addition of rows up to a capacity. Rows past it do not exist, so sums fit 32 bits whatever the sizes are.
 struct AddRows {
   uint32_t capacity;
   __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
 };
 
-// What a scan gives a thread: the sum of what lies before its own value, and of all values. Both include what the scan
-// begins with.
+// Results of a scan for one thread: the sum of the values before its own, and the sum of all values. Both include the
+// scan's initial value.
 template <typename T>
 struct Sums {
   T before;
   T all;
 };
 
-// How many units there are of each of some kinds.
+// Numbers of units of several kinds.
 template <Unit... kUnits>
 struct Counts {
   static constexpr int kKinds = sizeof...(kUnits);
   int32_t count[kKinds];
 
-  // The units of so many rows of one group.
+  // Returns the units of one group with `rows` rows.
   __device__ static Counts Of(uint32_t rows) {
     return {{static_cast<int32_t>((rows + UnitRows(kUnits) - 1) / UnitRows(kUnits))...}};
   }
-  // Those for which arrays have room before a batch element.
+  // Returns the units for which arrays have room before a batch element.
   __device__ static Counts BeforeElement(int32_t element, const UnitCounts& element_units) {
     return {{element * element_units.count[static_cast<int>(kUnits)]...}};
   }
@@ -45,7 +45,7 @@ struct Counts {
     ((table.UnitsBefore(kUnits)[group] = count[i++]), ...);
   }
 
-  // get(i) for the i-th kind.
+  // Returns the counts get(i) for each kind i.
   template <typename Get>
   __device__ static Counts Each(const Get& get) {
     Counts counts;
@@ -62,14 +62,14 @@ __device__ Counts<kUnits...> operator+(const Counts<kUnits...>& a, const Counts<
   return Counts<kUnits...>::Each([&](int i) { return a.count[i] + b.count[i]; });
 }
 
-// The threads that count groups together: those of the first warp, or of the whole block.
+// Teams of threads that count groups together: the first warp, or the whole block.
 struct FirstWarp {
   static constexpr int kThreads = 32;
 
   template <typename T, typename Add>
   __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
     using Scan = cub::WarpScan<T>;
-    typename Scan::TempStorage storage;  // Of no use to a whole warp.
+    typename Scan::TempStorage storage;  // Whole warps do not use it.
     Sums<T> sums;
     Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
     sums.all = add(first, sums.all);
@@ -93,10 +93,12 @@ struct WholeBlock {
   }
 };
 
-// FillGroupTable for a team. Every thread has a run of groups one after the other, then the next run after those of all
-// threads. Longer runs take fewer scans, which take most of the time. The same instructions count runs of every length:
-// with a copy for each in every setup, small steps took an eighth longer, all of it in the kernels after the setups,
-// whose instructions presumably did not stay in their cache.
+// Fills in a group table with the threads of a team. Every thread takes a run of successive groups, then its next run
+// after the runs of all threads. Longer runs need fewer scans, which take most of the time.
+//
+// The same instructions count runs of every length. With a copy for each length in every setup, small steps took an
+// eighth longer. All of that time was lost in the kernels after the setups, presumably because their instructions did
+// not stay in the instruction cache.
 template <typename Team, typename Units>
 __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                        const GroupTable& table) {
@@ -114,7 +116,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
       sizes[i] = group + i < groups.num_groups ? LoadSize(groups, first + group + i) : 0;
     }
   };
-  // The usual offset is 0; the sizes for it are under way before it is known.
+  // The usual offset is 0. The loads of its sizes are issued before the offset is known.
   load_sizes(0);
   const int32_t first = FirstGroup(groups);
   uint32_t row = 0;
@@ -141,7 +143,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
 #pragma unroll
     for (const int32_t size : sizes) own_rows = add_rows(own_rows, rows_of(size));
     const Sums<uint32_t> rows = Team::Scan(own_rows, row, add_rows);
-    // Adds up the units of the thread's groups; `visit` is given the rows and the units before each.
+    // Adds up the units of the thread's groups. Passes `visit` each group's index, and the rows and units before it.
     const auto add_up = [&](Units sum, const auto& visit) {
       uint32_t first_row = rows.before;
 #pragma unroll
@@ -164,11 +166,12 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
   if (threadIdx.x == 0) write(groups.num_groups, row, units);
 }
 
-// Up to so many groups are counted by a warp: the warps of a block would spend most of the time on each other.
+// Number of groups up to which one warp counts them. The warps of a block would spend most of the time waiting for each
+// other.
 constexpr int32_t kMostGroupsOfWarp = 256;
 
-// Fills in the table of one element of a batch, whose arrays have room for so many units per element; of its counts
-// only those of `Units`, a `Counts`. For the whole block, which is synchronized afterwards.
+// Fills in the table of one batch element. Its arrays have room for `element_units` units. Of the table's counts,
+// writes only those of `Units`, a `Counts`. All threads of the block must call it; they are synchronized afterwards.
 template <int kThreads, typename Units>
 __device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
                                const GroupTable& table) {

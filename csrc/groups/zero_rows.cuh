@@ -1,4 +1,4 @@
-// Zeroing memory with all blocks of a grid but the first of each row of blocks, which has other work.
+// Zeroing of memory with all blocks of a grid except the first in each row of blocks, which has other work.
 
 #ifndef JAX_GROUPED_CSRC_GROUPS_ZERO_ROWS_CUH_
 #define JAX_GROUPED_CSRC_GROUPS_ZERO_ROWS_CUH_
@@ -10,7 +10,7 @@
 
 namespace jax_grouped {
 
-// Zeros bytes [begin, end), in words of 16, with all blocks but the first.
+// Zeros bytes [begin, end), in words of 16 bytes, with all blocks except the first.
 template <int kThreads>
 __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
   uint4* words = static_cast<uint4*>(base);
@@ -20,7 +20,7 @@ __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
   }
 }
 
-// Zeros the rows of a batch element outside its local groups; `groups` are the element's.
+// Zeros the rows of a batch element outside its local groups. `groups` are the element's.
 template <int kThreads>
 __device__ void ZeroOtherRows(const Groups& groups, int32_t element, void* base, int64_t row_bytes) {
   const RowRange local = LocalRows<kThreads>(groups);
@@ -29,7 +29,8 @@ __device__ void ZeroOtherRows(const Groups& groups, int32_t element, void* base,
   ZeroBytes<kThreads>(base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
 }
 
-// Blocks that zero up to so many bytes: enough to write at memory speed, few enough to cost nothing if nothing must be.
+// Returns the number of blocks for zeroing up to `bytes` bytes. There are enough to write at memory speed, and few
+// enough to cost nothing if nothing must be zeroed.
 inline int ZeroingBlocks(int64_t bytes) {
   constexpr int64_t kBytesPerBlock = 16 * 1024;
   constexpr int64_t kMostBlocks = 264;

@@ -1,4 +1,4 @@
-// How a tile is filled with an activation of the input, or with the gradient of what it was applied to.
+// Source of a tile that computes an activation of the input, or the gradient of the activation's input.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_ACTIVATION_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_ACTIVATION_CUH_
@@ -17,8 +17,8 @@
 
 namespace jax_grouped {
 
-// By the hardware's own exponential and reciprocal, whose errors of 1e-6 are far below those of FP8. Activations bound
-// their kernels by instructions, of which this takes 4.
+// Returns the sigmoid, computed with the hardware's exponential and reciprocal. Their errors of 1e-6 are far below
+// those of FP8. Instructions bound the kernels with activations; this function takes 4.
 __device__ inline float Sigmoid(float x) {
   constexpr float kMinusLog2E = -1.4426950408889634f;
   float power;
@@ -28,8 +28,8 @@ __device__ inline float Sigmoid(float x) {
   return sigmoid;
 }
 
-// Twice what the hyperbolic tangent is taken of in jax.nn.gelu's approximation, and the derivative of that:
-// (1 + tanh(y)) / 2 is Sigmoid(2 y).
+// Twice the argument of the hyperbolic tangent in jax.nn.gelu's approximation, and its derivative. (1 + tanh(y)) / 2 is
+// Sigmoid(2 y).
 constexpr float kGeluInner = 2 * 0.7978845608028654f;  // 2 sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 __device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
@@ -42,7 +42,7 @@ __device__ float Activate(float x) {
   return x * Sigmoid(x);
 }
 
-// The gradient of an activation's input `x`, from that of its result.
+// Returns the gradient of an activation's input `x` from the gradient of its result.
 template <Activation kActivation>
 __device__ float ActivationGradient(float x, float gradient) {
   if constexpr (kActivation == Activation::kGelu) {
@@ -56,29 +56,29 @@ __device__ float ActivationGradient(float x, float gradient) {
   return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
 }
 
-// What an activation, or its backward form, is computed from.
+// Arguments of an activation or of its backward form.
 struct ActivationArrays {
   const void* x;
   const void* activation_input;
   cudaDataType_t type;
   Activation activation;
   bool backward;
-  int64_t features;  // of the result
+  int64_t features;  // the result's
 };
 
-// 8 columns of the result, in every other row of a chunk.
+// Reader of 8 columns of the result, in every other row of a chunk.
 template <typename T, bool kGated, bool kBackward>
 class ActivatedColumns {
  public:
   using Number = T;
 
-  // Starts with the `first` row of the chunk.
+  // Starts at row `first` of the chunk.
   __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
       : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
     const int64_t row = chunk.first_row + int64_t{first};
     const int64_t features = arrays.features;
     if constexpr (kBackward) {
-      // With a gate, the first half of the result is its gradient, the second that of the factors.
+      // With a gate, the first half of the result is the gradient of the gate; the second half is that of the factors.
       const int64_t half = kGated ? features / 2 : features;
       is_gate_ = column < half;
       if (!is_gate_) column -= half;
@@ -94,7 +94,7 @@ class ActivatedColumns {
     }
   }
 
-  // Whether so many rows from here on, of which every other is wanted, exist.
+  // Returns true if the next `rows` rows exist, of which every other one is read.
   __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
 
   __device__ void Skip(int rows) {
@@ -104,11 +104,11 @@ class ActivatedColumns {
     if constexpr (kBackward) gradients_ += rows * gradient_stride_;
   }
 
-  // The next rows; what does not exist stays, unless everything does.
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist.
   template <bool kAllExist, int kCount>
   __device__ void Compute(PairOf<float> (&rows)[kCount][4]) const {
     if (!kAllExist && rows_ <= 0) return;
-    // All rows are read before any is computed, the first in place of one that does not exist.
+    // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
     Eight inputs[kCount];
     Eight factors[kCount];
     Eight gradients[kCount];
@@ -145,11 +145,11 @@ class ActivatedColumns {
   }
 
  private:
-  // 8 numbers as they were read: converted only when they are used, they take half the registers.
+  // 8 numbers as loaded. Converting them only at their use takes half the registers.
   struct Eight {
     alignas(16) PairOf<T> pairs[4];
 
-    // Through the read-only cache, so that it need not keep its order with what is stored.
+    // Loads through the read-only cache, so that loads need not keep their order with stores.
     __device__ void Read(const T* from) {
 #pragma unroll
       for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) {
@@ -178,11 +178,11 @@ class ActivatedColumns {
   Activation activation_;
   int rows_;
   const T* inputs_;
-  const T* factors_;  // of the activation's result; in the second half of a gradient, any
+  const T* factors_;  // multiply the activation's result; in the second half of a gradient, any
   int64_t stride_;
   const T* gradients_;
   int64_t gradient_stride_;
-  bool is_gate_;  // or there is none
+  bool is_gate_;  // also true without a gate
 };
 
 // An activation of the input, or its backward form, in float32.
@@ -195,7 +195,7 @@ struct ActivatedSource : ActivationArrays {
     const int first = threadIdx.x % 32 / 16;
     WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
       if (columns.Has(kFp8Alignment)) {
-        // There are no registers for more rows of 32 bits.
+        // The registers do not suffice for more rows of 32-bit numbers.
         constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
         LoadSlot<true, kCount>(tile, slot, first, vector, columns);
       } else {
@@ -205,7 +205,7 @@ struct ActivatedSource : ActivationArrays {
     __syncwarp();
   }
 
-  // 8 columns of every other row of a chunk from the first; what does not exist stays.
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
     WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
@@ -224,7 +224,7 @@ struct ActivatedSource : ActivationArrays {
     }
   }
 
-  // Calls visit with ActivatedColumns.
+  // Calls `visit` with the ActivatedColumns of the problem.
   template <typename Visit>
   __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
     if (type == CUDA_R_16BF) {

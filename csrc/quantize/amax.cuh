@@ -1,4 +1,4 @@
-// The pass of current scaling that finds the largest values of groups.
+// The pass of current scaling that finds the amax of each group.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_AMAX_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_AMAX_CUH_
@@ -10,8 +10,8 @@
 
 namespace jax_grouped {
 
-// The bits of the largest finite absolute value of a chunk in a tile's columns. For a whole warp. The chunk is a copy,
-// not to be read from memory again for every row.
+// Returns the bits of the largest finite absolute value of a chunk in a tile's columns. Whole warps must call it. The
+// chunk is passed by value, so that it is not loaded from memory again for every row.
 template <typename Source>
 __device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t first_column) {
   constexpr int kCount = Source::kRowsAtOnce;
@@ -32,7 +32,8 @@ __device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t fir
   return __reduce_max_sync(kFullWarp, amax);
 }
 
-// Brings a share's largest values into those of its groups. For the whole block; warps take the slots of passes.
+// Updates the amax of each of a share's groups. All threads of the block must call it. Each warp takes one slot of a
+// pass.
 template <typename Source>
 __device__ void FindAmax(const QuantizeArguments& args, const Source& source, const Share& share, const Window& window,
                          uint32_t (&slot_amax)[kSlots]) {

@@ -1,4 +1,4 @@
-// Quantization along the columns of a tile, and their sums.
+// Quantization along the columns of a tile, and sums of the columns.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
@@ -11,8 +11,8 @@
 
 namespace jax_grouped {
 
-// A lane has a pair of columns in one slot, so that 8 lanes write 128 bytes side by side; a warp has 8 columns, then 8
-// columns of the other half of the tile.
+// Quantizer of a tile's columns. A lane handles a pair of columns in one slot, so that 8 lanes write 128 contiguous
+// bytes. A warp handles 8 columns, then 8 columns of the other half of the tile.
 template <typename State>
 class ColumnQuantizer {
   static constexpr ScalingMode kMode = State::kMode;
@@ -28,12 +28,12 @@ class ColumnQuantizer {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int pair = half * (kTileColumns / 4) + Warp() * 4 + Lane() % 4;
-      // No lane leaves before the last exchange.
+      // No lane leaves before the last shuffle.
       const bool exists = columns.has_slot && state_.first_column + pair * 2 < state_.args.layout.features;
       if (state_.args.partial_sums != nullptr) WriteSums(columns, pair, exists);
       if (state_.args.column_data == nullptr) continue;
 
-      // What is read again is read from the tile: 16 pairs would fill the registers.
+      // Values that are needed again are read again from the tile: 16 pairs would fill the registers.
       Largest largest{};
       if (columns.has_slot) {
         ForEach4([&](int, const Pair(&rows)[4]) { largest = Pair::Max(largest, PairwiseLargest(rows)); }, columns,
@@ -61,20 +61,20 @@ class ColumnQuantizer {
   }
 
  private:
-  // What is the same for all columns of a lane.
+  // The values that all columns of a lane have in common.
   struct Columns {
     int slot;
     bool has_slot;
     int rows;
-    // The slots that share a scale, and those of the row block, [first, last].
+    // The slots that share a scale, and the slots of the row block, both as [first, last].
     int first;
     int last;
     int first_of_block;
     int last_of_block;
-    float scale;     // of the slot, where it has one
-    int per_column;  // chunks of the group
-    int64_t unit;    // where the chunk of the tile's first column is, in units of 16 bytes
-    // Of all lanes: whether no slot lacks rows, and whether every slot shares its scales with another.
+    float scale;     // the slot's, if it has its own scale
+    int per_column;  // chunks in the group
+    int64_t unit;    // position of the chunk of the tile's first column, in units of 16 bytes
+    // Properties of all lanes together: every slot is full, and every slot shares its scales with another.
     bool all_full;
     bool all_share;
   };
@@ -104,7 +104,7 @@ class ColumnQuantizer {
     columns.unit = ColumnDataUnit(state_.args.layout, chunk, state_.first_column);
   }
 
-  // Makes a slot's largest value at least that of 8 columns, which 4 lanes have.
+  // Raises a slot's amax to that of 8 columns, which 4 lanes hold.
   __device__ void TellAmax(const Columns& columns, Largest largest) {
     const uint2 bits = Pair::ToFloatBits(largest);
     uint32_t amax = max(bits.x, bits.y);
@@ -137,7 +137,7 @@ class ColumnQuantizer {
     return value;
   }
 
-  // Combines a value of the slots that share a scale, or of a row block: the last of these slots has the result.
+  // Combines a value over the slots that share a scale, or over a row block. The last of these slots holds the result.
   template <typename T, typename Combine>
   __device__ static T Accumulate(T value, int slot, int first, Combine combine) {
 #pragma unroll
@@ -148,7 +148,7 @@ class ColumnQuantizer {
     return value;
   }
 
-  // The scales of a lane's two columns; also writes their inverses.
+  // Returns the scales of a lane's two columns. Writes their inverses.
   __device__ float2 ColumnScales(const Columns& columns, int pair, Largest largest, bool exists) {
     largest = Accumulate(largest, columns.slot, columns.first, Pair::Max);
     largest = Shuffle(largest, [&](auto word) { return __shfl_sync(kFullWarp, word, columns.last * 4 + Lane() % 4); });
@@ -177,8 +177,8 @@ class ColumnQuantizer {
     }
   }
 
-  // The scales of two columns with these largest values. Where slots share them, each computes one and is told the
-  // other by a neighbour: the divisions are a good part of all the work.
+  // Computes the scales of two columns from their amaxes. If slots share the scales, each slot computes one of them and
+  // gets the other from a neighbour: the divisions are a good part of all the work.
   __device__ void FindScales(const Columns& columns, uint2 amax, Scale (&scales)[2]) const {
     if (!columns.all_share) {
       scales[0] = ScaleFromAmax<Fp8>(amax.x, state_.args.amax_epsilon, state_.args.pow2_scales);
@@ -210,7 +210,7 @@ class ColumnQuantizer {
         },
         columns, pair);
     if (!columns.all_full) {
-      // The padding is zero even where a scale is not a number.
+      // The padding is zero even if a scale is NaN.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int missing = min(max(4 * (i + 1) - columns.rows, 0), 4);
@@ -225,7 +225,7 @@ class ColumnQuantizer {
     units[columns.per_column] = {second[0], second[1], second[2], second[3]};
   }
 
-  // Sums of a row block's rows, for dbias.
+  // Writes the sums of a row block's columns, for dbias.
   __device__ void WriteSums(const Columns& columns, int pair, bool exists) {
     float2 sum{};
     if (columns.has_slot) {

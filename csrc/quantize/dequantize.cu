@@ -15,19 +15,20 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSetUpThreads = 512;
-// Columns that a warp takes: of rowwise data 16 per lane, 8 lanes to a row, of columnwise data one per lane.
+// Columns per warp. Rowwise data has 16 columns per lane, with 8 lanes to a row. Columnwise data has one column per
+// lane.
 template <bool kColumnwise>
 constexpr int kColumns = kColumnwise ? 32 : 8 * 16;
 
-// A block for every batch element.
+// Fills in the group table of one batch element per block.
 __global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups batch, UnitCounts element_units, GroupTable table) {
   const auto element = static_cast<int32_t>(blockIdx.x);
   FillGroupTable<kSetUpThreads, AllUnits>(batch, element, element_units, table.At(element));
 }
 
 struct DequantizeArguments {
-  GroupTable table;  // of the first batch element
-  int64_t tokens;    // of an element
+  GroupTable table;  // the first batch element's
+  int64_t tokens;    // per element
   ScaleLayout layout;
   const uint8_t* data;
   const void* scale_inv;
@@ -90,7 +91,7 @@ __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& 
   }
 }
 
-// Zeroes every `count`-th of the batch element's rows that are in no group, in the warp's columns.
+// Zeros every `count`-th of the batch element's rows outside all groups, in the warp's columns.
 template <int kWidth, typename Out>
 __device__ void ZeroOutside(const DequantizeArguments& args, int64_t first_row, const GroupTable& table, int64_t index,
                             int64_t count, int64_t first_column, Out* out) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
     Dequantize(const __grid_constant__ DequantizeArguments args, Out* __restrict__ out, uint32_t column_tiles) {
   const auto element = static_cast<int32_t>(blockIdx.y);
   const GroupTable table = args.table.At(element);
-  // Warps of a block have neighbouring chunks of one strip of columns.
+  // Warps of a block have adjacent chunks of one strip of columns.
   const uint32_t strip = blockIdx.x % column_tiles;
   const int64_t index = static_cast<int64_t>(blockIdx.x / column_tiles) * kWarps + threadIdx.x / 32;
   const int64_t count = static_cast<int64_t>(gridDim.x / column_tiles) * kWarps;

@@ -1,5 +1,5 @@
-// Launches the quantization kernel for the types of a problem. Each scaling mode is instantiated in a file of its own,
-// so that they compile side by side.
+// Launches of the quantization kernel for the types of a problem. Each scaling mode is instantiated in its own file, so
+// that the modes compile in parallel.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_LAUNCH_CUH_
@@ -11,7 +11,7 @@
 
 namespace jax_grouped {
 
-// Calls launch(source) with the source of a problem's numbers.
+// Calls launch(source) with the source of a problem's input.
 template <typename Launch>
 Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
   if (problem.activation != Activation::kNone) return launch(MakeActivatedSource(problem, buffers));

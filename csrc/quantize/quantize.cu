@@ -22,18 +22,18 @@ JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kMx);
 namespace {
 
 constexpr int kSetUpThreads = 256;
-// With more groups than this, more threads share them out.
+// Number of groups up to which the setup has kSetUpThreads threads; more groups take kManyGroupsThreads.
 constexpr int32_t kFewGroups = 1024;
 constexpr int kManyGroupsThreads = 512;
 constexpr int kZeroThreads = 512;
 
-// Up to so many groups, every block that fills in windows makes itself a table in shared memory: no second kernel has
-// to wait for one.
+// Number of groups up to which every block that fills in windows makes its own table in shared memory. No second kernel
+// then has to wait for a table.
 constexpr int32_t kMostSharedGroups = 8192;
 
 constexpr char kSettingUp[] = "Launching the setup of a quantization";
 
-// Fills in the windows of a batch element, a warp for each.
+// Fills in the windows of a batch element, one per warp.
 template <int kThreads>
 __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
   const auto index = static_cast<int32_t>((blockIdx.x * kThreads + threadIdx.x) / 32);
@@ -41,7 +41,7 @@ __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& tab
   FillWindow(args, table, element, index, args.WindowAt(element, index));
 }
 
-// Every row of blocks has a batch element.
+// Fills in the windows and the table of a batch element, and initialises its groups. blockIdx.y is the batch element.
 template <typename Fp8, int kThreads>
 __global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ QuantizeArguments args) {
   extern __shared__ uint4 shared[];
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ Quanti
   InitializeGroups<Fp8>(args, element, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
 }
 
-// The same in two steps, for more groups than shared memory has room for. First a block for every batch element.
+// Does the work of SetUp in two steps, if shared memory has no room for the groups. The first step has one block per
+// batch element; SetUpWindows is the second.
 template <typename Fp8>
 __global__ void __launch_bounds__(kManyGroupsThreads) SetUpManyGroups(const __grid_constant__ QuantizeArguments args) {
   const auto element = static_cast<int32_t>(blockIdx.x);
@@ -97,7 +98,8 @@ Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
   return Launch(kSettingUp, stream, {WindowBlocks(args, kSetUpThreads), kSetUpThreads}, SetUpWindows, args);
 }
 
-// Zeroes scales in whose layout some belong to no block. Regions are multiples of 512 bytes. `count` is of one element.
+// Zeros scales of a layout that has scales without a block. Regions are multiples of 512 bytes. `count` is that of one
+// element.
 __global__ void __launch_bounds__(kZeroThreads) ZeroScales(uint4* scales, int64_t count, const bool* skip) {
   if (skip != nullptr && skip[blockIdx.y]) return;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kZeroThreads + threadIdx.x;
@@ -146,11 +148,11 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
   return Status::Failed("Quantization has no such scaling mode.");
 }
 
-// Decides whether quantization does all the work in one launch, whose blocks wait for each other: for a small one,
-// launches and what lies between them would take most of the time.
+// Chooses a single launch for a small quantization. Its blocks wait for each other. Separate launches and the gaps
+// between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
-  // No block may leave alone.
+  // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
   int device = 0;
   DeviceProperties properties;
@@ -161,8 +163,9 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   return Status::Ok();
 }
 
-// Launches what quantizes. A single launch may be refused: under MPS, a process can have fewer multiprocessors than its
-// device says, and then not all blocks run at once. The launches that it stands for fit any number.
+// Launches the kernels that quantize. A single launch may be refused: under MPS, a process can have fewer SMs than its
+// device reports, and then not all blocks are resident at once. The separate launches that it replaces work with any
+// number of SMs.
 Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                     QuantizeArguments* args) {
   if (args->single_launch) {

@@ -13,7 +13,7 @@
 
 namespace jax_grouped {
 
-// What is applied to the input, in float32, before quantization. kSiluMul: silu(first half) * second half.
+// Activation of the input, computed in float32 before quantization. kSiluMul: silu(first half) * second half.
 enum class Activation : int32_t { kNone, kSilu, kGelu, kRelu, kSiluMul };
 
 // The static part of a quantization.
@@ -21,21 +21,21 @@ struct QuantizeProblem {
   ScalingMode mode;
   cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
-  int64_t features;            // of the result, a multiple of kFp8Alignment
+  int64_t features;            // the result's, a multiple of kFp8Alignment
   bool pow2_scales;
   bool swizzled_scales;
   float amax_epsilon;
   Activation activation;
-  bool backward;  // quantize the gradient of the activation's input; x is that of its result
+  bool backward;  // quantize the gradient of the activation's input; x is the gradient of its result
 };
 
-// Device memory, for all elements of a batch. Results that are not wanted are null; so are `scale` for current scaling
-// and `skip` without a cache.
+// Device memory for all elements of a batch. Results that are not wanted are null. `scale` is null for current scaling,
+// and `skip` is null without a cache.
 struct QuantizeBuffers {
   const void* x;                 // [tokens, input features], of input_type
-  const void* activation_input;  // likewise, only for a backward form
+  const void* activation_input;  // as x, only for a backward form
   const float* scale;            // [num_groups]
-  const bool* skip;              // [batch]; where it holds true, nothing else is read and nothing written
+  const bool* skip;              // [batch]; where it is true, nothing else is read and nothing is written
   void* row_data;
   void* row_scale;
   void* column_data;
@@ -48,17 +48,19 @@ struct QuantizeBuffers {
   float* partial_sums;  // [units of 128 rows, features], scratch, only for dbias
 };
 
-// One pass over the input, two for current scaling. The arrays of a batch element have room for `element_units`.
+// Quantizes in one pass over the input, or two passes for current scaling. The arrays of a batch element have room for
+// `element_units`.
 //
-// dbias is summed in float32 in a fixed order: 16 rows in turn, then such sums pairwise within 128 rows of a group,
-// then those in turn.
+// dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,
+// then the results in order.
 Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
                       const UnitCounts& element_units, const QuantizeBuffers& buffers);
 
-// out[t][c] = data * scale_inv in float32, then in `output_type`; zero in the rows of no group.
+// Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows outside
+// all groups.
 //
 //   data       as `layout` says, of `input_type` (CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2)
-//   scale_inv  likewise
+//   scale_inv  as `layout` says
 //   out        [groups.AllRows(), layout.features] of `output_type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
 //   table      [batch, GroupTable::Size(layout.num_groups)], scratch
 Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const QuantizedLayout& layout, const void* data,

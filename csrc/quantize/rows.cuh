@@ -1,4 +1,4 @@
-// Quantization along the rows of a tile: a warp has a slot.
+// Quantization along the rows of a tile. Each warp has one slot.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_ROWS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_ROWS_CUH_
@@ -16,7 +16,7 @@ class RowQuantizer {
   using Fp8 = typename State::Fp8;
   using Pair = PairOf<typename State::Element>;
 
-  // 16 lanes have 8 columns each of a row, so a warp has two rows at a time, and a slot after 8 steps.
+  // Steps per slot. 16 lanes hold 8 columns each of a row, so a warp processes two rows per step and a slot in 8 steps.
   static constexpr int kSteps = kFp8Alignment / 2;
   static constexpr int kRowLanes = 16;
   // Lanes of a row that share a scale.
@@ -25,7 +25,7 @@ class RowQuantizer {
  public:
   __device__ explicit RowQuantizer(const State& state) : state_(state) {}
 
-  // Tells the slot's largest finite absolute value. Comes before Quantize.
+  // Finds the slot's largest finite absolute value and stores it in the exchange. Must precede Quantize.
   __device__ void FindAmax() {
     uint32_t largest = 0;
 #pragma unroll
@@ -102,10 +102,10 @@ class RowQuantizer {
     return {quantize(pairs[0]) | quantize(pairs[1]) << 16, quantize(pairs[2]) | quantize(pairs[3]) << 16};
   }
 
-  // Scales of the blocks that the lane's parts of rows are in, from their largest values; writes the inverses.
+  // Computes the scales of the blocks that contain the lane's parts of rows, from their amaxes. Writes the inverses.
   //
-  // Lanes that share scales share out the rows: in each exchange a lane passes on half of its steps, so that in the end
-  // each lane has few, or one, complete, computes their scales once, and hands them to the others.
+  // Lanes that share scales share out the rows. In each exchange a lane passes on half of its steps. In the end each
+  // lane has the complete amaxes of one step or a few, computes their scales once, and passes them to the others.
   __device__ void FindScales(float (&scales)[kSteps]) {
     constexpr int kOwned = kScaleLanes < kSteps ? kSteps / kScaleLanes : 1;
     int first_step = 0;
@@ -129,7 +129,7 @@ class RowQuantizer {
     float owned[kOwned];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) owned[i] = WriteScale(RowOfStep(first_step + i), amax_[i]);
-    // The inverse of the exchange: which lane has a step.
+    // The exchange is inverted here: each step's scale comes from the lane that holds the step.
     constexpr int kLanesPerStep = kScaleLanes * kOwned / kSteps;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -138,15 +138,15 @@ class RowQuantizer {
     }
   }
 
-  // The scale of a block of a row with this largest value. Inverses are written for rows in groups of 4, or 16, and are
-  // zero where there is no row.
+  // Returns the scale of a row's block from its amax. Writes the inverse. Inverses are written for rows in groups of 4,
+  // or of 16 with kMx; they are zero for rows that do not exist.
   __device__ float WriteScale(int row, uint32_t amax) const {
     const Chunk& chunk = SlotChunk();
     const bool exists = row < chunk.rows;
     const auto block = static_cast<int32_t>(state_.first_column / (kScaleLanes * 8)) + Lane() % kRowLanes / kScaleLanes;
     if constexpr (kMode == ScalingMode::kMx) {
       const uint32_t exponent = MxExponent<Fp8>(amax, state_.args.amax_epsilon);
-      // The first columns of a block exist if any do.
+      // If any columns of a block exist, its first columns do.
       if (state_.first_column + Lane() % kRowLanes / kScaleLanes * kMxBlock < state_.args.layout.features) {
         static_cast<uint8_t*>(state_.args.row_scale)[RowScalePosition<kMode>(state_.args.layout, chunk, row, block)] =
             exists ? exponent : 0;

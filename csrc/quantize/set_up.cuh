@@ -1,4 +1,4 @@
-// What comes before quantization: tables of groups, windows, and what groups without rows keep.
+// Work before quantization: group tables, windows, and the results of groups without rows.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_SET_UP_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_SET_UP_CUH_
@@ -10,8 +10,8 @@
 
 namespace jax_grouped {
 
-// The results of groups without rows: their amax is 0, and so their scale is the one that was given or that of zeros.
-// What other groups get comes later. Threads share out the groups of a batch element.
+// Writes the results of groups without rows: their amax is 0, and their scale is the given one or that of zeros. The
+// results of other groups are overwritten later. Threads share out the groups of a batch element.
 template <typename Fp8>
 __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element, uint32_t thread, uint32_t threads) {
   for (int64_t i = thread; i < args.groups.num_groups; i += threads) {
@@ -25,14 +25,14 @@ __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element,
   }
 }
 
-// Fills in a window, from a table that need not be the one in args. For a whole warp.
+// Fills in a window from `table`, which need not be the table in `args`. Whole warps must call it.
 __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTable& table, int32_t element,
                                   int32_t index, Window* window) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const int32_t* starts = table.UnitsBefore(Unit::k16);
   const int32_t first = starts[0] + index * static_cast<int32_t>(kChunksPerWindow);
 
-  // Every lane has one of the window's own chunks, and one of those after them.
+  // Every lane has one of the window's own chunks, and one of the chunks after them.
   const int32_t chunk = first + lane;
   const bool exists = chunk < starts[table.num_groups];
   const int32_t group = exists ? FindGroup(starts, 0, table.num_groups, chunk) : 0;
@@ -63,7 +63,7 @@ __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTabl
   window->outside_end = static_cast<int32_t>(min(int64_t{window->outside_begin} + share, int64_t{outside}));
 }
 
-// Keeps a batch element's table for the sums of dbias. For the whole block.
+// Stores a batch element's table for the sums of dbias. All threads of the block must call it.
 __device__ inline void StoreTable(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
   if (args.partial_sums == nullptr) return;
   int32_t* copy = args.table.At(element).base;

@@ -1,4 +1,4 @@
-// What the quantization kernels read: a tile in shared memory, and how it is filled with the input as it is.
+// Inputs of the quantization kernels: a tile in shared memory, and the source that fills it with the input unchanged.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_SOURCE_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_SOURCE_CUH_
@@ -15,10 +15,10 @@
 namespace jax_grouped {
 
 constexpr int kTileColumns = kBlock;
-// A tile has the chunks of whole row blocks: 8 chunks at most, in slots of 16 rows.
+// Slots of 16 rows in a tile. A tile has the chunks of whole row blocks: 8 chunks at most.
 constexpr int kSlots = kBlock / kFp8Alignment;
 
-// Two values side by side. Their largest absolute values are kept side by side too, as one `Largest`.
+// Two adjacent values. Their largest absolute values are kept as a pair, too, in one `Largest`.
 template <typename Element>
 struct PairOf;
 
@@ -28,7 +28,7 @@ struct PairOf<__nv_bfloat16> {
   __nv_bfloat162 values;
   __device__ float First() const { return __uint_as_float(Bits() << 16); }
   __device__ float Second() const { return __uint_as_float(Bits() & 0xffff0000); }
-  // NaN if there is one.
+  // Returns NaN if one of the values is NaN.
   __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
   __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
   __device__ static uint2 ToFloatBits(Largest largest) {
@@ -61,7 +61,7 @@ struct PairOf<__half> {
 
 template <>
 struct PairOf<float> {
-  using Largest = uint2;  // bits: of absolute values, they have the same order, and NaN comes last
+  using Largest = uint2;  // bits of absolute values: their order is that of the values, and NaN comes last
   float2 values;
   __device__ float First() const { return values.x; }
   __device__ float Second() const { return values.y; }
@@ -73,13 +73,13 @@ struct PairOf<float> {
   __device__ static Largest FromFloatBits(uint2 bits) { return bits; }
 };
 
-// Bits of the absolute value, 0 if it is not finite.
+// Returns the bits of the absolute value, or 0 if it is not finite.
 __device__ inline uint32_t FiniteBits(float x) {
   const uint32_t bits = __float_as_uint(x) & 0x7fffffff;
   return bits < kInfinityBits ? bits : 0;
 }
 
-// The largest absolute values of the first and of the second elements: infinity or NaN if one is not finite.
+// Returns the largest absolute values of the first and of the second elements: infinity or NaN if one is not finite.
 template <typename Pair, int kCount>
 __device__ typename Pair::Largest PairwiseLargest(const Pair (&pairs)[kCount]) {
   typename Pair::Largest largest = Pair::AbsMax({}, pairs[0]);
@@ -88,13 +88,13 @@ __device__ typename Pair::Largest PairwiseLargest(const Pair (&pairs)[kCount]) {
   return largest;
 }
 
-// The same as bits of float32.
+// Returns the result of PairwiseLargest as bits of float32.
 template <typename Pair, int kCount>
 __device__ uint2 PairwiseAmax(const Pair (&pairs)[kCount]) {
   return Pair::ToFloatBits(PairwiseLargest(pairs));
 }
 
-// The same of those elements that are finite.
+// Returns the bits of the largest absolute values of the elements that are finite.
 template <typename Pair, int kCount>
 __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
   uint2 amax{};
@@ -106,9 +106,10 @@ __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
   return amax;
 }
 
-// 128 x 128 elements in shared memory, row after row. Lanes that read one pair of columns in 8 slots would meet in the
-// same banks if slots were not set apart by as much as 4 lanes read in one; and so would 8 lanes with 8 elements each
-// of 32 bits, if half of them did not have their two units of 16 bytes the other way round.
+// A tile of 128 x 128 elements in shared memory, row after row. Its layout avoids two bank conflicts. First, slots are
+// padded by the bytes that 4 lanes read in one slot; otherwise lanes that read one pair of columns in 8 slots would
+// access the same banks. Second, half of the vectors of eight 32-bit elements have their two units of 16 bytes swapped;
+// otherwise 8 lanes that access one such vector each would access the same banks.
 template <typename T>
 struct Tile {
   using Element = T;
@@ -120,12 +121,12 @@ struct Tile {
 
   char* base;
 
-  // Where the `unit`-th 16 bytes of a row are.
+  // Returns the address of the `unit`-th 16 bytes of a row.
   __device__ uint4* Unit(int slot, int row, int unit) const {
     return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Place(unit);
   }
 
-  // 8 elements of a row, the `vector`-th such.
+  // Store and load the `vector`-th 8 elements of a row.
   __device__ void Store8(int slot, int row, int vector, const Pair (&pairs)[4]) const {
 #pragma unroll
     for (int i = 0; i < kUnitsPer8; ++i) {
@@ -139,7 +140,7 @@ struct Tile {
     }
   }
 
-  // A pair of columns over rows of a slot.
+  // Loads a pair of columns in several rows of a slot.
   template <int kRows>
   __device__ void LoadColumns(int slot, int first_row, int pair, Pair (&pairs)[kRows]) const {
     constexpr int kPairsPerUnit = sizeof(uint4) / sizeof(Pair);
@@ -153,7 +154,7 @@ struct Tile {
   __device__ static int Place(int unit) { return sizeof(T) == 4 ? unit ^ (unit / 8 % 2) : unit; }
 };
 
-// Has 16 bytes copied from global to shared memory, or zeros written, without waiting.
+// Starts to copy 16 bytes from global to shared memory, or to write zeros there. Does not wait.
 __device__ inline void CopyAsync(void* shared, const void* global, bool exists) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(exists ? 16 : 0)
@@ -161,16 +162,17 @@ __device__ inline void CopyAsync(void* shared, const void* global, bool exists) 
 }
 __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The input as it is.
+// The input without an activation.
 template <typename T>
 struct PlainSource {
   using Element = T;
-  // All loads come before the first use.
+  // Rows per lane whose loads are all issued before the first use.
   static constexpr int kRowsAtOnce = sizeof(T) == 2 ? kFp8Alignment / 2 : 1;
   const T* x;
   int64_t features;
 
-  // Brings a chunk's rows into a slot, 128 columns from the first; what does not exist becomes zero. For a whole warp.
+  // Loads a chunk's rows into a slot, 128 columns from `first_column` on. Elements that do not exist become zero. Whole
+  // warps must call it.
   __device__ void LoadSlot(const Tile<T>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
     constexpr int kUnits = Tile<T>::kRowBytes / 16;
     constexpr int kRows = 32 / kUnits;
@@ -190,7 +192,7 @@ struct PlainSource {
     __syncwarp();
   }
 
-  // 8 columns of rows of a chunk, of every other from the first; what does not exist stays.
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&rows)[kCount][4]) const {
 #pragma unroll

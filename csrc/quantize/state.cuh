@@ -1,4 +1,4 @@
-// What the warps of a block know of the pass and the tile that they quantize.
+// State that the warps of a block share about the pass and the tile that they quantize.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_STATE_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_STATE_CUH_
@@ -9,7 +9,7 @@
 
 namespace jax_grouped {
 
-// What they tell each other about their slots.
+// Shared memory in which the warps exchange values about their slots.
 struct Exchange {
   Pass pass;
   Scale scales[kSlots];
@@ -21,16 +21,16 @@ struct TileState {
   static constexpr ScalingMode kMode = kScalingMode;
   using Fp8 = Fp8Type;
   using Element = T;
-  // Whether all rows of a slot have one scale in a tile.
+  // True if all rows of a slot have one scale in a tile.
   static constexpr bool kSlotScales = kMode == ScalingMode::kTensor || kMode == ScalingMode::kBlock2D;
 
   const QuantizeArguments& args;
   const Tile<Element>& tile;
   Exchange& exchange;
   uint32_t first_column;
-  int count;  // of the pass's chunks
+  int count;  // chunks in the pass
 
-  // The scale of the slot's group, or of its 128 x 128 block.
+  // Returns the scale of the slot's group, or of its 128 x 128 block.
   __device__ Scale SlotScale(int slot) const {
     if constexpr (kMode == ScalingMode::kTensor) return exchange.scales[slot];
     uint32_t amax = 0;

@@ -1,5 +1,5 @@
-// The quantization kernel. A block brings a tile of up to 128 x 128 elements into shared memory and quantizes it from
-// there, so that every element is read once and written in either orientation.
+// The quantization kernel. A block loads a tile of up to 128 x 128 elements into shared memory and quantizes it from
+// there. Every element is thus read once and written in either orientation.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
@@ -16,7 +16,7 @@
 
 namespace jax_grouped {
 
-// The bits of what the scale of a slot's group comes from: the one that was given, or the group's largest value.
+// Returns the bits of the value that determines the scale of a slot's group: the given scale, or the group's amax.
 template <typename State>
 __device__ uint32_t LoadGroupValue(const State& state) {
   if (State::kMode != ScalingMode::kTensor || Warp() >= state.count) return 0;
@@ -25,7 +25,8 @@ __device__ uint32_t LoadGroupValue(const State& state) {
   return __ldcg(state.args.amax + group);
 }
 
-// Finds the scale of a slot's group, for a warp; the first block of the group writes the inverse if it was not given.
+// Computes the scale of a slot's group. Whole warps must call it. The first block of the group writes the inverse if
+// the scale was not given.
 template <typename State>
 __device__ void FindGroupScale(const State& state, uint32_t group_value) {
   const QuantizeArguments& args = state.args;
@@ -43,7 +44,7 @@ __device__ void FindGroupScale(const State& state, uint32_t group_value) {
   __syncwarp();
 }
 
-// Writes the inverse scale of a 128 x 128 block in both orientations, with the zeros that fill up the rows of scales.
+// Writes the inverse scale of a 128 x 128 block in both orientations, and the zeros that pad the rows of scales.
 template <typename State>
 __device__ void WriteBlockScales(const State& state, const Chunk& chunk, float inverse) {
   const QuantizeArguments& args = state.args;
@@ -68,8 +69,8 @@ __device__ void WriteBlockScales(const State& state, const Chunk& chunk, float i
   }
 }
 
-// Brings a pass into the tile and finds the largest values of its slots; returns the slot's LoadGroupValue. For the
-// whole block, which is not synchronized afterwards.
+// Loads a pass into the tile and finds the amax of each slot. Returns the slot's LoadGroupValue. All threads of the
+// block must call it; they are not synchronized afterwards.
 template <typename State, typename Source>
 __device__ uint32_t LoadPass(const State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
   Exchange& exchange = state.exchange;
@@ -78,10 +79,10 @@ __device__ uint32_t LoadPass(const State& state, const Source& source, const Chu
   const Chunk& chunk = exchange.pass.chunks[slot];
   if (Lane() == 0) exchange.pass.chunks[slot] = chunks[slot];
   __syncwarp();
-  // Under way before the rows, needed after them.
+  // The load is issued before those of the rows, and its value is needed after them.
   const uint32_t group_value = LoadGroupValue(state);
   source.LoadSlot(state.tile, slot, chunk, state.first_column);
-  // Without rows to scale, the columns tell their largest values.
+  // If no rows are scaled, the columns find the amax.
   if (State::kSlotScales || state.args.row_data != nullptr) {
     rows->FindAmax();
   } else if (Lane() == 0) {
@@ -90,7 +91,7 @@ __device__ uint32_t LoadPass(const State& state, const Source& source, const Chu
   return group_value;
 }
 
-// Quantizes a pass that is in the tile. For the whole block, which is synchronized afterwards.
+// Quantizes a pass that is in the tile. All threads of the block must call it; they are synchronized afterwards.
 template <typename State>
 __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer<State>* rows) {
   constexpr ScalingMode kMode = State::kMode;
@@ -113,7 +114,7 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   __syncthreads();
 }
 
-// Zeroes a share of the rows that are in no group, in a tile's columns.
+// Zeros a share's part of the rows outside all groups, in a tile's columns.
 __device__ inline void ZeroOutside(const QuantizeArguments& args, const Share& share, const Window& window) {
   constexpr int kRows = kTileThreads / 8;
   const int64_t column = share.first_column + threadIdx.x % 8 * 16;
@@ -126,12 +127,12 @@ __device__ inline void ZeroOutside(const QuantizeArguments& args, const Share& s
   }
 }
 
-// Blocks of threads that are at work on a multiprocessor at once, if there are as many.
+// Blocks of threads that are resident on an SM at once, if there are as many.
 constexpr int kBlocksOfSingleLaunch = 3;
 template <typename Element>
 constexpr int kBlocks = sizeof(Element) == 2 ? 5 : 3;
 
-// In a single launch, the blocks of the grid as they wait for each other.
+// Barrier of all blocks of the grid, in a single launch.
 class GridBarrier {
  public:
   __device__ GridBarrier() : grid_(cooperative_groups::this_grid()) {}
@@ -144,8 +145,8 @@ class GridBarrier {
   Token token_{};
 };
 
-// In a single launch, of no more groups than a warp counts, does what other kernels do otherwise, but for the wait
-// until all blocks have done it.
+// Does the work of the setup kernels in a single launch, which has at most as many groups as a warp counts. Does not
+// wait until all blocks have done it.
 template <typename Fp8>
 __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
@@ -162,7 +163,7 @@ __device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int
   StoreTable(args, table, share.element);
 }
 
-// With kSingleLaunch, a cooperative launch that needs nothing before it.
+// Quantizes the tiles of a share. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
 template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
 __global__ void __launch_bounds__(kTileThreads,
                                   kSingleLaunch ? kBlocksOfSingleLaunch : kBlocks<typename Source::Element>)
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kTileThreads,
   if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
   const Share share(args, kSingleLaunch);
   if (!share.exists || args.Skips(share.element)) return;
-  // With current scaling, the largest values are found before the scales.
+  // With current scaling, the amaxes are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
   const Window* window = args.WindowAt(share.element, share.window);
   [[maybe_unused]] GridBarrier barrier;
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kTileThreads,
   using State = TileState<kMode, Fp8, typename Source::Element>;
   State state{args, tile, exchange, share.first_column, 0};
   RowQuantizer<State> rows(state);
-  // Gives the slot's LoadGroupValue.
+  // Loads a pass and returns the slot's LoadGroupValue.
   const auto load = [&](int pass) {
     const int first = Uniform(window->pass_begins[pass]);
     state.count = Uniform(window->pass_begins[pass + 1]) - first;
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kTileThreads,
   const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
   bool loaded = false;
   if (kSingleLaunch && !finds_amax) {
-    // What comes in one pass stays in the tile.
+    // If the share has only one pass, the pass stays in the tile.
     loaded = share.part + Window::kParts >= window->num_passes;
     for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
       load(pass);
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kTileThreads,
 #pragma unroll 1
   for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
     if (pass > share.part) __syncthreads();
-    // Lest addresses be computed once for all passes, and kept in registers that there are not enough of.
+    // Prevents the compiler from computing addresses once for all passes: there are too few registers to keep them.
     asm volatile("" : "+r"(state.first_column));
     const uint32_t group_value = loaded ? LoadGroupValue(state) : load(pass);
     WritePass(state, group_value, &rows);

@@ -16,8 +16,8 @@ Status SetPreference(const CublasLt& library, cublasLtMatmulPreference_t prefere
                        "cublasLtMatmulPreferenceSetAttribute");
 }
 
-// Tells the heuristic the average of a size that it can't see. 13.10 takes 64 bits and refuses the 32 that its header
-// names; another release may do as the header says. Without the hint, the choice is merely less informed.
+// Tells the heuristic the average of a size that it cannot see. cuBLASLt 13.10 takes 64 bits and refuses the 32 bits
+// that its header names; another release may follow its header. Without the hint, the choice is merely less informed.
 void SetAverage(const CublasLt& library, cublasLtMatmulPreference_t preference,
                 cublasLtMatmulPreferenceAttributes_t attribute, int64_t value) {
   if (SetPreference(library, preference, attribute, value).ok()) return;
@@ -42,7 +42,7 @@ Status InitPreference(const CublasLt& library, const GemmProblem& problem,
       library.Check(library.MatmulPreferenceInit(preference, sizeof(*preference)), "cublasLtMatmulPreferenceInit"));
   JAX_GROUPED_RETURN_IF_FAILED(
       SetPreference(library, preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspaceBytes}));
-  // Other schemes would add up the parts of a sum in the result's type.
+  // Other reduction schemes would add partial sums in the result's type.
   JAX_GROUPED_RETURN_IF_FAILED(SetPreference(library, preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                                              uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE}));
   for (const auto attribute :
@@ -54,13 +54,13 @@ Status InitPreference(const CublasLt& library, const GemmProblem& problem,
   return Status::Ok();
 }
 
-// Descriptors for questions about a problem: cuBLASLt wants addresses in them but reads nothing there.
+// Initialises descriptors for queries about a problem. cuBLASLt requires addresses in them but reads nothing there.
 Status InitDescriptorsOfNothing(const CublasLt& library, const GemmProblem& problem, Descriptors* descriptors) {
   const GemmScratch nowhere(reinterpret_cast<void*>(uintptr_t{4096}), 1, problem.num_groups);
   return InitDescriptors(library, problem, ToColumnMajor(problem, {}), nowhere, descriptors);
 }
 
-// `Value` is the attribute's type in cublasLt.h.
+// Returns a configuration attribute as text. `Value` is the attribute's type in cublasLt.h.
 template <typename Value>
 std::string ConfigAttribute(const CublasLt& library, const Algorithm& algorithm,
                             cublasLtMatmulAlgoConfigAttributes_t attribute) {

@@ -1,4 +1,4 @@
-// What cuBLASLt's heuristic proposes for a problem.
+// The algorithms that cuBLASLt's heuristic proposes for a problem.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_ALGORITHMS_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_ALGORITHMS_H_
@@ -20,14 +20,15 @@ struct Algorithm {
   size_t workspace_bytes;
 };
 
-// At most `most` algorithms, one at least, in the heuristic's order.
+// Returns the heuristic's algorithms in its order: at least one, at most `most`.
 Status ProposeAlgorithms(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem, int most,
                          std::vector<Algorithm>* algorithms);
 
-// Whether the current device can run an algorithm that an earlier process chose for the problem, in its workspace.
+// Returns true if the current device can run an algorithm that an earlier process chose for the problem, within its
+// workspace.
 bool CanRun(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem, const Algorithm& algorithm);
 
-// Its number, tile, stages, cluster shape and workspace, for people.
+// Describes an algorithm for people: its number, tile, stages, cluster shape and workspace.
 std::string Describe(const CublasLt& library, const Algorithm& algorithm);
 
 }  // namespace jax_grouped

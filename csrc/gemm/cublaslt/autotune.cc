@@ -21,27 +21,28 @@ namespace {
 
 constexpr int kMostAlgorithms = 32;
 
-// Algorithms take turns, so that what else happens on the device during one turn does not decide. A turn's time is the
-// median of its measurements, an algorithm's that of its best turn.
+// Number of rounds in which every algorithm is timed. Algorithms alternate, so that other work on the device during one
+// round does not decide. An algorithm's time in a round is the median of its measurements; its final time is that of
+// its best round.
 constexpr int kTurns = 3;
 constexpr int kMeasurements = 3;
 
-// A measurement is one graph of so many products that it takes about this long.
+// Target duration of a measurement. One measurement is a graph with as many products as take about this long.
 constexpr float kMeasurementMilliseconds = 2.0f;
 constexpr int kMostProducts = 20;
 
-// Times no further apart count as equal.
+// Ratio up to which two times count as equal.
 constexpr float kTie = 1.01f;
 
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
-// Times the algorithms of a problem against each other.
+// Comparison of a problem's algorithms by their time.
 class Race {
  public:
   Race(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem)
       : library_(library), handle_(handle), problem_(problem) {}
 
-  // A time for each algorithm: kNever for those that do not run.
+  // Times each algorithm; writes kNever for those that do not run.
   Status Run(const std::vector<Algorithm>& algorithms, std::vector<float>* times) {
     times->assign(algorithms.size(), kNever);
     JAX_GROUPED_RETURN_IF_FAILED(stopwatch_.Create());
@@ -50,7 +51,7 @@ class Race {
     for (size_t i = 0; i < algorithms.size(); ++i) {
       if (WarmUp(algorithms[i], &graphs[i]).ok()) continue;
       graphs[i].reset();
-      (void)cudaGetLastError();  // Or CUDA would report it again, to whoever asks next.
+      (void)cudaGetLastError();  // Otherwise CUDA would report it again to the next caller.
     }
     for (int turn = 0; turn < kTurns; ++turn) {
       for (size_t i = 0; i < algorithms.size(); ++i) {
@@ -64,8 +65,8 @@ class Race {
   }
 
  private:
-  // Runs an algorithm once by itself, as its kernels are loaded then, and records and runs its graph. Fails if cuBLASLt
-  // refuses, or if it cannot be captured.
+  // Runs an algorithm once on its own, which loads its kernels; then records its graph and runs it. Fails if cuBLASLt
+  // refuses the algorithm or if it cannot be captured.
   Status WarmUp(const Algorithm& algorithm, Owned<cudaGraphExec_t>* graph) {
     int call = 0;
     const auto launch = [&] {
@@ -98,17 +99,17 @@ class Race {
   const GemmProblem& problem_;
   Stopwatch stopwatch_;
   TrialOperands operands_;
-  int products_ = 0;  // of one graph
+  int products_ = 0;  // in one graph
 };
 
-// Of the algorithms as fast as the fastest, the one that the heuristic ranks highest.
+// Returns the algorithm that the heuristic ranks highest among those as fast as the fastest.
 size_t Winner(const std::vector<float>& times) {
   const float fastest = *std::min_element(times.begin(), times.end());
   const auto ties = [&](float time) { return time <= kTie * fastest; };
   return std::find_if(times.begin(), times.end(), ties) - times.begin();
 }
 
-// Under which name the choice for a problem is kept.
+// Returns the key under which the choice for a problem is stored.
 Status TuningKey(const CublasLt& library, const Plans::Key& key, std::string* text) {
   cudaDeviceProp properties;
   JAX_GROUPED_RETURN_IF_FAILED(
@@ -117,7 +118,7 @@ Status TuningKey(const CublasLt& library, const Plans::Key& key, std::string* te
   return Status::Ok();
 }
 
-// Changes the plan unless it fails.
+// Replaces the plan, unless it fails.
 Status ChooseByTime(const CublasLt& library, const Plans::Key& key, Plan* plan) {
   std::string text;
   JAX_GROUPED_RETURN_IF_FAILED(TuningKey(library, key, &text));
@@ -148,12 +149,14 @@ Status Tune(const CublasLt& library, const Plans::Key& key) {
   Plan plan;
   if (!plans.Find(key, &plan)) return Status::Failed("A grouped matmul was tuned before it had been initialized.");
   if (plan.origin != Origin::kHeuristic) return Status::Ok();
-  // One race at a time: two would slow each other down, and devices of one kind need only one. Meanwhile other threads
-  // find their plans, that of this problem included, as nothing holds the lock of Plans for as long.
+  // Only one problem is timed at once: two would slow each other down, and devices of one kind need only one run. Other
+  // threads still find their plans meanwhile, including that of this problem, because the lock of Plans is not held for
+  // this time.
   static std::mutex* const one_at_a_time = new std::mutex();
   std::lock_guard<std::mutex> lock(*one_at_a_time);
   if (!plans.Find(key, &plan) || plan.origin != Origin::kHeuristic) return Status::Ok();
-  // The program has an algorithm that works, so it goes on. A fault of the device shows in its next call.
+  // On failure the program goes on with the algorithm that it has, which works. A fault of the device shows in the
+  // program's next call.
   if (!ChooseByTime(library, key, &plan).ok()) {
     (void)cudaGetLastError();
     plan.origin = Origin::kNotTimed;

@@ -1,4 +1,4 @@
-// The choice of an algorithm by its speed.
+// Choice of an algorithm by its measured speed.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_AUTOTUNE_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_AUTOTUNE_H_
@@ -9,11 +9,13 @@
 
 namespace jax_grouped {
 
-// Makes the plan of a prepared problem that of the fastest algorithm in the heuristic's list, once per process. Which
-// one that is was found earlier on a GPU of that name (TunedAlgorithms), or is timed now, on the current device, which
-// is the key's: that takes up to seconds, and as much memory as a call of the problem, or up to twice the L2 cache more
-// for a small one. If that fails, for want of memory or any other reason, the algorithm stays. Not for a thread that
-// captures a stream.
+// Sets the plan of a prepared problem to the fastest algorithm in the heuristic's list, once per process. Takes the
+// algorithm that was found earlier on a GPU of the same name (TunedAlgorithms), or times the list now. The current
+// device must be the key's.
+//
+// Timing takes up to seconds. It needs as much memory as a call of the problem, or, for a small problem, up to twice
+// the L2 cache more. If timing fails, for lack of memory or any other reason, the plan keeps its algorithm. A thread
+// that captures a stream must not call this.
 Status Tune(const CublasLt& library, const Plans::Key& key);
 
 }  // namespace jax_grouped

@@ -3,7 +3,8 @@
 namespace jax_grouped {
 namespace {
 
-// Scaled operands are contiguous along what is summed over, and so there is one combination of transposes.
+// Returns the matrices of a scaled problem. Scaled operands are contiguous along the contraction axis, so there is only
+// one combination of transposes.
 ColumnMajor ScaledToColumnMajor(const GemmProblem& problem, void* first, void* second, Operand d) {
   const auto in = static_cast<int32_t>(problem.in_features);
   const auto out = static_cast<int32_t>(problem.out_features);
@@ -51,7 +52,7 @@ cublasLtMatmulMatrixScale_t ScaleMode(ScalingMode mode) {
   return CUBLASLT_MATMUL_MATRIX_SCALE_PER_BATCH_SCALAR_32F;
 }
 
-// Says how the operands are scaled, and where the device has the addresses of each group's scales.
+// Sets the scaling modes of the operands, and the device addresses of the arrays that point to each group's scales.
 Status SetScales(const CublasLt& library, const GemmProblem& problem, const GemmScratch& scratch,
                  cublasLtMatmulDesc_t matmul) {
   const auto a_mode = static_cast<int32_t>(ScaleMode(problem.b_mode));
@@ -62,7 +63,7 @@ Status SetScales(const CublasLt& library, const GemmProblem& problem, const Gemm
       SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scratch.ScalePointers(0)));
   JAX_GROUPED_RETURN_IF_FAILED(
       SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scratch.ScalePointers(1)));
-  // Every product is accumulated in float32 throughout.
+  // Every product accumulates in float32 throughout.
   constexpr int8_t kFastAccumulation = 0;
   return SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, kFastAccumulation);
 }
@@ -117,7 +118,8 @@ Status InitDescriptors(const CublasLt& library, const GemmProblem& problem, cons
   cublasLtMatmulDesc_t matmul = &descriptors->matmul;
   JAX_GROUPED_RETURN_IF_FAILED(library.Check(
       library.MatmulDescInit(matmul, sizeof(*matmul), CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescInit"));
-  // Scalars in host memory gave wrong grouped results on Hopper in several releases. One pair serves all groups.
+  // Alpha and beta lie in device memory: scalars in host memory gave wrong grouped results on Hopper in several
+  // releases. One pair serves all groups.
   const auto pointer_mode = static_cast<int32_t>(CUBLASLT_POINTER_MODE_DEVICE);
   constexpr int64_t kSameForAll = 0;
   JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(library, matmul, CUBLASLT_MATMUL_DESC_POINTER_MODE, pointer_mode));

@@ -1,4 +1,4 @@
-// A grouped matmul as cuBLASLt is told about it.
+// A grouped matmul in cuBLASLt's terms.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_DESCRIPTORS_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_DESCRIPTORS_H_
@@ -15,11 +15,11 @@
 
 namespace jax_grouped {
 
-// Of operands and results.
+// Returns the size of one element of an operand or result.
 int32_t ElementBytes(cudaDataType_t type);
 
-// How cuBLASLt sees a problem. Its matrices are column-major, so each of ours is its transpose there, and the product
-// of row-major matrices is computed as d^T = b^T a^T.
+// The problem's matrices as cuBLASLt sees them. cuBLASLt's matrices are column-major, so each of ours appears
+// transposed. The product of row-major matrices is computed as d^T = b^T a^T.
 struct ColumnMajor {
   Operand a;
   Operand b;
@@ -30,7 +30,7 @@ struct ColumnMajor {
 
 ColumnMajor ToColumnMajor(const GemmProblem& problem, const GemmBuffers& buffers);
 
-// The descriptors of one call. They hold addresses of the call's scratch memory, so they are made anew each time.
+// The descriptors of one call. They hold addresses in the call's scratch memory, so every call makes its own.
 struct Descriptors {
   cublasLtMatmulDescOpaque_t matmul;
   cublasLtMatrixLayoutOpaque_t a;

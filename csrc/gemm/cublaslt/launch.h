@@ -1,4 +1,4 @@
-// The launches of one grouped matmul.
+// Launches of one grouped matmul through cuBLASLt.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_LAUNCH_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_LAUNCH_H_
@@ -14,7 +14,7 @@
 
 namespace jax_grouped {
 
-// Enqueues the product by that algorithm, as EnqueueGemm describes it. May be captured.
+// Enqueues the product with the given algorithm, as EnqueueGemm describes. May be captured.
 Status LaunchCublasLt(const CublasLt& library, cublasLtHandle_t handle, const Algorithm& algorithm, cudaStream_t stream,
                       const GemmProblem& problem, const Groups& groups, const GemmBuffers& buffers);
 

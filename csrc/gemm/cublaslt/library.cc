@@ -18,7 +18,8 @@ std::string& Path() {
   return *path;
 }
 
-// A copy that is in the process already is the one JAX uses; a second would have its own state.
+// Opens the library. A copy that is already in the process is the one that JAX uses; a second copy would have its own
+// state.
 void* OpenLibrary() {
   if (void* loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
   std::lock_guard<std::mutex> lock(path_mutex);
@@ -34,7 +35,8 @@ bool Resolve(void* handle, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// The functions of old releases are a part of these, so a missing one is no error here: the version tells.
+// Loads the functions. Older releases lack some of them, so a missing function is no error here: the version check
+// reports it.
 std::optional<CublasLt> Load() {
   void* handle = OpenLibrary();
   CublasLt library{};

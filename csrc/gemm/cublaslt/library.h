@@ -1,4 +1,4 @@
-// cuBLASLt, loaded at run time from where JAX loads it.
+// cuBLASLt, loaded at run time from the same place as JAX loads it.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_LIBRARY_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_LIBRARY_H_
@@ -29,18 +29,18 @@ struct CublasLt {
 
   Status Check(cublasStatus_t status, const char* what) const;
 
-  // As 13.10.0.
+  // Returns the version as text, such as 13.10.0.
   std::string Version() const;
 };
 
-// The first release whose grouped matmul is right in every use made of it here: 13.8.0.
+// The first release whose grouped matmul is correct in every way that this library uses it: 13.8.0.
 constexpr size_t kCublasLtNeeded = 130800;
 
-// Names the file to load if no cuBLASLt is loaded yet; empty for the loader's own search. Has an effect before the
-// first call of the functions below only.
+// Sets the file to load if no cuBLASLt is loaded yet. An empty path means the loader's own search. Has an effect only
+// before the first call of the functions below.
 void SetCublasLtPath(std::string path);
 
-// The version of the library, as 131000 for 13.10.0, or 0 if there is none.
+// Returns the library's version, such as 131000 for 13.10.0, or 0 if there is no library.
 size_t CublasLtVersion();
 
 // Points `library` to the process's cuBLASLt. Fails if there is none or if it is older than kCublasLtNeeded.

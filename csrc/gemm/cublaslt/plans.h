@@ -1,4 +1,4 @@
-// What computes each problem on each device, as chosen so far.
+// The chosen implementation of each problem on each device.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_PLANS_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_PLANS_H_
@@ -17,10 +17,10 @@
 namespace jax_grouped {
 
 enum class Origin {
-  kOwnKernel,  // no algorithm of cuBLASLt
-  kHeuristic,  // the first of its list
-  kNotTimed,   // the same, as the others could not be timed
-  kTuned,      // the fastest of its list
+  kOwnKernel,  // no cuBLASLt algorithm
+  kHeuristic,  // the first in its list
+  kNotTimed,   // the first in its list: timing the others failed
+  kTuned,      // the fastest in its list
 };
 
 struct Plan {
@@ -29,23 +29,25 @@ struct Plan {
   Origin origin;
 };
 
-// For every thread. The lock is held for look-ups and questions to the heuristic, which take microseconds, and while a
-// device's handle is made, once; whatever else takes longer is done outside, and its result put in afterwards.
+// The plans of the process, shared by all threads. The lock is held for look-ups and queries to the heuristic, which
+// take microseconds, and once per device while its handle is created. All other long work is done without the lock, and
+// its result is inserted afterwards.
 class Plans {
  public:
-  using Key = std::pair<int, GemmProblem>;  // the device and what runs there
+  using Key = std::pair<int, GemmProblem>;  // the device and the problem on it
 
   static Plans& Get();
 
   bool Find(const Key& key, Plan* plan);
 
-  // Takes the heuristic's first algorithm unless there is a plan for the key. Fails if the device lacks the product.
+  // Adds a plan with the heuristic's first algorithm unless the key has a plan. Fails if the device does not support
+  // the product.
   Status Ensure(const CublasLt& library, const Key& key);
 
-  // Has a kernel of our own compute the problem.
+  // Adds a plan that computes the problem with one of our own kernels.
   void AddOwnKernel(const Key& key);
 
-  // Replaces the plan of a key, if it has one.
+  // Replaces the plan of a key if it has one.
   void Replace(const Key& key, const Plan& plan);
 
   std::map<Key, Plan> Copy();

@@ -16,11 +16,12 @@ struct Operands {
   Operand matrix[GemmScratch::kMatrices];
 };
 
-// Writes the arguments of group `index` of the batch: `rows` of the tokens, or the matrix of that number.
+// Writes the arguments of group `index` of the batch. The group's part of the operand is `rows` of the tokens, or
+// matrix `number`.
 __device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, RowRange rows, int64_t number,
                            const GemmScratch& scratch) {
   const bool is_tokens = operand.columns == 0;
-  // An empty group may start one past the last row: its pointer is never read, but it stays inside the array.
+  // An empty group may start one past the last row. Its pointer is never read, but must stay inside the array.
   const int64_t token = rows.end > rows.begin ? rows.begin : 0;
   const int64_t column = is_tokens ? token : number * operand.columns;
   scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + column * operand.rows * operand.element_bytes;
@@ -29,8 +30,8 @@ __device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, Ro
   scratch.LeadingDimensions(matrix)[index] = operand.rows;
 }
 
-// What all blocks but the first do: zero the workspace, for the first batch element, and with `zero_rest` the element's
-// tokens of D outside the local groups.
+// Writes zeros, in all blocks but the first: to the workspace, for the first batch element, and with `zero_rest` to the
+// element's tokens of D outside the local groups.
 __device__ void ZeroRest(const Groups& groups, int32_t element, const Operand& d, bool zero_rest,
                          const Region& workspace) {
   if (element == 0) ZeroBytes<kThreads>(workspace.base, 0, workspace.bytes);
@@ -43,7 +44,8 @@ __device__ void WriteScalars(float beta, const GemmScratch& scratch) {
   *scratch.Beta() = beta;
 }
 
-// Every row of blocks has a batch element, whose arguments block 0 writes.
+// Writes the arguments of each batch element's groups in block 0 of its row of blocks; the other blocks write zeros.
+// blockIdx.y is the batch element.
 __global__ void __launch_bounds__(kThreads)
     GemmSetup(Groups batch, Operands operands, int32_t elements_per_weight, float beta, bool zero_rest,
               Region workspace, GemmScratch scratch) {
@@ -68,7 +70,7 @@ struct ScaledArguments {
   OperandScales scales[2];
   const void** scale_pointers[2];
   UnitCounts element_units;
-  GroupTable table;  // of the first batch element
+  GroupTable table;  // the first batch element's
   int32_t elements_per_weight;
   float beta;
   bool zero_rest;
@@ -76,7 +78,7 @@ struct ScaledArguments {
   GemmScratch scratch;
 };
 
-// Columnwise data, whose rows are a group's tokens.
+// Writes the pointer and size of a group of columnwise data, whose rows are the group's tokens.
 __device__ void WritePackedGroup(const Operand& operand, int matrix, const Chunk& first, const GemmScratch& scratch) {
   const ScaleLayout layout{operand.columns, false};
   const int64_t unit = first.group_rows == 0 ? 0 : ColumnDataUnit(layout, first, 0);
@@ -94,7 +96,7 @@ __device__ int64_t FirstScale(const OperandScales& scales, bool columnwise, cons
   return columnwise ? ColumnScalePosition<kMode>(layout, first, 0) : RowScalePosition<kMode>(layout, first, 0, 0);
 }
 
-// Where a group's scales begin, counted in scales; inside the array also for groups without rows.
+// Returns the index of a group's first scale. The index stays inside the array also for groups without rows.
 __device__ int64_t ScalesBefore(const OperandScales& scales, bool columnwise, const Chunk& first, int64_t weight) {
   if (scales.weight_stride > 0) return weight * scales.weight_stride;
   if (scales.mode == ScalingMode::kTensor) return first.group;

@@ -1,4 +1,4 @@
-// The time that work takes on the current device.
+// Timing of work on the current device.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_STOPWATCH_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_STOPWATCH_H_
@@ -23,7 +23,7 @@ struct DestroyHandle {
 template <typename Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, DestroyHandle>;
 
-// Times what is enqueued on a stream of its own, which waits for no other stream.
+// A timer of work on a stream of its own, which waits for no other stream.
 class Stopwatch {
  public:
   using Enqueue = std::function<Status()>;
@@ -32,13 +32,13 @@ class Stopwatch {
 
   cudaStream_t stream() const { return stream_.get(); }
 
-  // Enqueues and waits. `milliseconds` is only what the device took.
+  // Enqueues work and waits for it. `milliseconds` is the device's time only.
   Status Time(const Enqueue& enqueue, float* milliseconds) const;
 
-  // Captures as many calls of `enqueue` in one graph, whose kernels follow each other without the host.
+  // Captures `calls` calls of `enqueue` in one graph, whose kernels follow each other without the host.
   Status Record(int calls, const Enqueue& enqueue, Owned<cudaGraphExec_t>* graph) const;
 
-  // The same of a recorded graph.
+  // Runs a recorded graph and times it in the same way.
   Status Time(cudaGraphExec_t graph, float* milliseconds) const;
 
  private:

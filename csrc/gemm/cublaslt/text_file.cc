@@ -14,7 +14,7 @@
 namespace jax_grouped {
 
 TextFile TextFile::Open(const std::string& path, int flags) {
-  // O_NONBLOCK has no meaning for regular files; of a FIFO, open would else wait for the other end.
+  // O_NONBLOCK has no effect on regular files. Without it, opening a FIFO would wait for the other end.
   TextFile file(open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0644));
   struct stat status;
   if (file.descriptor_ < 0 || (fstat(file.descriptor_, &status) == 0 && S_ISREG(status.st_mode))) return file;
@@ -29,7 +29,7 @@ TextFile::TextFile(TextFile&& other) noexcept : descriptor_(std::exchange(other.
 
 TextFile::~TextFile() {
   if (descriptor_ < 0) return;
-  // A child that was forked meanwhile has the descriptor, too, and closing would leave the lock to it.
+  // A child that was forked meanwhile also has the descriptor. Closing alone would leave the lock with the child.
   flock(descriptor_, LOCK_UN);
   close(descriptor_);
 }

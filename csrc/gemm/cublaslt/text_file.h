@@ -8,29 +8,29 @@
 
 namespace jax_grouped {
 
-// An open file, if the path names a regular one that may be opened so: whoever sets the path may name a device, a FIFO
-// or a folder. Opening never waits, and where there is no such file the functions do nothing.
+// An open file, if the path names a regular file that may be opened in this way. The path comes from users and may name
+// a device, a FIFO or a folder. Opening never waits. Without such a file the functions do nothing.
 class TextFile {
  public:
-  // Files are no longer than this; what a longer one holds past it does not exist.
+  // The largest size of a file. Text beyond it is ignored.
   static constexpr size_t kMostBytes = size_t{4} << 20;
 
   static TextFile OpenToRead(const std::string& path);
-  // Makes the file if there is none.
+  // Opens the file to append to it. Creates it if there is none.
   static TextFile OpenToAppend(const std::string& path);
 
   TextFile(TextFile&& other) noexcept;
   TextFile& operator=(TextFile&&) = delete;
   ~TextFile();
 
-  // Keeps other processes from locking the file until it is closed, where the file system has locks. Returns false if
-  // another process has it locked for longer than a second.
+  // Locks the file against other processes until it is closed, if the file system has locks. Returns false if another
+  // process holds the lock for longer than a second.
   bool Lock() const;
 
-  // The text from the beginning on.
+  // Returns the text from the beginning on.
   std::string Read() const;
 
-  // Appends text, all of it or, on a disk that is full, a part; none if the file would become too long.
+  // Appends the whole text, or a part of it if the disk is full. Appends nothing if the file would become too long.
   void Append(const std::string& text) const;
 
  private:

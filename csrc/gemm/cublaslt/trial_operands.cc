@@ -12,10 +12,10 @@
 namespace jax_grouped {
 namespace {
 
-// As XLA aligns its buffers.
+// The alignment of XLA's buffers.
 constexpr int64_t kBufferAlignment = 256;
 
-// Words of 32 bits, some of whose bits are random.
+// A 32-bit word of which some bits are random.
 struct Pattern {
   uint32_t random;
   uint32_t fixed;
@@ -24,7 +24,8 @@ struct Pattern {
 constexpr Pattern kFloat32Ones{0, 0x3F800000};
 constexpr Pattern kE8M0Ones{0, 0x7F7F7F7F};
 
-// Random are the sign, the mantissa and the exponent's last bit; the others make the exponent that of 1/2 or 1.
+// Returns the pattern of a type's elements. The sign, the mantissa and the last bit of the exponent are random. The
+// other bits make the exponent that of 1/2 or 1.
 Pattern ElementPattern(cudaDataType_t type) {
   switch (type) {
     case CUDA_R_8F_E4M3:
@@ -40,7 +41,7 @@ Pattern ElementPattern(cudaDataType_t type) {
   }
 }
 
-// Random numbers take time to make and to copy, so arrays repeat the first 4 MiB.
+// Fills an array with a repetition of 4 MiB of random numbers. More would take time to generate and to copy.
 Status Fill(void* array, int64_t bytes, const Pattern& pattern, std::mt19937* random, cudaStream_t stream) {
   if (bytes == 0) return Status::Ok();
   constexpr int64_t kMostRandomBytes = 4 << 20;
@@ -58,7 +59,7 @@ Status Fill(void* array, int64_t bytes, const Pattern& pattern, std::mt19937* ra
   return Status::FromCuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-// Sizes that differ by one row at most, then offsets of 0.
+// Writes sizes that differ by at most one row, then offsets of 0.
 Status FillSizes(int32_t* sizes, const Groups& groups, cudaStream_t stream) {
   std::vector<int32_t> values(groups.AllGroups(), static_cast<int32_t>(groups.capacity / groups.num_groups));
   for (int32_t i = 0; i < groups.AllGroups(); ++i) {
@@ -81,7 +82,7 @@ struct Sizes {
   int64_t scratch;
 };
 
-// Bytes of every array.
+// Counts the bytes of every array.
 Sizes CountBytes(const GemmProblem& problem, const Groups& groups) {
   const int64_t x = problem.tokens * problem.in_features;
   const int64_t weights = NumWeights(problem) * problem.in_features * problem.out_features;
@@ -107,7 +108,7 @@ Sizes CountBytes(const GemmProblem& problem, const Groups& groups) {
   return sizes;
 }
 
-// How many copies of so many bytes are twice as large as the current device's L2 cache, at most 8.
+// Counts the copies of `bytes` bytes that together are twice as large as the current device's L2 cache, at most 8.
 Status CountCopies(int64_t bytes, int* copies) {
   constexpr int64_t kMostCopies = 8;
   int device = 0;
@@ -122,7 +123,7 @@ Status CountCopies(int64_t bytes, int* copies) {
 }  // namespace
 
 Status TrialOperands::Create(const GemmProblem& problem, cudaStream_t stream) {
-  // A batch whose elements all share weights, with as many groups and tokens as that of the problem.
+  // All elements of this batch share weights. It has as many groups and tokens as the batch of the problem.
   const int32_t batch = problem.elements_per_weight;
   const auto num_groups = static_cast<int32_t>(problem.num_groups / batch);
   groups_ = {nullptr, nullptr, num_groups, num_groups, problem.tokens / batch, batch};
@@ -151,7 +152,7 @@ Status TrialOperands::Create(const GemmProblem& problem, cudaStream_t stream) {
   const bool scaled_weights = problem.scaled && problem.product != Product::kWgrad;
   const int64_t weight_scales = scaled_weights ? LayoutOfB(problem, groups_).ScaleElements() / NumWeights(problem) : 0;
   const Pattern& ones = problem.a_mode == ScalingMode::kMx ? kE8M0Ones : kFloat32Ones;
-  std::mt19937 random;  // One for all: with the same numbers in both operands, products would be squares.
+  std::mt19937 random;  // Shared by all arrays: equal numbers in both operands would make the products squares.
   for (int copy = 0; copy < copies; ++copy) {
     char* const a = take(sizes.a);
     char* const b = take(sizes.b);

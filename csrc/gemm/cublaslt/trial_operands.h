@@ -1,4 +1,4 @@
-// Operands to time a problem with.
+// Operands for timing a problem.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_TRIAL_OPERANDS_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_TRIAL_OPERANDS_H_
@@ -14,17 +14,17 @@
 
 namespace jax_grouped {
 
-// Calls of a problem in device memory of their own: groups of equal sizes, random elements with magnitudes from 1/2 to
-// 2, inverse scales of 1. Zeros would not do, as they draw less power and so let the GPU run faster.
+// Calls of a problem in their own device memory. The groups have equal sizes, the elements are random with magnitudes
+// from 1/2 to 2, and the inverse scales are 1. Zeros would not do: they draw less power, so the GPU would run faster.
 class TrialOperands {
  public:
-  // Allocates on the current device and fills in on `stream`.
+  // Allocates the arrays on the current device and fills them on `stream`.
   Status Create(const GemmProblem& problem, cudaStream_t stream);
 
   const Groups& groups() const { return groups_; }
 
-  // Of the call of that number. Calls take turns among copies of the arrays, eight at most, that fill the device's L2
-  // cache twice: a small product would else find there what the one before it has read.
+  // Returns the buffers of call number `call`. Calls rotate through copies of the arrays, eight at most, that together
+  // fill the device's L2 cache twice. Otherwise a small product would find in the cache what the previous one has read.
   const GemmBuffers& Buffers(int call) const { return buffers_[call % buffers_.size()]; }
 
  private:

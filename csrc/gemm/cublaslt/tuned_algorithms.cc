@@ -53,10 +53,10 @@ bool ParseLine(std::string_view line, std::string_view* key, Algorithm* algorith
 
 using Choices = std::map<std::string, std::vector<Algorithm>>;
 
-// The algorithms that the text of a file has for each key, in its order.
+// Returns the algorithms in a file's text for each key, in the file's order.
 Choices Parse(std::string_view text) {
   Choices choices;
-  // What follows the last line end was not written in full.
+  // The text after the last line end was not written in full.
   size_t begin = 0;
   for (size_t end = text.find('\n'); end != std::string_view::npos; begin = end + 1, end = text.find('\n', begin)) {
     std::string_view key;
@@ -119,7 +119,7 @@ Algorithm TunedAlgorithms::Add(const std::string& key, const CanRun& can_run, co
   Algorithm choice = algorithm;
   const TextFile file = TextFile::OpenToAppend(path);
   if (file.Lock()) {
-    // Another process may have added one since the file was read.
+    // Another process may have added an algorithm since the file was read.
     const std::string text = file.Read();
     if (!FirstThatRuns(Parse(text)[key], can_run, &choice)) {
       const std::string separator = text.empty() || text.back() == '\n' ? "" : "\n";

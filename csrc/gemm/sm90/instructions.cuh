@@ -1,6 +1,6 @@
-// Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes, the tensor memory
-// accelerator (TMA), and matrix products of a warp group. Names and rules are those of the PTX ISA, chapters 9.7.13
-// (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
+// Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes (mbarrier), the tensor
+// memory accelerator (TMA), and matrix products of a warp group (WGMMA). Names and rules are those of the PTX ISA,
+// chapters 9.7.13 (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
@@ -20,7 +20,7 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Barriers are known by their address in shared memory; their phases alternate between two parities.
+// A barrier. Functions take its address in shared memory. Its phases alternate between two parities.
 using Barrier = uint64_t;
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
@@ -31,7 +31,7 @@ __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes of asynchronous copies.
+// Arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
 __device__ inline void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -48,7 +48,7 @@ __device__ inline void ArriveAt(uint32_t barrier, uint32_t block) {
       : "memory");
 }
 
-// Waits for the end of a phase of that parity.
+// Waits until a phase of the given parity has ended.
 __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -66,8 +66,8 @@ __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
 // Makes initialised barriers visible to copies and to the cluster.
 __device__ inline void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Between this thread's ordinary accesses to shared memory and those of the TMA and of matrix products, which it or a
-// thread that waits for it starts.
+// Orders this thread's ordinary accesses to shared memory relative to accesses by the TMA and by matrix products.
+// Covers those that this thread starts, and those that a thread starts which waits for this one.
 __device__ inline void FenceShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline uint32_t RankInCluster() {
@@ -84,7 +84,7 @@ __device__ inline void SynchronizeCluster() {
           : "memory");
 }
 
-// Waits for all threads of one warp group, with a hardware barrier of its own.
+// Waits for all threads of one warp group. Each warp group has its own hardware barrier.
 __device__ inline void SynchronizeWarpGroup(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroupThreads) : "memory");
 }
@@ -99,15 +99,16 @@ __device__ void AcquireRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Before the first copy through a tensor map that a kernel has written to global memory.
+// Acquires a tensor map that a kernel has written to global memory. Must precede the first copy through the map.
 __device__ inline void AcquireTensorMap(const CUtensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
-// After a thread has written a tensor map to global memory.
+// Releases the tensor maps that this thread has written to global memory. Must follow the writes.
 __device__ inline void ReleaseTensorMaps() { asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory"); }
 
-// Gives a tensor map in shared memory the address, row length and row stride of another matrix with as many rows.
+// Sets the address, row length and row stride of a tensor map in shared memory to those of another matrix with the same
+// number of rows.
 __device__ inline void ReplaceMatrix(CUtensorMap* map, const void* base, uint32_t row_length, uint64_t row_bytes) {
   const uint32_t address = SharedAddress(map);
   asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
@@ -118,7 +119,8 @@ __device__ inline void ReplaceMatrix(CUtensorMap* map, const void* base, uint32_
                : "memory");
 }
 
-// Gives a tensor map in shared memory the address and number of rows of another matrix with rows as long.
+// Sets the address and number of rows of a tensor map in shared memory to those of another matrix with the same row
+// length.
 __device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t rows) {
   const uint32_t address = SharedAddress(map);
   asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
@@ -127,8 +129,8 @@ __device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t 
                : "memory");
 }
 
-// Copies a box of a matrix to shared memory, at the same place in the first `kBlocks` blocks of the cluster, whose
-// barriers count its bytes. What lies outside the matrix is zero.
+// Copies a box of a matrix to shared memory, to the same address in each of the first `kBlocks` blocks of the cluster.
+// The barrier of each of these blocks counts the bytes. Elements outside the matrix become zero.
 template <int kBlocks>
 __device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, uint32_t barrier) {
   if constexpr (kBlocks == 1) {
@@ -146,18 +148,19 @@ __device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, in
   }
 }
 
-// Copies 16 bytes, which this thread's next ArriveAfterCopies waits for. Unlike a box, they may replace what threads
-// have read without a fence.
+// Copies 16 bytes asynchronously. This thread's next ArriveAfterCopies waits for them. Unlike a box, they may overwrite
+// memory that threads have read without a fence.
 __device__ inline void CopyChunk(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
-// Arrives once the chunks that this thread has begun to copy are there. The barrier expects this arrival as any other.
+// Arrives once the chunks that this thread has begun to copy have landed. The barrier's count includes this arrival
+// like any other.
 __device__ inline void ArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Copies a box from shared memory to a matrix, or to one of a stack; what lies outside the matrix is left out.
+// Copies a box from shared memory to a matrix or to one matrix of a stack. Elements outside the matrix are not written.
 __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(box),
                "r"(column), "r"(row)
@@ -170,7 +173,7 @@ __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t co
                : "memory");
 }
 
-// The same, added to what is there.
+// Adds a box from shared memory to a matrix of a stack. Elements outside the matrix are not written.
 __device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -180,7 +183,7 @@ __device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t colu
 
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's stores, but for those of the last kLeft groups, have read shared memory.
+// Waits until this thread's stores, except those of the last kLeft groups, have read shared memory.
 template <int kLeft>
 __device__ void WaitForReads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
@@ -202,23 +205,26 @@ __device__ inline void StoreShared(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers, a row of one of them from every lane's address.
+// Stores four 8 x 8 matrices of 16-bit numbers. Every lane passes the address of one row of one matrix.
 __device__ inline void StoreMatrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
 
-// An operand of a warp group's product: rows of 128 bytes along the sum, swizzled by 128 bytes, on a 1024-byte
-// boundary.
+// Returns the descriptor of an operand of a warp group's product. The operand's rows are 128 bytes along the
+// contraction axis. They are swizzled by 128 bytes and start on a 1024-byte boundary.
 __device__ inline uint64_t SwizzledOperand(uint32_t rows) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((rows & 0x3ffff) >> 4);
 }
 
-// The numbers of a 64 x 128 product that a thread of a warp group holds: those of rows r and r + 8, for
-// r = 16 * warp + lane / 4, and columns 8 * i + lane % 4 * 2 and the next; value[4 * i + 2 * (row is r + 8) + column].
+// The values of a 64 x 128 product that one thread of a warp group holds. They lie in rows r and r + 8 and, for every
+// i, in columns c and c + 1, with
+//   r = 16 * warp + lane / 4
+//   c = 8 * i + lane % 4 * 2
+//   value[4 * i + 2 * (row is r + 8) + (column is c + 1)].
 struct Fragment {
   static constexpr int kRows = 64;
   static constexpr int kColumns = 128;
@@ -251,7 +257,8 @@ __device__ inline void WaitForProducts() { asm volatile("wgmma.wait_group.sync.a
       : JAX_GROUPED_ALL                                                                   \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 
-// Starts a product over 32 numbers of both operands, which `add` adds to what is there.
+// Starts a product over 32 numbers of both operands. With `add`, the product is added to the fragment; otherwise it
+// replaces the fragment.
 template <typename AType, typename BType>
 __device__ __forceinline__ void Multiply(uint64_t a, uint64_t b, bool add, Fragment& fragment) {
   constexpr bool kAIsE4m3 = AType::kType == __NV_E4M3;
@@ -263,7 +270,7 @@ __device__ __forceinline__ void Multiply(uint64_t a, uint64_t b, bool add, Fragm
   if constexpr (!kAIsE4m3) JAX_GROUPED_MULTIPLY("e5m2.e4m3");
 }
 
-// Keeps the compiler from moving accesses of the registers past this place.
+// Prevents the compiler from moving accesses to the fragment's registers across this call.
 __device__ __forceinline__ void Pin(Fragment& fragment) {
   auto& v = fragment.value;
   asm volatile("" : JAX_GROUPED_ALL::"memory");

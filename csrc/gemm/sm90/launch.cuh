@@ -1,4 +1,4 @@
-// Launching the kernels of tile_products.cuh.
+// Host launches of the kernels in tile_products.cuh.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
@@ -23,7 +23,7 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// How a tensor map calls numbers of a result.
+// Returns the tensor map's name for the type of a result.
 inline CUtensorMapDataType ResultMapType(cudaDataType_t type) {
   switch (type) {
     case CUDA_R_32F:
@@ -37,7 +37,7 @@ inline CUtensorMapDataType ResultMapType(cudaDataType_t type) {
 
 inline int64_t ResultBytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
-// Boxes of kDepth numbers from so many rows of FP8 numbers.
+// Returns boxes of kDepth numbers by `box_rows` rows of FP8 numbers.
 inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, uint32_t box_rows) {
   return {data,
           CU_TENSOR_MAP_DATA_TYPE_UINT8,
@@ -46,7 +46,7 @@ inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, 
           {kDepth, box_rows}};
 }
 
-// Calls launch(type of a, type of b, scaling mode of a) with those of a problem, as types.
+// Calls launch(type of a, type of b, scaling mode of a) with a problem's values, passed as types.
 template <typename Launch>
 Status WithTypes(const GemmProblem& problem, const Launch& launch) {
   const auto with_mode = [&](auto a, auto b) {
@@ -60,8 +60,8 @@ Status WithTypes(const GemmProblem& problem, const Launch& launch) {
   return with_mode(E4m3(), E4m3());
 }
 
-// A launch on all processors, or on fewer where there are fewer tiles than clusters. The kernel starts early, and waits
-// for its setup in SetUpBlock.
+// A launch on all SMs, or on fewer if there are fewer tiles than clusters. The kernel starts early and waits for its
+// setup in SetUpBlock.
 class ClusterLaunch {
  public:
   Status Configure(const void* kernel, cudaStream_t stream, int device, int32_t tiles) {

@@ -10,7 +10,8 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, found through the runtime: linking the driver would keep the module from loading without one.
+// Finds the driver's function through the runtime. Linking the driver would make the module fail to load on a machine
+// without one.
 Encode FindEncode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;

@@ -1,17 +1,19 @@
-// What the kernels of FP8 products on Hopper have in common: tiles of 256 x 128, multiplied 128 bytes of both operands
-// after another.
+// Common parts of the FP8 product kernels on Hopper. Tiles of the result are 256 x 128. A tile is computed from blocks
+// of 128 bytes of both operands, one block after another.
 //
-// A tile of the result belongs to a block of threads, and further tiles to the same block: the grid just fills the GPU.
-// One warp, the producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups
-// of 128 threads multiply them, add up the scaled products in registers, and store the sums. While one group scales or
-// stores, the other has the tensor cores.
+// Each block of threads computes one tile of the result, then further tiles: the grid just fills the GPU. One warp, the
+// producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups of 128
+// threads multiply the operands, accumulate the scaled products in registers, and store the sums. While one group
+// scales or stores, the other uses the tensor cores.
 //
-// What bounds it on an H200 (counters of E8 T32768 K7168 N4096): a group's turn. Its product takes 460 cycles, 256 of
-// them on the tensor cores. Then it adds up: 64 additions per thread take 110 cycles, 128 multiply-adds with 1x128
-// scales 310, because the other group's product goes through the same registers. And, sustained, 700 W, at which the
-// clock falls from 1.98 to 1.4 to 1.75 GHz. Slower, by 1 to 10 %: math groups that take turns at the tensor cores, or
-// stay half a block or a block behind each other; two products of 64 x 64 under way per group; asking early for the
-// next stage.
+// Two things bound the speed on an H200 (counters of E8 T32768 K7168 N4096). The first is the sequence of one math
+// group. Its product takes 460 cycles, 256 of them on the tensor cores. Then it accumulates: 64 additions per thread
+// take 110 cycles; 128 multiply-adds with 1x128 scales take 310, because the other group's product goes through the
+// same registers. The second is power: sustained runs reach 700 W, at which the clock falls from 1.98 GHz to 1.4-1.75
+// GHz.
+//
+// Four variants are slower, by 1 to 10 %: math groups that alternate at the tensor cores; math groups that stay half a
+// block or a block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
@@ -30,45 +32,46 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// Blocks of a cluster have neighbouring tiles of the same rows. Each copies its share of the rows to all of them, so
-// that the L2 cache is read less. Clusters of four, and of two by two, are 2 to 6 % slower.
+// Blocks of a cluster. They compute adjacent tiles of the same rows. Each block copies its part of the rows to all
+// blocks, which reduces reads of the L2 cache. Clusters of four, and of two by two, are 2 to 6 % slower.
 constexpr int kCluster = 2;
 constexpr int kMathGroups = 2;
-constexpr int kStages = 3;  // what shared memory has room for
+constexpr int kStages = 3;  // the most that fit in shared memory
 
-// Products of 64 x 128 that a math group has per tile, one below the other; the rows of each wave lie together, so that
-// no group is idle while the other has two.
+// Products of 64 x 128 that a math group computes per tile, one below the other. The rows of each wave are adjacent, so
+// that no group is idle while the other has two products.
 constexpr int kWaves = 2;
 constexpr int kTileRows = Fragment::kRows * kMathGroups * kWaves;
 constexpr int kTileColumns = Fragment::kColumns;
 constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
 constexpr int kMathThreads = kMathGroups * kWarpGroupThreads;
 constexpr int kThreads = kMathThreads + kWarpGroupThreads;
-// Of 64 Ki registers, in units of 8 per thread.
+// Registers per thread, in multiples of 8. All threads together have 64 Ki registers.
 constexpr int kProducerRegisters = 24;
 constexpr int kMathRegisters = 240;
-// Tiles follow one another down to this many rows of tiles, then to the right: what is at work at once then shares
-// most of both operands.
+// Rows of tiles in a swath. Tiles follow one another down the rows of a swath, then to the right. The tiles in progress
+// then share most of both operands.
 constexpr int kSwath = 16;
 
-// Boxes of the result are 64 rows of 128 bytes. A math group writes so many at once, and has room for twice as many.
+// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for twice
+// as many.
 constexpr int kBoxRowBytes = 128;
 constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
 constexpr int kStagedBoxes = 2;
 constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
 
-// How many tiles the producer may have found that the math groups have not begun.
+// Tiles that the producer may have found and the math groups have not begun.
 constexpr int kTilesAhead = 2;
 
-// A tile as the math groups know it.
+// A tile, as the producer passes it to the math groups.
 struct alignas(16) Tile {
-  int32_t group = -1;     // counted through the batch
-  int32_t group_row = 0;  // at which the group's rows begin, if all groups share them
-  int32_t row = 0;        // of the group's result
-  int32_t column = 0;     // may lie right of the result
-  int32_t rows = 0;       // of the result from `row` on, which may be more than the tile has
-  int32_t blocks = 0;     // of kDepth that are summed
-  float scale = 1.0f;     // of all products, with one scale per tensor
+  int32_t group = -1;     // index in the batch
+  int32_t group_row = 0;  // first row of the group in a result that all groups share
+  int32_t row = 0;        // first row, counted in the group's result
+  int32_t column = 0;     // first column; may lie right of the result
+  int32_t rows = 0;       // rows of the result from `row` on; may exceed the tile's
+  int32_t blocks = 0;     // number of blocks of kDepth to sum over
+  float scale = 1.0f;     // factor of all products, with one scale per tensor
 };
 
 struct alignas(1024) Shared {
@@ -78,7 +81,7 @@ struct alignas(1024) Shared {
   float row_scale[kStages][kTileRows];
   union {
     float column_scale[kStages][kTileColumns];
-    float weight_scale[kStages][4];  // of the columns' block: of this stage and its neighbours
+    float weight_scale[kStages][4];  // scales of the columns' block, for this stage and its neighbours
   };
   Tile tiles[kTilesAhead];
   Barrier full[kStages];
@@ -87,7 +90,7 @@ struct alignas(1024) Shared {
   Barrier tile_empty[kTilesAhead];
 };
 
-// The addresses of these.
+// Addresses of the members of Shared.
 struct Addresses {
   uint32_t base;
 
@@ -116,7 +119,7 @@ struct Addresses {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// A place in a ring, whose barriers' phases have this parity.
+// A position in a ring, and the parity of its barriers' current phases.
 template <int kPlaces>
 struct RingPlace {
   int index = 0;
@@ -130,7 +133,8 @@ struct RingPlace {
 };
 using Stage = RingPlace<kStages>;
 
-// Places the tile of a turn among those of its group, which are so many high and, in turns, so many wide.
+// Sets the position of a tile from `turn_in_group`. The group's tiles are `high` rows of tiles, and `wide` cluster
+// widths (kCluster tiles each) across.
 __device__ __forceinline__ void PlaceTile(int32_t turn_in_group, int32_t high, int32_t wide, Tile* tile) {
   const int32_t swath = turn_in_group / (kSwath * wide);
   const int32_t in_swath = turn_in_group % (kSwath * wide);
@@ -139,23 +143,24 @@ __device__ __forceinline__ void PlaceTile(int32_t turn_in_group, int32_t high, i
   tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
 }
 
-// Clusters take turns at rows of kCluster tiles.
+// Returns the first turn of a cluster. Clusters share out the turns; a turn is a row of kCluster tiles.
 __device__ inline int32_t FirstTurn() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
 
-// How a producer's tiles reach the math groups of its block. Finding a tile takes divisions and reads of global memory,
-// for which the tensor cores would wait if the math groups did it. These count turns all the same: of loops whose ends
-// come from shared memory, the compiler does not know that all lanes leave them together, and takes twice as long to
-// start products in them.
+// Queue of tiles from the producer to the math groups of its block. Finding a tile takes divisions and reads of global
+// memory. The tensor cores would wait for these if the math groups did them.
+//
+// The math groups keep their own turn counter all the same. If the end of a loop comes from shared memory, the compiler
+// cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
 class TileQueue {
  public:
   __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
 
-  // For the whole producer.
+  // Posts a tile. All lanes of the producer must call it.
   __device__ void Post(const Tile& tile) {
     WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
     if (Lane() == 0) {
-      // A whole tile would be copied byte by byte.
+      // A copy of the whole struct would be made byte by byte.
       Tile* slot = shared_.TileSlot(slot_.index);
       slot->group = tile.group;
       slot->group_row = tile.group_row;
@@ -170,7 +175,7 @@ class TileQueue {
     slot_.Advance();
   }
 
-  // For whole warps of the math groups.
+  // Takes the next tile. Whole warps of the math groups must call it.
   __device__ Tile Take() {
     WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
     const Tile tile = *shared_.TileSlot(slot_.index);
@@ -184,22 +189,22 @@ class TileQueue {
   RingPlace<kTilesAhead> slot_;
 };
 
-// The first row in a tile of a math group's product in each wave.
+// Returns the first row, within a tile, of a math group's product in a wave.
 __device__ inline int FirstRow(int group, int wave) { return (wave * kMathGroups + group) * Fragment::kRows; }
 
-// Where a thread of a math group stands in the products of its group.
+// Position of a thread of a math group within its group's products.
 struct Place {
   int group;
   int warp;
   int lane;
 
-  // Its first row of a fragment; the other is 8 further.
+  // Returns the thread's first row of a fragment. Its other row is 8 further.
   __device__ int Row() const { return warp * 16 + lane / 4; }
-  // The first of its two columns of each 8.
+  // Returns the first of the thread's two columns in each 8 columns.
   __device__ int Column() const { return lane % 4 * 2; }
 };
 
-// A thread's scales of the two rows that it has in a wave's product.
+// Scales of the two rows that a thread holds in a wave's product.
 struct RowScales {
   float rows[2];
 
@@ -223,8 +228,8 @@ __device__ __forceinline__ void Add(const Fragment& product, Fragment& sum) {
   for (int i = 0; i < Fragment::kValues; ++i) sum.value[i] += product.value[i];
 }
 
-// The product of two inverse scales, rounded towards zero: where it overflows, that gives the largest number instead of
-// infinity, which times a sum of 0 would be NaN.
+// Returns the product of two inverse scales, rounded towards zero. An overflow then gives the largest number instead of
+// infinity; infinity times a sum of 0 would be NaN.
 __device__ __forceinline__ float MultiplyScales(float a, float b) { return __fmul_rz(a, b); }
 
 __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
@@ -232,8 +237,8 @@ __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
   for (float& value : sum.value) value *= factor;
 }
 
-// Writes 64 columns of a fragment to shared memory, as boxes of 32. Odd rows exchange columns that lie 64 bytes apart,
-// so that the lanes which write at once have all banks between them.
+// Writes 64 columns of a fragment to shared memory, as boxes of 32 columns. Odd rows exchange columns that lie 64 bytes
+// apart, so that the lanes of one store cover all banks.
 template <int kFirstColumn>
 __device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const Place& place, uint32_t staging) {
   const bool odd = place.Row() % 2 != 0;
@@ -274,7 +279,7 @@ __device__ uint32_t PackPair<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// The same with all columns as 16-bit numbers, in boxes of 64.
+// Writes all columns of a fragment to shared memory as 16-bit numbers, in boxes of 64 columns.
 template <typename T>
 __device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Place& place, uint32_t staging) {
   const int row = place.warp * 16 + place.lane % 16;
@@ -288,14 +293,14 @@ __device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Pla
   }
 }
 
-// The shared memory from which a math group's results are copied, half of it while the group writes the other half.
+// Shared memory from which a math group's results are copied. The group writes one half while the other half is copied.
 class Staging {
  public:
   __device__ Staging(const Addresses& shared, const Place& place, cudaDataType_t type)
       : place_(place), type_(type), memory_(shared.Staging(place.group)) {}
 
-  // Writes 64 rows of a tile, of which the result has so many columns, and has store(box, column) called for each box
-  // of them, `column` counted in the tile.
+  // Writes 64 rows of a tile, of which `columns` columns lie in the result. Calls store(box, column) for each box of
+  // them, with `column` counted in the tile.
   template <typename Store>
   __device__ __forceinline__ void StoreRows(const Fragment& sum, int columns, const Store& store) {
     if (type_ == CUDA_R_32F) {
@@ -349,13 +354,14 @@ __device__ __forceinline__ void StartProduct(uint32_t rows, uint32_t columns, Fr
   Pin(product);
 }
 
-// A thread has read a stage, which blocks of the whole cluster fill.
+// Releases a stage after this thread has read it. Arrives in every block of the cluster, because all of them fill the
+// stage.
 __device__ __forceinline__ void Release(uint32_t empty) {
 #pragma unroll
   for (int block = 0; block < kCluster; ++block) ArriveAt(empty, block);
 }
 
-// Copies `count` floats, a multiple of 4, but kMost at most. For all lanes of the producer.
+// Copies `count` floats: a multiple of 4, of which at most kMost are copied. All lanes of the producer must call it.
 template <int kMost>
 __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* source, int32_t count) {
 #pragma unroll
@@ -365,10 +371,12 @@ __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* so
   }
 }
 
-// Sets up the barriers, waits for the setup kernel, and divides the registers between the warps. For whole clusters of
-// kThreads. Then one warp, the producer, copies operands: one of its lanes begins the copies to a stage, and every lane
-// copies some of its scales, if there are any. The math threads multiply. Every thread gives back for itself what it
-// has read: compute-sanitizer does not follow that through a barrier of the warp to the arrival of another lane.
+// Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it. The warps then divide
+// the registers between them.
+//
+// The producer is one warp that copies operands. One of its lanes begins the copies to a stage. Every lane copies some
+// of the stage's scales, if there are any. The math threads multiply. Every thread releases for itself what it has
+// read: compute-sanitizer does not follow the order through a warp barrier to the arrival of another lane.
 template <ScalingMode kMode>
 __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   if (threadIdx.x == 0) {
@@ -386,20 +394,20 @@ __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   cudaGridDependencySynchronize();
 }
 
-// Takes the registers of the warps that do not multiply, and tells whether this warp is the producer.
+// Reduces the registers of the warps that do not multiply. Returns true if this warp is the producer.
 __device__ __forceinline__ bool BecomeProducer() {
   ReleaseRegisters<kProducerRegisters>();
   return Uniform(Warp()) == kMathThreads / 32;
 }
 
-// Gives math threads more registers, and tells which part of a tile is this thread's.
+// Gives math threads more registers. Returns the thread's position in a tile.
 __device__ __forceinline__ Place BecomeMathThread() {
   AcquireRegisters<kMathRegisters>();
   return Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
                static_cast<int>(threadIdx.x) % 32};
 }
 
-// Ends a block: none may end while another of its cluster still copies to it or arrives at its barriers.
+// Ends a block. No block may end while another block of its cluster still copies to it or arrives at its barriers.
 __device__ __forceinline__ void EndBlock() {
   __syncwarp();
   SynchronizeCluster();

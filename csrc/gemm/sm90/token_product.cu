@@ -17,7 +17,7 @@ constexpr int kSetupThreads = 512;
 static_assert(kTileTokens == kTileRows && kTileFeatures == kTileColumns, "the header tells the tiles of the kernel");
 
 struct TokenSetup {
-  CUtensorMap result;  // with the rows of no group yet
+  CUtensorMap result;  // without any group's rows yet
   CUtensorMap* results;
   void* result_data;
   int64_t result_row_bytes;
@@ -25,8 +25,8 @@ struct TokenSetup {
   GroupTable table;
 };
 
-// Every row of blocks has a batch element: its first block finds the groups and describes their results, the others
-// zero the rows of no group.
+// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups and describes their
+// results. The other blocks zero the rows that belong to no group.
 __global__ void __launch_bounds__(kSetupThreads)
     SetUpTokenProduct(Groups batch, const __grid_constant__ TokenSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(kSetupThreads)
   }
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads, Counts<Unit::k4, kTileUnit>>(batch, element, args.element_units, table);
-  // Threads that copy maps wait for each other, as all maps begin at the same bank.
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.result;
-#pragma unroll 1  // There are seldom as many groups as maps.
+#pragma unroll 1  // There are seldom more groups than maps.
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
     const int32_t row = table.FirstRow()[group];
-    // Nothing is stored for an empty group, but a map of no rows would not be valid.
+    // Nothing is stored for an empty group, but a map without rows would be invalid.
     const uint32_t rows = max(table.FirstRow()[group + 1] - row, 1);
     ReplaceRows(&map, static_cast<char*>(args.result_data) + row * args.result_row_bytes, rows);
     args.results[element * batch.num_groups + group] = map;

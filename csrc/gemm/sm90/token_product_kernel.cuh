@@ -1,4 +1,4 @@
-// Device side of token_product.h: rows are tokens, columns are features of the result, and stages are 128 of the depth.
+// Device side of token_product.h. Rows are tokens, columns are features of the result, and a stage is 128 of the depth.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_PRODUCT_KERNEL_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_PRODUCT_KERNEL_CUH_
@@ -13,18 +13,18 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// What tells how many rows of tiles lie before a group.
+// Unit of the group table that counts the rows of tiles before a group.
 constexpr Unit kTileUnit = Unit::k256;
 static_assert(UnitRows(kTileUnit) == kTileRows);
 
 struct TokenArguments {
   CUtensorMap tokens;
   CUtensorMap weights;         // one below the other
-  CUtensorMap all_results;     // of all groups
-  const CUtensorMap* results;  // of each group
-  GroupTable table;            // of the first batch element
-  int32_t element_turns;       // of all clusters at a batch element, if it has as many tiles as it can
-  int32_t turns;               // at all elements
+  CUtensorMap all_results;     // the results of all groups in one map
+  const CUtensorMap* results;  // one map per group
+  GroupTable table;            // the first batch element's
+  int32_t element_turns;       // turns of all clusters at a batch element that has the most tiles possible
+  int32_t turns;               // turns of all clusters at all batch elements
   const float* token_scale;
   const float* weight_scale;
   int64_t weight_scales;
@@ -36,7 +36,7 @@ struct TokenArguments {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The tiles of a block, one per turn, or none if there are no more in the turn's batch element.
+// The tiles of a block, one per turn. A turn has no tile if its batch element has no more tiles.
 template <ScalingMode kMode>
 class TokenTiles {
  public:
@@ -46,7 +46,7 @@ class TokenTiles {
   __device__ const Tile& At(int32_t turn) {
     if (const int32_t element = turn / args_.element_turns; element != element_) Enter(element);
     tile_.blocks = 0;
-    const int32_t row_tile = turn / wide_;  // counted through the batch, as the table counts them
+    const int32_t row_tile = turn / wide_;  // counted through the batch, as in the table
     if (row_tile >= after_ && !Find(row_tile)) return tile_;
     tile_.blocks = static_cast<int32_t>(CeilDiv(args_.depth, kDepth));
     PlaceTile(turn - before_ * wide_, after_ - before_, wide_, &tile_);
@@ -54,7 +54,8 @@ class TokenTiles {
     return tile_;
   }
 
-  // Of the last tile's group: its weight, its first token, how many it has, and units of 4 rows before its scales.
+  // Properties of the last tile's group: its weight, its first token, its number of tokens, and the units of 4 rows
+  // before its scales.
   __device__ int32_t Weight() const { return weight_; }
   __device__ int32_t FirstToken() const { return first_token_; }
   __device__ int32_t Tokens() const { return rows_; }
@@ -67,8 +68,8 @@ class TokenTiles {
     after_ = 0;
   }
 
-  // Goes on to the group with this row of tiles, if there is one. Lanes look at 32 groups at once, and ask for all that
-  // is to be known of them before any of it arrives.
+  // Advances to the group that contains row `row_tile` of tiles. Returns false if there is none. The lanes inspect 32
+  // groups at once. They issue all loads about these groups before any of the values arrives.
   __device__ bool Find(int32_t row_tile) {
     const GroupTable table = args_.table.At(element_);
     const int32_t* before = table.UnitsBefore(kTileUnit);
@@ -107,7 +108,7 @@ class TokenTiles {
   int32_t wide_;
   Tile tile_;
   int32_t element_ = -1;
-  // The group of the last tile, and rows of tiles before and after it.
+  // The group of the last tile, and the rows of tiles before the group and up to its end.
   int32_t group_ = 0;
   int32_t before_ = 0;
   int32_t after_ = 0;
@@ -130,7 +131,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
     if (tile.blocks == 0) continue;
     const int32_t token = tiles.FirstToken() + tile.row + share;
     const int32_t feature = tiles.Weight() * args.features + tile.column;
-    // What a group's last tile has no rows for is not copied.
+    // The parts of a group's last tile that have no rows are not copied.
     const auto shares = static_cast<int32_t>(CeilDiv(min(tile.rows, kTileRows), kShareRows));
     const uint32_t bytes = shares * kShareRows * kDepth + sizeof(Shared::columns[0]);
     const float* scale = nullptr;
@@ -157,7 +158,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
         CopyFloats<kTileRows>(shared.RowScale(s), scale, scales);
-        // As copies are of 16 bytes.
+        // Four scales are copied because copies are of 16 bytes.
         CopyFloats<4>(shared.WeightScale(s), weight_scale + block / 4 * 4, 4);
         ArriveAfterCopies(shared.Full(s));
         scale += scale_stride;
@@ -181,7 +182,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
       WaitForPhase(shared.Full(s), stage.parity);
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
-        // No branch within a wave that has rows: tensor cores are waited for in it.
+        // No branch may occur within a wave that has rows, because the wave waits for the tensor cores.
         if (FirstRow(place.group, wave) >= tile.rows) continue;
         Fragment product;
         StartProduct<TokenType, WeightType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s),
@@ -211,7 +212,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
       const int first_row = FirstRow(place.group, wave);
       if (first_row >= tile.rows) continue;
       if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
-      // The rows below may be those of another group.
+      // The rows below this group's last row may belong to another group.
       const bool whole = first_row + Fragment::kRows <= tile.rows;
       const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
       const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
@@ -236,7 +237,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   } else {
     const Place place = BecomeMathThread();
     MultiplyTokens<TokenType, WeightType, kMode>(args, shared, place);
-    // The memory must outlive the copies from it; that they arrive is up to the end of the kernel.
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
     WaitForReads<0>();
   }
   EndBlock();

@@ -15,7 +15,7 @@ namespace {
 constexpr int kSetupThreads = 512;
 
 struct WgradSetup {
-  CUtensorMap maps[2];  // with the sizes of no group yet
+  CUtensorMap maps[2];  // without any group's sizes yet
   const uint8_t* data[2];
   int32_t features[2];
   UnitCounts element_units;
@@ -23,7 +23,7 @@ struct WgradSetup {
   GroupMaps group_maps;
 };
 
-// A block per batch element finds its groups and describes their operands.
+// Finds the groups of a batch element in each block and describes their operands.
 __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kMapsAtOnce = 256;
@@ -32,16 +32,16 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads, Counts<Unit::k16, Unit::k128>>(batch, element, args.element_units, table);
-  // Threads that copy maps wait for each other, as all maps begin at the same bank.
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
   if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;
   map = args.maps[operand];
-#pragma unroll 1  // There are seldom as many groups as maps.
+#pragma unroll 1  // There are seldom more groups than maps.
   for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
     const int32_t unit = table.UnitsBefore(Unit::k16)[group];
     const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;
-    // Nothing is read of an empty group, but a map of no columns would not be valid.
+    // Nothing is read for an empty group, but a map without columns would be invalid.
     const uint32_t tokens = max(units, 1) * kFp8Alignment;
     const int64_t first = static_cast<int64_t>(args.features[operand]) * unit * kFp8Alignment;
     ReplaceMatrix(&map, args.data[operand] + first, tokens, tokens);
@@ -92,7 +92,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
                    LayoutOfA(problem, groups).ElementUnits(),
                    scratch.table,
                    scratch.maps};
-  // Of the least tokens, until the groups are known.
+  // The maps have the smallest number of tokens until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
   JAX_GROUPED_RETURN_IF_FAILED(

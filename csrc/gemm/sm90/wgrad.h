@@ -14,12 +14,12 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// Bytes of the workspace that are used, from a 128-byte boundary on.
+// Returns the bytes of the workspace that the product uses, from a 128-byte boundary on.
 int64_t WgradScratchBytes(int64_t batch, int64_t num_groups);
 
-// Enqueues a scaled kWgrad with kTensor or kBlock1D; one that accumulates has a result of 32 bits. Empty groups give
-// zeros. Tensor cores add up the products of 128 tokens, float32 arithmetic the sums of these. May be captured. Fails
-// if the driver is too old.
+// Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits. Empty groups give
+// zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums. May be
+// captured. Fails if the driver is too old.
 Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers);
 

@@ -1,4 +1,4 @@
-// Device side of wgrad.h: rows are features of x, columns are features of dy, and stages are 128 tokens.
+// Device side of wgrad.h. Rows are features of x, columns are features of dy, and a stage is 128 tokens.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
@@ -13,7 +13,7 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// Tensor maps of both operands for every group.
+// Tensor maps of both operands, for every group.
 struct GroupMaps {
   CUtensorMap* base;
 
@@ -24,8 +24,8 @@ struct GroupMaps {
 struct WgradArguments {
   CUtensorMap dkernel;
   GroupMaps maps;
-  GroupTable table;  // of the first batch element
-  int32_t turns;     // of all clusters
+  GroupTable table;  // the first batch element's
+  int32_t turns;     // turns of all clusters
   const float* x_scale;
   const float* dy_scale;
   int32_t in_features;
@@ -52,7 +52,7 @@ class WgradTiles {
     return tile_;
   }
 
-  // The first block of the last tile's tokens, counted through all groups.
+  // Returns the first block of the last tile's tokens, counted through all groups.
   __device__ int32_t FirstBlock() const { return first_block_; }
 
  private:
@@ -114,7 +114,7 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
   }
 }
 
-// A thread's scales of the columns of a tile: of two in each 8, from the first one's address on.
+// Scales of a thread's columns of a tile: two scales in each 8 columns, read from `first` on.
 struct ColumnScales {
   float2 pairs[Fragment::kColumns / 8];
 
@@ -124,8 +124,8 @@ struct ColumnScales {
   }
 };
 
-// Adds a product times the scales of its rows and columns. fmaf(a, b, 0) is a * b by another instruction: as many FMULs
-// one after another take so long that the whole kernel is 11 % slower.
+// Adds a product times the scales of its rows and columns. fmaf(a, b, 0) computes a * b with another instruction: FMUL
+// for all of these products, one after another, would make the whole kernel 11 % slower.
 __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScales& row_scales,
                                           const ColumnScales& column_scales, Fragment& sum) {
 #pragma unroll
@@ -158,8 +158,8 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
       for (int wave = 0; wave < kWaves; ++wave) {
         Fragment product;
         StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s), product);
-        // All scales are read during the first product: shared memory, which the tensor cores read too, takes hundreds
-        // of cycles to answer.
+        // All scales are read during the first product. Shared memory takes hundreds of cycles to answer, because the
+        // tensor cores read it, too.
         if constexpr (kMode == ScalingMode::kBlock1D) {
           if (wave == 0) {
             column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
@@ -208,7 +208,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   } else {
     const Place place = BecomeMathThread();
     MultiplyWgrad<XType, DyType, kMode>(args, shared, place);
-    // The memory must outlive the copies from it; that they arrive is up to the end of the kernel.
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
     WaitForReads<0>();
   }
   EndBlock();
