@@ -56,7 +56,7 @@ def _start_jax() -> str | None:
 
 
 def _platforms() -> str:
-    """The platforms that JAX may use; empty if it chooses."""
+    """Returns the platforms that JAX may use; empty if it chooses."""
     return os.environ.get("JAX_PLATFORMS", "")
 
 

@@ -75,7 +75,7 @@ def _version(number: tuple[int, ...]) -> str:
 
 
 def compute_capability(device: jax.Device) -> tuple[int, ...]:
-    """The compute capability of a GPU, for example `(9, 0)`."""
+    """Returns the compute capability of a GPU, for example `(9, 0)`."""
     return tuple(int(part) for part in device.compute_capability.split("."))
 
 
