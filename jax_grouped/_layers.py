@@ -59,7 +59,7 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
 def num_features(x: jax.Array, shape: str) -> int:
     """Returns the size of the last axis of `x`.
 
-    Raises an error that asks for `shape` if `x` is no array or has no axis.
+    Raises unless `x` is an array with an axis. The error for a scalar says that `x` must have `shape`.
     """
     x = as_array("x", x)
     if x.ndim == 0:
