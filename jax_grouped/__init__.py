@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from jax_grouped import linen as linen
     from jax_grouped import nnx as nnx
 
-# An exported program may run without anything of ours being lowered first, so its custom calls are registered right
-# away. An extension that is broken is reported when a GPU needs it: everything else works without.
+# Register the custom calls at import: an exported program may run before any operation of the library is lowered. A
+# broken extension is reported when a GPU needs it; everything else works without it.
 with contextlib.suppress(ImportError):
     extension.load()
 
 try:
     __version__ = importlib.metadata.version("jax_grouped")
 except importlib.metadata.PackageNotFoundError:
-    # Imported from its sources without being installed: a version that every parser takes, below all others.
+    # The package is imported from its sources and not installed. Every parser accepts this version and sorts it lowest.
     __version__ = "0+unknown"
 
 __all__ = [
@@ -87,7 +87,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    # The layers need Flax, which the operations do not.
+    # Imported on first use: the layers need Flax, the operations do not.
     if name in ("linen", "nnx"):
         return importlib.import_module(f"jax_grouped.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

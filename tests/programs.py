@@ -1,4 +1,4 @@
-"""Lowered programs, and what there is to read in them."""
+"""Lowered programs, and functions that read them."""
 
 import re
 from collections.abc import Callable

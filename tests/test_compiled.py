@@ -1,4 +1,4 @@
-"""What XLA makes of a training step for a GPU: beside the custom calls, what else is launched."""
+"""A training step as XLA compiles it for a GPU: the custom calls, and everything else that it launches."""
 
 import json
 import re
@@ -28,7 +28,7 @@ BLOCK = jg.Float8BlockScaling()
 
 
 def launches(function: Callable[..., Any], *arguments: Any, loop: bool = False) -> list[str]:
-    """What the compiled program, or its one loop, launches, in no order: names of custom calls, and what XLA adds."""
+    """Lists the launches of the compiled program, or of its one loop, in no order: custom calls, and those XLA adds."""
     # A command buffer would hide what it launches.
     text = compile_for_h200(function, *arguments, options={"xla_gpu_enable_command_buffer": ""}).as_text()
     assert text is not None
@@ -96,7 +96,8 @@ def test_microbatches_add_to_the_gradient_where_it_is() -> None:
 
     gradient = struct((E, K, N), jnp.float32)
     got = launches(results, struct((3, T, K)), KERNEL, SIZES, struct((3, T, N)), gradient, loop=True)
-    # Four calls take or make slices of what is scanned, which is part of them or not, and the loop is counted.
+    # Four calls read or write slices of the scanned arrays; XLA may make the slicing part of a call or not. One more
+    # fusion counts the loop.
     assert got.count("fusion") == 5
     assert "copy" not in got
 
@@ -109,11 +110,11 @@ def test_memory_beside_arguments_and_results() -> None:
     workspace = 2**-5
     gradients = {name: row["gradients, bfloat16 kernel"] for name, row in rows.items()}
     assert gradients["bf16", "all"] < 1.05 * workspace
-    # The kernel's other orientation, and the tokens', lie where results come later.
+    # The other orientations of kernel and tokens use memory that later holds results.
     assert gradients["block", "all"] < 1.05 * (x + kernel + workspace)
-    # Of the kernel, one orientation is there at a time.
+    # Only one orientation of the kernel is in memory at a time.
     assert gradients["block", "tokens"] < 0.8 * kernel
-    # Kernels that are converted in bf16, and change in place.
+    # Kernels are converted to bf16, and change in place.
     assert rows["block", "tokens"]["SGD, float32 kernel"] < rows["bf16", "nothing"]["SGD, float32 kernel"]
     assert rows["block", "tokens"]["pairs"] < rows["bf16", "nothing"]["pairs"] < rows["bf16", "all"]["pairs"]
     assert rows["block", "all"]["pairs"] < rows["bf16", "all"]["pairs"]

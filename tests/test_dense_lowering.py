@@ -1,4 +1,4 @@
-"""How programs with FP8 `grouped_dense` look when lowered for CUDA: what is computed, kept and cast."""
+"""Programs with FP8 `grouped_dense`, lowered for CUDA: their computations, residuals and casts."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ def loss(*arguments: Any) -> jax.Array:
 
 
 def summary(function: Callable[..., Any], *arguments: Any) -> list[str]:
-    """A word for every custom call of the lowered program, with what it makes."""
+    """Returns a word for every custom call of the lowered program, with its results."""
     words = []
     for call in custom_calls(lowered(function, *arguments)):
         if "@jax_grouped_quantize(" in call:

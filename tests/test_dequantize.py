@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 def scaled_array(
     copy: quantize_oracle.Copy, layout: QuantizedLayout, sizes: np.ndarray | None, dtype: str
 ) -> jg.ScaledArray:
-    """What NumPy made, with NaN in all that is not specified: nothing may read it."""
+    """Wraps NumPy's result in a ScaledArray, with NaN in all unspecified bytes: nothing may read them."""
 
     def filled(shape: tuple[int, ...], numbers: np.ndarray, nan: float) -> np.ndarray:
         array = np.full(shape, nan, numbers.dtype)

@@ -184,7 +184,7 @@ def test_a_gpu_that_can_run_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def lowered_for_cuda(recipe: object) -> str:
-    """`grouped_dense` with the recipe, lowered as for the GPUs that there seem to be."""
+    """Lowers `grouped_dense` with the recipe, as for the GPUs that seem to be there."""
     x, kernel = jax.ShapeDtypeStruct((6, 16), jnp.float32), jax.ShapeDtypeStruct((2, 16, 16), jnp.float32)
     step = jax.jit(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=recipe))
     return step.trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
@@ -192,7 +192,7 @@ def lowered_for_cuda(recipe: object) -> str:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A GPU of this compute capability."""
+    """Simulates a GPU of this compute capability."""
     monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(request.param)])
     monkeypatch.setattr(extension, "problem_once", lambda: None)
 

@@ -27,7 +27,7 @@ def ranges(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    # Few shapes, for each is compiled; many values.
+    # Draw few shapes, because each is compiled, and many values.
     sizes=st.sampled_from([1, 4, 9]).flatmap(lambda count: st.lists(INT32, min_size=count, max_size=count)),
     offset=st.one_of(st.integers(-4, 10), INT32),
     num_groups=st.sampled_from([1, 4]),

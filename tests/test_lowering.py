@@ -1,4 +1,4 @@
-"""What a program for a GPU looks like, lowered on whatever machine runs the tests."""
+"""Programs for a GPU, lowered on whatever machine runs the tests."""
 
 import functools
 import re
@@ -65,7 +65,7 @@ def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: 
     assert all("tensor<32x16xbf16>" in call and "tensor<32x24xf32>" in call for call in calls)
     accumulating = [call for call in calls if "output_operand_alias" in call]
     assert len(accumulating) == products - 1
-    # A plain conversion there and back is one XLA may remove, and the low parts with it.
+    # XLA may remove a plain conversion to bfloat16 and back, and the low parts with it.
     assert "stablehlo.reduce_precision" in text
 
 

@@ -1,4 +1,4 @@
-"""What quantization looks like in a program for a GPU, lowered on whatever machine runs the tests."""
+"""Quantization in a program for a GPU, lowered on whatever machine runs the tests."""
 
 import re
 from typing import Any
@@ -22,13 +22,13 @@ def quantize(x: jax.Array, sizes: jax.Array) -> jg.GroupedQuantized:
 
 
 def call_of(function: Any, *arguments: Any) -> str:
-    """The one custom call of the program."""
+    """Returns the one custom call of the program."""
     (call,) = custom_calls(lowered(function, *arguments))
     return call
 
 
 def types(call: str) -> tuple[list[str], list[str]]:
-    """Types of the operands and of the results."""
+    """Returns the types of the operands and of the results."""
     operands, results = call.rsplit(" : (", 1)[1].split(") -> ")
     return re.findall(r"tensor<(\S+)>", operands), re.findall(r"tensor<(\S+)>", results)
 
@@ -203,7 +203,7 @@ def test_vmap_makes_more_groups_of_one_custom_call(sizes_axis: int | None) -> No
     operands, results = types(call)
     assert operands == ["900x144xbf16", "15xi32", "3xi32"]
     data_and_sums = ["900x144xf8E4M3FN", "1872xf32", "158976xf8E4M3FN", "3024xf32", "15xf32", "15x144xf32"]
-    # Of 300 rows in 5 groups, up to 7 blocks of 128 rows have sums.
+    # 300 rows in 5 groups have up to 7 blocks of 128 rows with sums.
     assert results == [*data_and_sums, f"{3 * quantize_scratch_bytes(300, 5)}xui8", "21x144xf32"]
 
 

@@ -37,9 +37,10 @@ TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=272)
 RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
 
-#: With 768 tokens per group or more, Hopper has a kernel of ours for wgrad that adds to an accumulator, too.
+#: Case with at least 768 tokens per group, for which Hopper has a kernel of the library for wgrad, also with an
+#: accumulator.
 LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
-#: Tokens, type of the result, and whether it is added to.
+#: Tokens, type of the result, and whether there is an accumulator.
 WGRADS = [
     (16, "bfloat16", False),
     (1520, "float16", False),
@@ -48,7 +49,8 @@ WGRADS = [
     (1536, "float32", True),
 ]
 
-#: It has one for tokens and kernels, if tiles are few, or full with 256 tokens per group, and sums not too deep.
+#: Deepest sum for which Hopper has a kernel of the library for tokens and weights. Tiles must also be few, or full with
+#: 256 tokens per group.
 DEEPEST = 3072
 FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
 FULL_TILES_OF_MANY = shapes.Shape("many full tiles", num_groups=37, tokens=37 * 256, K=528, N=784)
@@ -59,7 +61,7 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Quantized numbers as the product reads them, and what they are."""
+    """Quantized numbers as the product reads them, and their values."""
 
     data: np.ndarray
     scale_inv: np.ndarray
@@ -119,21 +121,21 @@ class Case:
 
 
 def filled(array: np.ndarray, shape: tuple[int, ...], poison: int | float) -> np.ndarray:
-    """An array of this shape that starts with these elements."""
+    """Returns an array of this shape that starts with these elements."""
     flat = np.full(math.prod(shape), poison, array.dtype)
     flat[: array.size] = array.ravel()
     return flat.reshape(shape)
 
 
 def as_scales(scale_inv: np.ndarray) -> np.ndarray:
-    """Inverse scales as arrays have them; the oracle gives E8M0 numbers as bytes."""
+    """Converts inverse scales to the type in arrays; the oracle gives E8M0 numbers as bytes."""
     return scale_inv.view(ml_dtypes.float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
 
 
 def quantized_tokens(
     x: np.ndarray, sizes: np.ndarray, offset: int, num_groups: int, mode: ScalingMode, dtype: str, *, columnwise: bool
 ) -> Operand:
-    """The tokens of the groups from `offset` on, with NaN wherever nothing has to be read."""
+    """Returns the tokens of the groups from `offset` on, with NaN wherever nothing may be read."""
     local = dict(oracle.local_groups(sizes, num_groups, len(x), offset))
     starts = [rows.start for rows in local.values()]
     first = min(starts, default=0)
@@ -250,7 +252,7 @@ def test_hopper_has_a_kernel_of_ours_for_tokens(
 
 
 def plans(mode: str, wanted: str) -> list[str]:
-    """Descriptions of problems of this scaling that have been prepared."""
+    """Returns the descriptions of prepared problems of this scaling."""
     module = extension.load()
     assert module is not None
     lines = [line for line in module.describe_plans() if wanted in line and ("1x128" in line) == (mode == "block")]
@@ -342,7 +344,7 @@ def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:
 
 @pytest.fixture
 def _blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that goes where products of every format run, whatever GPU is here."""
+    """Lowers for a GPU with products of every format, whatever GPU is here."""
     monkeypatch.setattr(extension, "has_mx_products", lambda: True)
     monkeypatch.setattr(extension, "require_block_scaling", lambda: None)
 
@@ -351,7 +353,7 @@ for_blackwell = pytest.mark.usefixtures("_blackwell")
 
 
 def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = None, scale_axis: int | None = None):
-    """The operands' and results' types and the attributes of the one custom call."""
+    """Returns the operands' and results' types and the attributes of the one custom call."""
     multiply = case.multiply
     axes = (0, 0, kernel_axis, scale_axis, 0, 0) if case.product != "wgrad" else (0,) * 6
     structs = [struct(array.shape, array.dtype) for array in case.arrays]

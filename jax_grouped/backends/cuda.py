@@ -1,7 +1,7 @@
 """The `cuda` backend: the operations as XLA custom calls.
 
-Operands hold `batch` batch elements one after another along their first axis; `T` and `G` are those of one element.
-The custom calls take the batch from the size of `group_offset`.
+Operands concatenate `batch` batch elements along their first axis. `T` and `G` are the sizes of one element. The custom
+calls take the batch size from the size of `group_offset`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ CUSTOM_CALL_TARGETS = (
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
-#: Batch elements lie along an axis of the kernels' grids that has no more blocks.
+#: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
 
@@ -47,13 +47,13 @@ _MODES = tuple(ScalingMode)
 _ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
 
 
-#: Batching is a rule of the primitives that the calls implement, so it never reaches a call itself.
+#: The primitives have batching rules, so `jax.vmap` never reaches a custom call.
 _NO_VMAP = "sequential"
 
 
 def check_batch(batch: int) -> None:
-    """Raises ValueError if one custom call cannot take so many batch elements."""
-    if isinstance(batch, int) and batch > MAX_BATCH:  # An export may leave it open.
+    """Raises ValueError if the batch is too large for one custom call."""
+    if isinstance(batch, int) and batch > MAX_BATCH:  # In an export, the batch may be symbolic.
         raise ValueError(
             f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
             f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
@@ -82,7 +82,7 @@ def grouped_gemm(
     if spec.a is None:
         if not _can_be_read(a, b, spec):
             return _unscaled(*operands, spec=spec, batch=batch)
-        # Operands that are not quantized have their rows in their shapes, also those of all batch elements.
+        # The shapes of unquantized operands hold the rows of all batch elements.
         out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape)
     else:
         if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
@@ -105,7 +105,7 @@ def grouped_gemm(
         scaled=spec.scaled,
         a_mode=np.int32(_MODES.index(spec.a.mode) if spec.a else 0),
         b_mode=np.int32(_MODES.index(spec.b.mode) if spec.b else 0),
-        # Columnwise tokens do not tell their number by their shape.
+        # The shape of columnwise tokens does not give the number of tokens.
         tokens=np.int64(spec.a.tokens if spec.a else 0),
         weight_batch=np.int64(weights // spec.num_groups),
         accumulate=accumulate,
@@ -114,7 +114,7 @@ def grouped_gemm(
 
 
 def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
-    """Tells whether cuBLASLt can read these operands and write this result as they are."""
+    """Tells whether cuBLASLt can read these operands and write this result without conversion."""
     aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
@@ -129,7 +129,7 @@ def _unscaled(
     spec: GemmSpec,
     batch: int,
 ) -> jax.Array:
-    """Returns a product of operands that cuBLASLt cannot read, through ones that it can."""
+    """Returns a product of operands that cuBLASLt cannot read, through products of operands that it can read."""
     shape = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape).shape
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
@@ -137,7 +137,7 @@ def _unscaled(
     direct = not in_parts and spec.out_dtype in (a.dtype, jnp.float32)
     inner = spec if direct else dataclasses.replace(spec, out_dtype=jnp.float32)
     if accumulator is not None:
-        # In place, unless its type or its features are none that cuBLASLt can write.
+        # The accumulator is updated in place unless cuBLASLt cannot write its type or its number of features.
         accumulator = _pad_features(accumulator, (1, 2)).astype(inner.out_dtype)
     out = accumulator
     for a_part, b_part in _factors(a, b, spec.precision) if in_parts else [(a, b)]:
@@ -148,9 +148,9 @@ def _unscaled(
 
 
 def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the bfloat16 products that make one of float32, the smallest first.
+    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first.
 
-    Of the products of parts `i` and `j`, those with `i + j` below the number of parts matter: 3 for two parts,
+    Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
     6 for three.
     """
     count = 3 if precision == jax.lax.Precision.HIGHEST else 2
@@ -166,10 +166,10 @@ def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
     for _ in range(count):
         # XLA may drop a round trip through bfloat16 as excess precision, but never a reduce_precision.
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        # The largest float32 values would round to infinity; what is cut off goes into the next part.
+        # The largest float32 values would round to infinity. Clip them; the next part takes the remainder.
         part = jnp.where(jnp.isfinite(x), jnp.clip(part, -largest, largest), part)
         parts.append(part.astype(jnp.bfloat16))
-        # Infinity minus itself would hide an overflow behind NaN in the parts that follow.
+        # Infinity minus infinity is NaN, which would hide the overflow in the parts that follow.
         x = jnp.where(jnp.isfinite(part), x - part, 0.0)
     return parts
 
@@ -185,9 +185,9 @@ def _in_bfloat16(
     spec: GemmSpec,
     batch: int,
 ) -> jax.Array:
-    """Returns the same product of the same numbers in bfloat16, for GPUs without products of this format.
+    """Returns the same product in bfloat16, for GPUs without matmuls of this format.
 
-    bfloat16 holds all of these numbers exactly.
+    bfloat16 represents all numbers of the format exactly.
     """
 
     def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout | None, count: int) -> jax.Array:
@@ -207,7 +207,7 @@ def _in_bfloat16(
 def grouped_bias_grad(
     dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike, batch: int
 ) -> jax.Array:
-    """The sum of each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
+    """Sums each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
     rows, features = dy.shape
     tiles = bias_grad_tiles(rows // batch, num_groups)
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
@@ -220,14 +220,14 @@ def grouped_bias_grad(
 def quantize(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
-    """The results that `spec` asks for, in its order: one pass over `x`, two for current scaling."""
+    """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
     shape = (x.shape[0] // batch, x.shape[1])
     layout = spec.layout(shape, columnwise=False)
     scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(shape[0], spec.num_groups),), jnp.uint8)
     partial_sums = jax.ShapeDtypeStruct((layout.units(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
     operands = (x, group_sizes, group_offset, *more)
-    # The results come last among the operands, so that they stay where they are if `skip` says so.
+    # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
     first = len(operands) - len(results)
     aliases = {first + i: i for i in range(len(results))} if spec.cached else None
     outputs = jax.ffi.ffi_call(
@@ -263,7 +263,7 @@ def dequantize(
     out_dtype: DTypeLike,
     batch: int,
 ) -> jax.Array:
-    """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
     out = jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)
     table = jax.ShapeDtypeStruct((group_table_size(layout.num_groups),), jnp.int32)
     return jax.ffi.ffi_call(

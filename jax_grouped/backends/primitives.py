@@ -1,12 +1,12 @@
 """JAX primitives for the operations that have a CUDA kernel.
 
-A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. The choice
-falls when a program is lowered and looks at nothing but the platform, so a program for a GPU can be lowered, exported
-and inspected on a machine that has none. Derivatives are not defined here but in `jax_grouped.ops`.
+A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. JAX chooses
+when it lowers a program, by the platform alone. So a program for a GPU can be lowered, exported and inspected on a
+machine without a GPU. `jax_grouped.ops` defines the derivatives.
 
-Under `jax.vmap` a primitive stays one call, in which the batch is more groups: operands and results keep their rank,
-and hold the batch elements one after another along their first axis. `batches` says how many each operand holds: all
-of them, or fewer if it is kernels, each of which then serves a run of batch elements.
+Under `jax.vmap` a primitive stays one call, and the batch becomes more groups. Operands and results keep their rank and
+concatenate the batch elements along their first axis. `batches` gives the number of batch elements in each operand.
+Every operand holds all of them, except that kernels may be fewer: each then serves a run of consecutive batch elements.
 """
 
 import dataclasses
@@ -43,17 +43,18 @@ def _define(
     shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Returns a primitive, whose results are a list. It is bound with what `static` gives and its own parameters.
+    """Returns a primitive with a list of results. Bind it with the parameters from `static` and its own.
 
     Args:
-        name: of the primitive, as it appears in a jaxpr.
-        results: shapes and types of the results of one batch element, from its abstract operands and the keywords.
+        name: name of the primitive in a jaxpr.
+        results: returns shapes and types of the results of one batch element, from its abstract operands and the
+            keywords.
         xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
             `xla`.
         cuda_impl: lowering for CUDA of `batch` batch elements.
-        shares_weights: whether the static `spec` tells operands that are kernels, which several batch elements can have
-            in common.
-        dce_rule: what is left of an equation with some of its results, where it need not be all or nothing.
+        shares_weights: whether the static `spec` names operands that are kernels, which several batch elements can
+            share.
+        dce_rule: reduces an equation to the results that are read; without it, an equation stays whole or goes.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True
@@ -83,7 +84,7 @@ def _define(
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
-        # Also under `jax.disable_jit`: a primitive has no steps that could be run one by one.
+        # Keep jit on under `jax.disable_jit`: a primitive has no steps that could be run one by one.
         with jax.disable_jit(False):
             return jitted(**params)(*args)
 
@@ -99,7 +100,7 @@ def _define(
 
     @functools.cache
     def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
-        # Under `jit`, so that JAX traces it once for all programs with operands of these shapes.
+        # `jit` lets JAX trace the implementation once for all programs with operands of these shapes.
         return jax.jit(functools.partial(xla_impl, **static))
 
     def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
@@ -136,7 +137,7 @@ def _define(
         if size == 0:
             return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
         weights = params["spec"].weight_operands if shares_weights else ()
-        # The data and the scales of weights have one batch size, so they are shared together or not at all.
+        # Data and scales of weights must have one batch size: share both or neither.
         shared = all(axes[i] is None and batches[i] == 1 for i in weights)
         operands, counts = [], []
         for i, (x, axis, count) in enumerate(zip(args, axes, batches, strict=True)):
@@ -158,24 +159,24 @@ def _define(
 
 
 def static(operands: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns the parameters that all primitives have, for operands of no batch."""
+    """Returns the parameters that all primitives have, for operands without a batch."""
     return dict(backend=config.backend, batches=(1,) * len(operands))
 
 
 def _fold(x: jax.Array) -> jax.Array:
-    """`[B, L, ...] -> [B * L, ...]`."""
+    """Reshapes `[B, L, ...] -> [B * L, ...]`."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _unfold(x: jax.Array, batch: int) -> jax.Array:
-    """`[B * L, ...] -> [B, L, ...]`."""
+    """Reshapes `[B * L, ...] -> [B, L, ...]`."""
     return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
 
 
 def _nothing(
     function: Callable[..., list[jax.Array]], args: Sequence[jax.Array], axes: Sequence[int | None]
 ) -> tuple[list[jax.Array], list[int]]:
-    """The results of a batch without elements, and their batch axes."""
+    """Returns the results of an empty batch, and their batch axes."""
     slices = [
         jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
         for x, axis in zip(args, axes, strict=True)
@@ -185,9 +186,9 @@ def _nothing(
 
 
 def _refuse_large_batches(batch: int, *avals: Any) -> None:
-    """Raises if the batch has more rows or groups than can be counted."""
+    """Raises if the batch has more rows or groups than int32 can count."""
     for aval in avals:
-        # Other arrays with one axis hold elements, not rows or groups. A dimension may be left open by an export.
+        # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
         counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
         if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
             raise ValueError(
@@ -197,7 +198,7 @@ def _refuse_large_batches(batch: int, *avals: Any) -> None:
 
 
 def _refuse_sharded_types(*avals: Any) -> None:
-    """Raises if an argument's type says how it is sharded, as on a mesh with explicit axes."""
+    """Raises if an argument's type carries a sharding, as on a mesh with explicit axes."""
     for aval in avals:
         if any(axis is not None for axis in aval.sharding.spec):
             raise ValueError(
@@ -207,11 +208,11 @@ def _refuse_sharded_types(*avals: Any) -> None:
 
 
 def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Callable[..., Any]:
-    """Returns a lowering rule from a function of the parameters that chooses the implementation.
+    """Returns a lowering rule from `choose`, a function that picks the implementation by the parameters.
 
-    The implementation sees shapes and types only. Inside `jax.shard_map`, values also know the mesh axes over which
-    they vary. That is checked by now, and the mesh is out of reach while a rule runs, so an implementation could make
-    no array that varies alike.
+    The implementation sees shapes and types only. Inside `jax.shard_map`, avals also carry the mesh axes over which
+    values vary. JAX has already checked these axes, and the rule drops them: it has no access to the mesh, so the
+    implementation could not create arrays that vary over them.
     """
 
     def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
@@ -242,13 +243,13 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
 def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
     """Drops orientations and sums that no product reads.
 
-    Rules of differentiation ask for what all gradients need, and `jax.checkpoint` has both passes quantize.
+    Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
     """
-    equation = inputs_and_equation[-1]  # after which of its inputs live, since JAX 0.12
+    equation = inputs_and_equation[-1]  # Since JAX 0.12, the flags of live inputs come before it.
     spec, shape = equation.params["spec"], equation.invars[0].aval.shape
     if not any(read):
         return [False] * len(equation.invars), None
-    if spec.cached:  # Its results are there before it, as operands.
+    if spec.cached:  # Its previous results are operands.
         return [True] * len(equation.invars), equation
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
@@ -268,7 +269,7 @@ def _dequantize_results(
 
 
 def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
-    """`implementation` with its result in a tuple."""
+    """Wraps the implementation's result in a tuple."""
     return lambda *args, **static: (implementation(*args, **static),)
 
 
@@ -278,7 +279,7 @@ GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cu
 BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
-#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which says what these are.
+#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read
 )

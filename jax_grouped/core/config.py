@@ -36,7 +36,7 @@ class _Settings:
         return ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(self).items())
 
 
-# Part of the key of JAX's own caches, so that a function traced under one setting isn't reused under another.
+# The override is part of the key of JAX's own caches. A function traced under one setting isn't reused under another.
 _override = jax.make_user_context(default_value=None)
 
 
@@ -45,7 +45,7 @@ def from_environment() -> _Settings:
     """Returns the settings that the process starts with, read when an operation first asks for one.
 
     Raises:
-        ValueError: a variable has a value that is none of its own; the next call raises it again.
+        ValueError: a variable has an unknown value; the next call raises the error again.
     """
     return _Settings(
         backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
@@ -55,7 +55,7 @@ def from_environment() -> _Settings:
 
 
 def _flag(variable: str) -> bool:
-    """The value of a boolean variable; False if it is empty or not set."""
+    """Returns the value of a boolean variable; False if it is empty or not set."""
     text = os.environ.get(variable, "").strip()
     if text and text.lower() not in _FLAGS:
         raise ValueError(f"{variable} must be 0 or 1, false or true, off or on, no or yes, got {text!r}.")
@@ -65,9 +65,9 @@ def _flag(variable: str) -> bool:
 class Config:
     """Settings of all operations.
 
-    Setting an attribute holds for the process and makes JAX forget what it has compiled. `override` holds for a `with`
-    block in its thread. The variables of the environment for `check` and `autotune` are 0 or 1, false or true, off or
-    on, no or yes, in any case.
+    Setting an attribute holds for the process and clears JAX's caches of compiled programs. `override` holds for a
+    `with` block in its thread. The environment variables of `check` and `autotune` are 0 or 1, false or true, off or
+    on, no or yes, in upper or lower case.
 
     Attributes:
         backend: `"auto"` picks the `cuda` backend when lowering for CUDA and the `xla` backend for any other
@@ -104,7 +104,7 @@ class Config:
         overridden = f", by override; the process has {self._of_process}" if _override.value else ""
         return f"<jax_grouped.config: {self._settings}{overridden}>"
 
-    # Type checkers shall know the settings alone.
+    # Hidden from type checkers, so that they accept no attribute but the settings.
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""Where each group lies: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
+"""Positions of groups: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
 
-Every rule of clamping, capacity and alignment on the Python side lives here, those of quantized arrays in
-`jax_grouped.fp8.layout`; the counterpart in C++ is `csrc/groups/`.
+This module has every rule of clamping, capacity and alignment on the Python side, except those of quantized arrays,
+which are in `jax_grouped.fp8.layout`. The counterpart in C++ is `csrc/groups/`.
 """
 
 from typing import NamedTuple
@@ -19,23 +19,24 @@ FP8_ALIGNMENT = 16
 #: Rows that one partial sum of the bias gradient covers.
 BIAS_GRAD_ROWS = 128
 
-#: A scale is found from how many units of so many rows lie before its group.
+#: Unit heights in rows. The position of a scale follows from the number of units of one height before its group.
 GROUP_UNITS = (4, 16, 32, 128, 512)
 
-#: So many groups are all compared with each row: one operation to compile, where a search is many.
+#: Up to this number of groups, each row is compared with all groups: that compiles to one operation, a search to many.
 _FEW_GROUPS = 64
 
-#: A window of the quantization kernels is made for so many chunks and has room for 8 more, 48 bytes each, and 64 bytes.
+#: Chunks that a window of the quantization kernels is made for. It has room for 8 more chunks, 48 bytes each, and for
+#: 64 more bytes.
 _CHUNKS_PER_WINDOW = 32
 _WINDOW_BYTES = 64 + 40 * 48
 
 
 class Groups(NamedTuple):
-    """The rows of tokens that belong to each group, as the caller gave them.
+    """Group sizes and group offset, as the caller gave them.
 
     Attributes:
         sizes: `int32[E]`, rows per group, any values.
-        offset: `int32[1]`, the first of the groups whose weights are here; `int32[B]` in a batch.
+        offset: `int32[1]`, the first local group, one whose weights are here; `int32[B]` in a batch.
     """
 
     sizes: jax.Array
@@ -50,12 +51,12 @@ class GroupRows(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
-    """`group_sizes` of any integer type as `int32`, without wrapping values that do not fit."""
+    """Converts `group_sizes` of any integer type to `int32`, without wrapping values that do not fit."""
     if group_sizes.dtype == jnp.int32:
         return group_sizes
     limit = min(capacity, jnp.iinfo(group_sizes.dtype).max)
@@ -63,20 +64,21 @@ def canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
 
 
 def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
-    """The sizes of a stack's groups, `rows` each, as a constant: `int32[batch * (num_groups + 1)]`.
+    """Returns the sizes of a stack's groups, `rows` each, as a constant: `int32[batch * (num_groups + 1)]`.
 
-    XLA would launch a kernel to fill in equal numbers, so every batch element has one more group, which is not local.
+    Every batch element has one more group of another size, which is not local: XLA would launch a kernel to fill an
+    array with equal numbers.
     """
     return jnp.asarray(np.tile(np.append(np.full(num_groups, rows), 0), batch), jnp.int32)
 
 
 def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
-    """Row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to rows that exist.
+    """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to existing rows.
 
     Args:
         group_sizes: `int32[E]`, any values: negative ones count as 0, rows past `capacity` do not exist.
         group_offset: `int32[1]`; groups before the first or after the last of `group_sizes` are empty.
-        num_groups: how many groups to describe.
+        num_groups: number of groups to describe.
         capacity: rows of the token array.
     """
     total = group_sizes.shape[0]
@@ -91,19 +93,19 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
     )
     ends = jnp.minimum(ends.astype(jnp.int32), capacity)
 
-    # Group `i` lies between the ends of two neighbours, of which those before the first group are 0.
+    # Group `i` lies between the ends of groups `i - 1` and `i`. Ends before the first group are 0.
     neighbour = jnp.clip(group_offset[0], -num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
     bounds = jnp.where(neighbour < 0, 0, ends[jnp.clip(neighbour, 0, total - 1)])
     return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
 
 
 def _saturating_sum(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of two `uint32` below 2^31, at most 2^31 - 1; associative, and it can't wrap."""
+    """Adds two `uint32` below 2^31 and clamps the sum to 2^31 - 1. Associative, and it can't wrap."""
     return jnp.minimum(a + b, np.uint32(2**31 - 1))
 
 
 def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """The local group of every row (`int32[capacity]`) and whether the row belongs to any (`bool[capacity]`)."""
+    """Returns every row's local group (`int32[capacity]`), and a mask of rows that have one (`bool[capacity]`)."""
     row = jnp.arange(capacity, dtype=jnp.int32)
     ends = rows.starts + rows.sizes
     group = jnp.minimum(count_not_above(ends, row), ends.shape[0] - 1)
@@ -111,10 +113,10 @@ def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
 
 
 def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
-    """How many of the sorted `ends` are at most `row`, for every row.
+    """Counts, for every row, the sorted `ends` that are at most `row`.
 
-    `jnp.searchsorted` would do, but fails inside a `jax.shard_map` over some of a mesh's axes. Elementwise in `row`,
-    the search fuses with whatever uses it.
+    `jnp.searchsorted` would compute the same, but it fails inside a `jax.shard_map` over some of a mesh's axes. This
+    search is elementwise in `row`, so XLA fuses it with its consumers.
     """
     count = jnp.zeros_like(row)
     for bit in reversed(range(ends.shape[0].bit_length())):
@@ -125,13 +127,13 @@ def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def most_units(rows: int, num_groups: int, unit: int) -> int:
-    """How many units of `unit` rows, none of which crosses a group, any sizes of so many groups can need."""
+    """Returns the most units of `unit` rows that any sizes of `num_groups` groups can need; no unit crosses a group."""
     groups = min(num_groups, rows)
     return groups + (rows - groups) // unit if groups else 0
 
 
 def group_table_size(num_groups: int) -> int:
-    """How many `int32` the device needs to tell where groups and their regions lie (`GroupTable` in C++)."""
+    """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
     # First rows, the units of scales, and the tiles of products.
     return (2 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
 
@@ -139,7 +141,7 @@ def group_table_size(num_groups: int) -> int:
 def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
     """Returns the bytes of device memory that one grouped product needs beside its workspace (`GemmScratch` in C++)."""
     groups = batch * num_groups
-    pointers = 5 * round_up(8 * groups, 16)  # of A, B and D, and of the scales of A and B
+    pointers = 5 * round_up(8 * groups, 16)  # pointers to A, B, D, and the scales of A and B
     sizes = 9 * round_up(4 * groups, 16)
     scalars = 16
     tables = batch * 4 * group_table_size(num_groups)
@@ -147,28 +149,28 @@ def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
 
 
 def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
-    """Bytes of device memory for the windows and the group table of a quantization (`QuantizeScratchBytes` in C++)."""
+    """Returns the bytes of a quantization's windows and group table on the device (`QuantizeScratchBytes` in C++)."""
     chunks = most_units(capacity, num_groups, FP8_ALIGNMENT)
     windows = -(-chunks // _CHUNKS_PER_WINDOW)
     return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
 
 
 def bias_grad_tiles(capacity: int, num_groups: int) -> int:
-    """How many row tiles of `BIAS_GRAD_ROWS` rows, none of which crosses a group, any group sizes can need."""
+    """Returns the most tiles of `BIAS_GRAD_ROWS` rows that any group sizes can need; no tile crosses a group."""
     return capacity // BIAS_GRAD_ROWS + num_groups
 
 
 class Places(NamedTuple):
-    """Where some rows lie, the arrays being `int32[n]`.
+    """Positions of `n` rows within their groups. The arrays are `int32[n]` unless given otherwise.
 
     Attributes:
-        group: the local group of each.
-        row: which row of the group it is.
-        start: the group's first row, counted in the array.
-        size: the rows of the group.
-        units_before: `int32[n, len(GROUP_UNITS)]`, how many of these units the groups before it have, the last unit of
-            a group cut short.
-        valid: `bool[n]`, whether there is such a row; what is not valid has any place.
+        group: the row's local group.
+        row: index of the row in its group.
+        start: the group's first row, as an index into the array.
+        size: number of rows of the group.
+        units_before: `int32[n, len(GROUP_UNITS)]`, number of these units in the groups before it. The last unit of a
+            group may be partial.
+        valid: `bool[n]`, whether the row exists; the other fields of a row that does not are arbitrary.
     """
 
     group: jax.Array
@@ -179,24 +181,24 @@ class Places(NamedTuple):
     valid: jax.Array
 
     def before(self, unit: int) -> jax.Array:
-        """How many units of so many rows, one of `GROUP_UNITS`, the groups before have."""
+        """Returns the number of units of `unit` rows, one of `GROUP_UNITS`, in the groups before the row's group."""
         return self.units_before[..., GROUP_UNITS.index(unit)]
 
     def units(self, unit: int) -> jax.Array:
-        """How many units of so many rows the group has."""
+        """Returns the number of units of `unit` rows in the row's group."""
         return quotient(self.size + (unit - 1), unit)
 
     def as_column(self) -> "Places":
-        """The same with arrays `[n, 1]`, to go with one value per feature."""
+        """Returns the same places with arrays `[n, 1]`, which broadcast against one value per feature."""
         return Places(*(array[:, None] for array in self))
 
     def block(self, unit: int) -> jax.Array:
-        """In which unit of so many rows it lies, counted from the first group's first one."""
+        """Returns the index of the row's unit of `unit` rows, counted from the first unit of the first group."""
         return self.before(unit) + quotient(self.row, unit)
 
 
 class GroupTable:
-    """What is looked up for groups, to find the places of rows."""
+    """Lookup table of the groups, from which the places of rows follow."""
 
     def __init__(self, rows: GroupRows):
         self._rows = rows
@@ -206,7 +208,7 @@ class GroupTable:
         self._table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
 
     def rows(self, capacity: int) -> Places:
-        """The place of every row of the array."""
+        """Returns the place of every row of the array."""
         index = jnp.arange(capacity, dtype=jnp.int32)
         ends = self._rows.starts + self._rows.sizes
         group = _group_of(ends, index)
@@ -214,7 +216,7 @@ class GroupTable:
         return Places(group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1]))
 
     def units(self, unit: int, count: int) -> Places:
-        """The place of the first row of every unit, for `count` units, which may be more than there are."""
+        """Returns the place of each unit's first row, for `count` units, which may be more than exist."""
         index = jnp.arange(count, dtype=jnp.int32)
         ends = self._unit_ends[:, GROUP_UNITS.index(unit)]
         group = _group_of(ends, index)
@@ -228,7 +230,7 @@ class GroupTable:
 
 
 def _group_of(ends: jax.Array, index: jax.Array) -> jax.Array:
-    """The group of every index, from the groups' sorted ends; the last one for what lies behind."""
+    """Returns the group of every index, from the groups' sorted ends; the last group for indices past all ends."""
     if ends.shape[0] <= _FEW_GROUPS:
         count = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)
     else:
@@ -237,10 +239,10 @@ def _group_of(ends: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def quotient(value: jax.Array, divisor: jax.Array | np.ndarray | int) -> jax.Array:
-    """`value // divisor` of numbers that are not negative: a third of the operations, for signs need none."""
+    """Computes `value // divisor` of nonnegative numbers in a third of the operations: signs need no handling."""
     return jax.lax.div(*jnp.broadcast_arrays(value, jnp.asarray(divisor, jnp.int32)))
 
 
 def remainder(value: jax.Array, divisor: int) -> jax.Array:
-    """`value % divisor` of numbers that are not negative."""
+    """Computes `value % divisor` of nonnegative numbers."""
     return jax.lax.rem(value, jnp.full_like(value, divisor))

@@ -1,4 +1,4 @@
-"""Single values among public arguments, brought to one form: each error names the argument, what it is and the rule."""
+"""Checks and conversions of single public arguments. Each error names the argument, its value and the rule."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 
 def shown(value: object) -> str:
-    """A value in an error: as it is written if that is short, or else its type."""
+    """Returns the text of a value in an error: its repr if that is short, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -17,13 +17,13 @@ def shown(value: object) -> str:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """`value` as a JAX array.
+    """Converts `value` to a JAX array.
 
     Raises:
-        TypeError: it cannot be one.
+        TypeError: it cannot be converted.
     """
     try:
-        # Also of JAX's arrays: what is differentiated outside of jax.jit may hold an array of NumPy's.
+        # Convert JAX's arrays too: a tracer of differentiation outside of jax.jit may hold a NumPy array.
         return jnp.asarray(value)
     except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, got {shown(value)}.") from error
@@ -36,7 +36,7 @@ def check_instance(name: str, value: object, cls: type) -> None:
 
 
 def static_number(name: str, value: Any) -> float:
-    """`value` as a float.
+    """Converts `value` to a float.
 
     Raises:
         TypeError: it is no number, or not known when the program is traced.
@@ -50,14 +50,14 @@ def static_number(name: str, value: Any) -> float:
 
 
 def static_bool(name: str, value: Any) -> bool:
-    """`value` as a bool; raises TypeError unless it is one."""
+    """Converts `value` to a bool. Raises TypeError unless it is one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     return bool(value)
 
 
 def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """`dtype` as a NumPy type; None if it is none."""
+    """Converts `dtype` to a NumPy type; returns None if it is not a type."""
     try:
         return None if dtype is None else jnp.dtype(dtype)
     except TypeError:
@@ -65,6 +65,6 @@ def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def dtype_name(dtype: DTypeLike | None) -> str:
-    """A type in an error, also one that is none."""
+    """Returns the name of a type for an error, also of a value that is not a type."""
     known = known_dtype(dtype)
     return shown(dtype) if known is None else known.name

@@ -17,15 +17,15 @@ def axis_size(axis_name: Hashable) -> int:
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
-    """The mesh axes over which `x` differs from device to device; none outside `jax.shard_map`."""
+    """Returns the mesh axes over which `x` differs between devices; none outside `jax.shard_map`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Marks every array as varying over all the mesh axes over which any of them varies.
+    """Marks all arrays as varying over every mesh axis over which any of them varies.
 
-    The transpose of the mark is a sum over the added axes, so a kernel that is replicated while the tokens are split
-    gets the sum of all devices' gradients, as with every operation of JAX.
+    The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated kernel gets the sum of
+    all devices' gradients, as with every operation of JAX.
     """
     axes = frozenset().union(*(varying_axes(x) for x in arrays))
 

@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def register_pytree(cls: type[T]) -> type[T]:
-    """Makes a dataclass, whose static fields are layouts, a pytree, also of programs that `jax.export` writes.
+    """Registers a dataclass as a pytree, also for programs that `jax.export` writes. Its static fields are layouts.
 
-    It is printed by `short_repr`.
+    Its repr is that of `short_repr`.
     """
     jax.tree_util.register_dataclass(cls)
     export.register_pytree_node_serialization(
@@ -27,7 +27,7 @@ def register_pytree(cls: type[T]) -> type[T]:
 
 
 def short_repr(cls: type[T]) -> type[T]:
-    """Prints a dataclass on one line, with types and shapes in place of arrays."""
+    """Gives a dataclass a repr on one line, with types and shapes in place of arrays."""
 
     def text(self: Any) -> str:
         fields = [field.name for field in dataclasses.fields(self) if field.repr]
@@ -39,7 +39,7 @@ def short_repr(cls: type[T]) -> type[T]:
 
 
 def _brief(value: Any) -> str:
-    """A field in a few words: anything, as JAX also builds pytrees of what is no array."""
+    """Returns a short text for a field. Takes any value, as JAX also builds pytrees of objects that are no arrays."""
     match value:
         case QuantizedLayout():
             return f"{value.mode.name} {'columnwise' if value.columnwise else 'rowwise'}"
@@ -72,7 +72,7 @@ class ScaledArray:
         data: float8, laid out as `QuantizedLayout` says.
         scale_inv: float32, or float8_e8m0fnu with `ScalingMode.MX`.
         group_sizes: `int32[G]`, rows per group; None for a stack of equal groups.
-        layout: where each group's data and scales lie; static.
+        layout: positions of each group's data and scales; static.
 
     Example:
         x = 0.3 * jnp.ones((16, 32))
@@ -95,7 +95,7 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what was quantized: `[T, C]`, or `[E, K, C]` for a stack."""
+        """The shape of the array before quantization: `[T, C]`, or `[E, K, C]` for a stack."""
         layout = self.layout
         if layout.stack_rows is None:
             return (layout.tokens, layout.features)
@@ -105,7 +105,7 @@ class ScaledArray:
 @register_pytree
 @dataclasses.dataclass(frozen=True)
 class GroupedQuantized:
-    """What `jax_grouped.grouped_quantize` returns.
+    """Result of `jax_grouped.grouped_quantize`: both orientations of a quantized array, and its statistics.
 
     Attributes:
         rowwise: quantized along the features, or None.
@@ -133,8 +133,8 @@ class KernelCache:
     """A quantized stack of kernels `[E, K, N]`, which microbatches share; from `jax_grouped.quantize_kernel`.
 
     Attributes:
-        rowwise: quantized along `N`: what dgrad reads.
-        columnwise: quantized along `K` and stored transposed: what fprop reads.
+        rowwise: quantized along `N`; dgrad reads it.
+        columnwise: quantized along `K` and stored transposed; fprop reads it.
         amax: `float32[E]`, the largest finite absolute value of each kernel.
 
     Example:

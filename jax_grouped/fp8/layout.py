@@ -1,4 +1,4 @@
-"""Where the numbers and the scales of a quantized array lie; the counterpart in C++ is `csrc/groups/layout.h`."""
+"""Layout of the data and scales of a quantized array. The counterpart in C++ is `csrc/groups/layout.h`."""
 
 import dataclasses
 import math
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from jax_grouped.core.groups import FP8_ALIGNMENT, Places, most_units, quotient, remainder, round_up, stack_sizes
 from jax_grouped.fp8.recipes import ScalingMode
 
-#: Elements along each side of a scaling block, and of one of the MX format.
+#: Elements along each side of a scaling block: of blocks of 128, and of the MX format.
 BLOCK = 128
 MX_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayout:
-    """Where the data and scales of one quantized array lie.
+    """Layout of the data and scales of one quantized array.
 
-    Rowwise data is `[T, C]`. Columnwise data has, for each group of `m` rows, a region `[C, round_up(m, 16)]`, which is
-    zero past the group's rows. Scales have one region per group in the order of the groups, every region a multiple of
-    16 bytes (`TENSOR`: one number). What a region has past its group's scales is zero. Nothing reads, and `cuda` does
-    not write, what the arrays have past the last region.
+    Rowwise data is `[T, C]`. Columnwise data has a region `[C, round_up(m, 16)]` for each group of `m` rows; it is zero
+    past the group's rows. Scales have one region per group, in the order of the groups. The size of every region is a
+    multiple of 16 bytes (`TENSOR`: one number). A region is zero past its group's scales. Past the last region, arrays
+    are unspecified: nothing reads these bytes, and `cuda` does not write them.
 
     | mode       | scales of a rowwise group                   | scales of a columnwise group                  |
     |------------|---------------------------------------------|-----------------------------------------------|
@@ -32,8 +32,8 @@ class QuantizedLayout:
     | `MX`       | `[round_up(m, 16), ceil(C / 32)]`           | `[C, ceil(m / 32)]`                           |
 
     With `swizzled_scales`, `MX` scales are in the order that Blackwell's matmul reads: tiles of 128 outer by 4 inner
-    blocks, row by row; in a tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. cuBLAS documentation,
-    "1D block scaling factors layout".
+    blocks, row by row. In a tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. See "1D block scaling
+    factors layout" in the cuBLAS documentation.
 
     A stack of equal groups has the same regions, and its arrays have the group axis in front.
 
@@ -42,7 +42,7 @@ class QuantizedLayout:
         columnwise: the orientation.
         tokens: `T`, rows of all groups together.
         features: `C`.
-        num_groups: how many groups.
+        num_groups: number of groups.
         stack_rows: rows of every group of a stack; None if the device knows the sizes.
         swizzled_scales: see above.
     """
@@ -61,7 +61,7 @@ class QuantizedLayout:
         return stack_sizes(self.num_groups, self.stack_rows, batch)
 
     def units(self, unit: int) -> int:
-        """How many units of `unit` rows, none of which crosses a group, any group sizes can need."""
+        """Returns the most units of `unit` rows that any group sizes can need; no unit crosses a group."""
         if self.stack_rows is not None:
             return self.num_groups * -(-self.stack_rows // unit)
         return most_units(self.tokens, self.num_groups, unit)
@@ -87,7 +87,7 @@ class QuantizedLayout:
         return (self.num_groups, *self._region(lambda unit: -(-rows // unit)))
 
     def _region(self, units: Callable[[int], int]) -> tuple[int, ...]:
-        """The shape of a region whose group has so many units of rows."""
+        """Returns the shape of a group's region; `units(h)` is the number of units of `h` rows in the group."""
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
                 return self._feature_blocks, 4 * units(4)
@@ -109,14 +109,14 @@ class QuantizedLayout:
         return -(-self.features // BLOCK)
 
     def row_scales(self, places: Places) -> jax.Array:
-        """Positions of the scales of rowwise data in the flat array.
+        """Returns the positions of the scales of rowwise data in the flat array.
 
         Args:
-            places: of some rows.
+            places: places of some rows.
 
         Returns:
-            `int32[n, blocks]`, a position for every block of a row: of 32 elements with `MX`, of 128 otherwise; one
-            column with `TENSOR`.
+            `int32[n, blocks]`, a position for every block of a row. A block has 32 elements with `MX`, 128 otherwise.
+            With `TENSOR` there is one column.
         """
         places = places.as_column()
         block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
@@ -134,10 +134,10 @@ class QuantizedLayout:
                 return block.shape[0] * (16 * places.before(16) + places.row) + block
 
     def column_scales(self, places: Places) -> jax.Array:
-        """Positions of the scales of columnwise data in the flat array.
+        """Returns the positions of the scales of columnwise data in the flat array.
 
-        As `row_scales`, but of the blocks that hold the given rows, for every feature (`int32[n, C]`), or for every 128
-        features with `BLOCK_2D`.
+        The blocks are those that hold the given rows. There is one for every feature (`int32[n, C]`), or for every 128
+        features with `BLOCK_2D`. Otherwise as `row_scales`.
         """
         places = places.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
@@ -158,22 +158,25 @@ class QuantizedLayout:
                 return self.features * places.before(32) + feature * places.units(32) + quotient(places.row, MX_BLOCK)
 
     def column_data(self, places: Places) -> tuple[jax.Array, jax.Array]:
-        """Where columnwise data has every feature of some rows: which 16 elements, `int32[n, C]`, and which of them."""
+        """Returns the positions of every feature of some rows in columnwise data.
+
+        A position is the index of a chunk of 16 elements, `int32[n, C]`, and the index of the element in it.
+        """
         places = places.as_column()
         unit, feature = FP8_ALIGNMENT, jnp.arange(self.features, dtype=jnp.int32)
         chunk = quotient(places.row, unit) + feature * places.units(unit)
         return self.features * places.before(unit) + chunk, remainder(places.row, unit)
 
     def column_source(self, chunks: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What columnwise data is made of: where its elements come from.
+        """Returns the source of every element of columnwise data.
 
         Args:
             chunks: the places of all units of 16 rows.
 
         Returns:
-            Their rows, `int32[chunks, C, 16]`, features, `int32[chunks, C, 1]`, and whether there are such rows.
+            The rows, `int32[chunks, C, 16]`, the features, `int32[chunks, C, 1]`, and a mask of rows that exist.
         """
-        # A group of `u` units has `C * u` times 16 elements, as many as so many chunks: feature by feature.
+        # A group of `u` units has `C * u` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
         units = jnp.maximum(chunks.units(FP8_ALIGNMENT), 1)[:, None]
         index = quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features
         index += jnp.arange(self.features, dtype=jnp.int32)
@@ -185,22 +188,22 @@ class QuantizedLayout:
 
     @property
     def scales_in_block_order(self) -> bool:
-        """Whether scales lie as blocks do, rows of them one after another, cut at no group."""
+        """True if scales are in the order of blocks: rows of blocks one after another, with no gap between groups."""
         return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
 
     @property
     def block(self) -> int:
-        """Elements along the quantized axis that share a scale."""
+        """Number of elements along the quantized axis that share a scale."""
         return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Rows and features that share a scale, if it is not the whole group."""
+        """Numbers of rows and features that share a scale, unless the whole group does."""
         if self.mode == ScalingMode.BLOCK_2D:
             return BLOCK, BLOCK
         return (self.block, 1) if self.columnwise else (1, self.block)
 
 
 def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
-    """The byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
+    """Returns the byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
     return 512 * tile + remainder(outer, 32) * 16 + quotient(outer, 32) * 4 + inner

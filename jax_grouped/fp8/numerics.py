@@ -1,8 +1,8 @@
 """FP8 numerics in plain JAX, the same to the bit on every platform.
 
-Platforms differ in what XLA makes of float32: CPUs flush subnormal numbers to zero and GPUs don't, and GPUs round
-divisions wrongly by up to 2 units (openxla/xla#37181). So subnormals are flushed here, and except on CPUs integers are
-divided.
+XLA's float32 arithmetic differs between platforms. CPUs flush subnormal numbers to zero; GPUs don't. GPUs round
+divisions wrongly, by up to 2 units (openxla/xla#37181). So this module flushes subnormals, and it divides in integers
+except on CPUs.
 """
 
 import functools
@@ -19,43 +19,43 @@ _MANTISSA_BITS = 23
 _BIAS = 127
 #: Scales lie in [2^-126, 2^126], so that their inverses are normal numbers too.
 _LARGEST_EXPONENT = 126
-#: The bits of the NaN that stands for whatever is not finite, in both types.
+#: Bits of the NaN that replaces numbers that are not finite, in both types.
 _NAN = 0x7F
 
 
 def flush(x: jax.Array) -> jax.Array:
-    """float32 with zero, of the same sign, in place of subnormal numbers."""
+    """Replaces subnormal float32 numbers by zero of the same sign."""
     return jnp.where(jnp.abs(x) < _TINY, x * 0, x)
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Absolute values; 0 for what is not finite."""
+    """Returns absolute values; 0 for numbers that are not finite."""
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2**exponent` for exponents of normal float32 numbers."""
+    """Computes `2**exponent` for exponents of normal float32 numbers."""
     return jax.lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA_BITS, jnp.float32)
 
 
 def clamp_scale(scale: jax.Array) -> jax.Array:
-    """`scale` brought into [2^-126, 2^126]; NaN stays."""
+    """Clamps `scale` to [2^-126, 2^126]; NaN stays NaN."""
     limit = 2.0**_LARGEST_EXPONENT
     return jnp.where(jnp.isnan(scale), jnp.nan, jnp.clip(scale, 1 / limit, limit))
 
 
 def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
-    """`numerator * 2**numerator_exponent / x`, rounded to nearest even and clamped to [2^-126, 2^126].
+    """Computes `numerator * 2**numerator_exponent / x`, rounded to nearest even and clamped to [2^-126, 2^126].
 
     Args:
         numerator: 1 or 7.
-        numerator_exponent: of two.
+        numerator_exponent: exponent of two.
         x: positive normal float32 numbers.
     """
     dividend = np.float32(numerator * 2.0**numerator_exponent)
     return jax.lax.platform_dependent(
         x,
-        # Rounded as IEEE 754 says, and less to compile.
+        # CPUs round the division as IEEE 754 says, and it compiles to less code.
         cpu=lambda x: clamp_scale(dividend / x),
         default=lambda x: divide_integers(numerator, numerator_exponent, x),
     )
@@ -63,11 +63,11 @@ def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
-    """What `_divide` says, in integers: for platforms that do not round a floating-point division correctly."""
+    """Computes `_divide` in integers, for platforms that do not round a floating-point division correctly."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) | (1 << _MANTISSA_BITS)
-    # Long division, 7 bits at a time, so that remainders stay below 2^31. The quotient has 27 or 28 bits; the lowest
-    # also stands for the remainder, which makes the conversion to 24 bits round correctly.
+    # Long division, 7 bits at a time: remainders stay below 2^31. The quotient has 27 or 28 bits. Its lowest bit also
+    # stands for a nonzero remainder, so that the conversion to 24 bits rounds correctly.
     start = 23 - numerator.bit_length()
     quotient, remainder = jnp.zeros_like(bits), jnp.full_like(bits, numerator << start)
     for _ in range(4):
@@ -76,7 +76,7 @@ def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> ja
         remainder = remainder % mantissa
     rounded = (quotient | (remainder != 0).astype(jnp.int32)).astype(jnp.float32)
     exponent = numerator_exponent - start - 28 + _MANTISSA_BITS + _BIAS - (bits >> _MANTISSA_BITS)
-    # In two steps, for the power alone may be too large; the clamp comes before anything can overflow.
+    # Multiply in two steps: the power alone may be too large. Clamp before anything can overflow.
     exponent = jnp.minimum(exponent, _LARGEST_EXPONENT)
     half = exponent // 2
     scaled = rounded * _power_of_two(half) * _power_of_two(exponent - half)
@@ -84,12 +84,12 @@ def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> ja
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
-    """`1 / x` for normal numbers from 2^-126 to 2^126; NaN for NaN."""
+    """Computes `1 / x` for normal numbers from 2^-126 to 2^126; NaN for NaN."""
     return jnp.where(jnp.isnan(x), jnp.nan, _divide(1, 0, x))
 
 
 def scale_from_amax(amax: jax.Array, dtype: DTypeLike, epsilon: float, *, pow2: bool) -> jax.Array:
-    """`fp8_max / max(amax, epsilon)`, rounded down to a power of two if asked; 1 for a block of zeros."""
+    """Computes `fp8_max / max(amax, epsilon)`, rounded down to a power of two if `pow2`; 1 for a block of zeros."""
     amax = flush(jnp.maximum(amax, jnp.float32(epsilon)))
     fp8_max = int(FP8_MAX[jnp.dtype(dtype)])
     exponent = fp8_max.bit_length() - 3
@@ -102,10 +102,13 @@ def scale_from_amax(amax: jax.Array, dtype: DTypeLike, epsilon: float, *, pow2: 
 
 
 def mx_exponent(amax: jax.Array, dtype: DTypeLike, epsilon: float) -> jax.Array:
-    """The biased exponent of `max(amax, epsilon) / fp8_max`, rounded up, `uint8`; 0 for all zeros, else at least 1."""
+    """Computes the biased exponent, `uint8`, of `max(amax, epsilon) / fp8_max` rounded up.
+
+    It is 0 for a block of zeros, else at least 1.
+    """
     amax = flush(jnp.maximum(amax, jnp.float32(epsilon)))
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
-    # Both largest values are 1.75 times a power of two, so only the mantissa's order relative to 1.75 matters.
+    # fp8_max of both types is 1.75 times a power of two, so only the mantissa's order relative to 1.75 matters.
     fp8_exponent = int(FP8_MAX[jnp.dtype(dtype)]).bit_length() - 1
     above = (bits & ((1 << _MANTISSA_BITS) - 1)) > (3 << (_MANTISSA_BITS - 2))
     exponent = jnp.maximum((bits >> _MANTISSA_BITS) - fp8_exponent + above.astype(jnp.int32), 1)
@@ -113,29 +116,29 @@ def mx_exponent(amax: jax.Array, dtype: DTypeLike, epsilon: float) -> jax.Array:
 
 
 def mx_scale(exponent: jax.Array) -> jax.Array:
-    """The scale, a normal float32, for a biased exponent of its inverse; the inverse of 0 is taken as 2^-126."""
+    """Returns the scale, a normal float32, for its inverse's biased exponent. Exponent 0 counts as 2^-126."""
     return _power_of_two(_BIAS - jnp.maximum(exponent.astype(jnp.int32), 1))
 
 
 def mx_scale_inv(exponent: jax.Array) -> jax.Array:
-    """The inverse scale, a normal float32, for its biased exponent; that of 0 is taken as 2^-126."""
+    """Returns the inverse scale, a normal float32, for its biased exponent. Exponent 0 counts as 2^-126."""
     return _power_of_two(jnp.maximum(exponent.astype(jnp.int32), 1) - _BIAS)
 
 
 def stored_scale(scale_inv: jax.Array) -> jax.Array:
-    """Inverse scales as numbers, from what is stored."""
+    """Converts stored inverse scales to float32 numbers."""
     if scale_inv.dtype != jnp.float8_e8m0fnu:
         return scale_inv
     return mx_scale_inv(jax.lax.bitcast_convert_type(scale_inv, jnp.uint8))
 
 
 def as_type(stored: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Bytes as numbers of a type of 8 bits; others as they are."""
+    """Reinterprets bytes as numbers of an 8-bit type; returns other arrays unchanged."""
     return jax.lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint8 else stored
 
 
 def cast(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The bytes of `x * scale` in FP8, clipped to what the type holds; NaN where either is not finite."""
+    """Returns the bytes of `x * scale` in FP8, clipped to the type's range; NaN where either is not finite."""
     limit = FP8_MAX[jnp.dtype(dtype)]
     scaled = jnp.clip(x * scale, -limit, limit).astype(dtype)
     finite = jnp.isfinite(x) & jnp.isfinite(scale)

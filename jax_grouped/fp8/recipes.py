@@ -1,4 +1,4 @@
-"""Scaling modes and recipes: which tensors are scaled how, in which FP8 types. All static under `jit`."""
+"""Scaling modes and recipes: the scaling and the FP8 type of each tensor. All are static under `jit`."""
 
 import dataclasses
 import enum
@@ -10,18 +10,18 @@ from jax.typing import DTypeLike
 
 from jax_grouped.core.values import dtype_name, known_dtype, shown, static_bool, static_number
 
-#: The FP8 types with their largest finite values. OCP 8-bit floating point specification, revision 1.0.
+#: FP8 types and their largest finite values. OCP 8-bit floating point specification, revision 1.0.
 FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
 
 
 class ScalingMode(enum.Enum):
-    """Which elements share a scale. Blocks never cross a group: the last one of a group or a row may be shorter.
+    """Set of elements that share a scale. Blocks never cross a group: the last block of a group or row may be shorter.
 
     Attributes:
         TENSOR: the whole group.
         BLOCK_1D: 128 consecutive elements along the quantized axis (DeepSeek-V3, arXiv:2412.19437).
         BLOCK_2D: 128 x 128 elements, for kernels.
-        MX: 32 consecutive elements, the scale a power of two in one byte (OCP Microscaling Formats 1.0).
+        MX: 32 consecutive elements; the scale is a power of two in one byte (OCP Microscaling Formats 1.0).
 
     Example:
         x = jnp.ones((16, 32))
@@ -37,7 +37,7 @@ class ScalingMode(enum.Enum):
 
 
 def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
-    """`dtype` as a NumPy type.
+    """Converts `dtype` to a NumPy type.
 
     Raises:
         TypeError: it is not an FP8 type that matmuls take.
@@ -49,7 +49,7 @@ def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
 
 
 def canonical_epsilon(value: float) -> float:
-    """`amax_epsilon` as a float.
+    """Converts `amax_epsilon` to a float.
 
     Raises:
         TypeError: it is no number.
@@ -62,7 +62,7 @@ def canonical_epsilon(value: float) -> float:
 
 
 class _Types:
-    """What the recipes share: the two types, checked and brought to one form when a recipe is made."""
+    """Base of the recipes: the two types, checked and normalised when a recipe is constructed."""
 
     fwd_dtype: DTypeLike
     grad_dtype: DTypeLike
@@ -78,9 +78,9 @@ class _Types:
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockScaling(_Types):
-    """Blocks of 1x128 for tokens and gradients, 128x128 for kernels, scaled by their own largest value. Hopper.
+    """Blocks of 1x128 for tokens and gradients, 128x128 for kernels, scaled by their own largest value. Needs Hopper.
 
-    As DeepSeek-V3 was trained (arXiv:2412.19437, section 3.3).
+    DeepSeek-V3 was trained with this recipe (arXiv:2412.19437, section 3.3).
 
     Attributes:
         fwd_dtype: FP8 type of tokens and kernels.
@@ -107,12 +107,12 @@ class Float8BlockScaling(_Types):
 
     @property
     def token_mode(self) -> ScalingMode:
-        """How tokens and gradients are scaled."""
+        """Scaling mode of tokens and gradients."""
         return ScalingMode.BLOCK_1D
 
     @property
     def kernel_mode(self) -> ScalingMode:
-        """How kernels are scaled."""
+        """Scaling mode of kernels."""
         return ScalingMode.BLOCK_2D
 
 
@@ -144,12 +144,12 @@ class Float8CurrentScaling(_Types):
 
     @property
     def token_mode(self) -> ScalingMode:
-        """How tokens and gradients are scaled."""
+        """Scaling mode of tokens and gradients."""
         return ScalingMode.TENSOR
 
     @property
     def kernel_mode(self) -> ScalingMode:
-        """How kernels are scaled."""
+        """Scaling mode of kernels."""
         return ScalingMode.TENSOR
 
 
@@ -162,7 +162,7 @@ class DelayedScaling(_Types):
     Attributes:
         fwd_dtype: FP8 type of tokens and kernels.
         grad_dtype: FP8 type of gradients.
-        amax_history_len: how many steps are remembered.
+        amax_history_len: number of steps in the history.
         amax_compute_algo: whether `amax` is the maximum of the history or its most recent entry.
         margin: headroom, in powers of two.
 
@@ -198,18 +198,18 @@ class DelayedScaling(_Types):
 
     @property
     def token_mode(self) -> ScalingMode:
-        """How tokens and gradients are scaled."""
+        """Scaling mode of tokens and gradients."""
         return ScalingMode.TENSOR
 
     @property
     def kernel_mode(self) -> ScalingMode:
-        """How kernels are scaled."""
+        """Scaling mode of kernels."""
         return ScalingMode.TENSOR
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(_Types):
-    """Blocks of 1x32 with power-of-two scales for every tensor (OCP Microscaling Formats 1.0). Blackwell.
+    """Blocks of 1x32 with power-of-two scales for every tensor (OCP Microscaling Formats 1.0). Made for Blackwell.
 
     Attributes:
         fwd_dtype: FP8 type of tokens and kernels.
@@ -229,16 +229,16 @@ class MXFP8BlockScaling(_Types):
 
     @property
     def token_mode(self) -> ScalingMode:
-        """How tokens and gradients are scaled."""
+        """Scaling mode of tokens and gradients."""
         return ScalingMode.MX
 
     @property
     def kernel_mode(self) -> ScalingMode:
-        """How kernels are scaled."""
+        """Scaling mode of kernels."""
         return ScalingMode.MX
 
 
-#: What `grouped_dense` and the layers take.
+#: Type of the `recipe` argument of `grouped_dense` and the layers.
 Recipe = Float8BlockScaling | Float8CurrentScaling | DelayedScaling | MXFP8BlockScaling
 
 

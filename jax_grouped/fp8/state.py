@@ -1,4 +1,4 @@
-"""The state of delayed scaling: the largest values of earlier steps, from which the next scales follow."""
+"""The state of delayed scaling: the largest values of earlier steps. The next scales follow from it."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.fp8.recipes import DelayedScaling
 
-#: A mark is this times the square of its amax. Where both are clipped to one number, that is the mark of itself only if
-#: it is 1 over this, which nobody clips at.
+#: A mark is this factor times the square of its amax. If something clips both to one number, the mark fits only if that
+#: number is 1 over this factor, at which nobody clips.
 _MARK = 0.7
 
 #: Relative difference between a mark and what it should be that counts as rounding.
@@ -24,7 +24,7 @@ _ROUNDING = 2.0**-16
 
 
 class PerTensor(NamedTuple):
-    """Something of each tensor that is quantized: of `x`, of `kernel`, and of the gradient of the result."""
+    """One value for each quantized tensor: `x`, `kernel`, and the gradient of the result."""
 
     input: jax.Array
     kernel: jax.Array
@@ -34,32 +34,33 @@ class PerTensor(NamedTuple):
 @register_pytree
 @dataclasses.dataclass(frozen=True)
 class Fp8State:
-    """What `DelayedScaling` remembers from step to step, for `E` groups and a history of `H` steps.
+    """State of `DelayedScaling` between steps, for `E` groups and a history of `H` steps.
 
-    The gradient of `jax_grouped.grouped_dense` with respect to its `fp8_state` is the state's next value, as with
-    Flax's FP8 operations, whose names these are: instead of an optimizer's update, the gradient takes the state's
-    place. What several microbatches or devices make of one state must be combined by taking the larger of each number,
+    The gradient of `jax_grouped.grouped_dense` with respect to its `fp8_state` is the state's next value: the gradient
+    replaces the state, and an optimizer does not update it. Flax's FP8 operations do the same, and these are their
+    names. If several microbatches or devices have gradients of one state, combine them by the larger of each number,
     where JAX would add gradients up:
 
     - Separate gradients: `jax.tree.map(jnp.maximum, one, other)`; of a batch, `jnp.max` over its axis.
     - One state used twice, or in the steps of a `jax.lax.scan`: `loss(state.astype(fp32_max_grad))` inside the function
       that is differentiated, with Flax's type whose sum is the maximum, `flax.linen.fp8_ops.fp32_max_grad`.
     - `jax.vmap` over tokens: map over a copy of the state per element as well.
-    - `jax.shard_map` with its checks on: nothing, a replicated state's next value is the maximum over the devices.
+    - `jax.shard_map` with its checks on: do nothing; a replicated state's next value is the maximum over the devices.
     - `jax.pmap`, and `jax.shard_map` without checks: take the gradient inside, then `jax.lax.pmax` of it.
 
     A layer whose result does not reach the loss, as in the branch of a `jax.lax.cond` that is not taken, gets a
-    gradient of zeros, which is no next value: `jax_grouped.overwrite_with_gradient` and `jax_grouped.apply_updates`
+    gradient of zeros. Zeros are no next value: `jax_grouped.overwrite_with_gradient` and `jax_grouped.apply_updates`
     keep the state where the next scale is 0. Elsewhere, a scale of 0 counts as 1.
 
-    Arithmetic on a state shows in its marks: a step of an optimizer, a mean, a sum or a factor changes an amax and its
-    mark differently, while a maximum keeps them together. The results for a group whose mark does not fit are NaN, and
-    with `jax_grouped.config.check` a ValueError says why.
+    The marks detect arithmetic on a state. A step of an optimizer, a mean, a sum or a factor changes an amax and its
+    mark differently; a maximum keeps them together. The results for a group whose mark does not fit are NaN. With
+    `jax_grouped.config.check`, a ValueError says why.
 
     Attributes:
         input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
             values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
-        input_scale, kernel_scale, output_grad_scale: `float32[E]`, what was last multiplied by before rounding to FP8.
+        input_scale, kernel_scale, output_grad_scale: `float32[E]`, the factors of the last multiplication before
+            rounding to FP8.
         input_amax_mark, kernel_amax_mark, output_grad_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
 
     Example:
@@ -86,7 +87,7 @@ class Fp8State:
 
     @classmethod
     def initial(cls, recipe: DelayedScaling, num_groups: int) -> Self:
-        """The state before the first step: nothing is known, every scale is 1.
+        """Returns the state before the first step: empty histories, and scales of 1.
 
         Raises:
             TypeError: the recipe is not DelayedScaling.
@@ -101,15 +102,15 @@ class Fp8State:
         return cls(**fields)
 
     def astype(self, dtype: DTypeLike) -> Self:
-        """The same numbers as another type, one whose sum is the maximum."""
+        """Converts the arrays to another type, one whose sum is the maximum."""
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, dtype), self)
 
     def scales(self, recipe: DelayedScaling) -> PerTensor:
-        """What the next product's operands are multiplied by before rounding, `float32[E]` each.
+        """Returns the factors that the next product's operands are multiplied by before rounding, `float32[E]` each.
 
-        `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al., arXiv:2209.05433). Where that
-        is zero or not finite, as with an empty history, it is the scale of the state, and 1 if that is no scale either.
-        It is NaN where the state's marks do not fit.
+        A factor is `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al.,
+        arXiv:2209.05433). Where that is zero or not finite, as with an empty history, the factor is the scale of the
+        state, or 1 if that is no scale either. It is NaN where the state's marks do not fit.
         """
         histories = self._histories(PerTensor._fields)
         intact = self.intact()
@@ -136,11 +137,11 @@ class Fp8State:
         return jnp.where(known, numerics.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
 
     def _histories(self, names: Iterable[str]) -> jax.Array:
-        """Those of some tensors, as one array: a GPU launches no more kernels for all of them than for one."""
+        """Stacks the histories of some tensors: a GPU then launches as many kernels for all of them as for one."""
         return jnp.stack([_float32(getattr(self, f"{name}_amax_history")) for name in names])
 
     def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:
-        """The next state: the scales that were used, and the histories with `amax`, `float32[E]` for each name."""
+        """Returns the next state: the used scales, and the histories with `amax` added, `float32[E]` for each name."""
         newest = jnp.stack([_reduced(amax[name], getattr(self, f"{name}_amax_history")) for name in amax])
         histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
         fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
@@ -155,16 +156,16 @@ def _float32(x: jax.Array) -> jax.Array:
 
 
 def _mark(amax: jax.Array) -> jax.Array:
-    """Returns the mark of an amax, 0 for what is none.
+    """Returns the mark of an amax; 0 if the value is not an amax.
 
-    It grows with the amax: the larger of two marks is that of the larger amax. Squared are numbers so far from the ends
-    of float32 that the result is exact to rounding.
+    It grows with the amax: the larger of two marks is that of the larger amax. The squared numbers are far enough from
+    the ends of float32 that the result is exact to rounding.
     """
     return jnp.where(amax > 0, _MARK * jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
-    """The maximum over the mesh axes over which `amax` varies and the history does not."""
+    """Takes the maximum over the mesh axes over which `amax` varies and the history does not."""
     axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
     return jax.lax.pmax(amax, axes) if axes else amax
 
@@ -173,8 +174,8 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
     """Raises unless `state` is there if the recipe is delayed scaling, fits it, and is absent otherwise.
 
     Raises:
-        TypeError: it is no Fp8State, or holds something other than float32.
-        ValueError: it is missing, of no use, or of another shape.
+        TypeError: `state` is no Fp8State, or holds something other than float32.
+        ValueError: `state` is missing, or given without need, or has another shape.
     """
     if not isinstance(recipe, DelayedScaling):
         if state is not None:
@@ -194,7 +195,7 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
                 f"fp8_state.{field.name} must have shape {expected} for {num_groups} groups and amax_history_len "
                 f"{recipe.amax_history_len}, got {array.shape}."
             )
-        # Flax's type of which the sum is the maximum.
+        # Flax's type whose sum is the maximum.
         if getattr(array.dtype, "float_dtype", array.dtype) != jnp.float32:
             raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")
     if config.check:

@@ -1,4 +1,4 @@
-"""Mixtures of experts without Flax: routing, permutation, the experts and their exchange, and all in one function.
+"""Mixtures of experts without Flax: routing, permutation, the experts, the exchange of rows, and all in one function.
 
 Example:
     x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))

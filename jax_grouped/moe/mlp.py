@@ -30,12 +30,11 @@ def grouped_mlp(
 ) -> jax.Array:
     """Applies a gated linear network per group: `(silu(x @ gate) * (x @ up)) @ down`, SwiGLU (arXiv:2002.05202).
 
-    With a recipe, SwiGLU is part of the quantization of what the second product reads, and its derivative part of the
-    quantization of the gradient that goes into the first: both are computed in float32 and rounded once, to FP8, and
-    neither is ever written in a wider type. Without one they are plain JAX, and the backward pass computes SwiGLU again
-    from the first product's result, kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
-    rows of no group, gradients, what is kept under `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of
-    `Weights` is.
+    With a recipe, SwiGLU is fused into the quantization of the second product's input, and its derivative into the
+    quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and never
+    written in a wider type. Without a recipe they are plain JAX, and the backward pass computes SwiGLU again from the
+    first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
+    rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -77,14 +76,14 @@ def grouped_mlp(
         up=dataclasses.replace(up_spec, output_activation="silu_mul"),
         down=dataclasses.replace(down_spec, input_activation="silu_mul"),
     )
-    # The second product has no tokens yet: they are the first one's result.
+    # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
     return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
 
 
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` of `[T, 2 F]`, the gate's features first, computed in float32: `[T, F]`.
+    """Computes `silu(gate) * up` in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
 
     The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
     """
@@ -109,7 +108,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
-    """Weights, of which only the kernel may be given; raises TypeError unless that is an array."""
+    """Returns `Weights`, also from a bare kernel. Raises TypeError unless the kernel is an array."""
     if not isinstance(weights, Weights):
         weights = Weights(weights)
     return weights._replace(kernel=as_array(name, weights.kernel))
@@ -148,7 +147,7 @@ def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, 
     del spec
     down = gradients(saved.down, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy)
     up = gradients(saved.up, down.x, saved.hidden)
-    # As an input, the second product had no tokens, so there is no gradient of them.
+    # The second product had no tokens among the inputs, so it returns no gradient of them.
     return ((up, down._replace(x=None)),)  # type: ignore[arg-type]
 
 

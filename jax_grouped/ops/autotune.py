@@ -1,4 +1,4 @@
-"""Timing cuBLASLt's algorithms instead of trusting its first choice."""
+"""Autotuning: times cuBLASLt's algorithms instead of trusting its first choice."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -18,18 +18,18 @@ def autotune(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     of equal sizes, before the product runs. From then on the process uses the fastest one for that product, so call
     this before the programs that count. Another algorithm may round differently. On the `xla` backend nothing is timed.
 
-    The choices are also kept in a file, per GPU, cuBLAS version and product, from which later processes take them if
-    they ask for them, by this function or by `JAX_GROUPED_AUTOTUNE=1`: a choice that is in the file does not change.
-    Let one process make it before many start. The file is `~/.cache/jax_grouped/algorithms.tsv`, or what
-    `JAX_GROUPED_AUTOTUNE_CACHE` names; empty for none.
+    A file also keeps the choices, per GPU, cuBLAS version and product. Later processes take them from there if they
+    ask for tuning, by this function or by `JAX_GROUPED_AUTOTUNE=1`. A choice in the file does not change. Let one
+    process write the file before many start. It is `~/.cache/jax_grouped/algorithms.tsv`, or the file that
+    `JAX_GROUPED_AUTOTUNE_CACHE` names; an empty value means no file.
 
     Args:
         function: may be jitted, but not compiled ahead of time; a donated argument is gone afterwards, as always.
-        *args: of the function.
-        **kwargs: of the function.
+        *args: arguments of the function.
+        **kwargs: keyword arguments of the function.
 
     Returns:
-        What the function returns, when it is there.
+        The result of the function, after it has been computed.
 
     Example:
         step = jax.jit(jg.ragged_dot)

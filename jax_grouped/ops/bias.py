@@ -13,7 +13,7 @@ from jax_grouped.core.varying import vary_alike
 
 @jax.custom_vjp
 def add_bias(y: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """Adds each row's bias. Elementwise on purpose: XLA fuses it into whatever reads the result, and saves a pass."""
+    """Adds each row's bias. Elementwise, so that XLA fuses it into the consumer of the result and saves a pass."""
     if 0 in (*y.shape, *bias.shape):
         return y
     rows = group_rows(*groups, bias.shape[0], y.shape[0])
@@ -22,7 +22,7 @@ def add_bias(y: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _add_bias_forward(y: jax.Array, bias: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
-    # The bias is kept for its shape and type only; it is small.
+    # The bias is a residual for its shape and type only; it is small.
     return add_bias(y, bias, groups), (bias, groups)
 
 

@@ -1,4 +1,4 @@
-"""Checks of public arguments at trace time: each error names the argument, what it is and the rule."""
+"""Checks of public arguments at trace time. Each error names the argument, its value and the rule."""
 
 import operator
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recip
 GroupSizes = ArrayLike | Sequence[int]
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-#: JAX's names of precisions and of dot algorithms, and for each the precision whose float32 products are as exact.
+#: JAX's names of precisions and dot algorithms. Each maps to the precision whose float32 products are as exact.
 _PRECISIONS = {
     **dict.fromkeys(
         ["default", "fastest", "bfloat16", "bf16_bf16_bf16", "bf16_bf16_f32"],
@@ -38,7 +38,7 @@ _PRECISIONS = {
 
 
 def static_size(name: str, value: int, *, least: int = 0) -> int:
-    """A size that shapes depend on; raises unless it is an integer of at least `least`, known now."""
+    """Returns a size that shapes depend on. Raises unless it is an integer of at least `least`, known at trace time."""
     try:
         value = operator.index(value)
     except TypeError:
@@ -49,7 +49,7 @@ def static_size(name: str, value: int, *, least: int = 0) -> int:
 
 
 def check_dtype(name: str, dtype: DTypeLike | None) -> None:
-    """Raises TypeError unless `dtype` is one that the matmuls take."""
+    """Raises TypeError unless `dtype` is a type that the matmuls take."""
     if known_dtype(dtype) not in _FLOAT_TYPES:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype_name(dtype)}.")
 
@@ -106,12 +106,12 @@ def canonical_groups(
 
 
 def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
-    """`group_sizes` as `int32[G]`.
+    """Converts `group_sizes` to `int32[G]`.
 
     Raises:
         TypeError: it is not of an integer type.
-        ValueError: it has another shape, or a value that does not fit into 64 bits; with `config.check`, also one that
-            does not fit the rows.
+        ValueError: it has another shape, or a value that does not fit into 64 bits; with `config.check`, also a value
+            that does not fit the rows.
     """
     return _canonical_sizes(_checked_sizes(group_sizes), capacity)
 
@@ -130,7 +130,7 @@ def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
 
 
 def _integers(name: str, values: GroupSizes) -> jax.Array:
-    """A JAX array of integers. 64-bit values of the host that JAX would wrap become the nearest of 32 bits.
+    """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values.
 
     Raises:
         TypeError: they are not of an integer type.
@@ -154,7 +154,7 @@ def _host_integers(name: str, values: GroupSizes) -> jax.Array:
         raise ValueError(f"{name} must fit into 64 bits, got {shown(values)}.") from None
     except (TypeError, ValueError):
         array = np.empty((), object)
-    if array.dtype.kind in "OSUMm":  # No numbers.
+    if array.dtype.kind in "OSUMm":  # Objects, strings and times are no numbers.
         raise TypeError(f"{name} must be of an integer type, got {shown(values)}.")
     if array.size == 0 and not isinstance(values, np.ndarray):
         array = array.astype(np.int32)
@@ -178,17 +178,17 @@ def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
-    """The precision of products of operands of type `dtype`.
+    """Returns the precision of products of operands of type `dtype`.
 
     Args:
         precision: a `jax.lax.Precision`, a pair of them (the higher counts), a `DotAlgorithmPreset`, the name of one of
             these, or None for `jax_default_matmul_precision`.
-        dtype: FP8 for quantized operands.
+        dtype: type of the operands; FP8 for quantized ones.
 
     Raises:
-        TypeError: it is a recipe.
-        ValueError: it is something else, or the preset of an algorithm that there is not. JAX's setting raises with
-            float32 operands only, for others have exact products.
+        TypeError: `precision` is a recipe.
+        ValueError: `precision` is something else, or the preset of an algorithm that does not exist here. JAX's setting
+            raises with float32 operands only, because other operands have exact products.
     """
     if isinstance(precision, tuple | list) and len(precision) == 2:
         pair = [canonical_precision(one, dtype) for one in precision]
@@ -204,7 +204,7 @@ def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> j
     if isinstance(name, str) and name.lower() in _PRECISIONS:
         return _PRECISIONS[name.lower()]
     if source and jnp.dtype(dtype) != jnp.float32:
-        # For gradients of another type, all of float32.
+        # Multiply gradients of another type in full float32.
         return jax.lax.Precision.HIGHEST
     if isinstance(precision, Recipe) or is_recipe_class(precision):
         raise TypeError("precision must not be a recipe: jax_grouped.grouped_dense takes recipes, as recipe=.")
@@ -249,13 +249,13 @@ def check_stack(name: str, kernel: jax.Array) -> None:
 
 
 def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless `K` and `N` of a kernel `[E, K, N]` are numbers of features that FP8 matmuls take."""
+    """Raises ValueError unless FP8 matmuls take the feature sizes `K` and `N` of a kernel `[E, K, N]`."""
     check_fp8_features(name, shape, shape[1], "K")
     check_fp8_features(name, shape, shape[2], "N")
 
 
 def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: str = "quantized features") -> None:
-    """Raises ValueError unless so many features, which follow from this shape, are ones that FP8 matmuls take."""
+    """Raises ValueError unless FP8 matmuls take a feature size of `size`, which follows from this shape."""
     if features % FP8_ALIGNMENT:
         raise ValueError(
             f"{size} must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
@@ -264,7 +264,7 @@ def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: s
 
 
 def check_scaled(scaled: ScaledArray) -> None:
-    """Raises unless the arrays have the types and shapes that their layout tells."""
+    """Raises unless the arrays have the types and shapes of their layout."""
     layout = scaled.layout
     canonical_fp8("scaled.data's type", scaled.data.dtype)
     scale_dtype = jnp.dtype(jnp.float8_e8m0fnu if layout.mode == ScalingMode.MX else jnp.float32)
@@ -301,7 +301,7 @@ def check_activation(activation: str | None, x: jax.Array, activation_input: jax
 
 
 def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
-    """`scale` as `float32[num_groups]`.
+    """Converts `scale` to `float32[num_groups]`.
 
     Raises:
         TypeError: it is not of float32.
@@ -316,7 +316,7 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
 
 
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
-    """`flag` as `bool[1]`.
+    """Converts `flag` to `bool[1]`.
 
     Raises:
         TypeError: it is not boolean.
@@ -324,7 +324,7 @@ def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
     """
     if not isinstance(flag, bool) and not hasattr(flag, "dtype"):
         raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
-    # Variables of NNX are arrays to JAX.
+    # NNX variables are arrays to JAX, so convert them too.
     flag = jnp.asarray(flag)
     if flag.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")

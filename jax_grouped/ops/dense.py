@@ -1,7 +1,7 @@
 """`grouped_dense`, the functional form of the layer: a grouped product with bias, its quantization, and its derivative.
 
-The three products are plain functions of arrays and one static value. `jax_grouped.ops.split` hands them out one by
-one, `jax_grouped.moe.mlp` makes another rule of differentiation of them.
+The three products are plain functions of arrays and one static value. `jax_grouped.ops.split` exposes them one by one,
+and `jax_grouped.moe.mlp` builds another differentiation rule from them.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ def grouped_dense(
     bfloat16 `x` gets a float32 gradient straight from the matmul's accumulator. Rows outside every group are zero in
     the result and in the gradient of `x`, whatever `x` holds there.
 
-    With a recipe, the three products are of FP8 numbers, accumulated in float32: `x`, `kernel` and the gradient of the
-    result are quantized from their own types, each once. Hopper's tensor cores keep about 14 bits of a partial sum, so
-    there even a float32 result has a relative error of 1e-4 to 3e-4. With `Float8BlockScaling` that is the training of
-    DeepSeek-V3 (arXiv:2412.19437, section 3.3). What is kept for the backward pass is FP8 too, under the names of
-    `jax_grouped.CHECKPOINT_NAMES` for the policies of `jax.checkpoint`. Gradients are straight-through: those of the
-    product of the quantized numbers, as if quantization were the identity. They are of first order, as are those with
-    an accumulator.
+    With a recipe, the three products multiply FP8 numbers and accumulate in float32. `x`, `kernel` and the gradient of
+    the result are quantized from their own types, each once. Hopper's tensor cores keep about 14 bits of a partial sum,
+    so there even a float32 result has a relative error of 1e-4 to 3e-4. With `Float8BlockScaling`, this is the training
+    of DeepSeek-V3 (arXiv:2412.19437, section 3.3). The residuals of the backward pass are FP8 too. They carry the names
+    of `jax_grouped.CHECKPOINT_NAMES`, for the policies of `jax.checkpoint`. Gradients are straight-through: those of
+    the product of the quantized numbers, as if quantization were the identity. With a recipe or an accumulator, only
+    first-order derivatives exist.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -63,15 +63,16 @@ def grouped_dense(
         recipe: one of the recipes, with `K` and `N` multiples of 16; None to compute in the type of `x`.
             `Float8BlockScaling` needs Hopper. `MXFP8BlockScaling` needs Blackwell to be fast: on Hopper its products
             are of the same numbers in bfloat16.
-        fp8_state: with `DelayedScaling`, what it remembers of earlier steps, first `Fp8State.initial(recipe, G)`. Its
-            gradient is its next value.
-        kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share: `kernel` is then not read. Its
-            gradient is that of `kernel`; the cache has none.
-        dkernel_accumulator: `[G, K, N]` in the type of `kernel`: its gradient is then this plus what it would be, added
-            by the matmul itself, in place where the accumulator's memory can be had (donate it, or carry it through a
-            `jax.lax.scan`). It is added in every use, so take the gradient where there is one: of a single call, inside
-            the steps of a `scan`, the `vmap` or the `shard_map`. Where the result does not reach the loss, JAX asks for
-            no gradient, and it is zero. `grouped_dense_wgrad` takes an accumulator with none of these conditions.
+        fp8_state: state of `DelayedScaling` from earlier steps; start with `Fp8State.initial(recipe, G)`. Its gradient
+            is its next value.
+        kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share. `kernel` is then not read, but has
+            the gradient; the cache has none.
+        dkernel_accumulator: `[G, K, N]` in the type of `kernel`. The gradient of `kernel` is then the accumulator plus
+            the usual gradient. The matmul itself adds, in place if the accumulator's memory can be reused (donate it,
+            or carry it through a `jax.lax.scan`). Every use adds the accumulator, so differentiate one use at a time:
+            a single call, inside the steps of a `scan`, the `vmap` or the `shard_map`. If the result does not reach the
+            loss, JAX asks for no gradient, and it is zero. `grouped_dense_wgrad` takes an accumulator without these
+            conditions.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -82,7 +83,7 @@ def grouped_dense(
     Raises:
         TypeError: an argument, or the recipe, has a type that is not supported.
         ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
-            recipe needs an argument that is missing, or takes none that is there.
+            recipe needs an argument that is missing, or does not take one that is given.
 
     Example:
         x, kernel, bias = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.ones((2, 16))
@@ -107,9 +108,9 @@ def grouped_dense(
 
 
 class Oriented(NamedTuple):
-    """An operand in the orientations that products read, as `GroupedQuantized` has them.
+    """Operand in the orientations that products read, with the fields of `GroupedQuantized`.
 
-    Without a recipe, both are the array itself.
+    Without a recipe, both orientations are the array itself.
     """
 
     rowwise: Operand | None
@@ -119,7 +120,7 @@ class Oriented(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What waits between the two passes of a rule of differentiation."""
+    """Residuals of a differentiation rule."""
 
     residuals: DenseResiduals
     dkernel_accumulator: jax.Array | None
@@ -147,7 +148,7 @@ _dense.defvjp(_forward, _backward, symbolic_zeros=True)
 def primal_values(primals: Any) -> Inputs:
     """Returns the arrays of the inputs that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
 
-    Warns of a kernel that is differentiated without its state, which nothing then keeps up to date.
+    Warns if a kernel is differentiated without its state: nothing would then update the state.
     """
 
     def differentiated(tree: Any) -> bool:
@@ -164,10 +165,11 @@ def primal_values(primals: Any) -> Inputs:
 
 
 def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
-    """Returns what waits for the backward pass of a rule.
+    """Returns the residuals for the backward pass of a rule.
 
-    That is what the gradients of all inputs need, also where some have none: JAX takes one structure for all calls of a
-    program that `jax.jit` or `jax.checkpoint` has traced. It removes what nobody reads before it compiles.
+    They are the residuals for the gradients of all inputs, even if some inputs have no gradient. JAX uses one structure
+    for all calls of a program that `jax.jit` or `jax.checkpoint` has traced. It removes unread residuals before it
+    compiles.
     """
     return Saved(_named(residuals), inputs.weights.dkernel_accumulator)
 
@@ -177,7 +179,7 @@ def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = 
 
     Args:
         saved: from the forward pass.
-        dy: the gradient of the result; None where that does not reach the loss.
+        dy: the gradient of the result; None if the result does not reach the loss.
         activated: as in `dgrad`.
     """
     residuals, accumulator = saved
@@ -186,12 +188,12 @@ def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = 
     else:
         dx, pending = dgrad(residuals, dy, activated)
         weights = Weights(wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
-    # None is a gradient of zero, also of arguments that always have a value.
+    # None stands for a zero gradient, even of arguments that are never None.
     return Inputs(dx, weights, None)  # type: ignore[arg-type]
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
-    """Returns the result, and what the later steps need, of which quantized operands are there only `for_gradients`."""
+    """Returns the result and the residuals, which hold quantized operands only if `for_gradients`."""
     x, weights, groups = inputs
     scales = _scales(spec, weights.fp8_state)
     tokens = _tokens(x, groups, spec, scales, columnwise=for_gradients)
@@ -212,10 +214,11 @@ def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.
 def dgrad(
     residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None = None
 ) -> tuple[jax.Array, PendingWgrad]:
-    """Returns the gradient of `x`, and what wgrad needs.
+    """Returns the gradient of `x`, and the inputs of wgrad.
 
-    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. Where the spec has
-    an `output_activation`, `dy` is the gradient of what that made of `activated`, the product's result.
+    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. If the spec has an
+    `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the product's result, is the
+    activation's input.
     """
     spec, groups = residuals.spec, residuals.groups
     gradient = _gradient(residuals, dy, activated)
@@ -298,7 +301,7 @@ def _gradient(residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | N
 
 
 def _named(residuals: DenseResiduals) -> DenseResiduals:
-    """Returns the residuals, what comes from quantization under `CHECKPOINT_NAMES`."""
+    """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`."""
 
     def name(value: Any, name: str) -> Any:
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
@@ -306,7 +309,7 @@ def _named(residuals: DenseResiduals) -> DenseResiduals:
     if residuals.spec.recipe is None:
         return residuals
     x_name, kernel_name, _ = CHECKPOINT_NAMES
-    # The largest values come from the same passes: kept without a name, a policy would have these run again.
+    # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
     amax = residuals.amax
     if amax is not None:
         amax = {"input": name(amax["input"], x_name), "kernel": name(amax["kernel"], kernel_name)}

@@ -1,4 +1,4 @@
-"""The grouped product that all operations share, differentiable any number of times where numbers are not quantized."""
+"""The grouped product that all operations share. Unquantized, it is differentiable any number of times."""
 
 import dataclasses
 import functools
@@ -16,16 +16,15 @@ from jax_grouped.core.groups import Groups
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 
-#: Numbers as a product reads them: quantized with a recipe, as they are without.
+#: Operand of a product: quantized with a recipe, a plain array without.
 Operand = ScaledArray | jax.Array
 
 
 def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
 
-    Operands that are not quantized are multiplied in the smallest type that holds both, and the product is
-    differentiable any number of times. Quantized products and those with an accumulator have no derivative of their
-    own.
+    Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
+    number of times. Quantized products and products with an accumulator have no derivative here.
     """
     further: tuple[jax.Array, ...] = () if accumulator is None else (accumulator,)
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
@@ -55,8 +54,8 @@ def _empty(spec: GemmSpec, operands: Sequence[jax.Array]) -> jax.Array:
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
     """Returns the type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
 
-    That is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
-    with float16 operands such a gradient is multiplied in float32.
+    It is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
+    with float16 operands a float32 gradient is multiplied in float32.
     """
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 

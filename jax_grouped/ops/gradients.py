@@ -1,18 +1,18 @@
-"""Gradients that are next values, among those that an optimizer is for.
+"""Trees of gradients in which some are next values: their accumulation, reduction and optimizer updates.
 
-The gradient of delayed scaling's state is the state's next value. In a tree of gradients, it is what lies
+The gradient of delayed scaling's state is the state's next value. In a tree of gradients, next values are found
 
 - in a `jax_grouped.Fp8State`;
 - below a key `_overwrite_with_gradient` of a mapping, as in the variables of Flax linen;
 - in an object whose class has a true attribute `overwrite_with_gradient`, as `jax_grouped.nnx.Fp8Variable` has.
 
-Every other gradient belongs to a parameter: of several, the sum or the mean counts, while of next values it is the
-largest of each number. They are taken of the gradients that pass through a layer, and so depend on what the loss is
-multiplied by: to have those of the whole batch with any number of microbatches or devices, multiply each loss by its
-part of the batch before it is differentiated, and add gradients up.
+Every other gradient belongs to a parameter. Several gradients of a parameter are combined by their sum or mean, several
+next values by the largest of each number. Next values measure the gradients that pass through a layer, so they depend
+on the factor of the loss. To get the next values of the whole batch with any number of microbatches or devices,
+multiply each loss by its fraction of the batch before differentiation, and add gradients up.
 
-A next value whose scale is 0 is none: a layer that did not run has such a gradient, as has a step that is skipped by
-gradients of zeros. The state keeps what it has.
+A gradient whose scale is 0 is no next value. A layer that did not run has such a gradient, and so does a step that is
+skipped by gradients of zeros. The state then stays unchanged.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax_grouped.fp8.state import Fp8State
 if TYPE_CHECKING:
     import optax
 
-#: The key that `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT` is, without Flax.
+#: Value of `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`, without an import of Flax.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 #: A pytree of arrays.
@@ -36,10 +36,10 @@ Tree = Any
 
 
 def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
-    """The gradients of one more microbatch added to those of earlier ones, for loops over microbatches.
+    """Adds the gradients of one more microbatch to those of earlier ones, for loops over microbatches.
 
     Args:
-        total: what the earlier ones give; before the first, zeros: `jax.tree.map(jnp.zeros_like, gradients)`.
+        total: the result for the earlier ones; before the first, zeros: `jax.tree.map(jnp.zeros_like, gradients)`.
         gradients: a tree of the same structure.
 
     Returns:
@@ -60,21 +60,21 @@ def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
 
 
 def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...], *, mean: bool = True) -> Tree:
-    """The gradients of all devices, for `jax.pmap` and for `jax.shard_map` without its checks.
+    """Combines the gradients of all devices, for `jax.pmap` and for `jax.shard_map` without its checks.
 
-    With its checks on, `jax.shard_map` has combined the gradients of what is replicated already: those of parameters by
-    sums, those of states by maximum. Then only gradients that vary over the devices are taken here.
+    With its checks on, `jax.shard_map` has already combined the gradients of replicated arrays: those of parameters by
+    sums, those of states by maximum. This function then accepts only gradients that vary over the devices.
 
     Args:
         gradients: each device's own.
         axis_name: the axis of devices, or a tuple of them.
-        mean: whether to take the mean; if not, the sum.
+        mean: whether to take the mean; otherwise, the sum.
 
     Returns:
         The means or sums over the devices, and the largest of each number for next values.
 
     Raises:
-        ValueError: there is no such axis here, or gradients do not vary over it, where JAX keeps account of that.
+        ValueError: there is no such axis here, or JAX tracks varying axes and gradients do not vary over it.
 
     Example:
         def local_gradient(kernel, x):
@@ -90,7 +90,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     for axis in axes:
         axis_size(axis)  # Raises where there is no such axis.
-    # An axis is known to vary over itself only where there are checks.
+    # JAX knows that an axis's index varies over the axis only if the checks are on.
     checked = {axis for axis in axes if axis in varying_axes(jax.lax.axis_index(axis))}
     for path, leaf in jax.tree.leaves_with_path(gradients):
         if missing := checked - varying_axes(leaf):
@@ -107,11 +107,11 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NextValue:
-    """An update that replaces: anything plus this is `value`, also in `optax.apply_updates`."""
+    """Update that replaces: anything plus this is `value`, also in `optax.apply_updates`."""
 
     value: jax.Array
 
-    #: NumPy's arrays leave the sum to this class.
+    #: NumPy arrays leave the addition to this class.
     __array_ufunc__ = None
 
     def __radd__(self, other: Any) -> jax.Array:
@@ -122,8 +122,9 @@ class OverwriteState(NamedTuple):
     """The state of `overwrite_with_gradient`.
 
     Attributes:
-        inner: that of the optimizer.
-        next_values: the largest since its last step, in the tree's order; none if it steps with every call.
+        inner: state of the optimizer.
+        next_values: largest next values since the optimizer's last step, in the tree's order; none if it steps with
+            every call.
     """
 
     inner: Any
@@ -133,17 +134,17 @@ class OverwriteState(NamedTuple):
 def overwrite_with_gradient(
     optimizer: "optax.GradientTransformation", *, every: int = 1
 ) -> "optax.GradientTransformationExtraArgs":
-    """An optimizer of parameters, for trees that also hold the states of delayed scaling.
+    """Wraps an optimizer of parameters for trees that also hold the states of delayed scaling.
 
-    It has no momentum of states, clips nothing by them and does not change them. Instead, their gradients take their
-    place. The updates of states are not differences but replacements, to the bit: give them to
+    The optimizer has no momentum of states, does not clip by them and does not change them. Instead, their gradients
+    replace them. The updates of states are not differences but replacements, to the bit: give them to
     `jax_grouped.apply_updates`, `optax.apply_updates` or `flax.nnx.Optimizer`, and do not change them on the way.
 
     Args:
         optimizer: for the parameters.
-        every: how many calls, of one microbatch each, are one step. The optimizer gets the mean of their gradients, as
-            from `optax.MultiSteps(optimizer, every)`, and a state becomes the largest of its next values; between the
-            steps, parameters and states stay as they are.
+        every: number of calls, of one microbatch each, per step. The optimizer gets the mean of their gradients, as
+            from `optax.MultiSteps(optimizer, every)`, and a state becomes the largest of its next values. Between the
+            steps, parameters and states stay unchanged.
 
     Returns:
         A transformation whose `update` needs `params`, as the optimizer itself may.
@@ -204,12 +205,12 @@ def overwrite_with_gradient(
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Parameters after an optimizer's updates, and states replaced by theirs.
+    """Adds an optimizer's updates to parameters, and replaces states by their next values.
 
     Args:
         params: parameters and states.
-        updates: a tree of the same structure: what to add to parameters, and the next values of states, from
-            `overwrite_with_gradient` or as they are in gradients.
+        updates: a tree of the same structure: differences to add to parameters, and next values of states, from
+            `overwrite_with_gradient` or straight from gradients.
 
     Returns:
         A tree of the same structure and types.
@@ -246,7 +247,7 @@ def _states(tree: Tree) -> Tree:
 
 
 def _kept_where_none(known: Tree, following: Tree) -> Tree:
-    """Returns the next values of states, but what is known for groups whose next scale is 0."""
+    """Returns the next values of states, but the known values for groups whose next scale is 0."""
     reached: dict[tuple[Any, ...], jax.Array] = {}
     for path, leaf in jax.tree.leaves_with_path(following):
         if jax.tree_util.keystr(path[-1:], simple=True).endswith("_scale"):
@@ -263,7 +264,7 @@ def _kept_where_none(known: Tree, following: Tree) -> Tree:
 
 
 def _map(of_next_value: Callable[..., Any], of_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`jax.tree.map` with one function for next values in `tree`, and another one for everything else."""
+    """Calls `jax.tree.map` with one function for next values in `tree`, and another one for everything else."""
 
     def of_node(path: tuple[Any, ...], node: Tree, *others: Tree) -> Tree:
         below = any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)

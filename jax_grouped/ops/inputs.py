@@ -1,4 +1,4 @@
-"""What `grouped_dense` and its halves take: checked, and brought to one form."""
+"""Inputs of `grouped_dense` and its halves, checked and converted to one form."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
 class Weights(NamedTuple):
-    """The weights of one product with what belongs to them, as arguments of `jax_grouped.grouped_dense`.
+    """Weights of one product, with their bias, cache, state and accumulator, as in `jax_grouped.grouped_dense`.
 
     Attributes:
         kernel: `[E, K, N]`.
         bias: `[E, N]` or None.
-        kernel_cache: the quantized kernel, which is then read instead; None to quantize it.
-        fp8_state: with `DelayedScaling`.
-        dkernel_accumulator: what the gradient of `kernel` is added to, or None.
+        kernel_cache: the quantized kernel, which is then read instead of `kernel`; None to quantize `kernel`.
+        fp8_state: state of `DelayedScaling`; None with other recipes.
+        dkernel_accumulator: array to which the gradient of `kernel` is added, or None.
 
     Example:
         gate_up = jg.moe.Weights(jnp.ones((2, 32, 32)), bias=jnp.ones((2, 32)))
@@ -53,8 +53,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         x: `[T, K]` tokens.
-        weights: what they are multiplied by.
-        groups: which token belongs to which weights.
+        weights: the weights that the tokens are multiplied by.
+        groups: the tokens of each of the weights.
     """
 
     x: jax.Array
@@ -64,10 +64,11 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DenseSpec:
-    """What the products have to know besides arrays.
+    """Static part of the products of one `grouped_dense`.
 
-    With a recipe, activations can be part of the quantization: `input_activation` of what the product reads, and
-    `output_activation` of what is to become of its result, so that the gradient arrives as that of the activation's.
+    With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
+    `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
+    activation's result.
     """
 
     recipe: Recipe | None
@@ -82,7 +83,7 @@ class DenseSpec:
 
     @property
     def num_groups(self) -> int:
-        """`G`, the groups whose kernels are here."""
+        """`G`, the number of local kernels."""
         return self.kernel.shape[0]
 
     @property
@@ -91,18 +92,18 @@ class DenseSpec:
         return (self.tokens, self.kernel.shape[2])
 
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
-        """Returns what one of the three products is."""
+        """Returns the spec of one of the three products."""
         return GemmSpec(product, self.num_groups, out_dtype, self.precision)
 
     def x_spec(self, *, columnwise: bool) -> QuantizeSpec:
-        """How the tokens are quantized."""
+        """Returns the quantization of the tokens."""
         assert self.recipe is not None
         options = dict(rowwise=True, columnwise=columnwise, activation=self.input_activation)
         return self._token_spec(self.recipe.fwd_dtype, options)
 
     @property
     def dy_spec(self) -> QuantizeSpec:
-        """How the gradient of the result is quantized."""
+        """Quantization of the gradient of the result."""
         assert self.recipe is not None
         options = dict(
             rowwise=True,
@@ -128,9 +129,9 @@ def canonical_inputs(
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Inputs, DenseSpec]:
-    """The arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
+    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
 
-    Afterwards all arrays but the state vary over the same mesh axes: all those over which any array does.
+    All returned arrays but the state vary over the same mesh axes: every axis over which any of them varied.
     """
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
@@ -146,11 +147,11 @@ def canonical_weights(
     precision: jax.lax.PrecisionLike,
     name: str = "kernel",
 ) -> tuple[Weights, DenseSpec]:
-    """The weights as arrays, and everything static about their product with tokens such as `x`.
+    """Returns the weights as arrays, and the static part of their product with tokens such as `x`.
 
     Raises:
-        TypeError: as `jax_grouped.grouped_dense`, calling the kernel by this name.
-        ValueError: the same.
+        TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.
+        ValueError: likewise.
     """
     kernel, bias, cache, state, accumulator = weights
     kernel = as_array(name, kernel)
@@ -182,13 +183,13 @@ def canonical_weights(
 
 
 def vary_inputs(*inputs: Inputs) -> tuple[Inputs, ...]:
-    """Returns the inputs with all arrays but the states varying over the same mesh axes: those of any array."""
+    """Returns the inputs with all arrays but the states varying over every mesh axis over which any of them varies."""
     arrays, structure = jax.tree.flatten(inputs)
     for one in inputs:
         if one.weights.dkernel_accumulator is not None:
             _check_varying(one.weights.kernel, arrays)
     varying = jax.tree.unflatten(structure, vary_alike(*arrays))
-    # What devices make of a replicated state is combined by the rule for its gradient.
+    # States stay replicated: the rule for their gradient combines the devices' next values.
     return tuple(
         new._replace(weights=new.weights._replace(fp8_state=old.weights.fp8_state))
         for new, old in zip(varying, inputs, strict=True)
@@ -203,7 +204,7 @@ def _check_recipe(
     kernel_cache: KernelCache | None,
     precision: jax.lax.PrecisionLike,
 ) -> None:
-    """Raises unless the recipe has types that products take and fits the kernel, the cache and the precision."""
+    """Raises unless products take the recipe's types, and the recipe fits the kernel, the cache and the precision."""
     check_recipe(recipe)
     if recipe is None:
         if kernel_cache is not None:
@@ -235,7 +236,10 @@ def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Se
 
 
 def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
-    """Raises unless the gradient of the kernel stays on its device, though any of the arrays differs there."""
+    """Raises if an array varies over a mesh axis over which the kernel does not.
+
+    The kernel's gradient would then be summed over that axis, and the accumulator with it.
+    """
     if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
         raise ValueError(
             f"With dkernel_accumulator kernel must vary over the mesh axes {sorted(missing, key=str)} as others do, or "

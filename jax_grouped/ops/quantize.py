@@ -45,10 +45,10 @@ def grouped_quantize(
 ) -> GroupedQuantized:
     """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
 
-    Blocks have the scale `fp8_max / amax`, computed in float32 and correctly rounded, `amax` being the largest finite
-    absolute value; a block of zeros has the scale 1. Values that are not finite become NaN. Subnormal float32 numbers
-    count as zero. Data, scales and largest values are the same to the bit on every backend, except where an activation
-    is not exact. There is no gradient. Under `jax.vmap` the batch is more groups of one call.
+    The scale of a block is `fp8_max / amax`, computed in float32 and correctly rounded, where `amax` is the block's
+    largest finite absolute value. A block of zeros has the scale 1. Values that are not finite become NaN. Subnormal
+    float32 numbers count as zero. Data, scales and largest values are the same to the bit on every backend, unless an
+    activation is inexact. There is no gradient. Under `jax.vmap` the batch becomes more groups of one call.
 
     Args:
         x: `[T, C]` tokens, rows of group 0 first, or `[E, K, C]`, a stack of equal groups. bfloat16, float16 or
@@ -64,13 +64,13 @@ def grouped_quantize(
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
         scale: `float32[G]`, with `TENSOR` only: use these scales (delayed scaling). They are brought into
             [2^-126, 2^126].
-        dbias: also sum each group's rows, in float32 and before quantization, in an order that is fixed. On `cuda`: 16
-            rows in turn, then such sums pairwise within 128 rows, then those in turn.
+        dbias: also sum each group's rows, in float32 and before quantization, in a fixed order. `cuda` adds 16 rows in
+            sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
             `jax.nn.gelu`), `"relu"`, or `"silu_mul"` for an `x` of `[T, 2 C]`, the gate first:
             `silu(gate) * up` (SwiGLU, arXiv:2002.05202).
-        activation_input: what `activation` was applied to, in the type of `x`. Then `x` is the gradient of the
-            activation's result, and what is quantized, and summed into `dbias`, is the gradient of its input.
+        activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
+            result, and the gradient of its input is quantized and summed into `dbias`.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
@@ -129,7 +129,7 @@ def grouped_quantize(
 
 
 def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int | None, jax.Array, jax.Array]:
-    """How many groups there are, the rows of each if `x` is a stack, its rows as tokens, and `int32` group sizes."""
+    """Returns the number of groups, the rows of each if `x` is a stack, `x` as tokens, and `int32` group sizes."""
     if group_sizes is not None:
         sizes = checks.canonical_sizes_of(group_sizes, x.shape[0])
         return sizes.shape[0], None, x, sizes
@@ -138,7 +138,7 @@ def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int |
 
 
 def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
-    """Returns `x [T, C]` quantized as `spec` says; the further operands are those of `QuantizeSpec`."""
+    """Quantizes `x [T, C]` as `spec` says. The further operands are those of `QuantizeSpec`."""
     operands = vary_alike(x, *groups, *more)
     if 0 in (*x.shape, spec.num_groups):
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
@@ -162,20 +162,20 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
 
 
 def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
-    """As `quantize_tokens`, of kernels `[E, K, N]`."""
+    """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
     _, _, x, sizes = _as_tokens(kernel, None)
     return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *more, spec=spec)
 
 
 def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """`data * scale_inv`, computed in float32.
+    """Computes `data * scale_inv` in float32.
 
     Args:
         scaled: either orientation of a quantized array.
         dtype: type of the result: bfloat16, float16 or float32.
 
     Returns:
-        The shape of what was quantized, `[T, C]` or `[E, K, C]`, with zeros in the rows of no group.
+        An array of the shape before quantization, `[T, C]` or `[E, K, C]`, with zeros in the rows of no group.
 
     Raises:
         TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
@@ -215,9 +215,9 @@ def quantize_kernel(
 ) -> KernelCache:
     """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
 
-    Microbatches share the result: with `previous` and a `skip` that the device holds, a step that is traced or captured
-    once quantizes again only when the weights have changed. The result has no gradient: that of `kernel` comes from
-    `grouped_dense`, which takes both.
+    Microbatches share the result. With `previous` and a `skip` on the device, a step that is traced or captured once
+    quantizes again only when the weights have changed. The result has no gradient. `grouped_dense` takes both the
+    kernel and the cache, and gives `kernel` its gradient.
 
     Args:
         kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
@@ -266,7 +266,7 @@ def quantize_kernel(
 
 
 def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
-    """How `recipe` quantizes kernels `[E, K, N]`: in both orientations."""
+    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
     return QuantizeSpec(
         recipe.kernel_mode,
         recipe.fwd_dtype,
@@ -278,29 +278,29 @@ def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
 
 
 def scaling_options(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says about scales, as keyword arguments of `QuantizeSpec`."""
+    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
     return dict(
         given_scale=isinstance(recipe, DelayedScaling),
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
-        # Data for products is in the order that Blackwell's matmul reads.
+        # Products need scales in the order that Blackwell's matmul reads.
         swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
     )
 
 
 def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
-    """Raises unless `cache` is what `spec` makes of kernels `[E, K, N]` of this shape.
+    """Raises unless `cache` is the result of `spec` for kernels `[E, K, N]` of this shape.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         cache: the argument.
-        like: what has this shape and recipe, in words.
-        shape: of the kernels.
-        spec: how they are quantized.
+        like: words for the object that has this shape and recipe.
+        shape: shape of the kernels.
+        spec: quantization of the kernels.
 
     Raises:
-        TypeError: it is no KernelCache.
-        ValueError: it is that of another kernel or recipe.
+        TypeError: `cache` is no KernelCache.
+        ValueError: `cache` is of another kernel or recipe.
     """
     if not isinstance(cache, KernelCache):
         raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")

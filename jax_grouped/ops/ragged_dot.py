@@ -29,17 +29,18 @@ def ragged_dot(
     `lhs` holds there. The group sizes are read on the device only.
 
     Accumulation is in float32. With 16-bit inputs every product is exact. With float32 inputs the `cuda` backend
-    multiplies bfloat16 parts of them: two parts and three products by default (relative error about 2^-16 of the sum
-    of absolute products, finer than TF32), three parts and six products with `precision=HIGHEST` (about 2^-23, as
-    float32 itself). There, an infinity in `lhs` or `rhs` may come out as NaN. Gradients are computed likewise. A
-    float32 gradient of the result is rounded to bfloat16 if the inputs are bfloat16, and multiplied in float32 if they
-    are float16, whose range it may exceed. Derivatives are those of reverse mode (`jax.grad`, `jax.vjp`), of any order.
+    multiplies bfloat16 parts of them. By default it takes two parts and three products (relative error about 2^-16 of
+    the sum of absolute products, finer than TF32); with `precision=HIGHEST`, three parts and six products (about 2^-23,
+    as float32 itself). There, an infinity in `lhs` or `rhs` may give NaN. Gradients are computed likewise. A float32
+    gradient of the result is rounded to bfloat16 if the inputs are bfloat16. If they are float16, whose range it may
+    exceed, it is multiplied in float32. Reverse-mode derivatives (`jax.grad`, `jax.vjp`) of any order exist.
 
-    Under `jax.vmap` the batch is more groups of one call. An `rhs` that is not mapped is not copied for it.
+    Under `jax.vmap` the batch becomes more groups of one call. An `rhs` that is not mapped is not copied for it.
 
     Args:
         lhs: `[T, K]`, bfloat16, float16 or float32.
-        rhs: `[G, K, N]`, likewise. If the types differ, both are converted to the smallest type that holds both.
+        rhs: `[G, K, N]`, of one of these types. If the types differ, both are converted to the smallest type that holds
+            both.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers. Negative ones count as 0, and rows past
             `T` do not exist.
         precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters
@@ -78,7 +79,7 @@ def ragged_dot(
 
 
 def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> np.dtype:
-    """The result type that `jax.lax.ragged_dot` gives for these types."""
+    """Returns the result type of `jax.lax.ragged_dot` for these types."""
     if preferred is not None:
         checks.check_dtype("preferred_element_type", preferred)
         return jnp.dtype(preferred)

@@ -1,4 +1,4 @@
-"""What waits between the passes of `grouped_dense`."""
+"""Residuals between the passes of `grouped_dense`."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from jax_grouped.fp8.state import Fp8State
 from jax_grouped.ops.gemm import Operand
 from jax_grouped.ops.inputs import DenseSpec
 
-#: Names of what waits for the backward pass: the quantized tokens and kernels, and what `jax_grouped.moe.grouped_mlp`
-#: applies its activation to. For `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. What a policy does
-#: not keep is quantized again, each time in the one orientation that is read: without the kernels, a step takes less
-#: memory, and one more pass over each of them.
+#: Names of the residuals: the quantized tokens and kernels, and the input of the activation of
+#: `jax_grouped.moe.grouped_mlp`. Pass them to `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. An
+#: array that a policy does not keep is quantized again, in the one orientation that is read. Without the kernels' name,
+#: a step takes less memory, and one more pass over each kernel.
 CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 
 
@@ -21,15 +21,15 @@ CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseResiduals:
-    """What waits between the forward pass and dgrad.
+    """Residuals between the forward pass and dgrad.
 
     Attributes:
-        x: what wgrad reads.
-        kernel: what dgrad reads.
+        x: the tokens, as wgrad reads them.
+        kernel: the kernel, as dgrad reads it.
         groups: the sizes and the offset.
         fp8_state: the state that the forward pass used, with `DelayedScaling`.
         amax: the largest values for the next state, by tensor; None if there is no state.
-        spec: everything else.
+        spec: everything static.
 
     Example:
         y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
@@ -50,14 +50,14 @@ class DenseResiduals:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingWgrad:
-    """What waits between dgrad and wgrad, FP8 with a recipe.
+    """Residuals between dgrad and wgrad, FP8 with a recipe.
 
     Attributes:
-        x, dy: what wgrad reads.
-        dbias: the gradient of the bias, which is there already; None if there is no bias.
-        fp8_state: the next state of `DelayedScaling`, which is there already; None with other recipes.
+        x, dy: the operands that wgrad reads.
+        dbias: the gradient of the bias, already computed; None if there is no bias.
+        fp8_state: the next state of `DelayedScaling`, already computed; None with other recipes.
         groups: the sizes and the offset.
-        spec: everything else.
+        spec: everything static.
 
     Example:
         y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))

@@ -29,11 +29,11 @@ def grouped_dense_fwd(
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, DenseResiduals]:
-    """The forward pass of `jax_grouped.grouped_dense`, with what its backward pass needs.
+    """Computes the forward pass of `jax_grouped.grouped_dense`, and returns the residuals of its backward pass.
 
-    `grouped_dense_dgrad` and `grouped_dense_wgrad` take the gradients in two halves, so that a schedule can do the
-    second one when nothing else waits for the device. Together they give what the gradient of `grouped_dense` is, bit
-    for bit. JAX does not differentiate these functions themselves; they are meant for rules of one's own. Inside
+    `grouped_dense_dgrad` and `grouped_dense_wgrad` compute the gradients in two halves, so that a schedule can run the
+    second half when nothing else waits for the device. Together they give the gradient of `grouped_dense`, bit for
+    bit. JAX does not differentiate these functions themselves; use them in your own differentiation rules. Inside
     `jax.shard_map`, `dkernel` and `dbias` are each device's own, to be summed over the axes over which the kernel is
     replicated; `fp8_state` is combined already, as `jax_grouped.Fp8State` says.
 
@@ -45,7 +45,7 @@ def grouped_dense_fwd(
         recipe: how the products are computed in FP8, or None.
         fp8_state: with `DelayedScaling`. Its next value is `pending.fp8_state`.
         kernel_cache: `quantize_kernel(kernel, recipe)`, or None.
-        group_offset: of the kernels among the groups.
+        group_offset: offset of the kernels among the groups.
         preferred_element_type: type of the result.
         precision: for float32 `x`.
 
@@ -78,16 +78,16 @@ def grouped_dense_fwd(
 
 
 def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
-    """The gradient of `x`, and what the gradient of `kernel` needs.
+    """Computes the gradient of `x`, and returns the residuals for the gradient of `kernel`.
 
-    With a recipe, `dy` is quantized here, once for both halves. `residuals` and `dy` can be forgotten afterwards.
+    With a recipe, `dy` is quantized here, once for both halves. `residuals` and `dy` can be freed afterwards.
 
     Args:
         residuals: from `grouped_dense_fwd`.
         dy: `[T, N]`, the gradient of its result: bfloat16, float16 or float32.
 
     Returns:
-        `[T, K]` in the type of `x`, and a pytree for `grouped_dense_wgrad`, of which `dbias` and `fp8_state`, the next
+        `[T, K]` in the type of `x`, and a pytree for `grouped_dense_wgrad`. Its `dbias`, and its `fp8_state`, the next
         state of `DelayedScaling`, can be read at once.
 
     Raises:
@@ -112,12 +112,12 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
 def grouped_dense_wgrad(
     pending: PendingWgrad, *, dkernel_accumulator: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of `kernel` and `bias`.
+    """Computes the gradients of `kernel` and `bias`.
 
     Args:
         pending: from `grouped_dense_dgrad`.
-        dkernel_accumulator: `[G, K, N]` in the type of `kernel`, or float32: the gradient is added to it by the matmul,
-            in place where its memory can be had.
+        dkernel_accumulator: `[G, K, N]` in the type of `kernel`, or float32. The matmul adds the gradient to it, in
+            place if its memory can be reused.
 
     Returns:
         `[G, K, N]` in the type of `kernel`, or of the accumulator, and `[G, N]` in that of `bias`, or None if there was

@@ -1,4 +1,4 @@
-"""The custom calls check what they are given: a program written by hand gets an error, not a fault."""
+"""The custom calls check their arguments: a program written by hand gets an error, not a fault."""
 
 import pathlib
 import re

@@ -19,7 +19,7 @@ def grouped_gemm(
     *more: jax.Array,
     spec: GemmSpec,
 ) -> jax.Array:
-    """Returns the product that `spec` names; of quantized operands exact but for accumulation in float32."""
+    """Returns the product that `spec` names. With quantized operands, only the accumulation in float32 rounds."""
     if spec.a is None or spec.b is None:
         return grouped_product(a, b, group_sizes, group_offset, *more, spec=spec)
 

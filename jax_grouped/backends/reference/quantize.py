@@ -19,7 +19,7 @@ from jax_grouped.fp8.layout import QuantizedLayout
 def quantize(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
 ) -> tuple[jax.Array, ...]:
-    """The results that `spec` asks for, in its order."""
+    """Returns the results that `spec` asks for, in its order."""
     operands = list(more)
     scale = operands.pop(0) if spec.given_scale else None
     activation_input = operands.pop(0) if spec.backward else None
@@ -64,7 +64,7 @@ def _quantize(
 
 
 def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
-    """The results for an `x` without rows, features or groups."""
+    """Returns the results for an `x` without rows, features or groups."""
     results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
     scaling = Scaling(spec, results["amax"], more[0] if spec.given_scale else None)
     if scaling.of_groups:
@@ -73,12 +73,12 @@ def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tupl
 
 
 def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSpec) -> jax.Array:
-    """What is quantized, in float32."""
+    """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
     functions: dict[str, Callable[..., jax.Array]] = {
         "silu_mul": lambda h: jax.nn.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
         "silu": jax.nn.silu,
         "gelu": jax.nn.gelu,
-        # Spelled out: the sign of zero in a maximum is up to the platform.
+        # No maximum: its sign of zero depends on the platform.
         "relu": lambda h: jnp.where((h > 0) | jnp.isnan(h), h, 0),
     }
     if spec.activation is None:
@@ -88,13 +88,13 @@ def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSp
         return function(x)
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
     if spec.activation == "relu":
-        # Exactly: no product, which would make NaN of an infinite gradient where the derivative is 0.
+        # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
         return jnp.where(activation_input > 0, x, 0)
     return jax.vjp(function, activation_input)[1](x)[0]
 
 
 class _Tokens:
-    """The quantization of ragged tokens `[T, C]`."""
+    """Quantizer of ragged tokens `[T, C]`."""
 
     def __init__(self, values: jax.Array, rows: GroupRows):
         self._table = GroupTable(rows)
@@ -104,12 +104,12 @@ class _Tokens:
         self._num_groups = rows.sizes.shape[0]
 
     def amax(self) -> jax.Array:
-        """The largest value of each group."""
+        """Returns the largest absolute value of each group."""
         of_rows = jnp.max(numerics.magnitude(self._values), axis=1)
         return _maximum(of_rows, self._places.group, self._num_groups)
 
     def copy(self, scaling: Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
-        """The bytes and the inverse scales of one orientation."""
+        """Returns the bytes and the inverse scales of one orientation."""
         chunks = self._table.units(FP8_ALIGNMENT, layout.units(FP8_ALIGNMENT)) if layout.columnwise else self._places
         scale, scale_inv = self._scales(scaling, layout, chunks)
         data = numerics.cast(self._values, scale, scaling.spec.dtype)
@@ -119,7 +119,7 @@ class _Tokens:
         return jnp.where(exists, _take(data, row, feature), jnp.uint8(0)), scale_inv
 
     def _scales(self, scaling: Scaling, layout: QuantizedLayout, chunks: Places) -> tuple[jax.Array, jax.Array]:
-        """The scales of every row, and the inverse scales as they are stored."""
+        """Returns the scales of every row, and the inverse scales in their stored layout."""
         if scaling.of_groups:
             scale, scale_inv = scaling.of_groups
             return _take(scale, self._places.group)[:, None], scale_inv
@@ -151,7 +151,7 @@ def dequantize(
     layout: QuantizedLayout,
     out_dtype: DTypeLike,
 ) -> jax.Array:
-    """`data * scale_inv`, in float32 and then in `out_dtype`: `[T, C]`, zero where there is no group."""
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
     if layout.stack_rows is not None:
         return stack.dequantize(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
@@ -169,25 +169,25 @@ def dequantize(
 
 
 def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
-    """`values[index]`, indices clipped to what there is."""
+    """Returns `values[index]` with indices clipped to the array."""
     return values.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _maximum(values: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
-    """The largest of the values, none negative, of each segment along the first axis; segment -1 is dropped."""
+    """Returns the maximum of each segment of nonnegative values along the first axis; drops segment -1."""
     zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
     return zeros.at[jnp.where(segment < 0, num_segments, segment)].max(values, mode="drop")
 
 
 def _block_features(values: jax.Array, block: int) -> jax.Array:
-    """`[n, C] -> [n, ceil(C / block), block]`, filled up with zeros."""
+    """Reshapes `[n, C] -> [n, ceil(C / block), block]`, padded with zeros."""
     features = values.shape[1]
     padded = jnp.pad(values, ((0, 0), (0, round_up(features, block) - features)))
     return padded.reshape(values.shape[0], -1, block)
 
 
 def _place(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """The inverse scales at their positions in the flat array, zeros elsewhere."""
+    """Scatters the inverse scales to their positions in the flat array, zeros elsewhere."""
     size = math.prod(layout.scale_shape)
     where = jnp.where(valid[:, None], where, size)
     return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")

@@ -9,10 +9,10 @@ from jax_grouped.fp8.recipes import ScalingMode
 
 
 class Scaling:
-    """How blocks get their scales: from their own largest values, or one for each group.
+    """Scale computation: one scale per block, from the block's largest value, or one scale per group.
 
     Attributes:
-        of_groups: scales and inverse scales of whole groups, `[G]`, if that is what the mode wants.
+        of_groups: scales and inverse scales of whole groups, `[G]`, if the mode has one scale per group; else None.
     """
 
     def __init__(self, spec: QuantizeSpec, amax: jax.Array, given: jax.Array | None):
@@ -26,7 +26,7 @@ class Scaling:
         return numerics.scale_from_amax(amax, self.spec.dtype, self.spec.amax_epsilon, pow2=self.spec.pow2_scales)
 
     def of_blocks(self, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scales of blocks with these largest values, and inverse scales as they are stored: of `MX` the exponents."""
+        """Returns the scales of blocks with these largest values, and the stored inverse scales (`MX`: exponents)."""
         if self.spec.mode == ScalingMode.MX:
             exponent = numerics.mx_exponent(amax, self.spec.dtype, self.spec.amax_epsilon)
             return numerics.mx_scale(exponent), exponent
@@ -35,7 +35,7 @@ class Scaling:
 
 
 def spread(per_block: jax.Array, block: int, size: int, *, axis: int) -> jax.Array:
-    """One value per element along an axis of this size, from one per block; an axis of one value stays."""
+    """Repeats per-block values to one per element along an axis of this size; leaves an axis of size 1 as it is."""
     if per_block.shape[axis] == 1 or block == 1:
         return per_block
     return jax.lax.slice_in_dim(jnp.repeat(per_block, block, axis=axis), 0, size, axis=axis)

@@ -1,4 +1,4 @@
-"""Quantization of stacks of equal groups in the `xla` backend: what `xla_quantize` does, by reshaping."""
+"""Quantization of stacks of equal groups in the `xla` backend: `reference.quantize` done by reshaping."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ from jax_grouped.fp8.recipes import ScalingMode
 
 
 class Stack:
-    """The quantization of a stack `[E, K, C]`."""
+    """Quantizer of a stack `[E, K, C]`."""
 
     def __init__(self, values: jax.Array):
         self._values = values
 
     def amax(self) -> jax.Array:
-        """The largest value of each group."""
+        """Returns the largest absolute value of each group."""
         return jnp.max(numerics.magnitude(self._values), axis=(1, 2))
 
     def copy(self, scaling: Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
-        """The bytes and the inverse scales of one orientation."""
+        """Returns the bytes and the inverse scales of one orientation."""
         if scaling.of_groups:
             scale, scale_inv = scaling.of_groups
             scale = scale[:, None, None]
@@ -40,7 +40,7 @@ class Stack:
 
 
 def dequantize(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """`data * scale_inv` of a stack, `[E, K, C]`, in float32."""
+    """Computes `data * scale_inv` of a stack, `[E, K, C]`, in float32."""
     if layout.columnwise:
         data = data[:, :, : layout.stack_rows].swapaxes(1, 2)
     if layout.mode == ScalingMode.TENSOR:
@@ -51,19 +51,19 @@ def dequantize(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -
 
 
 def _of_elements(per_block: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """`[E, blocks of rows, blocks of features] -> [E, K, C]`."""
+    """Repeats per-block values to one per element: `[E, blocks of rows, blocks of features] -> [E, K, C]`."""
     assert layout.stack_rows is not None
     rows, features = layout.block_shape
     return spread(spread(per_block, rows, layout.stack_rows, axis=1), features, layout.features, axis=2)
 
 
 def _is_transposed(layout: QuantizedLayout) -> bool:
-    """Whether the region of scales has the blocks of features in front."""
+    """Tells whether the blocks of features are the first axis of a scale region."""
     return layout.columnwise != (layout.mode == ScalingMode.BLOCK_1D)
 
 
 def _to_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """One inverse scale per block, `[E, blocks of rows, blocks of features]`, as `QuantizedLayout` stores them."""
+    """Lays out one inverse scale per block, `[E, blocks of rows, blocks of features]`, as `QuantizedLayout` says."""
     if _is_transposed(layout):
         scale_inv = scale_inv.swapaxes(1, 2)
     if not layout.swizzled_scales:
@@ -74,7 +74,7 @@ def _to_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
 
 
 def _from_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """The inverse of `_to_region`."""
+    """Inverts `_to_region`."""
     assert layout.stack_rows is not None
     rows, features = layout.block_shape
     blocks = -(-layout.stack_rows // rows), -(-layout.features // features)
@@ -87,5 +87,5 @@ def _from_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
 
 
 def _pad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Filled up with zeros at the ends of its axes."""
+    """Pads the ends of the axes with zeros."""
     return jnp.pad(array, [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)])

@@ -1,4 +1,4 @@
-"""Products over tiles of rows, in a loop whose length depends on the rows that are really there."""
+"""Products over tiles of rows, in a loop whose length depends on the number of valid rows."""
 
 import math
 from typing import Any
@@ -12,17 +12,17 @@ from jax_grouped.core.groups import GroupRows, group_rows
 
 
 def _tile_rows(capacity: Any, num_groups: int) -> int:
-    """Rows per tile: about a group's share, so that few tiles are cut short and few rows are padding."""
+    """Returns the rows per tile: about the mean group size, so that few tiles are partial and little is padding."""
     if not isinstance(capacity, int):
-        return 1  # A dimension that an export leaves open: only one row is sure to fit.
+        return 1  # In an export the capacity may be symbolic; only one row is sure to fit.
     share = max(1, capacity // num_groups)
     return min(capacity, max(16, min(256, 2 ** math.ceil(math.log2(share)))))
 
 
 class _Tiles:
-    """Covers the rows of all groups with tiles of equal height, none of which crosses a group.
+    """Tiles of equal height that cover the rows of all groups; no tile crosses a group.
 
-    The count is a traced value, so a loop over tiles does work in proportion to the rows that are really there.
+    Their number is a traced value, so a loop over tiles does work in proportion to the valid rows.
     """
 
     def __init__(self, rows: GroupRows, capacity: int):
@@ -37,12 +37,12 @@ class _Tiles:
         return self._ends[-1]
 
     def at(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The tile's group, first row to read, and which of its rows (`bool[height, 1]`) are the tile's own."""
+        """Returns the tile's group, the first row to read, and a mask (`bool[height, 1]`) of the tile's own rows."""
         group = jnp.sum(self._ends <= tile, dtype=jnp.int32)
         size = self._rows.sizes[group]
         tiles_before = self._ends[group] - self._counts[group]
         first = self._rows.starts[group] + (tile - tiles_before) * self.height
-        # The last rows of the array may be fewer than a tile: read earlier ones too and leave them alone.
+        # The last tile may reach past the array. It then reads earlier rows too, and masks them.
         start = jnp.minimum(first, self._capacity - self.height)
         row = start + jnp.arange(self.height, dtype=jnp.int32)
         mask = (row >= first) & (row < self._rows.starts[group] + size)
@@ -58,7 +58,7 @@ def grouped_product(
     *,
     spec: GemmSpec,
 ) -> jax.Array:
-    """Returns one of the three products of operands that are not quantized, accumulated in float32."""
+    """Returns one of the three products of unquantized operands, accumulated in float32."""
     capacity = a.shape[0]
     tiles = _Tiles(group_rows(group_sizes, group_offset, spec.num_groups, capacity), capacity)
     contract = {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[spec.product]
@@ -93,7 +93,7 @@ def grouped_product(
 def grouped_bias_grad(
     dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike
 ) -> jax.Array:
-    """The sum of each group's rows, `[T, N] -> [G, N]`: a kernel gradient whose tokens have one feature, 1."""
+    """Sums each group's rows, `[T, N] -> [G, N]`, as the kernel gradient for tokens with one feature of value 1."""
     spec = GemmSpec("wgrad", num_groups, out_dtype, jax.lax.Precision.HIGHEST)
     ones = jnp.ones_like(dy[:, :1])
     return grouped_product(ones, dy, group_sizes, group_offset, spec=spec)[:, 0]
