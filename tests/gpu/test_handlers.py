@@ -13,7 +13,7 @@ from jax_grouped.core.groups import gemm_scratch_bytes
 
 pytestmark = pytest.mark.gpu
 
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+BF16, F32, I32, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,7 @@ def matmul(
     b: tuple[int, ...] = (4, 16, 24),
     d: tuple[int, ...] = (32, 24),
     a_type: jax.typing.DTypeLike = BF16,
+    b_type: jax.typing.DTypeLike = BF16,
     d_type: jax.typing.DTypeLike = BF16,
     scratch: int = gemm_scratch_bytes(1, 4),
     workspace: int = cuda.WORKSPACE_BYTES,
@@ -33,6 +34,7 @@ def matmul(
     offset: tuple[int, ...] = (1,),
     weight_batch: int = 1,
     scaled: bool = False,
+    tokens: int = 0,
     accumulate: bool = False,
     autotune: bool = False,
 ) -> jax.Array:
@@ -42,13 +44,13 @@ def matmul(
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
     call = jax.ffi.ffi_call("jax_grouped_gemm", results, vmap_method="sequential")
-    arguments = (jnp.ones(a, a_type), jnp.ones(b, BF16), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
+    arguments = (jnp.ones(a, a_type), jnp.ones(b, b_type), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
     attributes = dict(
         product=np.int32(product),
         scaled=scaled,
         a_mode=np.int32(0),
         b_mode=np.int32(0),
-        tokens=np.int64(0),
+        tokens=np.int64(tokens),
         weight_batch=np.int64(weight_batch),
         accumulate=accumulate,
         autotune=autotune,
@@ -69,10 +71,14 @@ def matmul(
         (dict(a_type=F32), "a must be bfloat16 or float16."),
         (dict(a_type=jnp.float16), "a and b must have one type."),
         (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
-        (dict(scratch=16), f"the bytes of scratch must be {gemm_scratch_bytes(1, 4)}, got 16."),
-        (dict(workspace=16), f"the bytes of workspace must be {cuda.WORKSPACE_BYTES}, got 16."),
+        (dict(scratch=16), f"the bytes of scratch must be at least {gemm_scratch_bytes(1, 4)}, got 16."),
+        (dict(workspace=16), f"the bytes of workspace must be at least {cuda.WORKSPACE_BYTES}, got 16."),
         (dict(product=3), "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got 3."),
-        (dict(scaled=True), "scaled operands bring two scales, got 0 further operands."),
+        (dict(scaled=True), "a and b must be float8_e4m3fn or float8_e5m2."),
+        (
+            dict(scaled=True, tokens=32, a_type=FP8, b_type=FP8, b=(4, 32, 16), d=(32, 32)),
+            "scaled operands bring two scales, got 0 further operands.",
+        ),
         (dict(accumulate=True), "the accumulator is missing."),
         (
             dict(weight_batch=3),

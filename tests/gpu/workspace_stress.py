@@ -107,15 +107,18 @@ def step(
 def keeping_workspaces() -> Iterator[list[jax.Array]]:
     """Lists the scratch and the workspaces of the products that are traced inside, which the library throws away."""
     kept: list[jax.Array] = []
-    original = cuda.call
+    original = jax.ffi.ffi_call
 
-    def call(target: str, *arguments: Any, **options: Any) -> Any:
-        results = original(target, *arguments, **options)
-        if target == "jax_grouped_gemm":
-            kept.extend(results[1:])
-        return results
+    def ffi_call(target: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        def call(*operands: jax.Array, **attributes: Any) -> Any:
+            results = original(target, *arguments, **options)(*operands, **attributes)
+            if target == "jax_grouped_gemm":
+                kept.extend(results[1:])
+            return results
 
-    with mock.patch.object(cuda, "call", call):
+        return call
+
+    with mock.patch.object(jax.ffi, "ffi_call", ffi_call):
         yield kept
 
 
