@@ -101,7 +101,7 @@ def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes
                 )
 
 
-def mixture(
+def apply_moe(
     layer: Any,
     x: jax.Array,
     router: Callable[[jax.Array], jax.Array],
@@ -183,7 +183,7 @@ def requantized(
 
 
 def local_size(name: str, size: int, axis_name: str | None) -> int:
-    """Returns one device's share of `size` features or experts.
+    """Returns one device's part of `size` features or experts.
 
     Raises:
         ValueError: `size` cannot be split evenly over the axis, or there is no such axis.

@@ -64,8 +64,8 @@ def awkward_values() -> dict[str, np.ndarray]:
 
     not_finite = ordinary.copy()
     bits = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF812345, 0x7F800000, 0xFF800000], np.uint32)
-    places = rng.random(ordinary.shape) < 0.05
-    not_finite[places] = rng.choice(bits, places.sum()).view(np.float32)
+    mask = rng.random(ordinary.shape) < 0.05
+    not_finite[mask] = rng.choice(bits, mask.sum()).view(np.float32)
     # Two groups and one block without any number that could give a scale.
     not_finite[rows : 2 * rows] = np.nan
     not_finite[2 * rows : 3 * rows] = -np.inf

@@ -51,10 +51,10 @@ def ragged_all_to_all_by_definition(
     the other would be a program of hundreds of steps.
     """
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    starts, sizes, places = (jax.lax.all_gather(x, axis_name).reshape(devices, devices, -1)[:, me] for x in slices[:3])
+    starts, sizes, offsets = (jax.lax.all_gather(x, axis_name).reshape(devices, devices, -1)[:, me] for x in slices[:3])
     row = jnp.arange(output.shape[0])
-    moved = (row >= places[..., None]) & (row < (places + sizes)[..., None])
-    origin = jnp.clip(row + (starts - places)[..., None], 0, operand.shape[0] - 1)
+    moved = (row >= offsets[..., None]) & (row < (offsets + sizes)[..., None])
+    origin = jnp.clip(row + (starts - offsets)[..., None], 0, operand.shape[0] - 1)
     origin += jnp.arange(devices)[:, None, None] * operand.shape[0]
     operands = jax.lax.all_gather(operand, axis_name, tiled=True)
     times = jnp.sum(moved, axis=(0, 1))[:, None]
@@ -149,11 +149,11 @@ def test_sizes_that_do_not_fit_are_cut(case: Any, counted: Any, method: str) -> 
 def test_gradients_are_the_transposes(method: str) -> None:
     sizes = sizes_of(SIZES["uneven"], 4)
 
-    def matrices(unit: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+    def matrices(identity: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
         plan = exchange.plan_exchange(sizes[0], "data", num_rows=ROWS, capacity=ROWS, method=method)
-        sent, send_transpose = jax.vjp(lambda x: exchange.send_rows(x, plan), unit)
-        returned, return_transpose = jax.vjp(lambda x: exchange.return_rows(x, plan), unit)
-        return sent, returned, *send_transpose(unit), *return_transpose(unit)
+        sent, send_transpose = jax.vjp(lambda x: exchange.send_rows(x, plan), identity)
+        returned, return_transpose = jax.vjp(lambda x: exchange.return_rows(x, plan), identity)
+        return sent, returned, *send_transpose(identity), *return_transpose(identity)
 
     transposed = sharded(matrices, data_mesh(4), check_vma=False)
     sent, returned, send_transpose, return_transpose = transposed(np.eye(4 * ROWS), sizes)

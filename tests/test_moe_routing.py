@@ -191,13 +191,13 @@ def test_a_routing_is_exported_with_its_program() -> None:
 def test_the_balance_loss_and_its_gradient_are_those_of_the_definition() -> None:
     got = route(LOGITS, TOP_K)
     loss, gradient = jax.jit(jax.value_and_grad(routing.load_balancing_loss, allow_int=True))(got)
-    share = np.zeros(EXPERTS)
+    fraction = np.zeros(EXPERTS)
     for expert in np.asarray(got.experts).flat:
-        share[expert] += 1 / (TOKENS * TOP_K)
+        fraction[expert] += 1 / (TOKENS * TOP_K)
     probability = np.asarray(got.probabilities, np.float64).mean(axis=0)
-    np.testing.assert_allclose(loss, EXPERTS * sum(share * probability), rtol=1e-6)
+    np.testing.assert_allclose(loss, EXPERTS * sum(fraction * probability), rtol=1e-6)
     np.testing.assert_allclose(
-        gradient.probabilities, np.broadcast_to(EXPERTS * share / TOKENS, (TOKENS, EXPERTS)), rtol=1e-6
+        gradient.probabilities, np.broadcast_to(EXPERTS * fraction / TOKENS, (TOKENS, EXPERTS)), rtol=1e-6
     )
     np.testing.assert_array_equal(gradient.weights, 0)
 

@@ -248,7 +248,7 @@ def test_exported_kernels_give_the_same_result() -> None:
 
 @each_mode
 def test_a_number_of_tokens_can_be_left_open(mode: ScalingMode) -> None:
-    # The number of units of rows that groups need depends on whether there are more tokens than groups.
+    # The number of row blocks that groups need depends on whether there are more tokens than groups.
     (open_tokens,) = export.symbolic_shape("tokens", constraints=[f"tokens >= {len(SIZES)}"])
     x = jax.ShapeDtypeStruct((open_tokens, FEATURES), jnp.float32)
     call = exported(lambda x, sizes: quantized_contents(x, sizes, mode), x, SIZES)

@@ -68,9 +68,9 @@ ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, const Groups&
 }
 
 // The operands and results that not every call has, in order.
-class Operands {
+class OptionalBuffers {
  public:
-  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
+  OptionalBuffers(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
 
   ffi::ErrorOr<ffi::AnyBuffer> NextArgument() { return args_.get<ffi::AnyBuffer>(next_argument_++); }
   ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> NextResult() { return results_.get<ffi::AnyBuffer>(next_result_++); }
@@ -120,8 +120,8 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
 }
 
 ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups,
-                           const QuantizeAttributes& attributes, const QuantizeProblem& problem, Operands* operands,
-                           QuantizeBuffers* buffers) {
+                           const QuantizeAttributes& attributes, const QuantizeProblem& problem,
+                           OptionalBuffers* operands, QuantizeBuffers* buffers) {
   buffers->x = x.untyped_data();
   if (attributes.given_scale) {
     JAX_GROUPED_ASSIGN_OR_RETURN(scale, operands->NextArgument());
@@ -147,7 +147,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
 }
 
 // Decodes one orientation's results.
-ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::optional<cudaDataType_t>* type,
+ffi::Error DecodeScaled(const QuantizedLayout& layout, OptionalBuffers* operands, std::optional<cudaDataType_t>* type,
                         void** data, void** scale, int64_t* scale_bytes) {
   JAX_GROUPED_ASSIGN_OR_RETURN(data_result, operands->NextResult());
   JAX_GROUPED_ASSIGN_OR_RETURN(scale_result, operands->NextResult());
@@ -165,7 +165,7 @@ ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attributes, Operands* operands,
+ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attributes, OptionalBuffers* operands,
                          QuantizeProblem* problem, QuantizeBuffers* buffers) {
   std::optional<cudaDataType_t> type;
   if (attributes.rowwise) {
@@ -195,14 +195,14 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, QuantizeBuffers* buffers) {
+ffi::Error DecodeScratch(const QuantizedLayout& layout, OptionalBuffers* operands, QuantizeBuffers* buffers) {
   JAX_GROUPED_ASSIGN_OR_RETURN(scratch, operands->NextResult());
   JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kQuantize, "the bytes of scratch",
                                            static_cast<int64_t>((*scratch)->size_bytes()),
                                            QuantizeScratchBytes(layout.batch, layout.tokens, layout.num_groups)));
   buffers->scratch = (*scratch)->untyped_data();
   JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, operands->NextResult());
-  const int64_t expected = buffers->dbias != nullptr ? layout.Units(kBlock) * layout.features : 0;
+  const int64_t expected = buffers->dbias != nullptr ? layout.RowBlocks(kBlock) * layout.features : 0;
   if ((*partial_sums)->element_type() != ffi::F32) return Invalid(kQuantize, "the partial sums must be float32.");
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckAtLeast(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
@@ -212,7 +212,8 @@ ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, Quan
 
 // Copies the previous results to the results, unless they are the same buffers. They are, except where XLA makes the
 // call write its results straight into a slice of a larger array, as it does in a loop.
-ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results, Operands* operands) {
+ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results,
+                        OptionalBuffers* operands) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
                                          static_cast<int64_t>(operands->ArgumentsLeft()), static_cast<int64_t>(count)));
   for (size_t i = 0; i < count; ++i) {
@@ -232,7 +233,7 @@ ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingR
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes, S32Buffer group_offset,
                     ffi::RemainingArgs more, ffi::RemainingRets results, const QuantizeAttributes& attributes) try {
-  Operands operands(more, results);
+  OptionalBuffers operands(more, results);
   QuantizeProblem problem{};
   QuantizeBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
@@ -258,7 +259,7 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   const size_t num_results = operands.ResultsTaken();
   JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &operands, &buffers));
   if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
-  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementUnits(), buffers));
+  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementRowBlocks(), buffers));
 }
 JAX_GROUPED_CATCH(kQuantize)
 
