@@ -38,9 +38,7 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
 
         assert jnp.allclose(kernel.std(), 32**-0.5, rtol=0.1)
     """
-    init = jax.nn.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=range(2, len(shape)), batch_axis=0
-    )
+    init = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=range(2, len(shape)), batch_axis=0)
     return init(key, shape, dtype)
 
 

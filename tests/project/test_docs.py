@@ -25,13 +25,13 @@ REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 LINKED = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES, *REFERENCE]
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 
-#: How many devices a page wants.
+#: Number of devices that a page needs.
 DEVICES = {"parallelism": 4}
 
 
 @functools.cache
 def ran(name: str) -> dict[str, Any]:
-    """What a page has defined in the end."""
+    """Returns the names that a page has defined in the end."""
     need_devices(DEVICES.get(name, 1))
     return markdown.run(ROOT / "docs" / f"{name}.md")
 
@@ -127,7 +127,7 @@ def links(page: Path) -> list[str]:
 
 
 def linked_file(target: str, page: Path) -> Path | None:
-    """What is linked to, if it is in the repository: by a path, on the project's site or at its host."""
+    """Returns the target of a link if it is in the repository: by a path, on the project's site or at its host."""
     site, host = URLS["Documentation"], f"{URLS['Repository']}/blob/main/"
     if target.startswith(site):
         name = target.removeprefix(site).strip("/")
@@ -139,7 +139,7 @@ def linked_file(target: str, page: Path) -> Path | None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can name in a page: its headings, as GitHub writes them."""
+    """Returns the anchors of a page: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -163,7 +163,7 @@ def documented_errors() -> list[str]:
 
 
 def says(message: str, part: str) -> bool:
-    """Whether a message has the part in it, `...` in either standing for anything."""
+    """Tells whether a message has the part in it, `...` in either standing for anything."""
     return re.search(".*".join(map(re.escape, part.split("..."))), message) is not None
 
 

@@ -30,7 +30,7 @@ each_documented = pytest.mark.parametrize("name", DOCUMENTED)
 
 
 def section(name: str, title: str) -> str:
-    """What a docstring has below a title, without its indentation; empty if there is no such section."""
+    """Returns the section of a docstring below a title, without its indentation; empty if there is none."""
     doc = inspect.getdoc(DOCUMENTED[name]) or ""
     (*_, text) = re.findall(rf"^{title}:\n((?:(?: {{4}}.*)?\n)+)", doc + "\n", re.MULTILINE) or [""]
     return textwrap.dedent(text)
@@ -58,7 +58,7 @@ def items(text: str) -> set[str]:
 
 
 def parameters(value: Any) -> set[str]:
-    """What a function takes, and what a class is made of."""
+    """Returns the parameters of a function or the fields of a class."""
     if isinstance(value, types.ModuleType | jg.config.__class__):
         return set()
     if dataclasses.is_dataclass(value):
@@ -81,7 +81,7 @@ def test_what_functions_return_and_raise_is_explained(name: str) -> None:
 
 
 def _is_check(node: ast.AST) -> bool:
-    """Whether a call is one of the functions that raise unless arguments fit."""
+    """Tells whether a call is to a function that raises unless arguments fit."""
     if not isinstance(node, ast.Call):
         return False
     called = ast.unparse(node.func).rsplit(".", 1)[-1].lstrip("_")
