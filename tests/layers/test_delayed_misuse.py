@@ -11,6 +11,8 @@ from flax import nnx
 
 import jax_grouped as jg
 
+pytestmark = pytest.mark.slow
+
 RECIPE = jg.DelayedScaling(amax_history_len=4)
 SIZES = jnp.array([20, 12])
 NAMES_THE_CAUSE = "fp8_state must be replaced by its gradient"
@@ -23,8 +25,8 @@ def tokens() -> jax.Array:
 def train_linen(optimizer: Any, steps: int = 4) -> list[float]:
     """Returns the losses of steps on changing tokens, with all variables under one optimizer."""
     layer = jg.linen.GroupedDense(16, 2, recipe=RECIPE)
-    variables = layer.init(jax.random.key(1), tokens(), SIZES)
-    state = optimizer.init(variables)
+    variables = jax.jit(layer.init)(jax.random.key(1), tokens(), SIZES)
+    state = jax.jit(optimizer.init)(variables)
 
     @jax.jit
     def step(variables: Any, state: Any, x: jax.Array) -> Any:
@@ -117,10 +119,12 @@ def test_microbatches_and_devices_combine_by_maximum_without_marks() -> None:
     for factor in (1.0, 3.0):
         x, kernel = factor * tokens(), jnp.ones((2, 16, 16))
 
-        def loss(state: jg.Fp8State, x: jax.Array = x, kernel: jax.Array = kernel) -> jax.Array:
+        @jax.jit
+        @jax.grad
+        def next_state(state: jg.Fp8State, x: jax.Array = x, kernel: jax.Array = kernel) -> jax.Array:
             return jg.grouped_dense(x, kernel, SIZES, recipe=RECIPE, fp8_state=state).sum()
 
-        states.append(jax.grad(loss)(jg.Fp8State.initial(RECIPE, 2)))
+        states.append(next_state(jg.Fp8State.initial(RECIPE, 2)))
     assert jnp.all(jnp.stack(jax.tree.map(jnp.maximum, *states).intact()))
     for combined in (jax.tree.map(lambda a, b: (a + b) / 2, *states), jax.tree.map(jnp.add, *states)):
         assert not jnp.any(combined.intact().input)
@@ -138,6 +142,6 @@ def test_a_kernel_that_is_trained_without_its_state_is_warned_of() -> None:
 
     for train in (jax.grad(loss), jax.jit(jax.grad(jax.jit(loss))), jax.grad(jax.checkpoint(loss)), jax.grad(mlp_loss)):
         with pytest.warns(UserWarning, match="fp8_state is not differentiated with the kernel"):
-            train(kernel, x)
+            jax.eval_shape(train, kernel, x)
     # A frozen layer passes gradients on, and keeps its state.
-    assert jnp.all(jnp.isfinite(jax.grad(loss, argnums=1)(kernel, x)))
+    assert jnp.all(jnp.isfinite(jax.jit(jax.grad(loss, argnums=1))(kernel, x)))

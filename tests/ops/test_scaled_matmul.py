@@ -21,6 +21,8 @@ from tests import oracle, quantize_oracle
 from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, struct, types
 
+pytestmark = pytest.mark.slow
+
 PRODUCTS: list[Product] = ["fprop", "dgrad", "wgrad"]
 #: Modes of tokens and of kernels.
 MODES = {
