@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,30 +10,20 @@ import numpy.typing as npt
 INT32 = np.iinfo(np.int32)
 
 
-class Grouped(Protocol):
-    """Anything whose rows are spread over groups."""
-
-    @property
-    def num_groups(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`."""
+    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read."""
 
     name: str
     num_groups: int
     tokens: int
     K: int
-    N: int
+    N: int = 0
 
     @property
     def dims(self) -> str:
-        """The sizes in short, for tables and test ids."""
-        return f"E{self.num_groups} T{self.tokens} K{self.K} N{self.N}"
+        """Returns the sizes in short, for tables and test ids."""
+        return f"E{self.num_groups} T{self.tokens} K{self.K}" + (f" N{self.N}" if self.N else "")
 
 
 #: Layers of published models with the batch sizes that they are trained with.
@@ -76,84 +66,48 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNC
 
 
 def shape(name: str) -> Shape:
-    """The shape of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}; the shapes are {', '.join(map(repr, SHAPES))}.")
+    """Returns the shape of that name."""
     return SHAPES[name]
 
 
-Weights = npt.NDArray[np.float64]
-
-
-def _without(num_groups: int, empty: list[int] | slice) -> Weights:
-    """Equal weights for all groups but those that `empty` selects."""
-    weights = np.ones(num_groups)
-    weights[empty] = 0
-    return weights
-
-
-def _adjacent(num_groups: int) -> Weights:
-    middle = num_groups // 2
-    return _without(num_groups, slice(max(middle - 1, 0), middle + 1))
-
-
-def _one_hot(num_groups: int, rng: np.random.Generator) -> Weights:
-    weights = np.zeros(num_groups)
-    weights[rng.integers(num_groups)] = 1
-    return weights
-
-
-def _lognormal(num_groups: int, rng: np.random.Generator) -> Weights:
-    return rng.lognormal(sigma=0.6, size=num_groups)
-
-
-_WEIGHTS: dict[str, Callable[[int, np.random.Generator], Weights]] = {
+#: Weights of groups, from their number and a random generator.
+_WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]]] = {
     "equal": lambda groups, _: np.ones(groups),
-    "lognormal": _lognormal,
+    "lognormal": lambda groups, rng: rng.lognormal(sigma=0.6, size=groups),
     "zipf": lambda groups, rng: 1 / rng.permutation(np.arange(1, groups + 1)),
-    "one_hot": _one_hot,
-    "empty_first": lambda groups, _: _without(groups, [0]),
-    "empty_last": lambda groups, _: _without(groups, [-1]),
-    "empty_adjacent": lambda groups, _: _adjacent(groups),
-    "alternate_empty": lambda groups, _: _without(groups, slice(1, None, 2)),
-    "tail": _lognormal,
+    "one_hot": lambda groups, rng: np.eye(groups)[rng.integers(groups)],
+    "empty_first": lambda groups, _: np.arange(groups) != 0,
+    "empty_last": lambda groups, _: np.arange(groups) != groups - 1,
+    "empty_adjacent": lambda groups, _: ~np.isin(np.arange(groups), (groups // 2 - 1, groups // 2)),
+    "alternate_empty": lambda groups, _: np.arange(groups) % 2 == 0,
+    "tail": lambda groups, rng: rng.lognormal(sigma=0.6, size=groups),
     "all_empty": lambda groups, _: np.zeros(groups),
 }
 
-#: How rows can be spread over groups. With `tail`, a quarter of them belongs to no group, with `all_empty` all.
+#: Distributions of rows over groups. `tail` leaves a quarter of the rows in no group, `all_empty` every row.
 SKEWS = tuple(_WEIGHTS)
 
-#: Besides these, sizes that no router should give: negative, and with sums that do not fit 32 bits.
+#: `hostile` adds sizes that no router should give: negative ones, and sums that do not fit 32 bits.
 TEST_SKEWS = (*SKEWS, "hostile")
 
 
-def group_sizes(shape: Grouped, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
-    """Rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out.
-
-    Raises:
-        ValueError: there is no such skew.
-    """
+def group_sizes(shape: Shape, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
+    """Returns rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out."""
     if skew == "hostile":
         return _hostile(shape)
-    if skew not in _WEIGHTS:
-        raise ValueError(f"unknown skew {skew!r}; the skews are {', '.join(TEST_SKEWS)}.")
     rows = shape.tokens * 3 // 4 if skew == "tail" else shape.tokens
     return _split(rows, _WEIGHTS[skew](shape.num_groups, np.random.default_rng(seed)))
 
 
-def _split(rows: int, weights: Weights) -> npt.NDArray[np.int32]:
-    """`rows` in proportion to `weights`; a weight of zero gets none."""
+def _split(rows: int, weights: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Divides `rows` in proportion to `weights`; a weight of zero gets none."""
     ends = np.cumsum(weights)
     if ends[-1] == 0:
         return np.zeros(len(weights), np.int32)
     return np.diff(np.rint(ends / ends[-1] * rows), prepend=0).astype(np.int32)
 
 
-def _hostile(shape: Grouped) -> npt.NDArray[np.int32]:
+def _hostile(shape: Shape) -> npt.NDArray[np.int32]:
     sizes = _split(shape.tokens, np.ones(shape.num_groups))
     sizes[::3] = -7
     sizes[1::6] = INT32.min
@@ -164,14 +118,14 @@ def _hostile(shape: Grouped) -> npt.NDArray[np.int32]:
 
 
 def group_ends(group_sizes: npt.NDArray[np.int32], tokens: int) -> npt.NDArray[np.int32]:
-    """One past the last row of each group, `int32[E]`: negative sizes count as 0, rows past `tokens` do not exist."""
+    """Returns the end of each group's rows, `int32[E]`: negative sizes count as 0, rows past `tokens` do not exist."""
     ends = np.cumsum(np.maximum(group_sizes, 0), dtype=np.int64)
     return np.minimum(ends, tokens).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Everything that the three products read: `x [T, K]`, `kernel [E, K, N]`, `bias [E, N]`, `dy [T, N]`."""
+    """Operands of the three products: `x [T, K]`, `kernel [E, K, N]`, `bias [E, N]`, `dy [T, N]`."""
 
     x: npt.NDArray[np.generic]
     kernel: npt.NDArray[np.generic]
@@ -188,7 +142,7 @@ def operands(
     magnitude: float = 1e2,
     tail: float = np.nan,
 ) -> Operands:
-    """Random operands that hide nothing: a row or a scale that reaches the wrong group shows in the result.
+    """Draws operands that hide nothing: a row or a scale that reaches the wrong group shows in the result.
 
     Args:
         shape: the sizes.
