@@ -14,7 +14,7 @@ import numpy.typing as npt
 from benchmarks import memory
 from benchmarks.shapes import Shape, group_ends, group_sizes
 from jax_grouped import ScalingMode
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout
 
 #: Type of tokens and of their gradients.
 DTYPE = jnp.dtype(jnp.bfloat16)

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 import jax_grouped
-from jax_grouped import _config
 from jax_grouped.backends import extension
+from jax_grouped.core import config
 
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
 _INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
@@ -47,16 +47,16 @@ def _devices() -> list[str]:
 
 
 def _start_jax() -> str | None:
-    """The reason, on one line, for which JAX has no device at all; None if it has one."""
+    """Returns the error, on one line, with which JAX fails to find a device; None if it finds one."""
     try:
         jax.devices()
-    except Exception as error:  # Of any kind: with JAX_PLATFORMS=cuda and no GPU it is an AssertionError without text.
+    except Exception as error:  # Any type: with JAX_PLATFORMS=cuda and no GPU it is an AssertionError without text.
         return " ".join(str(error).split()) or f"it finds no device of JAX_PLATFORMS={_platforms()}"
     return None
 
 
 def _platforms() -> str:
-    """The platforms that JAX may use; empty if it chooses."""
+    """Returns the platforms that JAX may use; empty if it chooses."""
     return os.environ.get("JAX_PLATFORMS", "")
 
 
@@ -78,9 +78,9 @@ def _cublas() -> str:
 
 
 def choose_backend() -> list[str]:
-    """The backend that operations on the default devices run on, then, if that is not `cuda`, why and what to do."""
+    """Returns the backend of operations on the default devices; if it is not `cuda`, also the reason and the remedy."""
     try:
-        setting = _config.config.backend
+        setting = config.config.backend
     except ValueError as error:
         return ["none: every operation raises an error", str(error)]
     if _start_jax():
@@ -96,7 +96,7 @@ def choose_backend() -> list[str]:
 
 
 def _find_missing() -> str:
-    """The first thing that JAX lacks to see an NVIDIA GPU, and what to do about it."""
+    """Returns the first thing that JAX lacks to see an NVIDIA GPU, and its remedy."""
     if _platforms() and not re.search("cuda|gpu", _platforms()):
         return f"JAX_PLATFORMS={_platforms()} leaves GPUs out. To use one, unset it."
     if not (_installed("jax-cuda13-plugin") or _installed("jax-cuda12-plugin")):
@@ -117,7 +117,7 @@ def _has_driver() -> bool:
 
 
 def report(backend: list[str]) -> str:
-    """The whole text, one aligned line per fact; the last ones are those of `choose_backend`."""
+    """Returns the whole report, one aligned line per fact. The last lines are those of `choose_backend`."""
     rows = [(package, [_version(package)]) for package in _PACKAGES]
     rows.append(("python", [platform.python_version()]))
     rows.append(("devices", _devices()))

@@ -1,4 +1,4 @@
-"""What the linen and the NNX layers share: an initialiser, what they compute, and when kernels are quantized anew."""
+"""Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,24 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array
-from jax_grouped._varying import axis_size
-from jax_grouped.arrays import KernelCache
-from jax_grouped.dense import grouped_dense
-from jax_grouped.dense_inputs import Weights
-from jax_grouped.fp8_state import Fp8State
-from jax_grouped.group_layout import FP8_ALIGNMENT
+from jax_grouped.core.groups import FP8_ALIGNMENT
+from jax_grouped.core.values import as_array
+from jax_grouped.core.varying import axis_size
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
-from jax_grouped.quantize import quantize_kernel
-from jax_grouped.recipes import DelayedScaling, Recipe, check_recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.quantize import quantize_kernel
 
 Initializer = Callable[..., Any]
 
 
 def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The initialiser of Flax's Dense for every group of kernels `[E, K, ...]`.
+    """Initialises every group of kernels `[E, K, ...]` as Flax's Dense does.
 
     Args:
         key: for the random numbers.
@@ -46,31 +44,23 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
     return init(key, shape, dtype)
 
 
-def dense(
-    x: jax.Array,
-    group_sizes: GroupSizes,
-    weights: Weights,
-    *,
-    recipe: Recipe | None,
-    dtype: DTypeLike | None,
-    precision: jax.lax.PrecisionLike,
-) -> jax.Array:
-    """The linear layer of each group, computed in `dtype`."""
-    # Only x is converted: grouped_dense computes in its type, and gives parameters gradients in theirs.
-    x = _converted(as_array("x", x), weights, dtype)
-    return grouped_dense(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **weights._asdict())
+def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
+    """Returns tokens in the type of the computation.
 
-
-def _converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
-    """Tokens in the type of the computation."""
+    Weights stay as they are: `grouped_dense` computes in the type of `x`, and gives parameters gradients in theirs.
+    """
+    x = as_array("x", x)
     if dtype is None:
         return x.astype(jnp.result_type(x, weights.kernel))
-    _checks.check_dtype("dtype", dtype)
+    checks.check_dtype("dtype", dtype)
     return x.astype(dtype)
 
 
 def num_features(x: jax.Array, shape: str) -> int:
-    """The size of the last axis of `x`; raises unless it is an array that has one, saying that it must have `shape`."""
+    """Returns the size of the last axis of `x`.
+
+    Raises unless `x` is an array with an axis. The error for a scalar says that `x` must have `shape`.
+    """
     x = as_array("x", x)
     if x.ndim == 0:
         raise ValueError(f"x must have shape {shape}, got ().")
@@ -78,28 +68,28 @@ def num_features(x: jax.Array, shape: str) -> int:
 
 
 def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapping[str, int]) -> None:
-    """Raises unless a layer can be made with this recipe and these sizes, given by their names.
+    """Raises unless a layer can be made with this recipe and these sizes, which are given by name.
 
     Raises:
-        TypeError: the recipe is none, or a size is no integer.
+        TypeError: `recipe` is not a recipe, or a size is not an integer.
         ValueError: a size is negative, or the recipe does not take that number of features.
     """
     check_recipe(recipe)
     for name, size in {**counts, **features}.items():
-        _checks.static_size(name, size)
+        checks.static_size(name, size)
     for name, size in features.items():
         if recipe is not None and size % FP8_ALIGNMENT:
             raise ValueError(f"{name} must be a multiple of {FP8_ALIGNMENT} with a recipe, got {size}.")
 
 
 def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes: Sequence[str | None]) -> None:
-    """Raises ValueError unless a kernel and its bias, as far as they are given, are one device's part of them.
+    """Raises ValueError unless the given kernel and bias are one device's part of the whole parameters.
 
     Args:
-        name: of both.
-        given: the arrays, or what Flax has put around them, as `kernel` and `bias`.
-        shape: that part of the kernel, `(E / D, K, ...)`.
-        axes: mesh axes over which the whole is split; without any, other checks do.
+        name: name of the kernel and bias in the error.
+        given: `kernel` and `bias`, as arrays or in Flax's boxes; either may be missing.
+        shape: shape of the device's part of the kernel, `(E / D, K, ...)`.
+        axes: mesh axes over which the whole is split; without any, this checks nothing and other checks suffice.
     """
     split_over = [axis for axis in axes if axis is not None]
     for parameter, part in (("kernel", shape), ("bias", (shape[0], *shape[2:]))):
@@ -120,12 +110,12 @@ def mixture(
     selection_bias: jax.Array | None,
     **axes: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """What a `MoEMlp`, `layer`, makes of tokens `[..., K]` with these parts, on devices along these axes."""
+    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
     x = as_array("x", x)
     tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
-    _checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
+    checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
     y, metrics = moe_mlp(
-        _converted(tokens, gate_up, layer.dtype),
+        converted(tokens, gate_up, layer.dtype),
         router(tokens),
         gate_up,
         down,
@@ -144,10 +134,10 @@ def mixture(
 
 
 def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None) -> None:
-    """Raises unless there is something to cache wherever a cache is asked for.
+    """Raises if a cache is asked for where there is nothing to cache.
 
     Raises:
-        ValueError: there is not.
+        ValueError: there is nothing to cache.
     """
     if (cache_kernel and recipe is None) or (is_first_microbatch is not None and not cache_kernel):
         raise ValueError(
@@ -157,7 +147,7 @@ def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch
 
 
 def changes_cache(is_first_microbatch: ArrayLike | None) -> bool:
-    """Whether the program may store another cache: whether the flag is True, or is read on the device."""
+    """Tells whether the program may store another cache: the flag is True, or is read on the device."""
     return is_first_microbatch is not None and (not _is_static(is_first_microbatch) or bool(is_first_microbatch))
 
 
@@ -166,12 +156,12 @@ def _is_static(is_first_microbatch: ArrayLike) -> bool:
 
 
 def quantized(kernel: jax.Array, recipe: Recipe | None, fp8_state: Fp8State | None, **options: Any) -> KernelCache:
-    """`jax_grouped.quantize_kernel`, with the scales of the state where the recipe has one; it has no gradient."""
+    """Calls `jax_grouped.quantize_kernel`, with the state's scales if the recipe has a state. It has no gradient."""
     assert recipe is not None
     scale = None
     if isinstance(recipe, DelayedScaling):
         assert fp8_state is not None
-        # As float32 first: Flax's type whose sum is the maximum passes through stop_gradient.
+        # Convert to float32 first: Flax's type whose sum is the maximum passes through stop_gradient.
         scale = jax.lax.stop_gradient(fp8_state.astype(jnp.float32)).scales(recipe).kernel
     return quantize_kernel(kernel, recipe, scale=scale, **options)
 
@@ -184,19 +174,19 @@ def requantized(
     stored: KernelCache,
     is_first_microbatch: ArrayLike,
 ) -> KernelCache:
-    """The kernel quantized anew if this is the first microbatch, and what is stored if not."""
+    """Quantizes the kernel if this is the first microbatch; otherwise returns the stored cache."""
     stored = jax.lax.stop_gradient(stored)
     if _is_static(is_first_microbatch):
         return quantized(kernel, recipe, fp8_state) if is_first_microbatch else stored
-    skip = ~_checks.canonical_flag("is_first_microbatch", is_first_microbatch)
+    skip = ~checks.canonical_flag("is_first_microbatch", is_first_microbatch)
     return quantized(kernel, recipe, fp8_state, previous=stored, skip=skip)
 
 
 def local_size(name: str, size: int, axis_name: str | None) -> int:
-    """What one device of the axis has of so many features or experts.
+    """Returns one device's share of `size` features or experts.
 
     Raises:
-        ValueError: they cannot be split evenly, or there is no such axis.
+        ValueError: `size` cannot be split evenly over the axis, or there is no such axis.
     """
     devices = 1 if axis_name is None else axis_size(axis_name)
     if size % devices:

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._checks import GroupSizes
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
-from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import Weights
-from jax_grouped.fp8_state import Fp8State
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
-from jax_grouped.recipes import DelayedScaling, Recipe
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import grouped_dense
+from jax_grouped.ops.inputs import Weights
 
 try:
     import flax.linen as nn
@@ -28,26 +29,26 @@ except ModuleNotFoundError as error:
 
 __all__ = ["KERNEL_CACHE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
 
-#: The collection of kernels that microbatches share, quantized.
+#: Name of the collection of quantized kernels that microbatches share.
 KERNEL_CACHE = "kernel_cache"
 
 
 class GroupedDense(nn.Module):
     """A linear layer per group: `flax.linen.Dense` for mixture-of-experts models.
 
-    Parameters: `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. Wrap the initialisers with
+    The parameters are `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. Wrap the initialisers with
     `flax.linen.with_logical_partitioning` to name their axes, for example `("expert", "embed", "mlp")`.
 
     With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
-    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value: a
-    `flax.training.train_state.TrainState` whose `params` are all variables, the collection `params` and this one,
-    replaces them with it and shows its optimizer only the parameters. Where several microbatches, devices or uses of
+    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. If the `params` of a
+    `flax.training.train_state.TrainState` are all variables, the collection `params` and this one, it replaces the
+    arrays with their gradient and shows its optimizer only the parameters. If several microbatches, devices or uses of
     one layer each have a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
-    `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do.
+    `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
 
     With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache`, the variable
-    `kernel` of the collection `kernel_cache`. It is no parameter, and nothing can be learned through it: keep it out of
-    what is differentiated, and out of checkpoints. `init` makes it of the initial kernel, and
+    `kernel` of the collection `kernel_cache`. It is no parameter and has no gradient: do not differentiate with respect
+    to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
     `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
 
     Attributes:
@@ -100,9 +101,9 @@ class GroupedDense(nn.Module):
             x: `[T, K]`, rows of group 0 first, then group 1, and so on.
             group_sizes: `int[E]`, rows per group.
             is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
-                stores the result. False multiplies by what is stored, and does not read the kernel. A boolean scalar on
-                the device makes the choice there, so that one compiled program serves all microbatches; a Python bool
-                saves the kernels that would look at it. None quantizes, and leaves what is stored alone.
+                stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
+                scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
+                Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
@@ -119,17 +120,20 @@ class GroupedDense(nn.Module):
             recipe=self.recipe,
             cache_kernel=self.cache_kernel,
         )
-        # Its variables are this layer's own, directly below its name.
+        # Put the variables of `kernel` directly into this layer's scope.
         nn.share_scope(self, kernel)
         weights = kernel(is_first_microbatch)
-        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+        x = _layers.converted(x, weights, self.dtype)
+        return grouped_dense(
+            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
+        )
 
 
 class GroupedKernel(nn.Module):
     """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
 
-    They are those of `GroupedDense`, which says what each is: `kernel`, `bias`, the state of `DelayedScaling`, and the
-    quantized kernel that microbatches share.
+    They are the variables of `GroupedDense`, which describes each: `kernel`, `bias`, the state of `DelayedScaling`, and
+    the quantized kernel that microbatches share.
 
     Attributes:
         shape: `(E, K, ...)` of the parameter; its last axes are `N` features for the product and the quantization.
@@ -165,7 +169,7 @@ class GroupedKernel(nn.Module):
 
     @nn.compact
     def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """What the product takes: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None for each.
+        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state`, `kernel_cache`; some are None.
 
         Raises:
             ValueError: as in `GroupedDense`.
@@ -182,8 +186,8 @@ class GroupedKernel(nn.Module):
         return Weights(kernel, bias, cache, state)
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
-        """The variables of delayed scaling, made by `init`."""
-        # Flax would make them anew in every step if their collection were mutable.
+        """Returns the variables of delayed scaling, which `init` creates."""
+        # Flax would create them again in every step if their collection were mutable.
         names = [field.name for field in dataclasses.fields(Fp8State)]
         if not self.is_initializing() and not all(self.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in names):
             raise ValueError(
@@ -202,7 +206,7 @@ class GroupedKernel(nn.Module):
     def _kernel_cache(
         self, kernel: jax.Array, state: Fp8State | None, is_first_microbatch: ArrayLike | None
     ) -> KernelCache | None:
-        """What this microbatch multiplies by, stored if it is new."""
+        """Returns the quantized kernel that this microbatch multiplies by, and stores it if it is new."""
         if is_first_microbatch is None and not self.is_initializing():
             return None
         changes = _layers.changes_cache(is_first_microbatch)
@@ -229,13 +233,13 @@ class GroupedKernel(nn.Module):
 class MoEMlp(nn.Module):
     """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
 
-    No token is dropped unless a `capacity_factor` says so, and nothing is read on the host. The router is computed in
-    float32, for its choice is discrete. Parameters: `router/kernel` `[K, E]`, `gate_up/kernel` `[E, K, 2, F]` with the
-    gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and `down/bias` `[E, K]`. The
-    state of `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below
-    `gate_up` and `down`.
+    No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
+    float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
+    `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
+    `down/bias` `[E, K]`. The state of `DelayedScaling` and the kernels that microbatches share are variables as in
+    `GroupedDense`, below `gate_up` and `down`.
 
-    Several devices: `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
+    On several devices, `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
     `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,
     feature_axis)`, `down` as `P(expert_axis, feature_axis)`, states as `P(expert_axis)`, and the router whole.
 
@@ -319,7 +323,7 @@ class MoEMlp(nn.Module):
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
         features = _layers.num_features(x, "[..., K]")
-        # The parameters are made whole, wherever that happens.
+        # `init` makes the whole parameters, also inside `jax.shard_map`.
         expert_axis, feature_axis, batch_axes = self.expert_axis, self.feature_axis, self.batch_axes
         if self.is_initializing():
             expert_axis, feature_axis, batch_axes = None, None, ()

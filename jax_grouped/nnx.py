@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._checks import GroupSizes
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
-from jax_grouped.arrays import KernelCache
-from jax_grouped.dense_inputs import Weights
-from jax_grouped.fp8_state import Fp8State
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
-from jax_grouped.recipes import DelayedScaling, Recipe
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import grouped_dense
+from jax_grouped.ops.inputs import Weights
 
 try:
     from flax import nnx
@@ -40,8 +41,8 @@ __all__ = [
 class Fp8Variable(nnx.Param[Fp8State]):
     """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value.
 
-    It is an `nnx.Param`, so that nobody who trains the parameters leaves it out. To tell the two apart, name this class
-    first: `nnx.split(model, jg.nnx.Fp8Variable, nnx.Param, ...)`.
+    It is an `nnx.Param`, so that training of the parameters includes it. To tell the two apart, name this class first:
+    `nnx.split(model, jg.nnx.Fp8Variable, nnx.Param, ...)`.
 
     Example:
         from flax import nnx
@@ -56,7 +57,7 @@ class Fp8Variable(nnx.Param[Fp8State]):
 
 
 class KernelCacheVariable(nnx.Variable[KernelCache]):
-    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient, and needs no checkpoint.
+    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient and needs no checkpoint.
 
     Example:
         from flax import nnx
@@ -69,7 +70,7 @@ class KernelCacheVariable(nnx.Variable[KernelCache]):
     """
 
 
-#: A filter for what has gradients: parameters, and the states of delayed scaling.
+#: Filter of the variables with gradients: parameters, and the states of delayed scaling.
 TRAINED = (nnx.Param, Fp8Variable)
 
 
@@ -128,7 +129,7 @@ class GroupedKernel(nnx.Module):
             self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, weights.fp8_state))
 
     def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """What the product takes: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None for each.
+        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state`, `kernel_cache`; some are None.
 
         Raises:
             ValueError: as in `GroupedDense`.
@@ -156,14 +157,14 @@ class GroupedKernel(nnx.Module):
 class GroupedDense(GroupedKernel):
     """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
 
-    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` gives it
-    beside those of the parameters. Let an optimizer that knows of such values put both in their place:
-    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. Where several microbatches or
+    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` returns it
+    beside the gradients of the parameters. Update both with an optimizer that knows of next values:
+    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. If several microbatches or
     devices each have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
-    `jax_grouped.accumulate_gradients` and `reduce_gradients` do.
+    `jax_grouped.accumulate_gradients` and `reduce_gradients` do this.
 
-    With `cache_kernel`, microbatches share one quantization of the kernel, a `KernelCacheVariable` that is first made
-    of the initial kernel. Checkpoints do without it: `nnx.state(model, jg.nnx.TRAINED)`.
+    With `cache_kernel`, microbatches share one quantization of the kernel, a `KernelCacheVariable`. The constructor
+    makes it from the initial kernel. Checkpoints do not need it: `nnx.state(model, jg.nnx.TRAINED)`.
 
     Attributes:
         kernel: `nnx.Param`, `[E, K, N]`.
@@ -185,7 +186,7 @@ class GroupedDense(GroupedKernel):
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
         cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Needs a recipe.
         kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
-        rngs: where the initialisers' keys come from.
+        rngs: source of the initialisers' keys.
 
     Example:
         from flax import nnx
@@ -241,9 +242,9 @@ class GroupedDense(GroupedKernel):
             x: `[T, K]`, rows of group 0 first, then group 1, and so on.
             group_sizes: `int[E]`, rows per group.
             is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
-                stores the result. False multiplies by what is stored, and does not read the kernel. A boolean scalar on
-                the device makes the choice there, so that one compiled program serves all microbatches; a Python bool
-                saves the kernels that would look at it. None quantizes, and leaves what is stored alone.
+                stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
+                scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
+                Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
@@ -252,16 +253,19 @@ class GroupedDense(GroupedKernel):
             ValueError: there is `is_first_microbatch` without `cache_kernel`.
         """
         weights = self.weights(is_first_microbatch)
-        return _layers.dense(x, group_sizes, weights, recipe=self.recipe, dtype=self.dtype, precision=self.precision)
+        x = _layers.converted(x, weights, self.dtype)
+        return grouped_dense(
+            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
+        )
 
 
 class MoEMlp(nnx.Module):
     """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
 
-    `jax_grouped.linen.MoEMlp` for NNX: that class says what is computed, and what the parameters and most of the
-    arguments are.
+    This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
+    arguments.
 
-    Several devices: the constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer
+    On several devices, the constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer
     from this device's part of them.
 
     Attributes:
@@ -276,7 +280,7 @@ class MoEMlp(nnx.Module):
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method: as in linen.
-        rngs: where the initialisers' keys come from.
+        rngs: source of the initialisers' keys.
 
     Example:
         from flax import nnx

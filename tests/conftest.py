@@ -1,6 +1,6 @@
-"""The backends to test, several CPU devices, and what becomes of tests marked `gpu` on a machine without a GPU.
+"""The backends to test, several CPU devices, and the handling of tests marked `gpu`.
 
-They are skipped there unless they were asked for: `pytest -m gpu` and `pytest --require-gpu` fail instead.
+On a machine without a GPU, these tests are skipped. `pytest -m gpu` and `pytest --require-gpu` fail instead.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 import jax_grouped as jg
 from jax_grouped.backends.extension import cuda_devices
 
-# All before anything asks JAX for a device. Several test processes may share one GPU; sharding is tested on one CPU.
+# Set these before anything asks JAX for a device. Test processes may share one GPU. Sharding is tested on one CPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once per backend, on JAX's default device."""
     if request.param == "cuda":
-        # Memory that is handed out again holds NaN: a result, scratch or workspace that nothing wrote shows.
+        # Fill the memory that will be reused with NaN, so that a result, scratch or workspace that nothing wrote shows.
         jax.block_until_ready(jnp.full(2**28, jnp.nan))
     with jg.config.override(backend="xla" if request.param == "xla" else "auto"):
         yield request.param
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if (config.getoption("--require-gpu") or asked_for) and not cuda_devices():
         raise pytest.UsageError("GPU tests were asked for, but JAX sees no NVIDIA GPU.")
     if not cuda_devices():
-        # Most of the time goes into compiling programs that run once. Processes that tests start do likewise.
+        # Most of the time goes into compiling programs that run once. Processes that tests start set this too.
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 

@@ -10,7 +10,7 @@ import jax_grouped as jg
 
 
 def exported(function: Callable, *arguments: Any) -> Callable:
-    """The function after a round trip through bytes."""
+    """Exports the function and reads it back from bytes."""
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
     platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     program = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*arguments)

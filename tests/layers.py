@@ -12,7 +12,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import jax_grouped as jg
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 
 E, K, N, T = 3, 32, 16, 40
 SIZES = np.array([14, 0, 20], np.int32)
@@ -24,10 +24,10 @@ Parts = tuple[jax.Array, jax.Array, jg.Fp8State | None]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer of `E` groups, `[T, K] -> [T, N]`.
+    """Layer of `E` groups, `[T, K] -> [T, N]`.
 
     Attributes:
-        trained: what has gradients: the parameters and the state of delayed scaling.
+        trained: variables with gradients: the parameters and the state of delayed scaling.
         cache: the quantized kernel, all zeros; an empty tree without `cache_kernel`.
         apply: `(trained, cache, x, is_first_microbatch)` to the result and the cache afterwards.
         parts: the kernel, the bias, and the state of delayed scaling or None, in a tree like `trained`.
@@ -41,14 +41,14 @@ class Layer:
     with_kernel: Callable[[Any, jax.Array], Any]
 
     def loss(self, trained: Any, cache: Any, x: jax.Array, first: Any = None) -> tuple[jax.Array, Any]:
-        """A loss with another gradient in every place, and the cache afterwards."""
+        """Returns a loss with another gradient in every place, and the cache afterwards."""
         y, cache = self.apply(trained, cache, x, first)
         return jnp.mean((y - 1) ** 2), cache
 
 
 @functools.cache
 def layer(api: str, recipe: Recipe | None, *, cache_kernel: bool = False) -> Layer:
-    """With the same parameters for both APIs. Nothing of it may be donated: it is made once."""
+    """Returns a layer with the same parameters for both APIs. Do not donate its arrays: it is made once."""
     options = dict(recipe=recipe, cache_kernel=cache_kernel)
     return _linen(**options) if api == "linen" else _nnx(**options)
 
@@ -92,7 +92,7 @@ def _nnx(**options: Any) -> Layer:
 
 
 def filled(shapes: Any) -> Any:
-    """Variables as `init` makes them, from their shapes, with zeros for caches: compiling `init` takes seconds."""
+    """Makes variables like those of `init` from their shapes, with zeros for caches: compiling `init` takes seconds."""
     rng = np.random.default_rng(0)
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -105,14 +105,14 @@ def filled(shapes: Any) -> Any:
 
 
 def cached(tree: Any) -> jg.KernelCache:
-    """The one `KernelCache` in a tree."""
+    """Returns the one `KernelCache` in a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, jg.KernelCache))
     (found,) = (leaf for leaf in leaves if isinstance(leaf, jg.KernelCache))
     return found
 
 
 def tokens(seed: int = 1, shape: tuple[int, ...] = ()) -> np.ndarray:
-    """`[*shape, T, K]`, with NaN in the rows of no group."""
+    """Returns tokens `[*shape, T, K]`, with NaN in the rows of no group."""
     x = np.random.default_rng(seed).standard_normal((*shape, T, K), np.float32)
     x[..., SIZES.sum() :, :] = np.nan
     return x

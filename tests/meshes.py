@@ -9,18 +9,18 @@ from jax.sharding import AxisType, Mesh
 
 
 def need_devices(count: int) -> None:
-    """Skips the test where there are fewer: on GPUs these are the machine's own, of CPUs `conftest` makes enough."""
+    """Skips the test if there are fewer devices. GPUs are the machine's own; `conftest` makes enough CPU devices."""
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
 
 
 def data_mesh(devices: int) -> Mesh:
-    """So many devices along the axis `data`. Skips as `need_devices` does."""
+    """Returns a mesh of `devices` devices along the axis `data`. Skips as `need_devices` does."""
     return mesh_of({"data": devices})
 
 
 def mesh_of(axes: Mapping[str, int]) -> Mesh:
-    """A mesh of the first devices, with axes of these sizes, the first one the slowest.
+    """Returns a mesh of the first devices, with axes of these sizes; the first axis is the slowest.
 
     Skips as `need_devices` does.
     """

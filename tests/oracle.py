@@ -1,4 +1,4 @@
-"""What the operations mean, row by row, in NumPy and float64."""
+"""Definitions of the operations, row by row, in NumPy and float64."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from jax_grouped.backends.extension import cuda_devices
 def local_groups(
     group_sizes: np.ndarray, num_groups: int, capacity: int, offset: int = 0
 ) -> Iterator[tuple[int, slice]]:
-    """Every local group with its rows: negative sizes count as 0, and rows past the capacity do not exist."""
+    """Yields every local group with its rows. Negative sizes count as 0, and rows past the capacity do not exist."""
     start = 0
     for index, size in enumerate(group_sizes.tolist()):
         end = min(start + max(size, 0), capacity)
@@ -21,7 +21,7 @@ def local_groups(
 
 
 def fprop(x: np.ndarray, kernel: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
-    """`y [T, N]` of `x [T, K]` and `kernel [G, K, N]`."""
+    """Computes `y [T, N]` of `x [T, K]` and `kernel [G, K, N]`."""
     y = np.zeros((x.shape[0], kernel.shape[2]))
     for group, rows in local_groups(group_sizes, kernel.shape[0], x.shape[0], offset):
         y[rows] = x[rows].astype(np.float64) @ kernel[group].astype(np.float64)
@@ -29,12 +29,12 @@ def fprop(x: np.ndarray, kernel: np.ndarray, group_sizes: np.ndarray, offset: in
 
 
 def dgrad(dy: np.ndarray, kernel: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
-    """`dx [T, K]` of `dy [T, N]` and `kernel [G, K, N]`."""
+    """Computes `dx [T, K]` of `dy [T, N]` and `kernel [G, K, N]`."""
     return fprop(dy, kernel.swapaxes(1, 2), group_sizes, offset)
 
 
 def wgrad(x: np.ndarray, dy: np.ndarray, group_sizes: np.ndarray, num_groups: int, offset: int = 0) -> np.ndarray:
-    """`dkernel [G, K, N]` of `x [T, K]` and `dy [T, N]`."""
+    """Computes `dkernel [G, K, N]` of `x [T, K]` and `dy [T, N]`."""
     dkernel = np.zeros((num_groups, x.shape[1], dy.shape[1]))
     for group, rows in local_groups(group_sizes, num_groups, x.shape[0], offset):
         dkernel[group] = x[rows].astype(np.float64).T @ dy[rows].astype(np.float64)
@@ -42,7 +42,7 @@ def wgrad(x: np.ndarray, dy: np.ndarray, group_sizes: np.ndarray, num_groups: in
 
 
 def bias_grad(dy: np.ndarray, group_sizes: np.ndarray, num_groups: int, offset: int = 0) -> np.ndarray:
-    """`dbias [G, N]` of `dy [T, N]`."""
+    """Computes `dbias [G, N]` of `dy [T, N]`."""
     dbias = np.zeros((num_groups, dy.shape[1]))
     for group, rows in local_groups(group_sizes, num_groups, dy.shape[0], offset):
         dbias[group] = dy[rows].astype(np.float64).sum(axis=0)
@@ -50,7 +50,7 @@ def bias_grad(dy: np.ndarray, group_sizes: np.ndarray, num_groups: int, offset: 
 
 
 def add_bias(y: np.ndarray, bias: np.ndarray, group_sizes: np.ndarray, offset: int = 0) -> np.ndarray:
-    """`y [T, N]` plus each row's `bias [G, N]`; rows outside every local group stay as they are."""
+    """Adds each row's `bias [G, N]` to `y [T, N]`; rows outside every local group stay unchanged."""
     y = y.copy()
     for group, rows in local_groups(group_sizes, bias.shape[0], y.shape[0], offset):
         y[rows] += bias[group].astype(np.float64)
@@ -58,7 +58,7 @@ def add_bias(y: np.ndarray, bias: np.ndarray, group_sizes: np.ndarray, offset: i
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """The Frobenius norm of the difference over that of `expected` (over 1 if that is 0); infinite on any NaN."""
+    """Returns the Frobenius norm of the difference over that of `expected` (over 1 if that is 0); infinite on NaN."""
     got = np.asarray(got, np.float64)
     if got.shape != expected.shape or not np.all(np.isfinite(got)):
         return float("inf")
@@ -91,7 +91,7 @@ def assert_kernels_close(got: np.ndarray, expected: np.ndarray, tolerance: float
 
 
 def fp8_tolerance(out_dtype: str = "float32") -> float:
-    """Relative error of products of FP8 operands on the backend that is set.
+    """Returns the relative error of products of FP8 operands on the current backend.
 
     Hopper's tensor cores keep about 14 bits of the partial sums of FP8 products (DeepSeek-V3, arXiv:2412.19437, section
     3.5.2): 1e-4 to 3e-4 were measured on an H200, whatever cuBLASLt does with the sums afterwards.

@@ -1,7 +1,7 @@
-"""A small model with a mixture of experts, and its training on one device or several: for tests of what is the same.
+"""A small MoE model, and its training on one device or several, for tests that compare the two.
 
-The names of a mesh's axes say what they split: `feature` the features inside the experts, `expert` the experts and the
-tokens, `data` the tokens, and `fsdp` the tokens and what is stored of the experts' kernels.
+The name of a mesh axis says what it splits: `feature` the features inside the experts, `expert` the experts and the
+tokens, `data` the tokens, and `fsdp` the tokens and the storage of the experts' kernels.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import jax_grouped as jg
 K, F, E, TOP_K = 16, 32, 8, 2
 STEPS, MICROBATCHES, TOKENS = 5, 2, 64
 
-#: Not Adam, which takes the same steps if all gradients are a multiple of what they should be.
+#: SGD, not Adam: Adam takes the same steps if all gradients are wrong by the same factor.
 OPTIMIZER = jg.overwrite_with_gradient(optax.sgd(0.1, momentum=0.9))
 
 
@@ -53,7 +53,7 @@ class NnxModel(nnx.Module):
 
 
 def apply_layer(layer: nnx.Module, x: jax.Array) -> Any:
-    """For `nnx.remat`, which takes no function with keyword-only arguments."""
+    """Calls the layer. For `nnx.remat`, which takes no function with keyword-only arguments."""
     return layer(x)
 
 
@@ -62,7 +62,7 @@ class Model:
     """A model as a function of its variables.
 
     Attributes:
-        variables: those with gradients, whole, as NumPy arrays: parameters and states of delayed scaling.
+        variables: variables with gradients, as whole NumPy arrays: parameters and states of delayed scaling.
         apply: `(variables, x [T, K])` to `[T, K]` and the metrics.
     """
 
@@ -71,7 +71,7 @@ class Model:
 
 
 def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: Any) -> Model:
-    """With the same parameters for both APIs and all axes."""
+    """Returns a model with the same parameters for both APIs and all axes."""
     roles = dict(
         expert_axis="expert" if "expert" in axes else None,
         feature_axis="feature" if "feature" in axes else None,
@@ -88,7 +88,7 @@ def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: 
 
 
 def filled(shapes: Any) -> Any:
-    """Parameters that hide nothing, no bias being zero, and the initial states of delayed scaling."""
+    """Returns parameters with nonzero biases, so that they hide nothing, and the initial states of delayed scaling."""
     rng = np.random.default_rng(0)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -104,32 +104,32 @@ def filled(shapes: Any) -> Any:
 
 
 def name_of(path: Any) -> str:
-    """Such as `experts/down/kernel` and `experts/down/input_scale`, whatever holds the model's variables."""
+    """Returns a name such as `experts/down/kernel` or `experts/down/input_scale`, whatever holds the variables."""
     parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     first = min(parts.index(part) for part in ("embed", "experts", parts[-1]) if part in parts)
     return "/".join(part for part in parts[first:] if part not in ("fp8_state", "value"))
 
 
 def by_name(variables: Any) -> dict[str, np.ndarray]:
-    """Whole arrays, of variables whose parts are all on this process's devices."""
+    """Returns whole arrays by name, of variables whose parts are all on this process's devices."""
     named = jax.tree.leaves_with_path(variables)
     return {name_of(path): np.asarray(leaf) for path, leaf in named}
 
 
 def batches(steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and what to make of them, `[MICROBATCHES, TOKENS, K]` each."""
+    """Returns tokens and their targets for each step, `[MICROBATCHES, TOKENS, K]` each."""
     rng = np.random.default_rng(1)
     xs = rng.standard_normal((steps, MICROBATCHES, TOKENS, K), np.float32)
     return [(x, np.sin(x[..., ::-1])) for x in xs]
 
 
 def token_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes over which a batch is split."""
+    """Returns the axes over which a batch is split."""
     return tuple(name for name in axes if name != "feature")
 
 
 def specs(axes: Mapping[str, int], tree: Any) -> Any:
-    """Where the parts of a model's variables, or of an optimizer's state, lie on a mesh of these axes."""
+    """Returns the partition specs of a model's variables, or an optimizer's state, on a mesh of these axes."""
     expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
 
     def spec(path: Any, leaf: Any) -> P:
@@ -146,7 +146,10 @@ def specs(axes: Mapping[str, int], tree: Any) -> Any:
 
 
 def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any, batch: Any, *, checked: bool) -> Any:
-    """One device's part of a step: the next variables, the optimizer's next state, and the loss of the whole batch."""
+    """Runs one device's part of a step.
+
+    Returns the next variables, the optimizer's next state, and the loss of the whole batch.
+    """
     tokens = token_axes(axes)
     # FP8 sees the same gradients on any number of devices if each one's loss counts with its part of the batch.
     parts = MICROBATCHES * int(np.prod([axes[name] for name in tokens]))
@@ -161,7 +164,7 @@ def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any
         gradients, loss = jax.grad(objective, has_aux=True)(variables, microbatch)
         return jg.accumulate_gradients(total, gradients), loss
 
-    # On GPUs, the default would be rounding to TF32 and to bfloat16.
+    # On GPUs, the default would round to TF32 and to bfloat16.
     with jax.default_matmul_precision("highest"):
         gradients, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, variables), batch)
     if not checked:
@@ -171,7 +174,7 @@ def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any
 
 
 def gathered(variables: Any, axes: Mapping[str, int]) -> Any:
-    """Variables of which every device stores a part only, whole for the time of their use."""
+    """Gathers whole variables, for the time of their use, from the parts that each device stores."""
     if "fsdp" not in axes:
         return variables
     return jax.tree.map(
@@ -183,12 +186,12 @@ def gathered(variables: Any, axes: Mapping[str, int]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A step, and what it starts from.
+    """Training step with its initial variables and state.
 
     Attributes:
-        step: `(variables, state, batch)` to the next variables and state, and the loss before it.
-        start: the first variables and state, where the step wants them.
-        place: puts a batch where the step wants it.
+        step: maps `(variables, state, batch)` to the next variables and state, and the loss before the step.
+        start: the first variables and state, placed for the step.
+        place: places a batch for the step.
     """
 
     step: Any
@@ -196,7 +199,7 @@ class Training:
     place: Callable[[Any], Any]
 
     def run(self, steps: int = STEPS) -> tuple[np.ndarray, list[Any]]:
-        """The loss of every step, and the variables after it."""
+        """Returns the loss of every step, and the variables after it."""
         (variables, state), losses, history = self.start, [], []
         for batch in batches(steps):
             variables, state, loss = self.step(variables, state, self.place(batch))
@@ -206,7 +209,7 @@ class Training:
 
 
 def sharded(model: Model, mesh: Mesh) -> Training:
-    """Training under `jax.jit` and `jax.shard_map` with its checks on."""
+    """Returns training under `jax.jit` and `jax.shard_map` with its checks on."""
     axes = dict(mesh.shape)
     start = _start(model)
     parts, split = specs(axes, start), P(None, token_axes(axes))
@@ -218,7 +221,7 @@ def sharded(model: Model, mesh: Mesh) -> Training:
     )
 
     def placed(array: np.ndarray, spec: P) -> jax.Array:
-        # Every process makes the parts of its own devices.
+        # Every process creates the parts of its own devices.
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
     place = functools.partial(jax.tree.map, placed)
@@ -227,13 +230,13 @@ def sharded(model: Model, mesh: Mesh) -> Training:
 
 @functools.cache
 def on_one_device(device: jax.Device, backend: str, *, steps: int = STEPS, **options: Any) -> Any:
-    """What `Training.run` gives for linen's model of these options; `backend` is the one that is set."""
+    """Runs `Training.run` for linen's model with these options; `backend` is the current one."""
     del backend
     return sharded(model("linen", {"data": 1}, **options), Mesh(np.array([device]), ("data",))).run(steps)
 
 
 def with_pmap(model: Model, devices: int) -> Training:
-    """Training under `jax.pmap`, with a batch for each device and variables that are the same on all."""
+    """Returns training under `jax.pmap`, with a batch for each device and the same variables on all."""
     step = jax.pmap(
         functools.partial(local_step, model, {"data": devices}, checked=False),
         axis_name="data",

@@ -10,7 +10,7 @@ import jax_grouped as jg
 
 
 def public_names() -> dict[str, Any]:
-    """What the names of `jax_grouped` and of its modules for users stand for, such as `jg.linen.GroupedDense`."""
+    """Returns the objects behind the public names of `jax_grouped` and its modules, such as `jg.linen.GroupedDense`."""
     names = {f"jg.{name}": getattr(jg, name) for name in jg.__all__}
     for module in (jg.moe, jg.linen, jg.nnx):
         prefix = module.__name__.replace("jax_grouped", "jg")
@@ -19,7 +19,7 @@ def public_names() -> dict[str, Any]:
 
 
 def _names_of(module: ModuleType) -> Iterator[str]:
-    """What a module defines, and what it imports as itself."""
+    """Yields the names that a module defines, and those that it imports as themselves."""
     for node in ast.parse(inspect.getsource(module)).body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if not name.startswith("_"):

@@ -1,4 +1,4 @@
-"""What the tests of quantization share: inputs that hide nothing, and the comparison of every specified byte."""
+"""Code shared by the tests of quantization: inputs that hide nothing, and the comparison of every specified byte."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 def some(backend: str, choices: Sequence[T], index: int) -> Sequence[T]:
-    """All choices for kernels, where each may be code of its own. For plain JAX, one of them that depends on the index:
-    every other one would cost a second of compilation, and shares its code with these."""
+    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns one choice, by the
+    index: every other one would cost a second of compilation, and shares its code with this one."""
     return choices if backend == "cuda" else [choices[index % len(choices)]]
 
 
 def tokens(
     shape: shapes.Shape, sizes: np.ndarray, dtype: str = "bfloat16", *, magnitude: float = 1e3, seed: int = 0
 ) -> np.ndarray:
-    """`[T, K]`, `K` rounded up to what FP8 takes, of magnitudes from 1e-3 to 1e3; poison in the rows of no group."""
+    """Returns `[T, K]` of magnitudes from 1e-3 to 1e3, `K` rounded up for FP8; poison in the rows of no group."""
     shape = dataclasses.replace(shape, K=-(-shape.K // 16) * 16, N=1)
     x = shapes.operands(shape, sizes, INPUT_TYPES[dtype], magnitude=magnitude, seed=seed).x
     poison(x[shapes.group_ends(sizes, shape.tokens)[-1] :])
@@ -50,12 +50,12 @@ def poison(tail: np.ndarray) -> None:
     tail[:, 1::2] = ml_dtypes.finfo(tail.dtype).max
 
 
-#: For `awkward_values`.
+#: Group sizes for `awkward_values`.
 AWKWARD_SIZES = np.full(SHAPE.num_groups, 30, np.int32)
 
 
 def awkward_values() -> dict[str, np.ndarray]:
-    """float32 tokens of SHAPE with `AWKWARD_SIZES`; poison in the rows of no group."""
+    """Returns float32 tokens of SHAPE with `AWKWARD_SIZES`; poison in the rows of no group."""
     rng = np.random.default_rng(0)
     rows = int(AWKWARD_SIZES[0])
     ordinary = rng.standard_normal((AWKWARD_SIZES.sum(), SHAPE.K), np.float32)
@@ -98,8 +98,8 @@ def awkward_values() -> dict[str, np.ndarray]:
 def assert_quantized(
     label: str, got: jg.GroupedQuantized | jg.KernelCache, expected: quantize_oracle.Quantized
 ) -> None:
-    """Compares every byte that is specified of the copies that there are: of flat arrays, what lies past the region of
-    the last group is not."""
+    """Compares every specified byte of the existing copies. In flat arrays, bytes past the last group's region are
+    unspecified."""
     assert_same_bits(f"{label} amax", got.amax, expected.amax)
     for name in ("rowwise", "columnwise"):
         copy: jg.ScaledArray | None = getattr(got, name)
@@ -115,13 +115,13 @@ def assert_copy(label: str, got: jg.ScaledArray, expected: quantize_oracle.Copy)
 
 
 def as_bytes(array: jax.Array) -> np.ndarray:
-    """Numbers of 8 bits as integers; others as they are."""
+    """Reinterprets 8-bit numbers as integers; returns other arrays unchanged."""
     numbers = np.asarray(array)
     return numbers.view(np.uint8) if numbers.dtype.itemsize == 1 else numbers
 
 
 def assert_same_trees(got: Any, expected: Any) -> None:
-    """Compares all bytes, and what is static."""
+    """Compares all bytes, and the static fields."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         assert_same_bits(jax.tree_util.keystr(path), as_bytes(one), as_bytes(other))

@@ -1,4 +1,4 @@
-"""What quantization means, group by group and block by block, in NumPy; and activations, in float64.
+"""Definition of quantization, group by group and block by block, in NumPy; and of activations, in float64.
 
 Quantization is the same to the bit on every backend, so it is computed in float32 here too.
 """
@@ -17,7 +17,7 @@ FP8_MAX = {"float8_e4m3fn": np.float32(448), "float8_e5m2": np.float32(57344)}
 #: The distance from 1 to the next number, and the smallest number above 0.
 FP8_EPS = {"float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
 FP8_TINY = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16}
-#: The byte for whatever is not finite, in both types.
+#: Byte of numbers that are not finite, in both types.
 NAN = 0x7F
 
 #: Rows and features that share a scale in the rowwise copy; in the columnwise one, features and rows.
@@ -60,7 +60,7 @@ class _Group:
 
     Attributes:
         codes: `[m, C]`, the bytes of the FP8 numbers.
-        scale_inv: what is stored for each block of rows and features.
+        scale_inv: the stored inverse scale of each block of rows and features.
         inverse: `[m, C]`, the inverse scale of each element.
     """
 
@@ -80,13 +80,13 @@ def quantize(
     scale: np.ndarray | None = None,
     swizzled_scales: bool = False,
 ) -> Quantized:
-    """Of tokens `[T, C]` with the rows per group, or of a stack of equal groups `[E, K, C]` without."""
+    """Quantizes tokens `[T, C]` with the rows per group, or a stack of equal groups `[E, K, C]` without."""
     sizes = np.full(x.shape[0], x.shape[1]) if group_sizes is None else group_sizes
     tokens = flush(x.reshape(-1, x.shape[-1]))
     groups = [tokens[rows] for _, rows in oracle.local_groups(sizes, len(sizes), tokens.shape[0])]
 
     def scales_of(amax: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Scales of blocks, their inverses as they are stored, and these as numbers."""
+        """Returns the scales of blocks, their stored inverses, and the inverses as numbers."""
         a = flush(np.maximum(amax, np.float32(amax_epsilon)))
         if mode == ScalingMode.MX:
             return _mx_scales(a, FP8_MAX[dtype])
@@ -128,28 +128,28 @@ def quantize(
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """float32 with zero, of the same sign, in place of subnormal numbers."""
+    """Replaces subnormal float32 numbers by zero of the same sign."""
     with np.errstate(invalid="ignore"):
         x = x.astype(np.float32)
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def cast(values: np.ndarray, scale: np.ndarray, dtype: str) -> np.ndarray:
-    """The bytes of `values * scale`, clipped to what the type holds; NaN where either is not finite."""
+    """Returns the bytes of `values * scale`, clipped to what the type holds; NaN where either is not finite."""
     finite = np.isfinite(values) & np.isfinite(scale)
     scaled = np.where(finite, np.clip(values * scale, -FP8_MAX[dtype], FP8_MAX[dtype]), 0)
     return np.where(finite, scaled.astype(FP8[dtype]).view(np.uint8), np.uint8(NAN))
 
 
 def _magnitude(values: np.ndarray) -> np.ndarray:
-    """Absolute values; 0 for what is not finite."""
+    """Returns absolute values; 0 for numbers that are not finite."""
     return np.where(np.isfinite(values), np.abs(values), 0)
 
 
 def _scales(a: np.ndarray, fp8_max: np.float32, pow2: bool) -> np.ndarray:
     scale = np.where(a == 0, np.float32(1), np.clip(fp8_max / np.where(a == 0, 1, a), SCALE_MIN, SCALE_MAX))
     if pow2:
-        # A power of two, all bits of the mantissa being 0.
+        # Clear all bits of the mantissa, which leaves a power of two.
         return (scale.view(np.uint32) & np.uint32(0xFF80_0000)).view(np.float32)
     return scale
 
@@ -164,7 +164,7 @@ def _mx_scales(a: np.ndarray, fp8_max: np.float32) -> tuple[np.ndarray, np.ndarr
 
 
 def _block_amax(values: np.ndarray, rows: int, features: int) -> np.ndarray:
-    """The largest finite absolute value of every block; the last ones may be cut short. A group without rows is one."""
+    """Returns every block's largest finite absolute value. Last blocks may be partial. An empty group is one block."""
     if values.shape[0] == 0:
         return np.zeros((1 if rows == 0 else 0, -(-values.shape[1] // features)), np.float32)
     of_rows = np.maximum.reduceat(_magnitude(values), range(0, values.shape[0], rows), axis=0)
@@ -172,19 +172,19 @@ def _block_amax(values: np.ndarray, rows: int, features: int) -> np.ndarray:
 
 
 def _spread(per_block: np.ndarray, rows: int, features: int, shape: tuple[int, ...]) -> np.ndarray:
-    """One number per element from one per block."""
+    """Repeats one number per block to one per element."""
     return per_block.repeat(rows, axis=0).repeat(features, axis=1)[: shape[0], : shape[1]]
 
 
 def _padded(array: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """Filled up with zeros at the end of an axis."""
+    """Pads the end of an axis with zeros."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % multiple)
     return np.pad(array, widths)
 
 
 def _scale_region(scale_inv: np.ndarray, mode: ScalingMode, columnwise: bool, swizzled: bool) -> np.ndarray:
-    """The region of one group's inverse scales, of which there is one per block of rows and features."""
+    """Returns the region of one group's inverse scales, given one per block of rows and features."""
     if swizzled:
         return _swizzled(scale_inv.T if columnwise else scale_inv)
     match mode, columnwise:
@@ -204,7 +204,7 @@ def _scale_region(scale_inv: np.ndarray, mode: ScalingMode, columnwise: bool, sw
 
 
 def _swizzled(scale_inv: np.ndarray) -> np.ndarray:
-    """Tiles of 128 outer by 4 inner blocks, row by row; in a tile, (r, c) is the byte r % 32 * 16 + r // 32 * 4 + c."""
+    """Swizzles into tiles of 128 outer by 4 inner blocks, row by row; (r, c) is byte r % 32 * 16 + r // 32 * 4 + c."""
     scale_inv = _padded(_padded(scale_inv, 0, 128), 1, 4)
     tiles = []
     for outer in range(0, scale_inv.shape[0], 128):
@@ -218,7 +218,7 @@ def _swizzled(scale_inv: np.ndarray) -> np.ndarray:
 
 
 def _rows(groups: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The rows of all groups, which lie one after another from the first row on, and zeros in the rows of no group."""
+    """Concatenates the rows of all groups from the first row on, with zeros in the rows of no group."""
     rows = np.zeros(shape, groups[0].dtype)
     rows[: sum(group.shape[0] for group in groups)] = np.concatenate(groups)
     return rows
@@ -229,10 +229,10 @@ def _flat(regions: list[np.ndarray]) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Unsigned integers for the numbers of an array, one for all float32, bfloat16 and float16 NaN."""
+    """Returns an array's bits as unsigned integers. All float32, bfloat16 and float16 NaN have one value."""
     array = np.asarray(array)
     if array.dtype.itemsize > 1 and not np.issubdtype(array.dtype, np.integer):
-        # Which NaN a computation makes is up to the hardware; that of FP8 is one the library makes itself.
+        # The hardware decides the bits of a computed NaN. The library itself makes the NaN of FP8.
         array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
     return np.ascontiguousarray(array).view(f"uint{8 * array.dtype.itemsize}")
 
@@ -282,7 +282,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.n
 
 
 def activation(name: str, x: np.ndarray) -> np.ndarray:
-    """The activation in float64; `silu_mul` takes gate and up side by side."""
+    """Returns the activation in float64; `silu_mul` takes gate and up side by side."""
     with np.errstate(over="ignore", invalid="ignore"):
         x = flush(x).astype(np.float64)
         if name == "silu_mul":
@@ -292,13 +292,13 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def activation_grad(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The gradient of the activation's input, in float64, from that of its result."""
+    """Returns the gradient of the activation's input, in float64, from that of its result."""
     with np.errstate(over="ignore", invalid="ignore"):
         dy, x = flush(dy).astype(np.float64), flush(x).astype(np.float64)
         if name == "silu_mul":
             gate, up = np.split(x, 2, axis=-1)
             return np.concatenate([dy * up * _silu_grad(gate), dy * gate * _sigmoid(gate)], axis=-1)
         if name == "relu":
-            # No product, which would make NaN of an infinite gradient.
+            # Select instead of multiplying: an infinite gradient times 0 would be NaN.
             return np.where(x > 0, dy, 0)
         return dy * _ACTIVATIONS[name][1](x)

@@ -11,7 +11,7 @@ NAMES = ("input", "kernel", "output_grad")
 
 
 def fp8_state(**fields: Any) -> jg.Fp8State:
-    """A state of these histories and scales, with the marks that show it to be untouched."""
+    """Returns a state of these histories and scales, with marks that fit."""
     for name in NAMES:
         newest = np.asarray(fields[f"{name}_amax_history"])[:, 0]
         mark = np.where(newest > 0, 0.7 * np.clip(newest, 2.0**-60, 2.0**60) ** 2, 0)

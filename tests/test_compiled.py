@@ -1,4 +1,4 @@
-"""What XLA makes of a training step for a GPU: beside the custom calls, what else is launched."""
+"""A training step as XLA compiles it for a GPU: the custom calls, and everything else that it launches."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from benchmarks import memory
 from benchmarks.__main__ import main as benchmark
 from benchmarks.h200 import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
+from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp
-from jax_grouped.recipes import Recipe
-from tests.test_lowering import struct
+from tests.programs import struct
 
 if what := missing():
     # CI installs all of it, and runs these tests with it.
@@ -29,7 +29,7 @@ BLOCK = jg.Float8BlockScaling()
 
 
 def launches(function: Callable[..., Any], *arguments: Any, loop: bool = False) -> list[str]:
-    """What the compiled program, or its one loop, launches, in no order: names of custom calls, and what XLA adds."""
+    """Lists the launches of the compiled program, or of its one loop, in no order: custom calls, and those XLA adds."""
     # A command buffer would hide what it launches.
     text = compile_for_h200(function, *arguments, options={"xla_gpu_enable_command_buffer": ""}).as_text()
     assert text is not None
@@ -55,20 +55,20 @@ def step(recipe: Recipe | None) -> Callable[..., Any]:
 @pytest.mark.parametrize("recipe", [BLOCK, jg.Float8CurrentScaling()], ids=["block", "current"])
 def test_a_step_in_fp8_launches_nothing_but_custom_calls(recipe: Recipe, dtype: str) -> None:
     got = launches(step(recipe), X, struct((E, K, N), dtype), SIZES, DY)
-    assert got == 3 * ["quantize"] + 3 * ["scaled_matmul"]
+    assert got == 3 * ["gemm"] + 3 * ["quantize"]
 
 
 def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks() -> None:
     recipe = jg.DelayedScaling()
     state = jax.eval_shape(lambda: jg.Fp8State.initial(recipe, E))
     got = launches(step(recipe), X, KERNEL, SIZES, DY, state)
-    assert got == 4 * ["fusion"] + 3 * ["quantize"] + 3 * ["scaled_matmul"]
+    assert got == 4 * ["fusion"] + 3 * ["gemm"] + 3 * ["quantize"]
 
 
 @pytest.mark.parametrize(("dtype", "conversions"), [("bfloat16", []), ("float32", ["fusion"])])
 def test_a_step_without_a_recipe_converts_a_wider_kernel_once(dtype: str, conversions: list[str]) -> None:
     got = launches(step(None), X, struct((E, K, N), dtype), SIZES, DY)
-    assert got == conversions + 3 * ["matmul"]
+    assert got == conversions + 3 * ["gemm"]
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:
@@ -80,7 +80,7 @@ def test_swiglu_is_part_of_the_quantization() -> None:
         return y, pullback(dy)
 
     got = launches(results, X, struct((E, K, 2 * N)), struct((E, N, K)), SIZES, X)
-    assert got == 6 * ["quantize"] + 6 * ["scaled_matmul"]
+    assert got == 6 * ["gemm"] + 6 * ["quantize"]
 
 
 def test_microbatches_add_to_the_gradient_where_it_is() -> None:
@@ -97,7 +97,8 @@ def test_microbatches_add_to_the_gradient_where_it_is() -> None:
 
     gradient = struct((E, K, N), jnp.float32)
     got = launches(results, struct((3, T, K)), KERNEL, SIZES, struct((3, T, N)), gradient, loop=True)
-    # Four calls take or make slices of what is scanned, which is part of them or not, and the loop is counted.
+    # Four calls read or write slices of the scanned arrays; XLA may make the slicing part of a call or not. One more
+    # fusion counts the loop.
     assert got.count("fusion") == 5
     assert "copy" not in got
 
@@ -112,11 +113,11 @@ def test_memory_beside_arguments_and_results() -> None:
     x, kernel, workspace = shape.tokens * shape.K, shape.num_groups * shape.K * shape.N, 2**25  # in FP8
     tokens, nothing = "block, only tokens are kept", "bf16, nothing is kept"
     assert gradients["bf16"] < 1.05 * workspace
-    # The kernel's other orientation, and the tokens', lie where results come later.
+    # The other orientations of kernel and tokens use memory that later holds results.
     assert gradients["block"] < 1.05 * (x + kernel + workspace)
-    # Of the kernel, one orientation is there at a time.
+    # Only one orientation of the kernel is in memory at a time.
     assert gradients[tokens] < 0.8 * kernel
-    # Kernels that are converted in bf16, and change in place.
+    # Kernels are converted to bf16, and change in place.
     assert sgd[tokens] < sgd[nothing]
     assert pairs[tokens] < pairs[nothing] < pairs["bf16"]
     assert pairs["block"] < pairs["bf16"]

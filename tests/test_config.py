@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jax_grouped as jg
-from jax_grouped import _config
+from jax_grouped.core import config
 
 FLAGS = {"check": "JAX_GROUPED_CHECK", "autotune": "JAX_GROUPED_AUTOTUNE"}
 each_flag = pytest.mark.parametrize("name", FLAGS)
@@ -17,7 +17,7 @@ each_flag = pytest.mark.parametrize("name", FLAGS)
 
 def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> Any:
     monkeypatch.setenv(variable, text)
-    return _config.from_environment.__wrapped__()
+    return config.from_environment.__wrapped__()
 
 
 @each_flag

@@ -1,4 +1,4 @@
-"""`DelayedScaling` whose state something else than its gradient changes: an error, or NaN, never a worse loss."""
+"""`DelayedScaling` with a state that something other than its gradient changes: an error or NaN, never a worse loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def tokens() -> jax.Array:
 
 
 def train_linen(optimizer: Any, steps: int = 4) -> list[float]:
-    """The losses of steps on changing tokens, all variables under one optimizer."""
+    """Returns the losses of steps on changing tokens, with all variables under one optimizer."""
     layer = jg.linen.GroupedDense(16, 2, recipe=RECIPE)
     variables = layer.init(jax.random.key(1), tokens(), SIZES)
     state = optimizer.init(variables)
@@ -40,7 +40,7 @@ def train_linen(optimizer: Any, steps: int = 4) -> list[float]:
 
 
 def train_nnx(optimizer: Any, steps: int = 4) -> list[float]:
-    """The same in NNX, with its optimizer of parameters."""
+    """Trains the same model in NNX, with its optimizer of parameters."""
     model = jg.nnx.GroupedDense(16, 16, 2, recipe=RECIPE, rngs=nnx.Rngs(1))
     of_model = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
@@ -58,7 +58,7 @@ def clip_first(optimizer: Any) -> Any:
 
 
 def clip_elements(optimizer: Any) -> Any:
-    # At a number whose square is itself.
+    # Clip at 1, whose square is itself.
     return optax.chain(optax.clip(1.0), jg.overwrite_with_gradient(optimizer))
 
 
@@ -81,7 +81,7 @@ MISUSES = {
 
 @pytest.fixture(params=MISUSES)
 def misused(request: pytest.FixtureRequest) -> Any:
-    """An optimizer that does not only overwrite the state."""
+    """Gives an optimizer that does more than overwrite the state."""
     return MISUSES[request.param](optax.adam(0.01))
 
 

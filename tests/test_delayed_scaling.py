@@ -24,7 +24,7 @@ FP8_MAX = {"input": np.float32(448), "kernel": np.float32(448), "output_grad": n
 
 
 def some_state(seed: int = 0) -> jg.Fp8State:
-    """A state with another history in every group; group 1 has none."""
+    """Returns a state with another history in every group; group 1 has none."""
     rng = np.random.default_rng(seed)
     fields = {}
     for name in NAMES:
@@ -43,7 +43,7 @@ def numpy_scale(state: jg.Fp8State, name: str) -> np.ndarray:
 
 
 def step(state: jg.Fp8State, x: Any, kernel: Any, bias: Any, dy: Any, cache: Any = None, recipe: Any = RECIPE) -> Any:
-    """`y`, the gradients, and the next state."""
+    """Computes `y`, the gradients, and the next state."""
 
     def dense(state: jg.Fp8State, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return jg.grouped_dense(x, kernel, SIZES, bias, recipe=recipe, fp8_state=state, kernel_cache=cache)
@@ -55,7 +55,7 @@ def step(state: jg.Fp8State, x: Any, kernel: Any, bias: Any, dy: Any, cache: Any
 
 @functools.cache
 def jitted(backend: str) -> jax.stages.Wrapped:
-    """One compilation per backend."""
+    """Jits `step` once per backend."""
     del backend
     return jax.jit(step)
 

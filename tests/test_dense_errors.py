@@ -9,9 +9,9 @@ import pytest
 from jax import export
 
 import jax_grouped as jg
+from tests.programs import struct
 from tests.test_dense_fp8 import BLOCK, CURRENT, SIZES
 from tests.test_dense_lowering import BIAS, CACHE, KERNEL, X
-from tests.test_lowering import struct
 
 DELAYED = jg.DelayedScaling(amax_history_len=4)
 STATE = jg.Fp8State.initial(DELAYED, 2)

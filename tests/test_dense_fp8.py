@@ -31,7 +31,7 @@ SIZES = np.array([37, 0, 130, 1], np.int32)
 
 
 def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]:
-    """bfloat16 `x` and `dy`, float32 `kernel` and `bias`; poison in the rows of no group."""
+    """Returns bfloat16 `x` and `dy`, float32 `kernel` and `bias`; poison in the rows of no group."""
     at = shapes.operands(SHAPE, sizes, np.float32, magnitude=4.0, seed=seed)
     x, dy = at.x.astype(ml_dtypes.bfloat16), at.dy.astype(ml_dtypes.bfloat16)
     for array in (x, dy):
@@ -50,7 +50,7 @@ def forward_and_backward(
     wrap: Callable[..., Any] = lambda function: function,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """`y`, `dx`, `dkernel` and `dbias`."""
+    """Computes `y`, `dx`, `dkernel` and `dbias`."""
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return jg.grouped_dense(x, kernel, sizes, bias, recipe=recipe, kernel_cache=cache, **options)
@@ -61,7 +61,7 @@ def forward_and_backward(
 
 @functools.cache
 def jitted(backend: str, name: str) -> jax.stages.Wrapped:
-    """One compilation per backend and recipe; the sizes are data."""
+    """Jits once per backend and recipe; the sizes are data."""
     del backend
     return jax.jit(functools.partial(forward_and_backward, RECIPES[name]))
 
@@ -111,7 +111,7 @@ def test_a_cache_gives_the_same_bits_and_kernel_its_gradient(backend: str) -> No
     for name in some(backend, ["block", "current"], 0):
         x, kernel, bias, dy = operands()
         cache = jg.quantize_kernel(jnp.asarray(kernel), RECIPES[name])
-        # What is read is the cache: a kernel of NaN changes nothing.
+        # The product reads the cache: a kernel of NaN changes nothing.
         step = jax.jit(functools.partial(forward_and_backward, RECIPES[name]))
         got = step(x, np.full_like(kernel, np.nan), bias, dy, SIZES, cache)
         assert_same_trees(got, jitted(backend, name)(x, kernel, bias, dy, SIZES))
@@ -231,7 +231,7 @@ def test_residuals_take_half_of_what_they_take_in_bf16(shape: shapes.Shape, reci
         leaves = jax.tree.leaves(jax.eval_shape(forward, *arguments))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    # What is not half are padding between groups and the scales.
+    # Padding between groups and the scales make it more than half.
     assert residual_bytes(recipe) < 0.51 * residual_bytes(None)
 
 

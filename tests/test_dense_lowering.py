@@ -1,4 +1,4 @@
-"""How programs with FP8 `grouped_dense` look when lowered for CUDA: what is computed, kept and cast."""
+"""Programs with FP8 `grouped_dense`, lowered for CUDA: their computations, residuals and casts."""
 
 import contextlib
 import functools
@@ -13,8 +13,8 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jax_grouped as jg
+from tests.programs import custom_calls, lowered, products, struct
 from tests.test_dense_fp8 import BLOCK, SIZES
-from tests.test_lowering import custom_calls, lowered, struct
 
 X, KERNEL, BIAS, GROUPS = (
     struct((300, 144)),
@@ -35,7 +35,7 @@ def loss(*arguments: Any) -> jax.Array:
 
 
 def summary(function: Callable[..., Any], *arguments: Any) -> list[str]:
-    """A word for every custom call of the lowered program, with what it makes."""
+    """Returns a word for every custom call of the lowered program, with its results."""
     words = []
     for call in custom_calls(lowered(function, *arguments)):
         if "@jax_grouped_quantize(" in call:
@@ -43,7 +43,7 @@ def summary(function: Callable[..., Any], *arguments: Any) -> list[str]:
             stack = "stack_rows = 0 " not in call
             words.append(f"{'kernel' if stack else 'tokens'} {'+'.join(makes)}")
         else:
-            words.append("".join(re.findall(r'product = "(\w+)"', call)) or "bias_grad")
+            words.append("".join(products(call)) or "bias_grad")
     return sorted(words)
 
 
@@ -91,7 +91,7 @@ def test_a_result_that_nobody_differentiates_is_left_alone() -> None:
 
 def test_master_weights_get_their_gradient_straight_from_the_matmul() -> None:
     text = lowered(jax.grad(loss, argnums=1), X, KERNEL, BIAS, GROUPS)
-    (call,) = [call for call in custom_calls(text) if 'product = "wgrad"' in call]
+    (call,) = [call for call in custom_calls(text) if products(call) == ["wgrad"]]
     assert "-> (tensor<4x144x272xf32>" in call
     assert f"return {call.split(':')[0].strip()}#0" in text, "no cast or other operation may follow the matmul"
 

@@ -12,11 +12,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from tests.programs import custom_calls, lowered, products, struct
 from tests.quantize_cases import assert_same_trees, some
 from tests.test_delayed_scaling import RECIPE as DELAYED
 from tests.test_delayed_scaling import some_state
 from tests.test_dense_fp8 import BLOCK, CURRENT, SHAPE, SIZES, assert_close, operands
-from tests.test_lowering import custom_calls, lowered, struct
 
 RECIPES = {"none": None, "block": BLOCK, "current": CURRENT, "delayed": DELAYED, "mxfp8": jg.MXFP8BlockScaling()}
 
@@ -28,14 +28,14 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def whole(recipe: Any, dy: jax.Array, at: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """`y`, `dx`, `dkernel`, `dbias` and the next state by differentiation."""
+    """Computes `y`, `dx`, `dkernel`, `dbias` and the next state by differentiation."""
     y, vjp = jax.vjp(lambda at: jg.grouped_dense(**at, group_sizes=SIZES, recipe=recipe, **options), at)
     (gradients,) = vjp(dy)
     return y, *(gradients[name] for name in ("x", "kernel", "bias", "fp8_state"))
 
 
 def halves(recipe: Any, dy: jax.Array, at: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """The same, step by step."""
+    """Computes the same step by step."""
     accumulator = options.pop("dkernel_accumulator", None)
     y, residuals = jg.grouped_dense_fwd(**at, group_sizes=SIZES, recipe=recipe, **options)
     dx, pending = jg.grouped_dense_dgrad(residuals, dy)
@@ -89,7 +89,7 @@ def _pending(recipe: Any, dy: jax.Array, at: dict[str, Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient(recipe: Any, kernel: jax.Array, x: jax.Array, dy: jax.Array, accumulator: jax.Array) -> jax.Array:
-    """The accumulator with the gradient of the kernel added, by differentiation."""
+    """Returns the accumulator with the gradient of the kernel added, by differentiation."""
     options = dict(recipe=recipe, dkernel_accumulator=accumulator)
     return jax.vjp(lambda kernel: jg.grouped_dense(x, kernel, SIZES, **options), kernel)[1](dy)[0]
 
@@ -123,7 +123,7 @@ def test_microbatches_add_up_in_a_loop(backend: str) -> None:
 
 
 def _accumulated(kernel: jax.Array, xs: jax.Array, dys: jax.Array, cache: jg.KernelCache) -> jax.Array:
-    """The gradient of the kernel over all microbatches, carried from each to the next."""
+    """Returns the gradient of the kernel over all microbatches, carried from each to the next."""
 
     def microbatch(dkernel: jax.Array, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, dy = batch
@@ -141,7 +141,7 @@ X, DY = struct((SHAPE.tokens, SHAPE.K)), struct((SHAPE.tokens, SHAPE.N))
 @pytest.mark.parametrize("name", ["none", "block"])
 def test_the_accumulator_is_the_memory_of_the_gradient(name: str) -> None:
     text = lowered(functools.partial(_gradient, RECIPES[name]), KERNEL, X, DY, KERNEL)
-    (call,) = [call for call in custom_calls(text) if 'product = "wgrad"' in call]
+    (call,) = [call for call in custom_calls(text) if products(call) == ["wgrad"]]
     operand = 4 if name == "none" else 6
     assert re.search(rf"output_tuple_indices = \[0\],\s*operand_index = {operand}", call), call
     assert f"return {call.split(':')[0].strip()}#0" in text, "nothing may follow the matmul"
@@ -155,7 +155,7 @@ def test_no_copy_of_the_gradient_is_made_in_a_loop() -> None:
     text = jax.jit(_accumulated).lower(KERNEL, *stacked, cache).compile().as_text()
     shape = ",".join(map(str, KERNEL.shape))
     passes = [line for line in text.splitlines() if re.search(rf"= f32\[{shape}\]\S* (copy|add|fusion)\(", line)]
-    # The first value of the carry is made once, before the loop.
+    # The carry's first value is created once, before the loop.
     assert not [line for line in passes if "broadcast" not in line], passes
 
 
@@ -165,7 +165,7 @@ def test_a_donated_accumulator_is_added_to_in_place() -> None:
         jax.jit(functools.partial(_gradient, BLOCK), donate_argnums=3).lower(KERNEL, X, DY, KERNEL).compile().as_text()
     )
     shape = ",".join(map(str, KERNEL.shape))
-    # The kernel, which the gradient does not depend on, is no parameter.
+    # The kernel is no parameter, because the gradient does not depend on it.
     assert "input_output_alias={ {}: (2, {}" in text, text[:500]
     assert not re.search(rf"= f32\[{shape}\]\S* (copy|add|fusion)\(", text), text
 

@@ -10,7 +10,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout
 from tests import quantize_oracle
 from tests.quantize_cases import (
     AWKWARD_SIZES,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 def scaled_array(
     copy: quantize_oracle.Copy, layout: QuantizedLayout, sizes: np.ndarray | None, dtype: str
 ) -> jg.ScaledArray:
-    """What NumPy made, with NaN in all that is not specified: nothing may read it."""
+    """Wraps NumPy's result in a ScaledArray, with NaN in all unspecified bytes: nothing may read them."""
 
     def filled(shape: tuple[int, ...], numbers: np.ndarray, nan: float) -> np.ndarray:
         array = np.full(shape, nan, numbers.dtype)

@@ -1,13 +1,15 @@
-"""The guide's Python runs as it is printed, and what the guide promises about the code is so."""
+"""The guide's Python runs as it is printed, what it promises about the code is so, and its links lead somewhere."""
 
 import ast
 import difflib
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,6 +21,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+LINKED = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *PAGES, *REFERENCE]
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 
 #: How many devices a page wants.
 DEVICES = {"parallelism": 4}
@@ -37,7 +42,7 @@ def test_every_page_runs(name: str) -> None:
 
 
 def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> None:
-    before, after = marked("port: before"), marked("port: after")
+    before, after = marked("getting-started", "port: before"), marked("getting-started", "port: after")
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     hunks = [(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
     removed, added = (sum(lines) for lines in zip(*hunks, strict=True))
@@ -59,27 +64,78 @@ def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> Non
     assert jnp.allclose(names["ported_y"], names["looped_y"], rtol=1e-4, atol=1e-5)
 
 
+def test_each_step_of_the_migration_runs_and_only_the_recipe_changes_the_numbers() -> None:
+    names = ran("migration")
+    layers = names["parameters_of_layers"](names["params"])
+    results = []
+    for program, params in zip(migrated(), [names["params"]] * 3 + [layers], strict=True):
+        step = dict(names)
+        exec(program, step)
+        model = step["Experts"](num_experts=4, hidden_features=48)
+        results.append(jax.tree.leaves(jax.jit(names["output_and_gradients"], static_argnums=0)(model, params)))
+
+    existing, ragged_dot, recipe, layer = results
+    assert largest_difference(ragged_dot, existing) < 1e-2
+    assert 1e-3 < largest_difference(recipe, ragged_dot) < 0.1
+    assert largest_difference(layer, recipe) == 0
+
+
+def migrated() -> Iterator[str]:
+    """The experts of the page on migration as they were, and after each of its changes."""
+    program = "\n".join(marked("migration", "migration: existing"))
+    yield program
+    for change in re.findall(r"^```diff\n(.*?)^```$", text("migration"), re.DOTALL | re.MULTILINE):
+        old, new = ("\n".join(line[1:] for line in change.splitlines() if line[0] == sign) for sign in "-+")
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+        yield program
+
+
+def largest_difference(actual: list[jax.Array], expected: list[jax.Array]) -> float:
+    """The largest error of an array relative to its norm."""
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(actual, expected, strict=True))
+
+
 def text(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-def marked(mark: str) -> list[str]:
-    """The lines of the block of Python below a comment in the page with the port."""
+def marked(name: str, mark: str) -> list[str]:
+    """The lines of the block of Python below a comment in a page."""
     pattern = rf"^<!-- {mark} -->\n```python\n(.*?)^```$"
-    (block,) = re.findall(pattern, text("getting-started"), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(pattern, text(name), re.DOTALL | re.MULTILINE)
     return block.splitlines()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        path, _, anchor = target.partition("#")
-        if "://" in path:
-            continue
-        file = page.parent / path if path else page
-        assert file.exists(), target
-        if anchor:
-            assert anchor in anchors(file), target
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        file = page if not target else linked_file(target, page)
+        if file is not None:
+            assert file.exists(), link
+            assert not anchor or anchor in anchors(file), link
+
+
+def test_links_of_the_readme_work_where_there_is_no_repository() -> None:
+    assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\(([^)]+)\)", text)
+
+
+def linked_file(target: str, page: Path) -> Path | None:
+    """What is linked to, if it is in the repository: by a path, on the project's site or at its host."""
+    site, host = URLS["Documentation"], f"{URLS['Repository']}/blob/main/"
+    if target.startswith(site):
+        name = target.removeprefix(site).strip("/")
+        files = [ROOT / "docs" / f"{name}.md", ROOT / name / "README.md"]
+        return next((file for file in files if file.exists()), files[0])
+    if target.startswith(host):
+        return ROOT / target.removeprefix(host)
+    return None if "://" in target else page.parent / target
 
 
 def anchors(page: Path) -> set[str]:
@@ -91,6 +147,13 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("name", list(public_names()))
 def test_the_guide_mentions_every_public_name(name: str) -> None:
     assert any(re.search(rf"{re.escape(name)}\b", page.read_text()) for page in PAGES)
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    text = "\n".join(page.read_text() for page in REFERENCE)
+    # The class of `jg.config` is documented where it is defined.
+    names = re.findall(r"^::: jax_grouped\.(?!core\.)(\S+)$", text, re.MULTILINE)
+    assert sorted(names) == sorted([*(name.removeprefix("jg.") for name in public_names()), "linen", "nnx"])
 
 
 def documented_errors() -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 from tests import oracle, quantize_oracle
 from tests.quantize_cases import assert_same_trees, poison, some
 
@@ -45,7 +45,7 @@ class Case:
 
     @classmethod
     def random(cls, shape: shapes.Shape, sizes: np.ndarray, dtype: str = "float32", seed: int = 0) -> "Case":
-        """Of groups whose magnitudes run from 1e-3 to 1e3."""
+        """Draws groups whose magnitudes run from 1e-3 to 1e3."""
         at = shapes.operands(shape, sizes, DTYPES[dtype], magnitude=1e3, seed=seed)
         for tokens in (at.x, at.dy):
             poison(tokens[shapes.group_ends(sizes, shape.tokens)[-1] :])
@@ -54,7 +54,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What forward and backward pass give, and the next state of delayed scaling."""
+    """Results of forward and backward pass, and the next state of delayed scaling."""
 
     y: np.ndarray
     dx: np.ndarray
@@ -80,11 +80,11 @@ class Results:
 
 
 def assert_close(what: str, got: np.ndarray, expected: np.ndarray) -> None:
-    """Checks one group's numbers, in the precision that their type has on this backend."""
+    """Checks one group's numbers, to the precision of their type on this backend."""
     tolerance = oracle.fp8_tolerance(got.dtype.name)
     if got.dtype != np.float32 and got.size >= 1000 and jg.config.backend != "xla":
-        # Two results that differ by 3e-4 before they are rounded to bfloat16 differ by 1e-3 in the mean afterwards:
-        # few of the numbers are rounded apart, but those by 4e-3 to 8e-3. In small groups these may be the largest.
+        # Two results that differ by 3e-4 before they are rounded to bfloat16 differ by 1e-3 in the mean afterwards. Few
+        # numbers are rounded apart, but those differ by 4e-3 to 8e-3. In small groups they may be the largest.
         tolerance = 2e-3
     error = oracle.relative_error(got, expected)
     assert error <= tolerance, f"{what}, shape {got.shape}: relative error {error:.3g} > {tolerance:.3g}"
@@ -93,7 +93,7 @@ def assert_close(what: str, got: np.ndarray, expected: np.ndarray) -> None:
 def forward_and_backward(
     recipe: Recipe, state: jg.Fp8State | None, x: Any, kernel: Any, bias: Any, dy: Any, sizes: Any
 ) -> tuple[Any, ...]:
-    """`y`, `dx`, `dkernel`, `dbias` and the next state."""
+    """Computes `y`, `dx`, `dkernel`, `dbias` and the next state."""
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array, state: jg.Fp8State | None) -> jax.Array:
         return jg.grouped_dense(x, kernel, sizes, bias, recipe=recipe, fp8_state=state)
@@ -104,12 +104,12 @@ def forward_and_backward(
 
 @functools.cache
 def jitted(name: str) -> jax.stages.Wrapped:
-    """One compilation per recipe, backend and shapes; the sizes are data."""
+    """Jits once per recipe, backend and shapes; the sizes are data."""
     return jax.jit(functools.partial(forward_and_backward, RECIPES[name]))
 
 
 def state_before(name: str, case: Case) -> jg.Fp8State | None:
-    """With delayed scaling, a state that has seen these numbers once."""
+    """Returns, with delayed scaling, a state that has seen these numbers once."""
     recipe = RECIPES[name]
     if not isinstance(recipe, jg.DelayedScaling):
         return None
@@ -117,14 +117,14 @@ def state_before(name: str, case: Case) -> jg.Fp8State | None:
 
 
 def compute(name: str, case: Case, state: jg.Fp8State | None) -> Results:
-    """On the backend that is set."""
+    """Computes the results on the current backend."""
     *arrays, state = jitted(name)(state, case.x, case.kernel, case.bias, case.dy, case.sizes)
     y, dx, dkernel, dbias = (np.asarray(array) for array in arrays)
     return Results(y, dx, dkernel, dbias, state)
 
 
 def exact(name: str, case: Case, state: jg.Fp8State | None) -> Results:
-    """In float64, of the numbers that the operands are quantized to."""
+    """Computes the results in float64, from the numbers that the operands are quantized to."""
     recipe = RECIPES[name]
     scales: tuple[Any, ...] = (None,) * 3
     if isinstance(recipe, jg.DelayedScaling):
@@ -164,7 +164,7 @@ PATTERNS = shapes.Shape("patterns", num_groups=8, tokens=320, K=48, N=144)
 
 
 def pattern_sizes(pattern: int) -> np.ndarray:
-    """1 to 40 rows for each group whose bit is 0, none for the others."""
+    """Returns 1 to 40 rows for each group whose bit is 0, none for the others."""
     rows = np.random.default_rng(pattern).integers(1, 41, PATTERNS.num_groups)
     empty = pattern >> np.arange(PATTERNS.num_groups) & 1
     return np.where(empty, 0, rows).astype(np.int32)

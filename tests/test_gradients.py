@@ -15,6 +15,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fp32_max_grad
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from jax_grouped.ops import gradients as of_next_values
 from tests.layers import APIS, layer, tokens
 from tests.meshes import data_mesh
 from tests.quantize_cases import assert_same_trees
@@ -27,7 +28,7 @@ class OwnVariable(nnx.Variable):
 
 
 def a_tree(weight: float, state: float) -> dict[str, Any]:
-    """A parameter, and next values of every kind."""
+    """Returns a parameter, and next values of every kind."""
     leaf = jnp.full((2,), state, jnp.float32)
     fp8_state = jg.Fp8State(*(leaf for _ in dataclasses.fields(jg.Fp8State)))
     return {
@@ -46,7 +47,7 @@ def gradient(api: str, backend: str) -> jax.stages.Wrapped:
 
 
 def expected_of(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
-    """The sum of the parameters' gradients, and the next state."""
+    """Returns the sum of the parameters' gradients, and the next state."""
     at = layer(api, DELAYED)
     each = [at.parts(gradient(api, backend)(at.trained, x)) for x in xs]
     dkernel = np.sum([np.asarray(parts[0]) for parts in each], axis=0)
@@ -54,7 +55,7 @@ def expected_of(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
 
 
 def test_the_name_of_the_collection_is_that_of_flax() -> None:
-    assert jg.gradients.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
+    assert of_next_values.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
 
 
 def test_accumulation_adds_gradients_and_takes_the_larger_next_values() -> None:
@@ -134,7 +135,7 @@ def test_nnx_layers_under_pmap_have_the_next_state_of_one_device(backend: str) -
 
     gradients = jax.pmap(own, axis_name="data", in_axes=(None, 0))(at.trained, xs)
 
-    # Linen's layer has the same bits, and its program is there already.
+    # Linen's layer has the same bits, and its program is already compiled.
     expected, expected_state = expected_of("linen", backend, xs)
     for device in (0, devices - 1):
         dkernel, _, state = at.parts(jax.tree.map(lambda leaf, device=device: leaf[device], gradients))
@@ -153,7 +154,7 @@ def test_microbatches_have_one_next_state_however_they_are_combined(backend: str
     def in_a_scan(trained: Any) -> jax.Array:
         state = {name: jax.lax.convert_element_type(leaf, fp32_max_grad) for name, leaf in states(trained).items()}
         shared = trained | {OVERWRITE_WITH_GRADIENT: state}
-        # A mean would be the loss of other gradients of the result, and those have other largest values.
+        # A mean would give the result other gradients, with other largest values.
         return jax.lax.scan(lambda total, x: (total + at.loss(shared, {}, x)[0], None), 0.0, xs)[0]
 
     scanned = jax.jit(jax.grad(in_a_scan))(at.trained)
@@ -179,8 +180,8 @@ def test_microbatches_have_one_next_state_however_they_are_combined(backend: str
 
     assert_same_trees(states(scanned), states(total))
     assert_same_trees(states(first), states(total))
-    for gradients in (scanned["params"], total["params"]):
-        params = jax.jit(adam)(at.trained["params"], jax.tree.map(lambda leaf: leaf / count, gradients))
+    for summed in (scanned["params"], total["params"]):
+        params = jax.jit(adam)(at.trained["params"], jax.tree.map(lambda leaf: leaf / count, summed))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), first["params"], params)
     # The second step's history goes on from the first one's.
     history = states(trained)["input_amax_history"]

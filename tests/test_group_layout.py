@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_grouped import group_layout
+from jax_grouped.core import groups
 from tests import oracle
 
 pytestmark = pytest.mark.slow
@@ -20,14 +20,14 @@ INT32 = st.one_of(st.integers(0, 12), st.integers(-(2**31), 2**31 - 1))
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def ranges(
     group_sizes: jax.Array, offset: jax.Array, num_groups: int, capacity: int
-) -> tuple[group_layout.GroupRows, jax.Array, jax.Array]:
-    rows = group_layout.group_rows(group_sizes, offset, num_groups, capacity)
-    return rows, *group_layout.row_groups(rows, capacity)
+) -> tuple[groups.GroupRows, jax.Array, jax.Array]:
+    rows = groups.group_rows(group_sizes, offset, num_groups, capacity)
+    return rows, *groups.row_groups(rows, capacity)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    # Few shapes, for each is compiled; many values.
+    # Draw few shapes, because each is compiled, and many values.
     sizes=st.sampled_from([1, 4, 9]).flatmap(lambda count: st.lists(INT32, min_size=count, max_size=count)),
     offset=st.one_of(st.integers(-4, 10), INT32),
     num_groups=st.sampled_from([1, 4]),
@@ -59,13 +59,13 @@ def test_row_ranges_match_a_plain_loop(sizes: list[int], offset: int, num_groups
 def test_sizes_of_any_integer_type_become_int32_without_wrapping(
     dtype: str, values: list[int], expected: list[int]
 ) -> None:
-    got = group_layout.canonical_sizes(jnp.array(values, dtype), capacity=10)
+    got = groups.canonical_sizes(jnp.array(values, dtype), capacity=10)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 5, 1025])
 def test_scratch_holds_every_array_at_a_16_byte_boundary(num_groups: int) -> None:
-    size = group_layout.matmul_scratch_bytes(num_groups)
+    size = groups.gemm_scratch_bytes(1, num_groups)
     assert size % 16 == 0
-    assert size >= 3 * 8 * num_groups + 9 * 4 * num_groups + 8
+    assert size >= 5 * 8 * num_groups + 9 * 4 * num_groups + 8 + 4 * groups.group_table_size(num_groups)

@@ -16,9 +16,9 @@ from jax_grouped import moe
 from jax_grouped.moe.mlp import swiglu
 from tests import oracle
 from tests.meshes import data_mesh
+from tests.programs import custom_calls, lowered, struct
 from tests.quantize_cases import some
 from tests.states import NAMES, fp8_state
-from tests.test_lowering import custom_calls, lowered, struct
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ Arrays = dict[str, jax.Array]
 
 @functools.cache
 def arrays(dtype: str = "float32") -> Arrays:
-    """Tokens with NaN in the tail, and weights of which the second expert's are a hundred times as large."""
+    """Returns tokens with NaN in the tail, and weights; those of the second expert are a hundred times as large."""
     keys = jax.random.split(jax.random.key(0), 6)
     magnitude = jnp.array([1.0, 1.0, 100.0, 1.0])[:, None]
 
@@ -127,7 +127,7 @@ def test_each_expert_is_a_swiglu_network(backend: str) -> None:
 def test_swiglu_and_its_gradient_are_never_written_in_a_wider_type(name: str) -> None:
     program = str(forward_and_backward(fused, RECIPES[name]).trace(arrays("bfloat16"), *states(RECIPES[name])).jaxpr)
 
-    # x, what SwiGLU makes, dy, its gradient, and two kernels.
+    # x, the result of SwiGLU, dy, the gradient of SwiGLU's input, and two kernels.
     assert program.count("jax_grouped_quantize[") == 6
     assert program.count("activation='silu_mul'") == 2
     assert not re.search(r"\b(logistic|exp|tanh)\b", program)
@@ -153,7 +153,7 @@ def test_only_what_is_wanted_is_computed(wanted: list[str], products: int, quant
 
     calls = custom_calls(lowered(jax.value_and_grad(loss), {name: a[name] for name in wanted}))
 
-    assert sum("@jax_grouped_scaled_matmul(" in call for call in calls) == products
+    assert sum("@jax_grouped_gemm(" in call for call in calls) == products
     assert sum("@jax_grouped_quantize(" in call for call in calls) == quantizations
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_computed_twice_under_the_checkpoint_names() -> None:
 
     program = str(jax.make_jaxpr(jax.grad(lambda a: jnp.sum(remat(a, None, None))))(arrays()))
 
-    assert program.count("scaled_matmul[") == 6
+    assert program.count("gemm[") == 6
     assert program.count("jax_grouped_quantize[") == 6
 
 
@@ -213,7 +213,7 @@ def test_without_a_recipe_swiglu_keeps_only_the_first_products_result(layers: Ca
     residuals = jax.eval_shape(lambda *arguments: jax.vjp(layers, *arguments)[1], x, gate_up, down)
 
     kept = sorted((leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(residuals) if leaf.shape[-2:-1] == (T,))
-    # The operands of the two weight gradients, and what SwiGLU is computed from.
+    # The operands of the two weight gradients, and the input of SwiGLU.
     assert kept == [("bfloat16", (*stack, T, features)) for features in (K, F, 2 * F)]
 
 

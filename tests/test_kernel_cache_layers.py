@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jax_grouped as jg
+from jax_grouped.ops.gradients import OVERWRITE_WITH_GRADIENT
 from tests.exports import exported
 from tests.layers import APIS, CACHE, SIZES, E, K, N, T, cached, filled, layer, tokens
 from tests.quantize_cases import assert_same_trees
@@ -25,7 +26,7 @@ MICROBATCHES = 3
 each_api = pytest.mark.parametrize("api", APIS)
 quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
 
-#: `(trained, cache, xs, firsts)` to the cache afterwards, and each microbatch's loss and gradients.
+#: Maps `(trained, cache, xs, firsts)` to the cache afterwards, and each microbatch's loss and gradients.
 Step = Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
 
 
@@ -45,7 +46,7 @@ def steps(api: str, backend: str) -> Step:
     arguments = at.trained, at.cache, jnp.asarray(tokens(shape=(MICROBATCHES,))), jnp.zeros(MICROBATCHES, jnp.bool_)
     if api == "linen":
         return jax.jit(function, donate_argnums=1).lower(*arguments).compile()
-    # A program that has been written knows arrays, but no state of NNX.
+    # An exported program takes arrays, but no NNX state.
     given, structure = jax.tree.flatten(arguments)
     results = jax.tree.structure(jax.eval_shape(function, *arguments))
     program = jax.jit(exported(lambda *given: jax.tree.leaves(function(*jax.tree.unflatten(structure, given))), *given))
@@ -103,7 +104,7 @@ def test_gradients_with_a_cache_are_those_of_grouped_dense(backend: str) -> None
 
     assert not np.array_equal(before.scales(DELAYED).kernel, after.scales(DELAYED).kernel)
     later = dict(zip(before.__dict__, jax.tree.leaves(after), strict=True))
-    later = at.trained | {jg.gradients.OVERWRITE_WITH_GRADIENT: later}
+    later = at.trained | {OVERWRITE_WITH_GRADIENT: later}
     _, with_later = run(later, {CACHE: {"kernel": copied(cache)}}, xs, jnp.zeros(MICROBATCHES, jnp.bool_))
     for state, (got_losses, got) in ((before, (losses, gradients)), (after, with_later)):
         for index in range(MICROBATCHES):
@@ -121,7 +122,7 @@ def test_a_python_bool_decides_when_the_program_is_traced(api: str, name: str) -
     at = layer(api, RECIPES[name], cache_kernel=True)
 
     def quantizations(first: Any, *flag: jax.Array) -> list[str]:
-        """Of kernels, in the program: whether each may keep what a cache holds."""
+        """Lists the quantizations of kernels in the program, and if each may keep a cache's contents."""
 
         def function(trained: Any, *flag: jax.Array) -> tuple[jax.Array, Any]:
             return at.apply(trained, at.cache, tokens(), *(flag or [first]))
@@ -260,7 +261,7 @@ def test_a_collection_that_is_not_mutable_is_only_read() -> None:
     ):
         apply(at.trained, False)
     assert apply(at.trained | at.cache, False).shape == (T, N)
-    # As when a trained model is evaluated.
+    # Evaluation of a trained model needs no cache.
     assert apply(at.trained, None).shape == (T, N)
 
 

@@ -18,7 +18,7 @@ E, K, N, F = 4, 32, 16, 16
 X, SIZES = jnp.ones((8, K)), jnp.array([3, 0, 2, 2])
 BLOCK = jg.Float8BlockScaling()
 
-#: How each layer is made, by name.
+#: Constructor of each layer, by name.
 LAYERS: dict[str, Callable[..., Any]] = {
     "linen.GroupedDense": lambda **options: jg.linen.GroupedDense(**dict(features=N, num_groups=E) | options),
     "linen.GroupedKernel": lambda **options: jg.linen.GroupedKernel((E, K, N), **options),
@@ -38,7 +38,7 @@ MIXTURES = ["linen.MoEMlp", "nnx.MoEMlp"]
 
 
 def call(layer: Any, *arguments: Any) -> Any:
-    """The result of a layer that has just been made."""
+    """Returns the result of a layer that has just been made."""
     if isinstance(layer, nn.Module):
         return jax.eval_shape(layer.init_with_output, jax.random.key(0), *arguments)[0]
     return layer(*arguments)

@@ -30,7 +30,7 @@ def x() -> jax.Array:
     return jax.random.normal(jax.random.key(1), (64, K))
 
 
-def a_layer(recipe: jg.recipes.Recipe | None) -> jg.linen.GroupedDense:
+def a_layer(recipe: jg.Recipe | None) -> jg.linen.GroupedDense:
     return jg.linen.GroupedDense(N, E, dtype=jnp.bfloat16, bias_init=nn.initializers.normal(1.0), recipe=recipe)
 
 
@@ -43,7 +43,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), DELAYED], ids=lambda recipe: type(recipe).__name__)
-def test_a_layer_computes_what_grouped_dense_computes(recipe: jg.recipes.Recipe, backend: str, x: jax.Array) -> None:
+def test_a_layer_computes_what_grouped_dense_computes(recipe: jg.Recipe, backend: str, x: jax.Array) -> None:
     layer = a_layer(recipe)
     variables = initialised(layer, x)
     params = variables["params"]

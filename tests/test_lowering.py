@@ -1,4 +1,4 @@
-"""What a program for a GPU looks like, lowered on whatever machine runs the tests."""
+"""Programs for a GPU, lowered on whatever machine runs the tests."""
 
 import functools
 import re
@@ -14,19 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped.backends import cuda
-from jax_grouped.group_layout import bias_grad_tiles, matmul_scratch_bytes
-
-
-def struct(shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def lowered(function, *arguments, platform: str = "cuda") -> str:
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-
-
-def custom_calls(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "stablehlo.custom_call @jax_grouped" in line]
+from jax_grouped.core.groups import bias_grad_tiles, gemm_scratch_bytes
+from tests.programs import custom_calls, lowered, products, struct
 
 
 def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -39,22 +28,21 @@ X, KERNEL, BIAS, SIZES = struct((32, 16)), struct((4, 16, 24)), struct((4, 24)),
 def test_forward_is_one_custom_call() -> None:
     calls = custom_calls(lowered(jg.ragged_dot, X, KERNEL, SIZES))
     assert len(calls) == 1
-    assert 'product = "fprop"' in calls[0]
-    assert f"tensor<{matmul_scratch_bytes(4)}xui8>" in calls[0]
+    assert products(calls[0]) == ["fprop"]
+    assert f"tensor<{gemm_scratch_bytes(1, 4)}xui8>" in calls[0]
     assert "has_side_effect" not in calls[0]
 
 
 def test_backward_is_one_custom_call_per_gradient() -> None:
     text = lowered(jax.grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
-    products = re.findall(r'product = "(\w+)"', text)
-    assert sorted(products) == ["dgrad", "wgrad"], "the forward product is needed by no gradient"
+    assert sorted(products(text)) == ["dgrad", "wgrad"], "the forward product is needed by no gradient"
     assert text.count("@jax_grouped_bias_grad") == 1
 
 
 @pytest.mark.parametrize(("argnum", "product"), [(0, "dgrad"), (1, "wgrad")])
 def test_gradients_that_nobody_asks_for_are_not_computed(argnum: int, product: str) -> None:
     text = lowered(jax.grad(loss, argnums=argnum), X, KERNEL, BIAS, SIZES)
-    assert re.findall(r'product = "(\w+)"', text) == [product]
+    assert products(text) == [product]
     assert "@jax_grouped_bias_grad" not in text
 
 
@@ -77,7 +65,7 @@ def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: 
     assert all("tensor<32x16xbf16>" in call and "tensor<32x24xf32>" in call for call in calls)
     accumulating = [call for call in calls if "output_operand_alias" in call]
     assert len(accumulating) == products - 1
-    # A plain conversion there and back is one XLA may remove, and the low parts with it.
+    # XLA may remove a plain conversion to bfloat16 and back, and the low parts with it.
     assert "stablehlo.reduce_precision" in text
 
 
@@ -145,7 +133,7 @@ def test_shard_map_with_its_checks_on_reaches_the_custom_calls() -> None:
     sharded = jax.shard_map(jax.grad(loss, argnums=(1, 2)), mesh=mesh, in_specs=specs, out_specs=P())
     x = struct((16 * jax.device_count(), 16), jnp.float32)
     text = lowered(sharded, x, struct((4, 16, 24), jnp.float32), BIAS, SIZES)
-    assert text.count("@jax_grouped_matmul") == 3
+    assert text.count("@jax_grouped_gemm") == 3
     assert text.count("@jax_grouped_bias_grad") == 1
 
 
@@ -158,8 +146,8 @@ def test_vmap_makes_more_groups_of_one_custom_call(kernel_axis: int | None) -> N
     (call,) = custom_calls(text)
     kernels = 4 if kernel_axis is None else 12
     assert f"(tensor<96x16xbf16>, tensor<{kernels}x16x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> " in call
-    assert f"(tensor<96x24xbf16>, tensor<{matmul_scratch_bytes(12)}xui8>" in call
-    assert f"kernel_batch = {kernels // 4} : i64" in call
+    assert f"(tensor<96x24xbf16>, tensor<{gemm_scratch_bytes(3, 4)}xui8>" in call
+    assert f"weight_batch = {kernels // 4} : i64" in call
 
 
 def test_vmap_copies_no_kernel_for_the_gradients_either() -> None:
@@ -170,24 +158,24 @@ def test_vmap_copies_no_kernel_for_the_gradients_either() -> None:
     text = lowered(gradient, struct((3, 32, 16)), KERNEL, BIAS, struct((3, 4), jnp.int32))
     assert "stablehlo.while" not in text
     calls = custom_calls(text)
-    products = [re.findall(r'kernel_batch = (\d+) : i64, product = "(\w+)"', call) for call in calls]
-    assert sorted(products) == [[], [("1", "dgrad")], [("1", "fprop")], [("3", "wgrad")]]
+    batches = [(*products(call), *re.findall(r"weight_batch = (\d+) : i64", call)) for call in calls]
+    assert sorted(batches) == [(), ("dgrad", "1"), ("fprop", "1"), ("wgrad", "3")]
     (bias_grad,) = [call for call in calls if "@jax_grouped_bias_grad" in call]
     assert "(tensor<96x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> (tensor<12x24xf32>" in bias_grad
     assert f"tensor<{3 * bias_grad_tiles(32, 4)}x24xf32>, tensor<6x5xi32>" in bias_grad
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner", "kernel_batch"), [(None, None, 1), (0, None, 2), (None, 0, 6), (0, 0, 6)], ids=str
+    ("outer", "inner", "weight_batch"), [(None, None, 1), (0, None, 2), (None, 0, 6), (0, 0, 6)], ids=str
 )
 def test_nested_vmaps_share_kernels_within_the_outer_batch(
-    outer: int | None, inner: int | None, kernel_batch: int
+    outer: int | None, inner: int | None, weight_batch: int
 ) -> None:
     dots = jax.vmap(jax.vmap(jg.ragged_dot, (0, inner, None)), (0, outer, None))
     batch = [size for size, axis in ((2, outer), (3, inner)) if axis is not None]
     (call,) = custom_calls(lowered(dots, struct((2, 3, 32, 16)), struct((*batch, 4, 16, 24)), SIZES))
-    assert f"kernel_batch = {kernel_batch} : i64" in call
-    assert f"(tensor<192x16xbf16>, tensor<{4 * kernel_batch}x16x24xbf16>, tensor<24xi32>, tensor<6xi32>)" in call
+    assert f"weight_batch = {weight_batch} : i64" in call
+    assert f"(tensor<192x16xbf16>, tensor<{4 * weight_batch}x16x24xbf16>, tensor<24xi32>, tensor<6xi32>)" in call
 
 
 def test_vmap_of_float32_products_accumulates_as_before() -> None:

@@ -26,7 +26,7 @@ MAGNITUDE = {"bfloat16": 1e2, "float16": 4.0, "float32": 1e2}
 
 @functools.cache
 def _forward_and_backward(backend: str) -> jax.stages.Wrapped:
-    """One compilation per backend and shape; the sizes are data."""
+    """Jits once per backend and shape; the sizes are data."""
     del backend
 
     def call(x, kernel, bias, dy, sizes, offset):

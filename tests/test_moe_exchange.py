@@ -24,7 +24,7 @@ SIZES = {
     "one device has no rows": [[0] * 8, [0, 0, 1, 0, 0, 0, 0, 8]],
     "no rows": [[0] * 8],
 }
-#: Sizes that no routing makes, and what counts of them.
+#: Sizes that no routing makes, and the sizes that they count as.
 HOSTILE = {
     "negative": ([[-3, 2, -(2**31), 1, 0, 0, -1, 2]], [[0, 2, 0, 1, 0, 0, 0, 2]]),
     "more than the rows": ([[4, 4, 4, 4, 0, 0, 0, 0]], [[4, 4, 1, 0, 0, 0, 0, 0]]),
@@ -45,10 +45,10 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def ragged_all_to_all_by_definition(
     operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str
 ) -> jax.Array:
-    """What the documentation of `jax.lax.ragged_all_to_all` says.
+    """Computes `jax.lax.ragged_all_to_all` as its documentation defines it.
 
-    NaN where slices overlap, or where a receiver expects another size. All slices at once: one after the other would be
-    a program of hundreds of steps.
+    The result is NaN where slices overlap, or where a receiver expects another size. All slices move at once: one after
+    the other would be a program of hundreds of steps.
     """
     devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     starts, sizes, places = (jax.lax.all_gather(x, axis_name).reshape(devices, devices, -1)[:, me] for x in slices[:3])
@@ -67,14 +67,14 @@ def sizes_of(case: list[list[int]], devices: int) -> np.ndarray:
 
 
 def tokens(sizes: np.ndarray, rows: int = ROWS, features: int = FEATURES) -> np.ndarray:
-    """Every device's rows, `[D, R, C]`, all different, with a poisoned tail."""
+    """Returns every device's rows, `[D, R, C]`, all different, with a poisoned tail."""
     x = 1 + np.arange(len(sizes) * rows * features, dtype=np.float32).reshape(len(sizes), rows, features)
     x[np.arange(rows) >= sizes.sum(axis=1)[:, None]] = np.nan
     return x
 
 
 def exchanged(x: np.ndarray, sizes: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
-    """What the exchange of `[D, R, C]` rows of `[D, E]` experts gives, row by row."""
+    """Computes the exchange of `[D, R, C]` rows of `[D, E]` experts, row by row."""
     devices, per_device = len(sizes), sizes.shape[1] // len(sizes)
     starts = np.cumsum(sizes, axis=1) - sizes
     sent = np.zeros((devices, capacity, x.shape[2]), x.dtype)
@@ -97,7 +97,7 @@ def exchanged(x: np.ndarray, sizes: np.ndarray, capacity: int) -> dict[str, np.n
 def there_and_back(
     x: jax.Array, sizes: jax.Array, *, axis_name: Any = "data", capacity: int = TIGHT, method: str = "auto"
 ) -> dict[str, jax.Array]:
-    """The exchange of one device's rows `[1, R, C]` of sizes `[1, E]`; what is returned comes with NaN behind it."""
+    """Exchanges one device's rows `[1, R, C]` of sizes `[1, E]`; the returned rows are sent with NaN behind them."""
     plan = exchange.plan_exchange(sizes[0], axis_name, num_rows=x.shape[1], capacity=capacity, method=method)
     sent = exchange.send_rows(x[0], plan)
     tail = jnp.arange(capacity)[:, None] >= jnp.sum(plan.group_sizes)

@@ -33,7 +33,7 @@ def x() -> jax.Array:
 
 @functools.cache
 def params() -> Params:
-    """Of all layers here; biases are not zero, which would hide how they are used."""
+    """Returns the parameters of all layers here. Biases are not zero: zeros would hide their use."""
     whole = jax.jit(jg.linen.MoEMlp(**OPTIONS).init)(jax.random.key(1), x())["params"]
     return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), whole)
 
@@ -47,7 +47,7 @@ def nnx_layer(**options: Any) -> jg.nnx.MoEMlp:
 def a_loop_over_tokens(
     params: Params, x: np.ndarray, score: str = "softmax", bias: np.ndarray | None = None, scale: float = 1.0
 ) -> np.ndarray:
-    """What the layer promises, a token and an expert at a time, in float64."""
+    """Computes the layer's definition, a token and an expert at a time, in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     outputs = []
     for token in np.asarray(x, np.float64):
@@ -171,7 +171,7 @@ def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
 
 @pytest.fixture(scope="module")
 def cached_step() -> Any:
-    """One compiled step for every microbatch: gradients, and the caches after it."""
+    """Gives one compiled step for every microbatch: gradients, and the caches after it."""
     layer = jg.linen.MoEMlp(**OPTIONS, dtype=jnp.bfloat16, recipe=BLOCK, cache_kernel=True)
 
     @jax.jit

@@ -20,13 +20,13 @@ from tests.meshes import data_mesh, mesh_of
 pytestmark = pytest.mark.slow
 
 TOKENS, TOP_K, EXPERTS, FEATURES = 7, 3, 4, 5
-#: Two pairs of nobody, and an expert without tokens.
+#: Choices with two pairs of no expert, and an expert without tokens.
 CHOICES = np.array([[0, 1, 3], [3, 0, 1], [4, 3, 0], [0, 3, 1], [3, -1, 0], [1, 3, 0], [3, 0, 1]], np.int32)
 
 
 @pytest.fixture(autouse=True)
 def _backend(backend: str) -> None:
-    """Every test of this module runs on every backend."""
+    """Runs every test of this module on every backend."""
 
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "capacity"))
@@ -35,7 +35,7 @@ def grouped(experts: jax.Array, num_experts: int, capacity: int | None = None) -
 
 
 def expected_permutation(experts: np.ndarray, num_experts: int, capacity: int | None) -> Permutation:
-    """From the definitions: lists of pairs, cut to the greatest length at which they fit."""
+    """Computes the definition: lists of pairs, cut to the greatest length at which they fit."""
     pairs = experts.size
     rows = pairs if capacity is None else min(capacity, pairs)
     groups = [[pair for pair in range(pairs) if experts.flat[pair] == expert] for expert in range(num_experts)]
@@ -57,7 +57,7 @@ def assert_permutations_equal(got: Permutation, expected: Permutation) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    # One shape, for each is compiled; many values.
+    # Draw one shape, because each is compiled, and many values.
     experts=st.lists(st.integers(-1, 5), min_size=12, max_size=12),
     num_experts=st.sampled_from([1, 5]),
     capacity=st.sampled_from([None, 7]),
@@ -87,26 +87,26 @@ def test_odd_choices_are_grouped_as_by_a_plain_loop(experts: np.ndarray, capacit
 
 
 def operands(dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `[T, C]` and weights `[T, k]`, of NumPy: each operation on arrays of JAX would be compiled."""
+    """Returns tokens `[T, C]` and weights `[T, k]` in NumPy: JAX would compile each operation on its arrays."""
     random = np.random.default_rng(0)
     x, weights = random.standard_normal((TOKENS, FEATURES)), random.random((TOKENS, TOP_K))
     return x.astype(dtype), weights.astype(np.float32)
 
 
 def one_hot(got: Permutation) -> np.ndarray:
-    """Whether each row is each choice of each token, `[R, T, k]`."""
+    """Marks each row that is a choice of a token, `[R, T, k]`."""
     return np.arange(got.order.shape[0])[:, None, None] == np.asarray(got.inverse)
 
 
 def mixed(x: jax.Array, weights: jax.Array, routing: Permutation) -> jax.Array:
-    """A result of which every row and weight has another part."""
+    """Returns a result to which every row and weight contributes another part."""
     rows = permutation.permute(x, routing)
     rows = jnp.sin(rows * (1 + jnp.arange(rows.shape[0], dtype=rows.dtype)[:, None]))
     return permutation.unpermute(rows, routing, weights)
 
 
 def dense_mixed(x: jax.Array, weights: jax.Array, one_hot: np.ndarray) -> jax.Array:
-    """The same, of products with every row."""
+    """Computes the same from products with every row."""
     precise = functools.partial(jnp.einsum, precision="highest")
     rows = precise("rtk,tc->rc", one_hot.astype(np.float32), x)
     rows = jnp.sin(rows * (1 + jnp.arange(rows.shape[0], dtype=rows.dtype)[:, None]))
@@ -244,7 +244,7 @@ def test_derivatives_of_second_order_match_dense_products() -> None:
 
 
 def step(x: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, ...]:
-    """Grouping, result and gradients of one device's tokens."""
+    """Computes grouping, result and gradients of one device's tokens."""
     routing = permutation.group_by_expert(experts, EXPERTS, capacity=11)
     y, transpose = jax.vjp(lambda x, w: mixed(x, w, routing), x, weights)
     return y, *transpose(y)
@@ -252,7 +252,7 @@ def step(x: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Arra
 
 @functools.cache
 def batches() -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[jax.Array, ...]]]:
-    """Arguments of `step` for two devices, and what it gives for each alone."""
+    """Returns arguments of `step` for two devices, and its results for each alone."""
     x, weights = operands()
     xs, ws, experts = np.stack([x, 2 - x]), np.stack([weights, weights**2]), np.stack([CHOICES, CHOICES[::-1]])
     return xs, ws, experts, [jax.jit(step)(*arguments) for arguments in zip(xs, ws, experts, strict=True)]

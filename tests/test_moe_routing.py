@@ -26,13 +26,13 @@ route = jax.jit(routing.top_k_routing, static_argnames=("top_k", "score", "norma
 
 @pytest.fixture(autouse=True)
 def _backend(backend: str) -> None:
-    """Every test of this module runs on every backend."""
+    """Runs every test of this module on every backend."""
 
 
 def expected_routing(
     logits: np.ndarray, top_k: int, score: str, normalize: bool, bias: np.ndarray, scale: float
 ) -> Routing:
-    """From the definitions, token by token."""
+    """Computes the definitions, token by token."""
     experts, weights, probabilities = [], [], []
     for row in np.asarray(logits, np.float64):
         scores = np.exp(row) / np.exp(row).sum() if score == "softmax" else 1 / (1 + np.exp(-row))
@@ -106,7 +106,7 @@ def test_experts_with_a_logit_of_minus_infinity_come_last_and_get_no_weight() ->
 
 
 def test_normalized_weights_of_tiny_scores_have_exact_gradients() -> None:
-    # Where sigmoids are exponentials, to float32, dividing them by their sum makes them the softmax of their logits.
+    # For these logits, sigmoids equal exponentials in float32. Divided by their sum, they are the logits' softmax.
     logits = LOGITS - 75
 
     def loss(weights: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def test_gradients_match_those_of_one_hot_products(score: str, normalize: bool) 
 
 
 def balanced_loss(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
-    """A loss with every gradient of a router."""
+    """Returns a loss with every gradient of a router."""
     got = routing.top_k_routing(logits, TOP_K, selection_bias=BIAS)
     return routing.load_balancing_loss(got, axis_name=axis_name)
 
@@ -221,7 +221,7 @@ def router_loss(router: jax.Array, x: jax.Array, axis_name: str | tuple[str, ...
 
 
 def router_operands(devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """A router `[8, E]`, and tokens `[devices * T, 8]` that are uneven from device to device."""
+    """Returns a router `[8, E]`, and tokens `[devices * T, 8]` that are uneven from device to device."""
     random = np.random.default_rng(2)
     x = random.standard_normal((devices * TOKENS, 8)) + np.repeat(np.arange(devices), TOKENS)[:, None]
     return random.standard_normal((8, EXPERTS)).astype(np.float32), x.astype(np.float32)

@@ -48,7 +48,7 @@ def test_both_apis_are_the_same_program(name: str) -> None:
     def program(api: str) -> str:
         at = layer(api, RECIPES[name])
         leaves, structure = jax.tree.flatten(at.trained)
-        # Where each part is among the leaves, which the APIs hold in different orders.
+        # Positions of the parts among the leaves, which the APIs hold in different orders.
         places = jax.tree.leaves(at.parts(jax.tree.unflatten(structure, range(len(leaves)))))
 
         def loss_and_gradients(*parts: jax.Array) -> Any:

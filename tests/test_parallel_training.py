@@ -13,7 +13,7 @@ from tests import oracle, quantize_oracle
 from tests import parallel_programs as programs
 from tests.meshes import mesh_of
 from tests.parallel_programs import by_name
-from tests.test_lowering import custom_calls
+from tests.programs import custom_calls
 from tests.test_moe_mlp import a_loop_over_tokens
 
 pytestmark = pytest.mark.slow
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 BLOCK = jg.Float8BlockScaling()
 DELAYED = jg.DelayedScaling(amax_history_len=2)
 
-#: Relative for losses, absolute for parameters, which are about 1. In FP8, a sum that is rounded otherwise is now and
-#: then quantized to a neighbour; and the tensor cores of GPUs keep few bits of FP8 sums.
+#: Tolerances, relative for losses and absolute for parameters, which are about 1. In FP8, a sum that is rounded
+#: differently is sometimes quantized to a neighbour; and the tensor cores of GPUs keep few bits of FP8 sums.
 FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 3e-3}
 
 
@@ -81,7 +81,7 @@ def test_states_of_split_experts_and_features_are_those_of_one_device(backend: s
     states = {name for name in first if name.endswith(("scale", "history", "mark"))}
     assert len(states) == 18
     for name in states:
-        # What was quantized in the first step: copies of tokens and parameters here, results of sums elsewhere.
+        # The first step quantized copies of tokens and parameters here, results of sums elsewhere.
         copied = name.startswith("experts/gate_up/input") or "/kernel_" in name
         tolerance = 0 if copied or name.endswith("scale") else 10 * FP8_TOLERANCE[backend]
         assert not name.endswith("history") or np.all(first[name][:, 0] > 0), name
@@ -184,6 +184,6 @@ def test_a_step_for_gpus_stays_on_them(api: str) -> None:
     # There and back, forward and backward.
     assert text.count("@ragged_all_to_all(") == 4
     calls = custom_calls(text)
-    assert sum("@jax_grouped_scaled_matmul(" in call for call in calls) == 6
+    assert sum("@jax_grouped_gemm(" in call for call in calls) == 6
     assert sum("@jax_grouped_quantize(" in call for call in calls) == 6
     assert "callback" not in text

@@ -308,7 +308,7 @@ def test_more_than_2_to_the_31_elements(mode: ScalingMode) -> None:
 
 
 def check_last_group(mode: ScalingMode, rows: int, features: int) -> None:
-    """Compares a group of 200 rows behind one of so many rows of 3, into which a position that wraps would write."""
+    """Compares a group of 200 rows behind `rows` rows of the value 3, which a position that wraps would overwrite."""
     last = np.random.default_rng(0).standard_normal((200, features), np.float32).astype(ml_dtypes.bfloat16)
     expected = quantize_oracle.quantize(last, np.array([200], np.int32), mode)
     x = jnp.concatenate([jnp.full((rows, features), 3, jnp.bfloat16), jnp.asarray(last)])
@@ -320,7 +320,7 @@ def check_last_group(mode: ScalingMode, rows: int, features: int) -> None:
 
     @functools.partial(jax.jit, static_argnums=1)
     def how_many(data: jax.Array, count: int, number: jax.Array) -> jax.Array:
-        # In two steps, for the number does not fit 32 bits.
+        # Count in two steps: the total does not fit into 32 bits.
         same = jax.lax.slice_in_dim(data, 0, count).astype(jnp.float32) == number
         return jnp.sum(same.reshape(features, -1), axis=1, dtype=jnp.int32)
 
@@ -377,7 +377,7 @@ def test_given_scales_are_brought_into_range_without_tokens_too(backend: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the search below has to compile for."""
+    """Static parameters of the search below, which compiles for each."""
 
     tokens: int
     features: int
@@ -409,7 +409,7 @@ FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorm
 
 @st.composite
 def inputs(draw: st.DrawFn, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Tokens, group sizes and given scales: rows of any magnitude or any bits, and single numbers of any kind."""
+    """Draws tokens, group sizes and given scales: rows of any magnitude or bits, and single numbers of any kind."""
     size = st.one_of(st.integers(0, case.tokens // 2), st.sampled_from([0, 16, 128]), st.integers(-(2**31), 2**31 - 1))
     sizes = draw(st.lists(size, min_size=case.groups, max_size=case.groups))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -41,7 +41,7 @@ def test_relu_is_exact(backend: str, backward: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What is to be quantized, in float64, and by how much float32 may miss it.
+    """Numbers to be quantized, in float64, and the error that float32 may have.
 
     Sums that cancel, as in the lower end of GELU, keep no relative accuracy but that of what they add up.
     """
@@ -98,12 +98,12 @@ def assert_close(
 
 
 def without_tail(x: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Zeros, which every activation maps to zero, in the rows of no group."""
+    """Sets the rows of no group to zero, which every activation maps to zero."""
     return np.where(np.arange(len(x))[:, None] < sizes.sum(), x, np.zeros((), x.dtype))
 
 
 def wide(activation: str) -> shapes.Shape:
-    """The shape of an activation's input whose result has SHAPE."""
+    """Returns the shape of an activation's input whose result has SHAPE."""
     return dataclasses.replace(SHAPE, K=2 * SHAPE.K) if activation == "silu_mul" else SHAPE
 
 

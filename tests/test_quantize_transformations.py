@@ -25,7 +25,7 @@ BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
 
 @pytest.fixture(autouse=True)
 def _backend(backend: str) -> None:
-    """Every test of this module runs on every backend."""
+    """Runs every test of this module on every backend."""
 
 
 def tokens(seed: int = 0) -> jax.Array:
@@ -42,7 +42,7 @@ def quantize(x: jax.Array, sizes: jax.Array = SIZES, mode: ScalingMode = Scaling
 
 
 def contents(quantized: jg.GroupedQuantized) -> tuple[jax.Array, ...]:
-    """All that is specified: flat arrays end with bytes that are not."""
+    """Returns all specified arrays: flat arrays end with unspecified bytes."""
     rowwise, columnwise = quantized.rowwise, quantized.columnwise
     return (
         rowwise.data,
@@ -199,7 +199,7 @@ def test_shard_map_quantizes_each_devices_kernels(recipe: Any) -> None:
         )
     )
     first, second = make(kernels(0)), make(kernels(1))
-    # Shards know their own part only, so the layout differs from that of the whole.
+    # A shard's layout describes its own part only, so it differs from that of the whole.
     whole = jg.quantize_kernel(kernels(1), recipe)
     for got, expected in zip(jax.tree.leaves(second), jax.tree.leaves(whole), strict=True):
         assert_same_trees(got, expected)
@@ -248,7 +248,7 @@ def test_exported_kernels_give_the_same_result() -> None:
 
 @each_mode
 def test_a_number_of_tokens_can_be_left_open(mode: ScalingMode) -> None:
-    # How many units of rows groups need depends on whether there are more tokens than groups.
+    # The number of units of rows that groups need depends on whether there are more tokens than groups.
     (open_tokens,) = export.symbolic_shape("tokens", constraints=[f"tokens >= {len(SIZES)}"])
     x = jax.ShapeDtypeStruct((open_tokens, FEATURES), jnp.float32)
     call = exported(lambda x, sizes: quantized_contents(x, sizes, mode), x, SIZES)

@@ -1,7 +1,6 @@
 """Products of quantized operands against NumPy in float64, on the very same operands."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -10,15 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends import extension, primitives
-from jax_grouped.backends.spec import Product, ScaledMatmulSpec
-from jax_grouped.group_layout import scaled_matmul_scratch_bytes
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.backends import extension
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups, gemm_scratch_bytes
+from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.ops.gemm import gemm
 from tests import oracle, quantize_oracle
+from tests.programs import custom_calls, lowered, struct
 from tests.quantize_cases import some
-from tests.test_lowering import custom_calls, lowered, struct
 from tests.test_quantize_lowering import types
 
 PRODUCTS: list[Product] = ["fprop", "dgrad", "wgrad"]
@@ -36,9 +37,10 @@ TYPE_PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=272)
 RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
 
-#: With 768 tokens per group or more, Hopper has a kernel of ours for wgrad that adds to an accumulator, too.
+#: Case with at least 768 tokens per group, for which Hopper has a kernel of the library for wgrad, also with an
+#: accumulator.
 LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
-#: Tokens, type of the result, and whether it is added to.
+#: Tokens, type of the result, and whether there is an accumulator.
 WGRADS = [
     (16, "bfloat16", False),
     (1520, "float16", False),
@@ -47,7 +49,8 @@ WGRADS = [
     (1536, "float32", True),
 ]
 
-#: It has one for tokens and kernels, if tiles are few, or full with 256 tokens per group, and sums not too deep.
+#: Deepest sum for which Hopper has a kernel of the library for tokens and weights. Tiles must also be few, or full with
+#: 256 tokens per group.
 DEEPEST = 3072
 FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
 FULL_TILES_OF_MANY = shapes.Shape("many full tiles", num_groups=37, tokens=37 * 256, K=528, N=784)
@@ -58,7 +61,7 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Quantized numbers as the product reads them, and what they are."""
+    """Quantized numbers as the product reads them, and their values."""
 
     data: np.ndarray
     scale_inv: np.ndarray
@@ -83,17 +86,30 @@ class Case:
         arrays = self.a.data, self.a.scale_inv, self.b.data, self.b.scale_inv, self.sizes, offset
         return tuple(jnp.asarray(array) for array in arrays)
 
-    def spec(self, out_dtype: str = "float32") -> ScaledMatmulSpec:
-        return ScaledMatmulSpec(self.product, self.a.layout, self.b.layout, out_dtype)
+    def multiply(
+        self,
+        a_data: jax.Array,
+        a_scale: jax.Array,
+        b_data: jax.Array,
+        b_scale: jax.Array,
+        sizes: jax.Array,
+        offset: jax.Array,
+        *accumulator: jax.Array,
+        out_dtype: str = "float32",
+    ) -> jax.Array:
+        a = jg.ScaledArray(a_data, a_scale, None, self.a.layout)
+        b = jg.ScaledArray(b_data, b_scale, None, self.b.layout)
+        spec = GemmSpec(self.product, self.a.layout.num_groups, out_dtype)
+        return gemm(a, b, Groups(sizes, offset), spec, *accumulator)
 
     def check(self, out_dtype: str = "float32") -> None:
-        out = primitives.scaled_matmul(*self.arrays, spec=self.spec(out_dtype))
+        out = self.multiply(*self.arrays, out_dtype=out_dtype)
         assert out.dtype == out_dtype
         self.compare(np.asarray(out), oracle.fp8_tolerance(out_dtype))
 
     def check_accumulation(self) -> None:
         accumulator = jnp.full(self.expected.shape, 0.5, jnp.float32)
-        out = primitives.scaled_matmul(*self.arrays, self.spec(), accumulator)
+        out = self.multiply(*self.arrays, accumulator)
         self.compare(np.asarray(out, np.float64) - 0.5, 2 * oracle.fp8_tolerance())
 
     def compare(self, out: np.ndarray, tolerance: float) -> None:
@@ -105,21 +121,21 @@ class Case:
 
 
 def filled(array: np.ndarray, shape: tuple[int, ...], poison: int | float) -> np.ndarray:
-    """An array of this shape that starts with these elements."""
+    """Returns an array of this shape that starts with these elements."""
     flat = np.full(math.prod(shape), poison, array.dtype)
     flat[: array.size] = array.ravel()
     return flat.reshape(shape)
 
 
 def as_scales(scale_inv: np.ndarray) -> np.ndarray:
-    """Inverse scales as arrays have them; the oracle gives E8M0 numbers as bytes."""
+    """Converts inverse scales to the type in arrays; the oracle gives E8M0 numbers as bytes."""
     return scale_inv.view(ml_dtypes.float8_e8m0fnu) if scale_inv.dtype == np.uint8 else scale_inv
 
 
 def quantized_tokens(
     x: np.ndarray, sizes: np.ndarray, offset: int, num_groups: int, mode: ScalingMode, dtype: str, *, columnwise: bool
 ) -> Operand:
-    """The tokens of the groups from `offset` on, with NaN wherever nothing has to be read."""
+    """Returns the tokens of the groups from `offset` on, with NaN wherever nothing may be read."""
     local = dict(oracle.local_groups(sizes, num_groups, len(x), offset))
     starts = [rows.start for rows in local.values()]
     first = min(starts, default=0)
@@ -236,7 +252,7 @@ def test_hopper_has_a_kernel_of_ours_for_tokens(
 
 
 def plans(mode: str, wanted: str) -> list[str]:
-    """Descriptions of problems of this scaling that have been prepared."""
+    """Returns the descriptions of prepared problems of this scaling."""
     module = extension.load()
     assert module is not None
     lines = [line for line in module.describe_plans() if wanted in line and ("1x128" in line) == (mode == "block")]
@@ -316,8 +332,7 @@ def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:
     if product != "wgrad":
         for operand in (2, 3):
             arrays[operand], axes[operand] = cases[0].arrays[operand], None
-    multiply = functools.partial(primitives.scaled_matmul, spec=cases[0].spec())
-    out = jax.vmap(multiply, axes)(*arrays)
+    out = jax.vmap(cases[0].multiply, axes)(*arrays)
     cases[0].compare(np.asarray(out[0]), oracle.fp8_tolerance())
     if product == "wgrad":
         cases[1].compare(np.asarray(out[1]), oracle.fp8_tolerance())
@@ -329,7 +344,7 @@ def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:
 
 @pytest.fixture
 def _blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that goes where products of every format run, whatever GPU is here."""
+    """Lowers for a GPU with products of every format, whatever GPU is here."""
     monkeypatch.setattr(extension, "has_mx_products", lambda: True)
     monkeypatch.setattr(extension, "require_block_scaling", lambda: None)
 
@@ -338,8 +353,8 @@ for_blackwell = pytest.mark.usefixtures("_blackwell")
 
 
 def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = None, scale_axis: int | None = None):
-    """The operands' and results' types and the attributes of the one custom call."""
-    multiply = functools.partial(primitives.scaled_matmul, spec=case.spec())
+    """Returns the operands' and results' types and the attributes of the one custom call."""
+    multiply = case.multiply
     axes = (0, 0, kernel_axis, scale_axis, 0, 0) if case.product != "wgrad" else (0,) * 6
     structs = [struct(array.shape, array.dtype) for array in case.arrays]
     if batch is not None:
@@ -348,7 +363,7 @@ def call_of(case: Case, batch: int | None = None, *, kernel_axis: int | None = N
             x if axis is None else struct((batch, *x.shape), x.dtype) for x, axis in zip(structs, axes, strict=True)
         ]
     (call,) = custom_calls(lowered(multiply, *structs))
-    assert "@jax_grouped_scaled_matmul(" in call
+    assert "@jax_grouped_gemm(" in call
     attributes = call.split("mhlo.backend_config = {")[1].split("}")[0]
     return *types(call), dict(pair.split(" = ") for pair in attributes.split(", "))
 
@@ -360,17 +375,20 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
     case = make_case(product, mode)
     operands, results, attributes = call_of(case)
     a, b = case.a.layout, case.b.layout
-    for operand, shape in zip(operands, (a.data_shape, a.scale_shape, b.data_shape, b.scale_shape), strict=False):
+    data, sizes, scales = operands[:2], operands[2:4], operands[4:]
+    for operand, shape in zip(data + scales, (a.data_shape, b.data_shape, a.scale_shape, b.scale_shape), strict=True):
         assert operand.rsplit("x", 1)[0] == "x".join(map(str, shape))
-    assert operands[4:] == ["5xi32", "1xi32"]
+    assert sizes == ["5xi32", "1xi32"]
     out = {"fprop": "300x272xf32", "dgrad": "300x144xf32", "wgrad": "5x144x272xf32"}[product]
-    assert results == [out, f"{scaled_matmul_scratch_bytes(1, 5)}xui8", "33554432xui8"]
+    assert results == [out, f"{gemm_scratch_bytes(1, 5)}xui8", "33554432xui8"]
     assert attributes == {
-        "product": f'"{product}"',
-        "a_mode": f'"{a.mode.value}"',
-        "b_mode": f'"{b.mode.value}"',
+        "product": f"{PRODUCTS.index(product)} : i32",
+        "scaled": "true",
+        "a_mode": f"{list(ScalingMode).index(a.mode)} : i32",
+        "b_mode": f"{list(ScalingMode).index(b.mode)} : i32",
         "tokens": "300 : i64",
-        "kernel_batch": "1 : i64",
+        "weight_batch": "1 : i64",
+        "accumulate": "false",
         "autotune": "false",
     }
 
@@ -381,13 +399,14 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
 def test_vmap_makes_one_custom_call_that_copies_no_kernel(product: Product, mode: str) -> None:
     case = make_case(product, mode)
     operands, results, attributes = call_of(case, 3)
-    assert attributes["kernel_batch"] == ("3 : i64" if product == "wgrad" else "1 : i64")
+    assert attributes["weight_batch"] == ("3 : i64" if product == "wgrad" else "1 : i64")
     assert attributes["tokens"] == "300 : i64"
-    assert operands[4:] == ["15xi32", "3xi32"]
-    assert results[1] == f"{scaled_matmul_scratch_bytes(3, 5)}xui8"
+    assert operands[2:4] == ["15xi32", "3xi32"]
+    assert results[1] == f"{gemm_scratch_bytes(3, 5)}xui8"
     if product != "wgrad":
         shared = [case.b.layout.data_shape, case.b.layout.scale_shape]
-        assert [operand.rsplit("x", 1)[0] for operand in operands[2:4]] == ["x".join(map(str, s)) for s in shared]
+        weights = operands[1], operands[5]
+        assert [operand.rsplit("x", 1)[0] for operand in weights] == ["x".join(map(str, s)) for s in shared]
 
 
 @for_blackwell
@@ -396,20 +415,19 @@ def test_kernels_and_their_scales_are_shared_together(mode: str) -> None:
     case = make_case("fprop", mode)
     for axes in ((0, 0), (None, 0), (0, None)):
         operands, _, attributes = call_of(case, 3, kernel_axis=axes[0], scale_axis=axes[1])
-        assert attributes["kernel_batch"] == "3 : i64"
-        assert [operand.split("x")[0] for operand in operands[2:4]] == ["15", "15"]
+        assert attributes["weight_batch"] == "3 : i64"
+        assert [operand.split("x")[0] for operand in (operands[1], operands[5])] == ["15", "15"]
 
 
 @each_product
 def test_hopper_multiplies_mx_numbers_in_bfloat16(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "has_mx_products", lambda: False)
     case = make_case(product, "mx")
-    multiply = functools.partial(primitives.scaled_matmul, spec=case.spec())
-    calls = custom_calls(lowered(multiply, *(struct(array.shape, array.dtype) for array in case.arrays)))
+    calls = custom_calls(lowered(case.multiply, *(struct(array.shape, array.dtype) for array in case.arrays)))
     targets = [call.split("@")[1].split("(")[0] for call in calls]
-    assert targets == ["jax_grouped_dequantize", "jax_grouped_dequantize", "jax_grouped_matmul"]
+    assert targets == ["jax_grouped_dequantize", "jax_grouped_dequantize", "jax_grouped_gemm"]
 
 
 def test_scratch_has_room_for_pointers_and_a_table_per_batch_element() -> None:
     # Bases: 3 * 112 + 9 * 64 + 16 bytes for 14 groups; 2 * 112 of pointers to scales; 2 * 4 * 7 * 8 of tables.
-    assert scaled_matmul_scratch_bytes(2, 7) == 928 + 224 + 448
+    assert gemm_scratch_bytes(2, 7) == 928 + 224 + 448

@@ -26,7 +26,7 @@ class LinenBlock(nn.Module):
 
 
 def linen_stack() -> tuple[Any, Callable[..., Any]]:
-    """The parameters, and what applies all layers."""
+    """Returns the parameters, and a function that applies all layers."""
     options = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
     stack = nn.scan(LinenBlock, **options)()
     params = filled(jax.eval_shape(stack.init, jax.random.key(0), jnp.zeros((1, K)), None))
@@ -86,7 +86,7 @@ def expected(backend: str) -> list[jax.Array]:
 def test_a_scan_over_layers_has_the_gradients_of_a_loop(backend: str, stack: Any) -> None:
     got = loss_and_gradients(stack)
 
-    # The loss, those of `down`, `gate_up` and the router of all layers, and that of the tokens.
+    # The loss, the gradients of `down`, `gate_up` and the router of all layers, and that of the tokens.
     assert len(got) == 5
     for one, other in zip(got, expected(backend), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ SIZES = jnp.array([7, 0, 21, 1, 13])
 
 @pytest.fixture(autouse=True)
 def _backend(backend: str) -> None:
-    """Every test of this module runs on every backend."""
+    """Runs every test of this module on every backend."""
 
 
 def operands(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:

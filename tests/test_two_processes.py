@@ -37,7 +37,7 @@ def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
 
 
 class Started:
-    """A process of `tests.training_process`, and what it writes to files below a name."""
+    """Process of `tests.training_process`, and the files that it writes below a name."""
 
     def __init__(self, name: Path, port: int, process: int):
         self.output, self.errors = name.with_suffix(".out"), name.with_suffix(".err")
@@ -64,7 +64,7 @@ class Started:
 
 
 def wait(started: list[Started]) -> None:
-    """Until all have ended, one has failed, so that the others may wait for it for ever, or the time is over."""
+    """Waits until all have ended, the time is over, or one has failed, for which others might wait forever."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and not all(process.ended for process in started):
         if any(process.ended and not process.succeeded for process in started):

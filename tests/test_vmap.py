@@ -16,18 +16,19 @@ from tests.quantize_cases import MODES, SHAPE, assert_quantized, assert_same_tre
 from tests.quantize_oracle import assert_same_bits
 
 BATCH, TOKENS, IN, OUT = 3, 24, 16, 8
-#: One element's groups add up to all rows, and two leave a tail; there are three kernels for five groups.
+#: Group sizes of three batch elements. One element's groups add up to all rows, and two leave a tail. There are three
+#: kernels for five groups.
 SIZES = np.array([[4, 0, 9, 3, 5], [0, 11, 0, 0, 13], [7, 2, 1, 0, 0]], np.int32)
 OFFSETS = np.array([[1], [2], [0]], np.int32)
 
 
 @pytest.fixture(autouse=True)
 def _backend(backend: str) -> None:
-    """Every test of this module runs on every backend."""
+    """Runs every test of this module on every backend."""
 
 
 def operands(dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[jax.Array, ...]:
-    """`x`, `kernel`, `bias`, `dy`, `sizes` and `offset` of every batch element, with NaN in the rows of no group."""
+    """Returns `x`, `kernel`, `bias`, `dy`, `sizes`, `offset` of every batch element; NaN in the rows of no group."""
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal((BATCH, TOKENS, features), np.float32) for features in (IN, OUT))
     for element, sizes in enumerate(SIZES):
@@ -40,7 +41,7 @@ def operands(dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[jax.Array, ...]
 def forward_and_backward(
     x: jax.Array, kernel: jax.Array, bias: jax.Array, dy: jax.Array, sizes: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`y`, `dx`, `dkernel` and `dbias`."""
+    """Computes `y`, `dx`, `dkernel` and `dbias`."""
 
     def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return jg.grouped_dense(x, kernel, sizes, bias, group_offset=offset, precision="highest")
@@ -135,7 +136,7 @@ def test_a_batch_of_none_or_one(size: int) -> None:
     def everything(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> Any:
         y, vjp = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
         quantized = jg.grouped_quantize(x, sizes, ScalingMode.MX, columnwise=True, dbias=True)
-        # What flat arrays hold past the last region is not specified.
+        # Flat arrays are unspecified past the last region.
         return y, vjp(y), quantized.rowwise.data, quantized.dbias, jg.grouped_dequantize(quantized.columnwise)
 
     x, kernel, *_, sizes, _ = operands(jnp.bfloat16)
@@ -150,7 +151,7 @@ SKEWS = ("hostile", "empty_first", "all_empty")
 
 
 def batch_of_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and sizes of every batch element, with poison in the rows of no group."""
+    """Returns tokens and sizes of every batch element, with poison in the rows of no group."""
     sizes = np.stack([shapes.group_sizes(SHAPE, skew) for skew in SKEWS])
     return np.stack([tokens(SHAPE, n, seed=seed) for seed, n in enumerate(sizes)]), sizes
 

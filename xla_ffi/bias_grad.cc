@@ -1,6 +1,6 @@
 #include <cstdint>
 
-#include "csrc/kernels/bias_grad.h"
+#include "csrc/bias_grad/bias_grad.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
@@ -10,11 +10,10 @@ namespace {
 
 constexpr char kOp[] = "jax_grouped_bias_grad";
 
-using S32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
 
-ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32 group_sizes, S32 group_offset, ffi::Result<F32> dbias,
-                   ffi::Result<F32> partial_sums, ffi::Result<S32> starts) {
+ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes, S32Buffer group_offset,
+                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> starts) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
   const auto type = FloatType(dy.element_type());
@@ -25,28 +24,27 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32 group_sizes, S32 
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias's shape[1]", dbias->dimensions()[1], features));
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kOp, group_sizes, group_offset, num_groups, tokens, &groups));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of partial_sums",
-                                         static_cast<int64_t>(partial_sums->element_count()),
-                                         groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()),
-                                         int64_t{2} * (groups.num_groups + 1) * groups.batch));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckAtLeast(kOp, "the size of partial_sums", static_cast<int64_t>(partial_sums->element_count()),
+                   groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()),
+                                           int64_t{2} * (groups.num_groups + 1) * groups.batch));
   return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
                                      starts->typed_data(), dbias->typed_data()));
 }
+JAX_GROUPED_CATCH(kOp)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(execute, Execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .Ret<F32>()
-                           .Ret<F32>()
-                           .Ret<S32>(),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_Error* BiasGradExecute(XLA_FFI_CallFrame* frame) { return CallHandler(execute, frame); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(BiasGradExecute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Ret<S32Buffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

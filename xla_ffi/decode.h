@@ -1,4 +1,5 @@
-// What the handlers share: buffers to csrc's types, and errors that name the op, the argument and both values.
+// Decoding that all handlers share: conversion of buffers to csrc's types, and errors that name the op, the argument
+// and both values.
 
 #ifndef JAX_GROUPED_XLA_FFI_DECODE_H_
 #define JAX_GROUPED_XLA_FFI_DECODE_H_
@@ -12,8 +13,8 @@
 #include <optional>
 #include <string>
 
-#include "csrc/common/group_layout.h"
 #include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
 #include "xla/ffi/api/ffi.h"
 
 #define JAX_GROUPED_RETURN_IF_ERROR(expression)                                \
@@ -21,41 +22,47 @@
     if (::xla::ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
+// Declares `variable` with the value of an expression, or returns the expression's error.
+#define JAX_GROUPED_ASSIGN_OR_RETURN(variable, expression) \
+  auto variable = (expression);                            \
+  if (!variable.has_value()) return variable.error()
+
+// Ends a function that begins with `ffi::Error F(...) try {`. Converts exceptions such as std::bad_alloc to errors,
+// because no exception may cross the C interface.
+#define JAX_GROUPED_CATCH(op)                                                      \
+  catch (const std::exception& exception) {                                        \
+    return ::xla::ffi::Error::Internal(std::string(op) + ": " + exception.what()); \
+  }                                                                                \
+  catch (...) {                                                                    \
+    return ::xla::ffi::Error::Internal(std::string(op) + ": unknown exception");   \
+  }
+
 namespace jax_grouped {
 
 namespace ffi = ::xla::ffi;
+
+using S32Buffer = ffi::Buffer<ffi::S32>;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
 inline ffi::Error ToError(const char* op, const Status& status) {
   if (status.ok()) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(op) + ": " + status.message());
 }
 
-// Calls a handler, and turns an exception such as std::bad_alloc into an error: none may cross the C interface.
-inline XLA_FFI_Error* CallHandler(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  const auto failed = [frame](const char* what) {
-    XLA_FFI_Error_Create_Args args{};
-    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-    args.message = what;
-    args.errc = XLA_FFI_Error_Code_INTERNAL;
-    return frame->api->XLA_FFI_Error_Create(&args);
-  };
-  try {
-    return handler(frame);
-  } catch (const std::exception& exception) {
-    return failed(exception.what());
-  } catch (...) {
-    return failed("jax_grouped: an exception of unknown type.");
-  }
-}
-
 inline ffi::Error Invalid(const char* op, const std::string& what) {
   return ffi::Error::InvalidArgument(std::string(op) + ": " + what);
 }
 
-// Fails unless `got` is `expected`, which is what the op needs `what` to be.
+// Fails unless `got` is `expected`, the value that the op requires of `what`.
 inline ffi::Error CheckEqual(const char* op, const std::string& what, int64_t got, int64_t expected) {
   if (got == expected) return ffi::Error::Success();
   return Invalid(op, what + " must be " + std::to_string(expected) + ", got " + std::to_string(got) + ".");
+}
+
+// Fails unless scratch memory that the caller has sized is large enough.
+inline ffi::Error CheckAtLeast(const char* op, const std::string& what, int64_t got, int64_t least) {
+  if (got >= least) return ffi::Error::Success();
+  return Invalid(op, what + " must be at least " + std::to_string(least) + ", got " + std::to_string(got) + ".");
 }
 
 template <typename Buffer>
@@ -81,10 +88,10 @@ inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
   }
 }
 
-// The groups of a call from its two integer arguments and the static numbers around them. group_offset has an entry for
-// every batch element; `num_groups` and `tokens` are those of all elements.
-inline ffi::Error DecodeGroups(const char* op, const ffi::Buffer<ffi::S32>& sizes, const ffi::Buffer<ffi::S32>& offset,
-                               int64_t num_groups, int64_t tokens, Groups* groups) {
+// Decodes the groups of a call from its two integer arguments and its static sizes. group_offset has an entry for every
+// batch element. `num_groups` and `tokens` are those of all elements.
+inline ffi::Error DecodeGroups(const char* op, const S32Buffer& sizes, const S32Buffer& offset, int64_t num_groups,
+                               int64_t tokens, Groups* groups) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "group_sizes", sizes, 1));
   const auto total = static_cast<int64_t>(sizes.element_count());
   const auto batch = static_cast<int64_t>(offset.element_count());
@@ -93,7 +100,7 @@ inline ffi::Error DecodeGroups(const char* op, const ffi::Buffer<ffi::S32>& size
     return Invalid(op, "at most 2^31 - 1 groups and tokens are supported, got " + std::to_string(num_groups) +
                            " groups and " + std::to_string(tokens) + " tokens.");
   }
-  // Blocks of a launch are counted in 16 bits along its second axis.
+  // A launch counts blocks along its second axis with 16 bits.
   if (batch == 0 || batch > std::numeric_limits<uint16_t>::max() || total % batch != 0 || num_groups % batch != 0 ||
       tokens % batch != 0) {
     return Invalid(op,

@@ -1,4 +1,4 @@
-// What the handlers of quantized arrays share.
+// Decoding that the handlers of quantized arrays share.
 
 #ifndef JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
 #define JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_
@@ -7,18 +7,17 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "xla_ffi/decode.h"
 
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::ScalingMode);
+
 namespace jax_grouped {
 
-inline std::optional<ScalingMode> ToScalingMode(std::string_view name) {
-  if (name == "tensor") return ScalingMode::kTensor;
-  if (name == "block_1d") return ScalingMode::kBlock1D;
-  if (name == "block_2d") return ScalingMode::kBlock2D;
-  if (name == "mx") return ScalingMode::kMx;
-  return std::nullopt;
+inline ffi::Error CheckMode(const char* op, ScalingMode mode) {
+  const auto value = static_cast<int32_t>(mode);
+  if (value >= 0 && value <= static_cast<int32_t>(ScalingMode::kMx)) return ffi::Error::Success();
+  return Invalid(op, "there is no scaling mode " + std::to_string(value) + ".");
 }
 
 inline std::optional<cudaDataType_t> Fp8Type(ffi::DataType type) {
@@ -42,7 +41,7 @@ inline ffi::Error CheckFeatures(const char* op, int64_t features) {
                          " below 2^31, got " + std::to_string(features) + ".");
 }
 
-// Checks one orientation's buffers against where its data and scales lie.
+// Checks one orientation's buffers against the layout of its data and scales.
 inline ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, const ffi::AnyBuffer& data,
                               const ffi::AnyBuffer& scale) {
   const std::string name = layout.columnwise ? "columnwise" : "rowwise";

@@ -1,4 +1,5 @@
-// The extension module jax_grouped._cuda: the custom calls' handlers, and what there is to know about cuBLASLt.
+// The extension module jax_grouped._cuda. It exports the custom calls' handlers, and the settings and properties of
+// cuBLASLt.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -7,9 +8,9 @@
 #include <string>
 #include <utility>
 
-#include "csrc/cublaslt/library.h"
-#include "csrc/cublaslt/tuned_algorithms.h"
-#include "csrc/matmul/grouped_matmul.h"
+#include "csrc/gemm/cublaslt/library.h"
+#include "csrc/gemm/cublaslt/tuned_algorithms.h"
+#include "csrc/gemm/gemm.h"
 #include "xla_ffi/handlers.h"
 
 namespace nb = nanobind;
@@ -23,14 +24,11 @@ nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
-// Custom call name -> execution stage -> handler, as jax.ffi.register_ffi_target takes them.
+// Returns the handlers by custom call name and execution stage, as jax.ffi.register_ffi_target takes them.
 nb::dict Handlers() {
-  nb::dict matmul;
-  matmul["initialize"] = Capsule(MatmulInitialize);
-  matmul["execute"] = Capsule(MatmulExecute);
-  nb::dict scaled_matmul;
-  scaled_matmul["initialize"] = Capsule(ScaledMatmulInitialize);
-  scaled_matmul["execute"] = Capsule(ScaledMatmulExecute);
+  nb::dict gemm;
+  gemm["initialize"] = Capsule(GemmInitialize);
+  gemm["execute"] = Capsule(GemmExecute);
   nb::dict bias_grad;
   bias_grad["execute"] = Capsule(BiasGradExecute);
   nb::dict quantize;
@@ -38,8 +36,7 @@ nb::dict Handlers() {
   nb::dict dequantize;
   dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict handlers;
-  handlers["jax_grouped_matmul"] = matmul;
-  handlers["jax_grouped_scaled_matmul"] = scaled_matmul;
+  handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;

@@ -1,4 +1,4 @@
-#include "csrc/kernels/quantize.h"
+#include "csrc/quantize/quantize.h"
 
 #include <cstdint>
 #include <limits>
@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "csrc/common/group_layout.h"
+#include "csrc/groups/layout.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode_quantized.h"
 #include "xla_ffi/handlers.h"
@@ -14,24 +14,57 @@
 namespace jax_grouped {
 namespace {
 
+// The static parts of calls, apart from the shapes and types of their buffers.
+struct QuantizeAttributes {
+  ScalingMode mode;
+  int64_t stack_rows;
+  bool rowwise;
+  bool columnwise;
+  bool dbias;
+  bool pow2_scales;
+  float amax_epsilon;
+  bool swizzled_scales;
+  bool given_scale;
+  Activation activation;
+  bool backward;
+  bool cached;
+};
+
+struct DequantizeAttributes {
+  ScalingMode mode;
+  int64_t num_groups;
+  int64_t stack_rows;
+  bool columnwise;
+  bool swizzled_scales;
+};
+
+}  // namespace
+}  // namespace jax_grouped
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Activation);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizeAttributes,
+                                      StructMember<::jax_grouped::ScalingMode>("mode"),
+                                      StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"),
+                                      StructMember<bool>("columnwise"), StructMember<bool>("dbias"),
+                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
+                                      StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"),
+                                      StructMember<::jax_grouped::Activation>("activation"),
+                                      StructMember<bool>("backward"), StructMember<bool>("cached"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
+                                      StructMember<::jax_grouped::ScalingMode>("mode"),
+                                      StructMember<int64_t>("num_groups"), StructMember<int64_t>("stack_rows"),
+                                      StructMember<bool>("columnwise"), StructMember<bool>("swizzled_scales"));
+
+namespace jax_grouped {
+namespace {
+
 constexpr char kQuantize[] = "jax_grouped_quantize";
 constexpr char kDequantize[] = "jax_grouped_dequantize";
 
-using S32 = ffi::Buffer<ffi::S32>;
-
-std::optional<Activation> ToActivation(std::string_view name) {
-  if (name == "none") return Activation::kNone;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "silu_mul") return Activation::kSiluMul;
-  return std::nullopt;
-}
-
 ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, const Groups& groups) {
   if (table.element_type() != ffi::S32) return Invalid(op, "the group table must be int32.");
-  return CheckEqual(op, "the size of the group table", Elements(table),
-                    groups.batch * GroupTable::Size(groups.num_groups));
+  return CheckAtLeast(op, "the size of the group table", Elements(table),
+                      groups.batch * GroupTable::Size(groups.num_groups));
 }
 
 // The operands and results that not every call has, in order.
@@ -51,46 +84,34 @@ class Operands {
   size_t next_result_ = 0;
 };
 
-#define JAX_GROUPED_ASSIGN_OR_RETURN(variable, expression) \
-  auto variable = (expression);                            \
-  if (!variable.has_value()) return variable.error()
-
-// The static part of a call besides what its buffers tell.
-struct Attributes {
-  std::string_view mode;
-  std::string_view activation;
-  int64_t stack_rows;
-  float amax_epsilon;
-  bool rowwise, columnwise, dbias, pow2_scales, swizzled_scales, given_scale, backward, cached;
-};
-
-// What `x` must have, given the features of the result.
+// Returns the number of features that `x` must have, from the features of the result.
 int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
   if (problem.activation != Activation::kSiluMul) return features;
   return problem.backward ? features / 2 : 2 * features;
 }
 
-ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const Attributes& attributes, QuantizeProblem* problem) {
-  const auto mode = ToScalingMode(attributes.mode);
-  if (!mode) return Invalid(kQuantize, "there is no scaling mode " + std::string(attributes.mode) + ".");
-  const auto activation = ToActivation(attributes.activation);
-  if (!activation) return Invalid(kQuantize, "there is no activation " + std::string(attributes.activation) + ".");
+ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attributes, QuantizeProblem* problem) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckMode(kQuantize, attributes.mode));
+  const auto activation = static_cast<int32_t>(attributes.activation);
+  if (activation < 0 || activation > static_cast<int32_t>(Activation::kSiluMul)) {
+    return Invalid(kQuantize, "there is no activation " + std::to_string(activation) + ".");
+  }
   const auto type = FloatType(x.element_type());
   if (!type) return Invalid(kQuantize, "x must be bfloat16, float16 or float32.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
   if (x.dimensions()[0] == 0) return Invalid(kQuantize, "x must have rows.");
-  if (attributes.given_scale && *mode != ScalingMode::kTensor) {
+  if (attributes.given_scale && attributes.mode != ScalingMode::kTensor) {
     return Invalid(kQuantize, "scales can be given for whole groups only.");
   }
-  problem->mode = *mode;
+  problem->mode = attributes.mode;
   problem->input_type = *type;
   problem->pow2_scales = attributes.pow2_scales;
-  problem->swizzled_scales = attributes.swizzled_scales && *mode == ScalingMode::kMx;
+  problem->swizzled_scales = attributes.swizzled_scales && attributes.mode == ScalingMode::kMx;
   problem->amax_epsilon = attributes.amax_epsilon;
-  problem->activation = *activation;
+  problem->activation = attributes.activation;
   problem->backward = attributes.backward;
   const int64_t in_features = x.dimensions()[1];
-  const bool gated = *activation == Activation::kSiluMul;
+  const bool gated = attributes.activation == Activation::kSiluMul;
   problem->features = gated ? (attributes.backward ? 2 * in_features : in_features / 2) : in_features;
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kQuantize, problem->features));
   JAX_GROUPED_RETURN_IF_ERROR(
@@ -98,8 +119,9 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const Attributes& attributes, 
   return CheckAlignment(kQuantize, "x", x.untyped_data());
 }
 
-ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups, const Attributes& attributes,
-                           const QuantizeProblem& problem, Operands* operands, QuantizeBuffers* buffers) {
+ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups,
+                           const QuantizeAttributes& attributes, const QuantizeProblem& problem, Operands* operands,
+                           QuantizeBuffers* buffers) {
   buffers->x = x.untyped_data();
   if (attributes.given_scale) {
     JAX_GROUPED_ASSIGN_OR_RETURN(scale, operands->NextArgument());
@@ -124,7 +146,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
   return ffi::Error::Success();
 }
 
-// One orientation's results.
+// Decodes one orientation's results.
 ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::optional<cudaDataType_t>* type,
                         void** data, void** scale, int64_t* scale_bytes) {
   JAX_GROUPED_ASSIGN_OR_RETURN(data_result, operands->NextResult());
@@ -143,7 +165,7 @@ ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeResults(QuantizedLayout layout, const Attributes& attributes, Operands* operands,
+ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attributes, Operands* operands,
                          QuantizeProblem* problem, QuantizeBuffers* buffers) {
   std::optional<cudaDataType_t> type;
   if (attributes.rowwise) {
@@ -175,21 +197,21 @@ ffi::Error DecodeResults(QuantizedLayout layout, const Attributes& attributes, O
 
 ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, QuantizeBuffers* buffers) {
   JAX_GROUPED_ASSIGN_OR_RETURN(scratch, operands->NextResult());
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the bytes of scratch",
-                                         static_cast<int64_t>((*scratch)->size_bytes()),
-                                         QuantizeScratchBytes(layout.batch, layout.tokens, layout.num_groups)));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kQuantize, "the bytes of scratch",
+                                           static_cast<int64_t>((*scratch)->size_bytes()),
+                                           QuantizeScratchBytes(layout.batch, layout.tokens, layout.num_groups)));
   buffers->scratch = (*scratch)->untyped_data();
   JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, operands->NextResult());
   const int64_t expected = buffers->dbias != nullptr ? layout.Units(kBlock) * layout.features : 0;
   if ((*partial_sums)->element_type() != ffi::F32) return Invalid(kQuantize, "the partial sums must be float32.");
   JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
+      CheckAtLeast(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
   buffers->partial_sums = static_cast<float*>((*partial_sums)->untyped_data());
   return ffi::Error::Success();
 }
 
-// Makes the results hold the previous ones. They are the same buffers, except where XLA has results written straight
-// into a slice of a larger array, as it does in a loop.
+// Copies the previous results to the results, unless they are the same buffers. They are, except where XLA makes the
+// call write its results straight into a slice of a larger array, as it does in a loop.
 ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results, Operands* operands) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
                                          static_cast<int64_t>(operands->ArgumentsLeft()), static_cast<int64_t>(count)));
@@ -208,18 +230,14 @@ ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingR
   return ffi::Error::Success();
 }
 
-ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32 group_sizes, S32 group_offset, ffi::RemainingArgs more,
-                    ffi::RemainingRets results, std::string_view mode, int64_t stack_rows, bool rowwise,
-                    bool columnwise, bool dbias, bool pow2_scales, float amax_epsilon, bool swizzled_scales,
-                    bool given_scale, std::string_view activation, bool backward, bool cached) {
-  const Attributes attributes{mode,  activation,  stack_rows,      amax_epsilon, rowwise,  columnwise,
-                              dbias, pow2_scales, swizzled_scales, given_scale,  backward, cached};
+ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes, S32Buffer group_offset,
+                    ffi::RemainingArgs more, ffi::RemainingRets results, const QuantizeAttributes& attributes) try {
   Operands operands(more, results);
   QuantizeProblem problem{};
   QuantizeBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
-  // As many groups as the largest values have entries: a call may be for some of the groups of group_sizes only.
-  const size_t amax_index = 2 * (static_cast<size_t>(rowwise) + static_cast<size_t>(columnwise));
+  // The number of groups is that of amax's entries, because a call may be for only some of the groups of group_sizes.
+  const size_t amax_index = 2 * (static_cast<size_t>(attributes.rowwise) + static_cast<size_t>(attributes.columnwise));
   JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<ffi::AnyBuffer>(amax_index));
   const int64_t num_groups = Elements(**amax);
   if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
@@ -227,23 +245,28 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32 group_sizes, S32 
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(
       DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, x.dimensions()[0], &groups));
-  const QuantizedLayout layout{problem.mode,      false,           problem.swizzled_scales,
-                               groups.batch,      groups.capacity, problem.features,
-                               groups.num_groups, stack_rows};
+  const QuantizedLayout layout{problem.mode,
+                               false,
+                               problem.swizzled_scales,
+                               groups.batch,
+                               groups.capacity,
+                               problem.features,
+                               groups.num_groups,
+                               attributes.stack_rows};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, groups.batch, num_groups, attributes, problem, &operands, &buffers));
   JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &operands, &problem, &buffers));
   const size_t num_results = operands.ResultsTaken();
   JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &operands, &buffers));
-  if (cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
+  if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
   return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementUnits(), buffers));
 }
+JAX_GROUPED_CATCH(kQuantize)
 
-ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32 group_sizes,
-                      S32 group_offset, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> table,
-                      std::string_view mode, int64_t num_groups, int64_t stack_rows, bool columnwise,
-                      bool swizzled_scales) {
-  const auto known_mode = ToScalingMode(mode);
-  if (!known_mode) return Invalid(kDequantize, "there is no scaling mode " + std::string(mode) + ".");
+ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv, S32Buffer group_sizes,
+                      S32Buffer group_offset, AnyResult out, AnyResult table,
+                      const DequantizeAttributes& attributes) try {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckMode(kDequantize, attributes.mode));
+  const int64_t num_groups = attributes.num_groups;
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kDequantize, "the result", *out, 2));
   const auto type = FloatType(out->element_type());
   if (!type) return Invalid(kDequantize, "the result must be bfloat16, float16 or float32.");
@@ -260,8 +283,9 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   const int64_t all_groups = num_groups * static_cast<int64_t>(group_offset.element_count());
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, all_groups, tokens, &groups));
-  const QuantizedLayout layout{*known_mode,     columnwise,           swizzled_scales,   groups.batch,
-                               groups.capacity, out->dimensions()[1], groups.num_groups, stack_rows};
+  const QuantizedLayout layout{attributes.mode,   attributes.columnwise, attributes.swizzled_scales,
+                               groups.batch,      groups.capacity,       out->dimensions()[1],
+                               groups.num_groups, attributes.stack_rows};
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kDequantize, layout.features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kDequantize, layout, data, scale_inv));
   JAX_GROUPED_RETURN_IF_ERROR(CheckTable(kDequantize, *table, groups));
@@ -269,48 +293,31 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
                  LaunchDequantize(stream, groups, layout, data.untyped_data(), *data_type, scale_inv.untyped_data(),
                                   out->untyped_data(), *type, static_cast<int32_t*>(table->untyped_data())));
 }
+JAX_GROUPED_CATCH(kDequantize)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(quantize, Quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<std::string_view>("mode")
-                           .Attr<int64_t>("stack_rows")
-                           .Attr<bool>("rowwise")
-                           .Attr<bool>("columnwise")
-                           .Attr<bool>("dbias")
-                           .Attr<bool>("pow2_scales")
-                           .Attr<float>("amax_epsilon")
-                           .Attr<bool>("swizzled_scales")
-                           .Attr<bool>("given_scale")
-                           .Attr<std::string_view>("activation")
-                           .Attr<bool>("backward")
-                           .Attr<bool>("cached"),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeExecute, Quantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<QuantizeAttributes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(dequantize, Dequantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<S32>()
-                           .Arg<S32>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Attr<std::string_view>("mode")
-                           .Attr<int64_t>("num_groups")
-                           .Attr<int64_t>("stack_rows")
-                           .Attr<bool>("columnwise")
-                           .Attr<bool>("swizzled_scales"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_Error* QuantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(quantize, frame); }
-XLA_FFI_Error* DequantizeExecute(XLA_FFI_CallFrame* frame) { return CallHandler(dequantize, frame); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeExecute, Dequantize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .Arg<S32Buffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<DequantizeAttributes>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import jax_grouped as jg
 from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization
 from benchmarks.peers import JaxWork, NotOfferedError, jax_layer
-from jax_grouped.backends import primitives
-from jax_grouped.backends.spec import Product, ScaledMatmulSpec
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups
 from jax_grouped.moe import Weights
+from jax_grouped.ops.gemm import gemm
 
 _initial_step = jax.jit(jax_layer.gradients, static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
@@ -77,9 +78,8 @@ def _operands(product: Product, recipe: Any, sizes: jax.Array, x: jax.Array, ker
 @functools.cache
 def _quantized_product(product: Product, out_dtype: str) -> Callable[..., jax.Array]:
     def run(a: jg.ScaledArray, b: jg.ScaledArray, sizes: jax.Array) -> jax.Array:
-        spec = ScaledMatmulSpec(product, a.layout, b.layout, out_dtype)
-        offset = jnp.zeros((1,), jnp.int32)
-        return primitives.scaled_matmul(a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset, spec)
+        spec = GemmSpec(product, a.layout.num_groups, out_dtype)
+        return gemm(a, b, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec)
 
     return run
 

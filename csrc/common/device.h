@@ -1,4 +1,4 @@
-// What a launch has to know of a GPU.
+// Properties of a GPU that launches depend on.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_DEVICE_H_
 #define JAX_GROUPED_CSRC_COMMON_DEVICE_H_
@@ -13,7 +13,7 @@ struct DeviceProperties {
   int processors;
 };
 
-// Asks the driver once for each device.
+// Returns the device's properties. Asks the driver once for each device.
 Status GetDeviceProperties(int device, DeviceProperties* properties);
 
 }  // namespace jax_grouped

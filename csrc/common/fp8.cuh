@@ -1,4 +1,4 @@
-// FP8 numerics, the same to the bit as in jax_grouped/backends/fp8.py. Subnormal float32 numbers count as zero.
+// FP8 numerics, bit-identical to jax_grouped/fp8/numerics.py. Subnormal float32 numbers count as zero.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_FP8_CUH_
 #define JAX_GROUPED_CSRC_COMMON_FP8_CUH_
@@ -9,7 +9,7 @@
 
 namespace jax_grouped {
 
-// The types, with the exponent of their largest value: both are 1.75 times a power of two.
+// The FP8 types, with the exponent of their largest value. Both largest values are 1.75 times a power of two.
 struct E4m3 {
   static constexpr __nv_fp8_interpretation_t kType = __NV_E4M3;
   static constexpr int kMaxExponent = 8;
@@ -34,23 +34,24 @@ __device__ inline float MultiplyFlushed(float a, float b) {
   return product;
 }
 
-// What a block's largest value counts as: at least `epsilon`, and zero if it is subnormal.
+// Returns the bits of a block's effective amax: at least `epsilon`, and zero if that is subnormal.
 __device__ inline uint32_t EffectiveAmax(uint32_t amax_bits, float epsilon) {
   const uint32_t bits = max(amax_bits, __float_as_uint(epsilon));
   return bits < kTinyBits ? 0 : bits;
 }
 
-// The biased exponent of a power of two times the largest FP8 value over `bits`, the bits of a positive normal number:
-// the floor of the logarithm, since 1.75 over the mantissa is in (0.875, 1.75] and reaches 1 if the mantissa is at most
-// 1.75. Correct rounding of the quotient changes nothing in that.
+// Returns the biased exponent of fp8_max / x rounded down to a power of two, for the bits of a positive normal number
+// x. fp8_max has the mantissa 1.75. The quotient of 1.75 and the mantissa of x is in (0.875, 1.75], and at least 1 if
+// that mantissa is at most 1.75. Rounding the quotient correctly does not change its exponent.
 template <typename Fp8>
 __device__ inline int ScaleExponent(uint32_t bits) {
   const int exponent = static_cast<int>(bits >> 23);
   return 2 * 127 + Fp8::kMaxExponent - exponent - ((bits & 0x007fffff) > 0x00600000);
 }
 
-// The correctly rounded quotient numerator / x, for a numerator of 1 or 1.75 and x from 1 to 2. Without the branches
-// that general division has for large and small operands; compared with it for all 2^23 such x.
+// Returns the correctly rounded quotient numerator / x, for a numerator of 1 or 1.75 and x from 1 to 2. Avoids the
+// branches that general division has for large and small operands. The result was compared with general division for
+// all 2^23 such x.
 __device__ inline float DivideMantissa(float numerator, float x) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
@@ -65,7 +66,7 @@ __device__ inline float AddToExponent(float x, int exponent) {
   return __uint_as_float(__float_as_uint(x) + (static_cast<uint32_t>(exponent) << 23));
 }
 
-// 1 / x for x from 2^-126 to 2^126.
+// Returns 1 / x for x from 2^-126 to 2^126.
 __device__ inline float Reciprocal(float x) {
   return AddToExponent(DivideMantissa(1.0f, Mantissa(x)), 127 - Exponent(x));
 }
@@ -82,14 +83,14 @@ __device__ inline Scale ScaleFromAmax(uint32_t amax_bits, float epsilon, bool po
   return {scale, Reciprocal(scale)};
 }
 
-// A given scale, brought to where it and its inverse are normal numbers; NaN stays.
+// Returns a given scale, clamped so that the scale and its inverse are normal numbers. NaN stays NaN.
 __device__ inline Scale ClampScale(float scale) {
   if (isnan(scale)) return {__int_as_float(0x7fc00000), __int_as_float(0x7fc00000)};
   const float clamped = fminf(fmaxf(scale, 1 / kLargestScale), kLargestScale);
   return {clamped, Reciprocal(clamped)};
 }
 
-// The biased exponent of the inverse scale of an MX block: rounded up, 0 for a block of zeros.
+// Returns the biased exponent of an MX block's inverse scale, rounded up; 0 for a block of zeros.
 template <typename Fp8>
 __device__ inline uint32_t MxExponent(uint32_t amax_bits, float epsilon) {
   const uint32_t bits = EffectiveAmax(amax_bits, epsilon);
@@ -98,12 +99,12 @@ __device__ inline uint32_t MxExponent(uint32_t amax_bits, float epsilon) {
 __device__ inline float MxScale(uint32_t exponent) { return __uint_as_float((2 * 127 - max(exponent, 1u)) << 23); }
 __device__ inline float MxScaleInverse(uint32_t exponent) { return __uint_as_float(max(exponent, 1u) << 23); }
 
-// NaN in place of what is not finite: conversion to FP8 would clip an infinity.
+// Returns x, or NaN if x is not finite: conversion to FP8 would clip an infinity.
 __device__ inline float HideInfinity(float x) {
   return (__float_as_uint(x) & 0x7fffffff) >= kInfinityBits ? __int_as_float(0x7fffffff) : x;
 }
 
-// Two values times a scale in FP8, the first in the low byte. Clips; NaN becomes 0x7f.
+// Converts two values times a scale to FP8, the first in the low byte. Clips; NaN becomes 0x7f.
 template <typename Fp8>
 __device__ inline uint32_t Quantize2(float low, float high, float scale) {
   const float2 scaled = {MultiplyFlushed(low, scale), MultiplyFlushed(high, scale)};

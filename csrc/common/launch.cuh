@@ -1,4 +1,5 @@
-// Kernel launches. Each returns its own error: cudaGetLastError would also return one that an earlier call has left.
+// Kernel launches. Each returns its own error: cudaGetLastError would also return an error that an earlier call has
+// left.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
@@ -18,8 +19,8 @@ struct Grid {
   int shared_bytes = 0;  // dynamic shared memory of a block
 };
 
-// Launches with attributes. `what` begins the sentence of an error, as in Status::FromCuda. Arguments are converted to
-// the types of the kernel's parameters.
+// Launches a kernel with attributes. `what` begins the sentence of an error, as in Status::FromCuda. The arguments are
+// converted to the types of the kernel's parameters.
 template <typename... Parameters, typename... Args>
 Status LaunchWith(cudaLaunchAttribute* attributes, unsigned num_attributes, const char* what, cudaStream_t stream,
                   const Grid& grid, void (*kernel)(Parameters...), Args&&... args) {
@@ -33,26 +34,32 @@ Status LaunchWith(cudaLaunchAttribute* attributes, unsigned num_attributes, cons
   return Status::FromCuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
 }
 
-// kernel<<<grid, stream>>>(args...)
+// Launches kernel<<<grid, stream>>>(args...).
 template <typename... Parameters, typename... Args>
 Status Launch(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...), Args&&... args) {
   return LaunchWith(nullptr, 0, what, stream, grid, kernel, std::forward<Args>(args)...);
 }
 
-// Launches a kernel that starts while the kernel before it, its setup, still runs: "programmatic dependent launch" in
-// the CUDA Programming Guide. The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as it likes; the kernel
-// calls cudaGridDependencySynchronize, in all threads, before it touches memory.
-template <typename... Parameters, typename... Args>
-Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
-                   Args&&... args) {
+// Returns the attribute of a kernel that starts while the previous kernel, its setup, still runs. The CUDA Programming
+// Guide calls this "programmatic dependent launch". The setup calls cudaTriggerProgrammaticLaunchCompletion as soon as
+// it likes. All threads of the kernel call cudaGridDependencySynchronize before they touch memory.
+inline cudaLaunchAttribute EarlyLaunch() {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// Launches a kernel with the attribute of EarlyLaunch.
+template <typename... Parameters, typename... Args>
+Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
+                   Args&&... args) {
+  cudaLaunchAttribute attribute = EarlyLaunch();
   return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
 }
 
-// Launches a kernel whose blocks wait for each other, and so must all run at once. Fails with
-// cudaErrorCooperativeLaunchTooLarge where they cannot.
+// Launches a kernel whose blocks wait for each other and must therefore all be resident at once. Fails with
+// cudaErrorCooperativeLaunchTooLarge if they cannot be.
 template <typename... Parameters, typename... Args>
 Status LaunchCooperative(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
                          Args&&... args) {

@@ -18,7 +18,7 @@ Status AllowSharedMemory(const void* kernel, int bytes, int carveout) {
   static auto* allowed = new std::set<std::pair<int, const void*>>();
   int device = 0;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
-  // Held while the attributes are set: no other thread may launch before they are.
+  // The lock is held while the attributes are set: no other thread may launch before they are.
   std::lock_guard<std::mutex> lock(*mutex);
   if (allowed->count({device, kernel}) > 0) return Status::Ok();
   JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

@@ -1,4 +1,4 @@
-// Permission for kernels to have more shared memory than a launch may ask for by default.
+// Permission for kernels to use more dynamic shared memory than the default limit.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_SHARED_MEMORY_H_
 #define JAX_GROUPED_CSRC_COMMON_SHARED_MEMORY_H_
@@ -9,12 +9,12 @@
 
 namespace jax_grouped {
 
-// Lets launches of a kernel on the current device have up to `bytes` of dynamic shared memory, and prefers a carveout
-// of the L1 cache.
+// Raises a kernel's limit of dynamic shared memory on the current device to `bytes`, and sets its preferred carveout of
+// the L1 cache.
 //
-// Both are attributes of the function on a device, not of a launch: a launch whose attribute another thread has lowered
-// meanwhile is refused, and a graph takes what holds when it is instantiated. So `bytes` is the most that any launch of
-// the kernel asks for, and the attributes are set once.
+// Both are attributes of the function on a device, not of a launch. A launch is refused if another thread has lowered
+// the attribute meanwhile. A graph takes the values that hold when it is instantiated. So `bytes` is the largest size
+// that any launch of the kernel asks for, and the attributes are set once.
 Status AllowSharedMemory(const void* kernel, int bytes, int carveout = cudaSharedmemCarveoutDefault);
 
 }  // namespace jax_grouped

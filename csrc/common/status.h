@@ -1,4 +1,4 @@
-// The outcome of a call that can fail. Nothing in csrc throws, but for std::bad_alloc.
+// The outcome of a call that can fail. Nothing in csrc throws, except std::bad_alloc.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_STATUS_H_
 #define JAX_GROUPED_CSRC_COMMON_STATUS_H_
@@ -13,9 +13,10 @@ namespace jax_grouped {
 class [[nodiscard]] Status {
  public:
   static Status Ok() { return Status(std::string(), cudaSuccess); }
-  // `message` is a sentence that names what failed; it must not be empty.
+  // Returns a failure. `message` is a sentence that names what failed; it must not be empty.
   static Status Failed(std::string message) { return Status(std::move(message), cudaSuccess); }
-  // Takes the error over: CUDA forgets it, or whoever asks for the last error next would be told of it again.
+  // Returns the status of a CUDA call and clears CUDA's last error. Otherwise the next caller of cudaGetLastError would
+  // get this error again.
   static Status FromCuda(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return Ok();
     (void)cudaGetLastError();
@@ -24,7 +25,7 @@ class [[nodiscard]] Status {
 
   bool ok() const { return message_.empty(); }
   const std::string& message() const { return message_; }
-  // CUDA's error, if that is what failed.
+  // Returns CUDA's error if a CUDA call failed.
   cudaError_t cuda_error() const { return cuda_error_; }
 
  private:

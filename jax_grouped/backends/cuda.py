@@ -1,51 +1,63 @@
 """The `cuda` backend: the operations as XLA custom calls.
 
-Operands hold `batch` batch elements one after another along their first axis; `T` and `G` are those of one element.
-The custom calls take the batch from the size of `group_offset`.
+Operands concatenate `batch` batch elements along their first axis. `T` and `G` are the sizes of one element. The custom
+calls take the batch size from the size of `group_offset`.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
-from jax_grouped.backends.spec import MatmulSpec
-from jax_grouped.group_layout import FEATURE_ALIGNMENT, bias_grad_tiles, matmul_scratch_bytes, round_up
+from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
+from jax_grouped.core.groups import (
+    FEATURE_ALIGNMENT,
+    bias_grad_tiles,
+    gemm_scratch_bytes,
+    group_table_size,
+    quantize_scratch_bytes,
+    round_up,
+)
+from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
 
 #: Names of the custom calls in a lowered program. `jax.export` needs them:
 #: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
 CUSTOM_CALL_TARGETS = (
-    "jax_grouped_matmul",
+    "jax_grouped_gemm",
     "jax_grouped_bias_grad",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
-    "jax_grouped_scaled_matmul",
 )
 
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
-#: Batch elements lie along an axis of the kernels' grids that has no more blocks.
+#: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
 
+#: Values of the enumerations in `csrc/`.
+_PRODUCTS = ("fprop", "dgrad", "wgrad")
+_MODES = tuple(ScalingMode)
+_ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
+
+
+#: The primitives have batching rules, so `jax.vmap` never reaches a custom call.
+_NO_VMAP = "sequential"
+
+
 def check_batch(batch: int) -> None:
-    """Raises ValueError if one custom call cannot take so many batch elements."""
-    if isinstance(batch, int) and batch > MAX_BATCH:  # An export may leave it open.
+    """Raises ValueError if the batch is too large for one custom call."""
+    if isinstance(batch, int) and batch > MAX_BATCH:  # In an export, the batch may be symbolic.
         raise ValueError(
             f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
             f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
         )
-
-
-def call(target: str, results: list[jax.ShapeDtypeStruct], *args: jax.Array, aliases: Any = None, **attrs: Any) -> Any:
-    """The custom call `target`; `aliases` says which arguments share memory with which results."""
-    # Batching is a rule of the primitive that this call implements, so it never reaches the call itself.
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential", input_output_aliases=aliases)(*args, **attrs)
 
 
 def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -56,37 +68,95 @@ def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.pad(x, [(0, features) for features in missing]) if any(missing) else x
 
 
-def _matmul16(
+def grouped_gemm(
     a: jax.Array,
     b: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    spec: MatmulSpec,
-    accumulator: jax.Array | None = None,
+    *more: jax.Array,
+    spec: GemmSpec,
+    batch: int,
 ) -> jax.Array:
-    """One cuBLASLt grouped matmul of bfloat16 or float16 operands, optionally added onto `accumulator`.
-
-    `spec` has the groups of the whole batch.
-    """
-    out = jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)
-    scratch = jax.ShapeDtypeStruct((matmul_scratch_bytes(spec.num_groups),), jnp.uint8)
+    """Returns the product that `spec` names, accumulated in float32."""
+    operands = (a, b, group_sizes, group_offset, *more)
+    if spec.a is None:
+        if not _can_be_read(a, b, spec):
+            return _unscaled(*operands, spec=spec, batch=batch)
+        # The shapes of unquantized operands hold the rows of all batch elements.
+        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape)
+    else:
+        if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
+            return _in_bfloat16(*operands, spec=spec, batch=batch)
+        if spec.a.mode == ScalingMode.BLOCK_1D:
+            extension.require_block_scaling()
+        out = batched(spec.out(a.shape, b.shape), batch)
+    scratch = jax.ShapeDtypeStruct((gemm_scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    args = [a, b, group_sizes, group_offset]
-    aliases = {}
-    if accumulator is not None:
-        aliases[len(args)] = 0
-        args.append(accumulator)
-    # Batch elements may have kernels in common, and groups they all have.
-    kernels = (out if spec.product == "wgrad" else b).shape[0]
-    return call(
-        "jax_grouped_matmul",
+    accumulate = len(more) > (2 if spec.scaled else 0)
+    weights = (out if spec.product == "wgrad" else b).shape[0]
+    return jax.ffi.ffi_call(
+        "jax_grouped_gemm",
         [out, scratch, workspace],
-        *args,
-        aliases=aliases,
-        product=spec.product,
-        kernel_batch=np.int64(group_offset.shape[0] * kernels // spec.num_groups),
+        input_output_aliases={len(operands) - 1: 0} if accumulate else None,
+        vmap_method=_NO_VMAP,
+    )(
+        *operands,
+        product=np.int32(_PRODUCTS.index(spec.product)),
+        scaled=spec.scaled,
+        a_mode=np.int32(_MODES.index(spec.a.mode) if spec.a else 0),
+        b_mode=np.int32(_MODES.index(spec.b.mode) if spec.b else 0),
+        # The shape of columnwise tokens does not give the number of tokens.
+        tokens=np.int64(spec.a.tokens if spec.a else 0),
+        weight_batch=np.int64(weights // spec.num_groups),
+        accumulate=accumulate,
         autotune=spec.autotune,
     )[0]
+
+
+def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
+    """Tells whether cuBLASLt can read these operands and write this result without conversion."""
+    aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
+    return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
+
+
+def _unscaled(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    accumulator: jax.Array | None = None,
+    *,
+    spec: GemmSpec,
+    batch: int,
+) -> jax.Array:
+    """Returns a product of operands that cuBLASLt cannot read, through products of operands that it can read."""
+    shape = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape).shape
+    a = _pad_features(a, (1,))
+    b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
+    in_parts = a.dtype == jnp.float32
+    direct = not in_parts and spec.out_dtype in (a.dtype, jnp.float32)
+    inner = spec if direct else dataclasses.replace(spec, out_dtype=jnp.float32)
+    if accumulator is not None:
+        # The accumulator is updated in place unless cuBLASLt cannot write its type or its number of features.
+        accumulator = _pad_features(accumulator, (1, 2)).astype(inner.out_dtype)
+    out = accumulator
+    for a_part, b_part in _factors(a, b, spec.precision) if in_parts else [(a, b)]:
+        onto = () if out is None else (out,)
+        out = grouped_gemm(a_part, b_part, group_sizes, group_offset, *onto, spec=inner, batch=batch)
+    assert out is not None
+    return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
+
+
+def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first.
+
+    Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
+    6 for three.
+    """
+    count = 3 if precision == jax.lax.Precision.HIGHEST else 2
+    a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
+    pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
+    return [(a_parts[i], b_parts[j]) for i, j in pairs]
 
 
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
@@ -96,71 +166,118 @@ def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
     for _ in range(count):
         # XLA may drop a round trip through bfloat16 as excess precision, but never a reduce_precision.
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        # The largest float32 values would round to infinity; what is cut off goes into the next part.
+        # The largest float32 values would round to infinity. Clip them; the next part takes the remainder.
         part = jnp.where(jnp.isfinite(x), jnp.clip(part, -largest, largest), part)
         parts.append(part.astype(jnp.bfloat16))
-        # Infinity minus itself would hide an overflow behind NaN in the parts that follow.
+        # Infinity minus infinity is NaN, which would hide the overflow in the parts that follow.
         x = jnp.where(jnp.isfinite(part), x - part, 0.0)
     return parts
 
 
-def _matmul32(
+def _in_bfloat16(
     a: jax.Array,
     b: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    spec: MatmulSpec,
-    accumulator: jax.Array | None,
-) -> jax.Array:
-    """A float32 grouped matmul of such operands as bfloat16 products, the smallest first, accumulated in float32.
-
-    Of the products of parts `i` and `j`, those with `i + j` below the number of parts matter: 3 for two parts,
-    6 for three.
-    """
-    count = 3 if spec.precision == jax.lax.Precision.HIGHEST else 2
-    a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
-    pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
-    out = accumulator
-    for i, j in pairs:
-        out = _matmul16(a_parts[i], b_parts[j], group_sizes, group_offset, spec, out)
-    assert out is not None
-    return out
-
-
-def grouped_matmul(
-    a: jax.Array,
-    b: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    accumulator: jax.Array | None = None,
-    *,
-    spec: MatmulSpec,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *accumulator: jax.Array,
+    spec: GemmSpec,
     batch: int,
 ) -> jax.Array:
-    """One of the three products of `MatmulSpec`, accumulated in float32."""
-    spec = dataclasses.replace(spec, num_groups=batch * spec.num_groups)
-    shape = spec.out_shape(a.shape, b.shape)
-    a = _pad_features(a, (1,))
-    b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
-    in_parts = a.dtype == jnp.float32
-    direct = not in_parts and spec.out_dtype in (a.dtype, jnp.float32)
-    gemm = spec if direct else dataclasses.replace(spec, out_dtype=jnp.float32)
-    if accumulator is not None:
-        # In place, unless its type or its features are none that cuBLASLt can write.
-        accumulator = _pad_features(accumulator, (1, 2)).astype(gemm.out_dtype)
-    multiply = _matmul32 if in_parts else _matmul16
-    out = multiply(a, b, group_sizes, group_offset, gemm, accumulator)
-    return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
+    """Returns the same product in bfloat16, for GPUs without matmuls of this format.
+
+    bfloat16 represents all numbers of the format exactly.
+    """
+
+    def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout | None, count: int) -> jax.Array:
+        assert layout is not None
+        options = dict(layout=layout, out_dtype=jnp.bfloat16, batch=count)
+        if layout.stack_rows is None:
+            return dequantize(data, scale_inv, group_sizes, group_offset, **options)
+        tokens = dequantize(data, scale_inv, layout.stack_sizes(count), **options)
+        return tokens.reshape(-1, layout.stack_rows, layout.features)
+
+    weight_batch = batch if spec.product == "wgrad" else b.shape[0] // spec.num_groups
+    a, b = numbers(a, a_scale, spec.a, batch), numbers(b, b_scale, spec.b, weight_batch)
+    unscaled = dataclasses.replace(spec, a=None, b=None)
+    return _unscaled(a, b, group_sizes, group_offset, *accumulator, spec=unscaled, batch=batch)
 
 
 def grouped_bias_grad(
     dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike, batch: int
 ) -> jax.Array:
-    """The sum of each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
+    """Sums each group's rows, `[T, N] -> [G, N]`, accumulated in float32 in a fixed order."""
     rows, features = dy.shape
     tiles = bias_grad_tiles(rows // batch, num_groups)
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
     starts = jax.ShapeDtypeStruct((batch * 2, num_groups + 1), jnp.int32)
-    dbias = call("jax_grouped_bias_grad", [out, partial_sums, starts], dy, group_sizes, group_offset)[0]
-    return dbias.astype(out_dtype)
+    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, starts], vmap_method=_NO_VMAP)
+    return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
+
+
+def quantize(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
+) -> tuple[jax.Array, ...]:
+    """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
+    shape = (x.shape[0] // batch, x.shape[1])
+    layout = spec.layout(shape, columnwise=False)
+    scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(shape[0], spec.num_groups),), jnp.uint8)
+    partial_sums = jax.ShapeDtypeStruct((layout.units(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
+    results = list(spec.results(shape).values())
+    operands = (x, group_sizes, group_offset, *more)
+    # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
+    first = len(operands) - len(results)
+    aliases = {first + i: i for i in range(len(results))} if spec.cached else None
+    outputs = jax.ffi.ffi_call(
+        "jax_grouped_quantize",
+        [batched(result, batch) for result in (*results, scratch, partial_sums)],
+        input_output_aliases=aliases,
+        vmap_method=_NO_VMAP,
+    )(
+        *operands,
+        mode=np.int32(_MODES.index(spec.mode)),
+        stack_rows=np.int64(spec.stack_rows or 0),
+        rowwise=spec.rowwise,
+        columnwise=spec.columnwise,
+        dbias=spec.dbias,
+        pow2_scales=spec.pow2_scales,
+        amax_epsilon=np.float32(spec.amax_epsilon),
+        swizzled_scales=spec.swizzled_scales,
+        given_scale=spec.given_scale,
+        activation=np.int32(_ACTIVATIONS.index(spec.activation)),
+        backward=spec.backward,
+        cached=spec.cached,
+    )
+    return tuple(outputs[: len(results)])
+
+
+def dequantize(
+    data: jax.Array,
+    scale_inv: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+    *,
+    layout: QuantizedLayout,
+    out_dtype: DTypeLike,
+    batch: int,
+) -> jax.Array:
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
+    out = jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)
+    table = jax.ShapeDtypeStruct((group_table_size(layout.num_groups),), jnp.int32)
+    return jax.ffi.ffi_call(
+        "jax_grouped_dequantize",
+        [batched(out, batch), batched(table, batch)],
+        vmap_method=_NO_VMAP,
+    )(
+        data,
+        scale_inv,
+        group_sizes,
+        jnp.zeros((batch,), jnp.int32) if group_offset is None else group_offset,
+        mode=np.int32(_MODES.index(layout.mode)),
+        num_groups=np.int64(layout.num_groups),
+        stack_rows=np.int64(layout.stack_rows or 0),
+        columnwise=layout.columnwise,
+        swizzled_scales=layout.swizzled_scales,
+    )[0]

@@ -1,4 +1,4 @@
-"""The compiled extension: whether it is there, whether this machine can run it, and what to do if not."""
+"""The compiled extension: checks that it is installed and that this machine can run it, and names the remedy if not."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from types import ModuleType
 
 import jax
 
-#: The first cuBLASLt whose grouped matmul is right in every use this library makes of it.
+#: The first cuBLASLt whose grouped matmul is correct in every use that this library makes of it.
 CUBLAS_NEEDED = (13, 8)
 
 #: Compute capabilities of the GPUs that the extension is compiled for.
@@ -24,10 +24,10 @@ _USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
 
 @functools.cache
 def load() -> ModuleType | None:
-    """The extension module with its custom calls registered, or None if this installation was built without it.
+    """Loads the extension and registers its custom calls. Returns None if this installation was built without it.
 
     Raises:
-        ImportError: it was built but does not load.
+        ImportError: the extension was built but does not load.
     """
     try:
         module = importlib.import_module("jax_grouped._cuda")
@@ -40,7 +40,7 @@ def load() -> ModuleType | None:
 
 
 def _packaged_cublaslt() -> Path | None:
-    """The cuBLASLt of the `nvidia-cublas` package, the one that JAX's CUDA plugin loads."""
+    """Returns the path of the cuBLASLt of the `nvidia-cublas` package, which JAX's CUDA plugin loads."""
     try:
         files = importlib.metadata.files("nvidia-cublas") or []
     except importlib.metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def _packaged_cublaslt() -> Path | None:
 
 
 def cuda_devices() -> list[jax.Device]:
-    """The NVIDIA GPUs that JAX sees; empty on a machine without one or with a CPU-only JAX."""
+    """Returns the NVIDIA GPUs that JAX sees; none on a machine without a GPU or with a CPU-only JAX."""
     try:
         return [device for device in jax.devices("cuda") if device.platform == "gpu"]
     except RuntimeError:
@@ -61,7 +61,7 @@ def cuda_devices() -> list[jax.Device]:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Why the `cuda` backend cannot run, and the one thing to do about it."""
+    """Reason why the `cuda` backend cannot run, and its one remedy."""
 
     found: str
     remedy: str
@@ -75,12 +75,12 @@ def _version(number: tuple[int, ...]) -> str:
 
 
 def compute_capability(device: jax.Device) -> tuple[int, ...]:
-    """The compute capability of a GPU, for example `(9, 0)`."""
+    """Returns the compute capability of a GPU, for example `(9, 0)`."""
     return tuple(int(part) for part in device.compute_capability.split("."))
 
 
 def cublas_version() -> tuple[int, ...] | None:
-    """The version of the cuBLASLt that the custom calls use, or None if there is no extension or no library."""
+    """Returns the version of the cuBLASLt that the custom calls use; None without the extension or without cuBLASLt."""
     module = load()
     number = module.cublaslt_version() if module else 0
     # cuBLASLt encodes 13.10.0 as 131000.
@@ -88,7 +88,7 @@ def cublas_version() -> tuple[int, ...] | None:
 
 
 def find_problem() -> Problem | None:
-    """What keeps the `cuda` backend from running on the GPUs of this process, or None if nothing does."""
+    """Returns the problem that keeps the `cuda` backend from running on this process's GPUs, or None."""
     rebuild = f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA})."
     try:
         if load() is None:
@@ -110,20 +110,20 @@ def find_problem() -> Problem | None:
 
 @functools.cache
 def problem_once() -> Problem | None:
-    """`find_problem`, asked once per process: neither GPUs nor libraries change while it runs."""
+    """Calls `find_problem` once per process: neither the GPUs nor the libraries change while a process runs."""
     return find_problem()
 
 
 def has_mx_products() -> bool:
-    """Whether products of MX operands can run as such: on all GPUs here, or, without one, where the program goes to.
+    """Tells whether all GPUs of this process can multiply MX operands.
 
-    Without a GPU, that is the kind of GPU that the format is for.
+    Without a GPU, returns True: the program is lowered for the kind of GPU that the format is made for.
     """
     return all(compute_capability(device) >= (10, 0) for device in cuda_devices())
 
 
 def require_block_scaling() -> None:
-    """Raises RuntimeError if this process has a GPU without products of blocks of 128."""
+    """Raises RuntimeError if this process has a GPU without matmuls of operands scaled in blocks of 128."""
     for device in cuda_devices():
         if compute_capability(device) >= (10, 0):
             raise RuntimeError(
@@ -134,9 +134,9 @@ def require_block_scaling() -> None:
 
 @functools.cache
 def keep_tuned_algorithms() -> None:
-    """Tells the extension in which file to keep, and to look for, the algorithms that were timed."""
+    """Tells the extension the file in which it looks up and keeps the timed algorithms."""
     module = load()
-    # Without the file, or a home to keep it in, what was timed holds for this process.
+    # Without the file, or a home directory for it, timed algorithms last for this process only.
     with contextlib.suppress(OSError, RuntimeError):
         if module is not None and (path := _tuned_algorithms_path()):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,10 @@ def keep_tuned_algorithms() -> None:
 
 
 def _tuned_algorithms_path() -> Path | None:
-    """The file that `JAX_GROUPED_AUTOTUNE_CACHE` names (none if it is empty), by default in the user's cache folder."""
+    """Returns the file that `JAX_GROUPED_AUTOTUNE_CACHE` names, by default one in the user's cache folder.
+
+    Returns None if the variable is empty.
+    """
     named = os.environ.get("JAX_GROUPED_AUTOTUNE_CACHE")
     if named is not None:
         return Path(named) if named else None
@@ -157,7 +160,7 @@ def require_usable() -> None:
     Without a GPU there is nothing to check: the program is being lowered for another machine.
 
     Raises:
-        RuntimeError: naming what was found, what is needed and what to do.
+        RuntimeError: a GPU or a library does not fit. The error says what was found, what is needed and what to do.
     """
     if cuda_devices() and (problem := problem_once()):
         raise RuntimeError(str(problem))

@@ -1,12 +1,12 @@
 """JAX primitives for the operations that have a CUDA kernel.
 
-A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. The choice
-falls when a program is lowered and looks at nothing but the platform, so a program for a GPU can be lowered, exported
-and inspected on a machine that has none. Derivatives are not defined here: `jax_grouped.matmul` has them.
+A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. JAX chooses
+when it lowers a program, by the platform alone. So a program for a GPU can be lowered, exported and inspected on a
+machine without a GPU. `jax_grouped.ops` defines the derivatives.
 
-Under `jax.vmap` a primitive stays one call, in which the batch is more groups: operands and results keep their rank,
-and hold the batch elements one after another along their first axis. `batches` says how many each operand holds: all
-of them, or fewer if it is kernels, each of which then serves a run of batch elements.
+Under `jax.vmap` a primitive stays one call, and the batch becomes more groups. Operands and results keep their rank and
+concatenate the batch elements along their first axis. `batches` gives the number of batch elements in each operand.
+Every operand holds all of them, except that kernels may be fewer: each then serves a run of consecutive batch elements.
 """
 
 import dataclasses
@@ -21,19 +21,14 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped._config import config
-from jax_grouped._varying import vary_alike
-from jax_grouped.backends import (
-    cuda,
-    cuda_quantize,
-    cuda_scaled_matmul,
-    extension,
-    xla,
-    xla_quantize,
-    xla_scaled_matmul,
-)
-from jax_grouped.backends.spec import MatmulSpec, QuantizeSpec, ScaledMatmulSpec, batched
-from jax_grouped.quantized_layout import QuantizedLayout
+from jax_grouped.backends import cuda, extension
+from jax_grouped.backends.reference import gemm as reference_gemm
+from jax_grouped.backends.reference import quantize as reference_quantize
+from jax_grouped.backends.reference import tiles as reference_tiles
+from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
+from jax_grouped.core.config import config
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.layout import QuantizedLayout
 
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31
@@ -45,20 +40,21 @@ def _define(
     xla_impl: Callable[..., tuple[jax.Array, ...]],
     cuda_impl: Callable[..., tuple[jax.Array, ...]],
     *,
-    shares_kernels: bool = False,
+    shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
-) -> Callable[..., list[jax.Array]]:
-    """A primitive, as a function of arrays with static keyword arguments that returns a list.
+) -> Primitive:
+    """Returns a primitive with a list of results. Bind it with the parameters from `static` and its own.
 
     Args:
-        name: of the primitive, as it appears in a jaxpr.
-        results: shapes and types of the results of one batch element, from its abstract operands and the keywords.
+        name: name of the primitive in a jaxpr.
+        results: returns shapes and types of the results of one batch element, from its abstract operands and the
+            keywords.
         xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
             `xla`.
         cuda_impl: lowering for CUDA of `batch` batch elements.
-        shares_kernels: whether the static `spec` tells operands that are kernels, which several batch elements can have
-            in common.
-        dce_rule: what is left of an equation with some of its results, where it need not be all or nothing.
+        shares_weights: whether the static `spec` names operands that are kernels, which several batch elements can
+            share.
+        dce_rule: reduces an equation to the results that are read; without it, an equation stays whole or goes.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True
@@ -88,7 +84,7 @@ def _define(
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def impl(*args: jax.Array, **params: Any) -> list[jax.Array]:
-        # Also under `jax.disable_jit`: a primitive has no steps that could be run one by one.
+        # Keep jit on under `jax.disable_jit`: a primitive has no steps that could be run one by one.
         with jax.disable_jit(False):
             return jitted(**params)(*args)
 
@@ -104,7 +100,7 @@ def _define(
 
     @functools.cache
     def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
-        # Under `jit`, so that JAX traces it once for all programs with operands of these shapes.
+        # `jit` lets JAX trace the implementation once for all programs with operands of these shapes.
         return jax.jit(functools.partial(xla_impl, **static))
 
     def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
@@ -122,16 +118,16 @@ def _define(
 
         return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
 
-    def on_cuda(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
+    def on_cuda(*, backend: str, batches: tuple[int, ...], **static: Any) -> Callable[..., tuple[jax.Array, ...]]:
         if backend == "xla":
-            return on_xla(*args, backend=backend, batches=batches, **static)
+            return functools.partial(on_xla, backend=backend, batches=batches, **static)
         cuda.require_usable()
         cuda.check_batch(batches[0])
         if getattr(static.get("spec"), "autotune", False):
             extension.keep_tuned_algorithms()
-        return cuda_impl(*args, batch=batches[0], **static)
+        return functools.partial(cuda_impl, batch=batches[0], **static)
 
-    mlir.register_lowering(primitive, _lowering(on_xla))
+    mlir.register_lowering(primitive, _lowering(lambda **params: functools.partial(on_xla, **params)))
     mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
 
     def batching_rule(
@@ -140,12 +136,12 @@ def _define(
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         if size == 0:
             return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
-        kernels = params["spec"].kernel_operands if shares_kernels else ()
-        # The data and the scales of kernels have one batch size, so they are shared together or not at all.
-        shared = all(axes[i] is None and batches[i] == 1 for i in kernels)
+        weights = params["spec"].weight_operands if shares_weights else ()
+        # Data and scales of weights must have one batch size: share both or neither.
+        shared = all(axes[i] is None and batches[i] == 1 for i in weights)
         operands, counts = [], []
         for i, (x, axis, count) in enumerate(zip(args, axes, batches, strict=True)):
-            if shared and i in kernels:
+            if shared and i in weights:
                 operands.append(x)
                 counts.append(1)
             else:
@@ -159,26 +155,28 @@ def _define(
     if dce_rule is not None:
         partial_eval.dce_rules[primitive] = dce_rule
 
-    def bind(*args: jax.Array, **static: Any) -> list[jax.Array]:
-        return primitive.bind(*args, backend=config.backend, batches=(1,) * len(args), **static)
+    return primitive
 
-    return bind
+
+def static(operands: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the parameters that all primitives have, for operands without a batch."""
+    return dict(backend=config.backend, batches=(1,) * len(operands))
 
 
 def _fold(x: jax.Array) -> jax.Array:
-    """`[B, L, ...] -> [B * L, ...]`."""
+    """Reshapes `[B, L, ...] -> [B * L, ...]`."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _unfold(x: jax.Array, batch: int) -> jax.Array:
-    """`[B * L, ...] -> [B, L, ...]`."""
+    """Reshapes `[B * L, ...] -> [B, L, ...]`."""
     return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
 
 
 def _nothing(
     function: Callable[..., list[jax.Array]], args: Sequence[jax.Array], axes: Sequence[int | None]
 ) -> tuple[list[jax.Array], list[int]]:
-    """The results of a batch without elements, and their batch axes."""
+    """Returns the results of an empty batch, and their batch axes."""
     slices = [
         jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
         for x, axis in zip(args, axes, strict=True)
@@ -188,9 +186,9 @@ def _nothing(
 
 
 def _refuse_large_batches(batch: int, *avals: Any) -> None:
-    """Raises if the batch has more rows or groups than can be counted."""
+    """Raises if the batch has more rows or groups than int32 can count."""
     for aval in avals:
-        # Other arrays with one axis hold elements, not rows or groups. A dimension may be left open by an export.
+        # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
         counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
         if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
             raise ValueError(
@@ -200,7 +198,7 @@ def _refuse_large_batches(batch: int, *avals: Any) -> None:
 
 
 def _refuse_sharded_types(*avals: Any) -> None:
-    """Raises if an argument's type says how it is sharded, as on a mesh with explicit axes."""
+    """Raises if an argument's type carries a sharding, as on a mesh with explicit axes."""
     for aval in avals:
         if any(axis is not None for axis in aval.sharding.spec):
             raise ValueError(
@@ -209,26 +207,27 @@ def _refuse_sharded_types(*avals: Any) -> None:
             )
 
 
-def _lowering(implementation: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
-    """A lowering rule from a plain function, which sees shapes and types only.
+def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Callable[..., Any]:
+    """Returns a lowering rule from `choose`, a function that picks the implementation by the parameters.
 
-    Inside `jax.shard_map`, values also know the mesh axes over which they vary. That is checked by now, and the mesh is
-    out of reach while a rule runs, so an implementation could make no array that varies alike.
+    The implementation sees shapes and types only. Inside `jax.shard_map`, avals also carry the mesh axes over which
+    values vary. JAX has already checked these axes, and the rule drops them: it has no access to the mesh, so the
+    implementation could not create arrays that vary over them.
     """
-    rule = mlir.lower_fun(implementation, multiple_results=True)
 
     def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
         return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
     def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args, **params)
+        rule = mlir.lower_fun(choose(**params), multiple_results=True)
+        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args)
 
     return lower
 
 
-def _matmul_results(a: Any, b: Any, *more: Any, spec: MatmulSpec) -> Any:
+def _gemm_results(a: Any, b: Any, *more: Any, spec: GemmSpec) -> Any:
     del more
-    return [jax.ShapeDtypeStruct(spec.out_shape(a.shape, b.shape), spec.out_dtype)]
+    return [spec.out(a.shape, b.shape)]
 
 
 def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_groups: int, out_dtype: DTypeLike) -> Any:
@@ -244,13 +243,13 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
 def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
     """Drops orientations and sums that no product reads.
 
-    Rules of differentiation ask for what all gradients need, and `jax.checkpoint` has both passes quantize.
+    Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
     """
-    equation = inputs_and_equation[-1]  # after which of its inputs live, since JAX 0.12
+    equation = inputs_and_equation[-1]  # Since JAX 0.12, the flags of live inputs come before it.
     spec, shape = equation.params["spec"], equation.invars[0].aval.shape
     if not any(read):
         return [False] * len(equation.invars), None
-    if spec.cached:  # Its results are there before it, as operands.
+    if spec.cached:  # Its previous results are operands.
         return [True] * len(equation.invars), equation
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
@@ -269,108 +268,20 @@ def _dequantize_results(
     return [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)]
 
 
-def _scaled_matmul_results(*operands: Any, spec: ScaledMatmulSpec) -> Any:
-    del operands
-    return [spec.out]
-
-
 def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
-    """`implementation` with its result in a tuple."""
+    """Wraps the implementation's result in a tuple."""
     return lambda *args, **static: (implementation(*args, **static),)
 
 
-_matmul = _define("matmul", _matmul_results, _one(xla.grouped_matmul), _one(cuda.grouped_matmul), shares_kernels=True)
-_bias_grad = _define("bias_grad", _bias_grad_results, _one(xla.grouped_bias_grad), _one(cuda.grouped_bias_grad))
-_quantize = _define(
-    "quantize", _quantize_results, xla_quantize.quantize, cuda_quantize.quantize, dce_rule=_quantize_what_is_read
+#: `(a, b, group_sizes, group_offset, *scales, *accumulator) -> [out]` with a `GemmSpec`.
+GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
+#: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
+BIAS_GRAD = _define(
+    "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
-_dequantize = _define("dequantize", _dequantize_results, _one(xla_quantize.dequantize), _one(cuda_quantize.dequantize))
-
-_scaled_matmul = _define(
-    "scaled_matmul",
-    _scaled_matmul_results,
-    _one(xla_scaled_matmul.scaled_matmul),
-    _one(cuda_scaled_matmul.scaled_matmul),
-    shares_kernels=True,
+#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
+QUANTIZE = _define(
+    "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read
 )
-
-
-def grouped_matmul(
-    a: jax.Array,
-    b: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: MatmulSpec,
-    accumulator: jax.Array | None = None,
-) -> jax.Array:
-    """The product that `spec` names. `a` and `b` have one floating type; sizes and offset are `int32`.
-
-    It is added to the accumulator, if there is one: an array like the result.
-    """
-    shape = spec.out_shape(a.shape, b.shape)
-    operands = vary_alike(a, b, group_sizes, group_offset, *_optional(accumulator))
-    if 0 in (*a.shape, *b.shape, *group_sizes.shape, *shape):
-        return _nothing_added(jax.ShapeDtypeStruct(shape, spec.out_dtype), accumulator, operands[0])
-    return _matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
-
-
-def _optional(accumulator: jax.Array | None) -> tuple[jax.Array, ...]:
-    return () if accumulator is None else (accumulator,)
-
-
-def _nothing_added(result: jax.ShapeDtypeStruct, accumulator: jax.Array | None, like: jax.Array) -> jax.Array:
-    """The result of a product without operations."""
-    return vary_alike(jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator, like)[0]
-
-
-def grouped_bias_grad(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, out_dtype: DTypeLike
-) -> jax.Array:
-    """The sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`."""
-    dy, group_sizes, group_offset = vary_alike(dy, group_sizes, group_offset)
-    if 0 in (*dy.shape, *group_sizes.shape, num_groups):
-        empty = jnp.zeros((num_groups, dy.shape[1]), out_dtype)
-        return vary_alike(empty, dy)[0]
-    return _bias_grad(dy, group_sizes, group_offset, num_groups=num_groups, out_dtype=jnp.dtype(out_dtype))[0]
-
-
-def grouped_quantize(
-    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
-) -> dict[str, jax.Array]:
-    """The quantization that `spec` names, of `x [T, C]`; the further operands are those of `QuantizeSpec`."""
-    operands = vary_alike(x, group_sizes, group_offset, *more)
-    if 0 in (*x.shape, spec.num_groups):
-        nothing = xla_quantize.quantize_nothing(x, *more, spec=spec)
-        results = [vary_alike(result, operands[0])[0] for result in nothing]
-    else:
-        results = _quantize(*operands, spec=spec)
-    return dict(zip(spec.results(x.shape), results, strict=True))
-
-
-def dequantize(
-    data: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array, *, layout: QuantizedLayout, out_dtype: DTypeLike
-) -> jax.Array:
-    """`data * scale_inv` in the order of what was quantized, `[T, C]`."""
-    operands = vary_alike(data, scale_inv, group_sizes)
-    shape = (layout.tokens, layout.features)
-    if 0 in (*shape, layout.num_groups):
-        return vary_alike(jnp.zeros(shape, out_dtype), operands[0])[0]
-    return _dequantize(*operands, layout=layout, out_dtype=jnp.dtype(out_dtype))[0]
-
-
-def scaled_matmul(
-    a_data: jax.Array,
-    a_scale: jax.Array,
-    b_data: jax.Array,
-    b_scale: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    spec: ScaledMatmulSpec,
-    accumulator: jax.Array | None = None,
-) -> jax.Array:
-    """The product that `spec` names, of quantized operands; otherwise as `grouped_matmul`."""
-    operands = (a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *_optional(accumulator))
-    operands = vary_alike(*operands)
-    if any(x.size == 0 for x in operands):
-        return _nothing_added(spec.out, accumulator, operands[0])
-    return _scaled_matmul(*operands, spec=dataclasses.replace(spec, autotune=config.autotune))[0]
+#: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
+DEQUANTIZE = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))

@@ -1,4 +1,4 @@
-"""What an operation computes, as one static value that every backend understands."""
+"""Static descriptions of operations, one value per operation, which every backend understands."""
 
 import dataclasses
 from typing import Literal
@@ -8,30 +8,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.quantized_layout import QuantizedLayout
-from jax_grouped.recipes import ScalingMode
+from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 Activation = Literal["silu_mul", "silu", "gelu", "relu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulSpec:
-    """The static part of a grouped matmul `(a, b, group_sizes, group_offset, *accumulator) -> out`.
+class GemmSpec:
+    """The static part of a grouped product `(a, b, group_sizes, group_offset, *scales, *accumulator) -> out`.
 
-    With an accumulator, an array like the result, of `wgrad` only, the product is added to it.
+    | product | a           | b                  | out               |
+    |---------|-------------|--------------------|-------------------|
+    | `fprop` | x `[T,K]`   | kernel `[G,K,N]`   | y `[T,N]`         |
+    | `dgrad` | dy `[T,N]`  | kernel `[G,K,N]`   | dx `[T,K]`        |
+    | `wgrad` | x `[T,K]`   | dy `[T,N]`         | dkernel `[G,K,N]` |
 
-    | product | a         | b              | out            |
-    |---------|-----------|----------------|----------------|
-    | `fprop` | x `[T,K]` | kernel `[G,K,N]` | y `[T,N]`      |
-    | `dgrad` | dy `[T,N]`| kernel `[G,K,N]` | dx `[T,K]`     |
-    | `wgrad` | x `[T,K]` | dy `[T,N]`       | dkernel `[G,K,N]` |
+    With quantized operands, `scales` are those of a and of b. Both operands are contiguous along the contracted axis,
+    as Hopper's FP8 matmul requires: `fprop` reads x rowwise and the kernel columnwise, `dgrad` reads dy and the kernel
+    rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both
+    `TENSOR`, or both `MX` with swizzled scales.
+
+    Only `wgrad` takes an accumulator: an array like the result, to which the product is added.
 
     Attributes:
         product: which of the three.
-        num_groups: `G`, the groups whose kernels are here; `group_sizes` may describe more.
+        num_groups: `G`, the number of local kernels; `group_sizes` may describe more groups.
         out_dtype: type of the result.
-        precision: applies to float32 inputs; see `jax_grouped.ragged_dot`.
+        precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
+        a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
         autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
@@ -39,91 +45,56 @@ class MatmulSpec:
     num_groups: int
     out_dtype: DTypeLike
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    a: QuantizedLayout | None = None
+    b: QuantizedLayout | None = None
     autotune: bool = False
 
     def __post_init__(self) -> None:
-        # One value per type, so that specs compare and hash alike.
+        # Normalise the type, so that equal specs compare and hash alike.
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
 
-    def out_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the result for operands of these shapes."""
+    @property
+    def scaled(self) -> bool:
+        """True if the operands are quantized."""
+        return self.a is not None
+
+    def out(self, a: tuple[int, ...], b: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Returns shape and type of the result for operands of these shapes."""
+        if self.a is not None and self.b is not None:
+            a = (self.a.tokens, self.a.features)
+            b = (
+                (self.b.tokens, self.b.features)
+                if self.b.stack_rows is None
+                else (0, self.b.stack_rows, self.b.features)
+            )
         match self.product:
             case "fprop":
-                return (a[0], b[2])
+                shape: tuple[int, ...] = (a[0], b[2])
             case "dgrad":
-                return (a[0], b[1])
+                shape = (a[0], b[1])
             case "wgrad":
-                return (self.num_groups, a[1], b[1])
+                shape = (self.num_groups, a[1], b[1])
+        return jax.ShapeDtypeStruct(shape, self.out_dtype)
 
     @property
-    def kernel_operands(self) -> tuple[int, ...]:
-        """Positions of the operands that are kernels."""
-        return () if self.product == "wgrad" else (1,)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledMatmulSpec:
-    """The static part of a grouped matmul of quantized operands.
-
-    That is `(a_data, a_scale, b_data, b_scale, group_sizes, group_offset, *accumulator) -> out`. Both operands are
-    contiguous along the axis that is summed over, which is all that Hopper's FP8 matmul takes. The accumulator is that
-    of `MatmulSpec`.
-
-    | product | a             | b                  | out               |
-    |---------|---------------|--------------------|-------------------|
-    | `fprop` | x, rowwise    | kernel, columnwise | y `[T,N]`         |
-    | `dgrad` | dy, rowwise   | kernel, rowwise    | dx `[T,K]`        |
-    | `wgrad` | x, columnwise | dy, columnwise     | dkernel `[G,K,N]` |
-
-    Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both `TENSOR`, or both `MX` with swizzled scales.
-
-    Attributes:
-        product: which of the three.
-        a, b: where the operands' data and scales lie.
-        out_dtype: type of the result.
-        autotune: as in `MatmulSpec`.
-    """
-
-    product: Product
-    a: QuantizedLayout
-    b: QuantizedLayout
-    out_dtype: DTypeLike
-    autotune: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
-
-    @property
-    def num_groups(self) -> int:
-        """`G`, the groups whose kernels are here; `group_sizes` may describe more."""
-        return self.a.num_groups
-
-    @property
-    def out(self) -> jax.ShapeDtypeStruct:
-        """Shape and type of the result."""
+    def weight_operands(self) -> tuple[int, ...]:
+        """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
-            return jax.ShapeDtypeStruct((self.num_groups, self.a.features, self.b.features), self.out_dtype)
-        assert self.b.stack_rows is not None
-        features = self.b.features if self.product == "fprop" else self.b.stack_rows
-        return jax.ShapeDtypeStruct((self.a.tokens, features), self.out_dtype)
-
-    @property
-    def kernel_operands(self) -> tuple[int, ...]:
-        """Positions of the operands that are kernels."""
-        return () if self.product == "wgrad" else (2, 3)
+            return ()
+        return (1, 5) if self.scaled else (1,)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
     """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
 
-    More operands follow in this order, each if its flag says so: `scale [G]`, `activation_input`, and `skip` with the
-    previous results, whose bytes are kept where `skip` is true.
+    `more` holds these operands in this order, each only if its flag is set: `scale [G]`, `activation_input`, and `skip`
+    with the previous results, whose bytes are kept if `skip` is true.
 
     Attributes:
         mode: which elements share a scale.
         dtype: the FP8 type.
-        num_groups: `G`, the groups to quantize; `group_sizes` may describe more.
+        num_groups: `G`, the number of groups to quantize; `group_sizes` may describe more.
         stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
         rowwise, columnwise: the orientations to make.
         dbias: whether to sum each group's rows.
@@ -131,8 +102,8 @@ class QuantizeSpec:
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
         swizzled_scales: whether scales of `MX` are in the order of Blackwell's matmul.
         given_scale: whether the scales are given, one per group (`TENSOR` only).
-        activation: what is applied to `x` before quantization, in float32.
-        backward: quantize the gradient of the activation's input instead: `x` is the gradient of its result.
+        activation: function applied to `x` before quantization, in float32.
+        backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
         cached: whether `skip` and previous results are given.
     """
 
@@ -155,13 +126,13 @@ class QuantizeSpec:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def features(self, x_features: int) -> int:
-        """Features of the quantized array, from those of `x`."""
+        """Returns the number of features of the quantized array, from that of `x`."""
         if self.activation != "silu_mul":
             return x_features
         return 2 * x_features if self.backward else x_features // 2
 
     def layout(self, x_shape: tuple[int, ...], *, columnwise: bool) -> QuantizedLayout:
-        """Where one orientation's data and scales lie, for an `x` of this shape, `[T, C]`."""
+        """Returns the layout of one orientation's data and scales, for an `x` of this shape, `[T, C]`."""
         return QuantizedLayout(
             self.mode,
             columnwise,
@@ -178,7 +149,7 @@ class QuantizeSpec:
         return jnp.dtype(jnp.float8_e8m0fnu if self.mode == ScalingMode.MX else jnp.float32)
 
     def results(self, x_shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and types of the results, in the order of the primitive's and of the custom call's."""
+        """Returns shapes and types of the results, in the order that the primitive and the custom call have them."""
         results = {}
         for name, columnwise, wanted in (("row", False, self.rowwise), ("column", True, self.columnwise)):
             if wanted:
@@ -192,5 +163,5 @@ class QuantizeSpec:
 
 
 def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:
-    """`batch` such arrays one after another along their first axis: `[L, ...] -> [B * L, ...]`."""
+    """Returns the shape of `batch` such arrays concatenated along their first axis: `[L, ...] -> [B * L, ...]`."""
     return jax.ShapeDtypeStruct((batch * result.shape[0], *result.shape[1:]), result.dtype)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.examples.settings import CHANGEABLE, LAYERS, PARALLEL, RECIPES, Settings, UsageError, check
-from jax_grouped.group_layout import FP8_ALIGNMENT
 
 _DESCRIPTION = """\
 Train a byte-level transformer whose feed-forward layers are mixtures of experts, each a MoEMlp of jax_grouped.

@@ -11,7 +11,7 @@ import jax_grouped as jg
 import jax_grouped.examples.moe_lm as moe_lm
 import jax_grouped.examples.moe_lm_nnx as moe_lm_nnx
 from jax_grouped.examples.settings import RECIPES, Settings
-from jax_grouped.gradients import OVERWRITE_WITH_GRADIENT
+from jax_grouped.ops.gradients import OVERWRITE_WITH_GRADIENT
 
 #: Nested mappings of arrays: `params`, and below `_overwrite_with_gradient` the states of delayed scaling.
 Variables = Mapping[str, Any]

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jax_grouped.group_layout import FP8_ALIGNMENT
-from jax_grouped.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from jax_grouped.core.groups import FP8_ALIGNMENT
+from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
 #: How the experts' matmuls are computed in FP8, None for bfloat16.
 RECIPES: Mapping[str, Recipe | None] = {

@@ -1,4 +1,4 @@
-"""Mixtures of experts without Flax: routing, permutation, the experts and their exchange, and all in one function.
+"""Mixtures of experts without Flax: routing, permutation, the experts, the exchange of rows, and all in one function.
 
 Example:
     x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -13,7 +13,6 @@ Example:
     assert places.group_sizes.tolist() == [0, 0, 8, 8] and y.shape == x.shape
 """
 
-from jax_grouped.dense_inputs import Weights as Weights
 from jax_grouped.moe.exchange import Exchange as Exchange
 from jax_grouped.moe.exchange import plan_exchange as plan_exchange
 from jax_grouped.moe.exchange import return_rows as return_rows
@@ -28,6 +27,7 @@ from jax_grouped.moe.permutation import unpermute as unpermute
 from jax_grouped.moe.routing import Routing as Routing
 from jax_grouped.moe.routing import load_balancing_loss as load_balancing_loss
 from jax_grouped.moe.routing import top_k_routing as top_k_routing
+from jax_grouped.ops.inputs import Weights as Weights
 
 __all__ = [
     "Exchange",

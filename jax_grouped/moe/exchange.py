@@ -8,37 +8,38 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array, check_instance
-from jax_grouped._varying import axis_size, vary_alike
-from jax_grouped.arrays import short_repr
-from jax_grouped.group_layout import group_rows
+from jax_grouped.core.groups import group_rows
+from jax_grouped.core.values import as_array, check_instance
+from jax_grouped.core.varying import axis_size, vary_alike
+from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.moe.capacity import fit_to_capacity
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
 
-#: How rows are moved.
+#: Method of moving rows.
 Method = Literal["auto", "ragged", "padded"]
 
-#: So many thread blocks keep a GPU's links busy: on two H200, 16 slices of 4 MB moved at 43 GB/s.
+#: Number of slices, one thread block each, that keeps a GPU's links busy. On two H200, 16 slices of 4 MB moved at only
+#: 43 GB/s.
 _GPU_SLICES = 1024
 
-#: Rows of all devices are counted in int32, and so are places in what one device receives.
+#: Counts of the rows of all devices are int32, and so are positions among the rows that one device receives.
 _MOST_ROWS = 2**31 - 1
 
-#: The origin of a row that comes from nowhere: past the end of every array.
+#: Origin of a row without a source: an index past the end of every array.
 _NOWHERE = _MOST_ROWS
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Slices:
-    """The rows of an array that go to each device, or come from it: `n = E / D` slices of each.
+    """Slices of an array's rows that go to each device, or come from it: `n = E / D` slices per device.
 
     Attributes:
-        starts: `int32[D, n]`, where the slices start here.
-        sizes: `int32[D, n]`, their rows.
-        peer_starts: `int32[D, n]`, where they start on the other device.
-        num_rows: rows of the array here; static.
+        starts: `int32[D, n]`, first rows of the slices on this device.
+        sizes: `int32[D, n]`, numbers of rows of the slices.
+        peer_starts: `int32[D, n]`, first rows of the slices on the other device.
+        num_rows: rows of this device's array; static.
     """
 
     starts: jax.Array
@@ -51,15 +52,15 @@ class _Slices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Which rows travel between the `D` devices of a mesh axis, and where to; from `plan_exchange`.
+    """Plan of a row exchange between the `D` devices of a mesh axis; made by `plan_exchange`.
 
     Attributes:
-        group_sizes: `int32[E / D]`, rows per own expert after `send_rows`.
-        dropped: `int32[]`, how many of the own rows are not sent.
+        group_sizes: `int32[E / D]`, rows per expert of this device after `send_rows`.
+        dropped: `int32[]`, number of this device's rows that are not sent.
         outgoing: the slices that `send_rows` sends; internal.
         incoming: the slices that it receives; internal.
         axis_name: the mesh axis; static.
-        method: how rows are moved, see `plan_exchange`; static.
+        method: method of moving rows, see `plan_exchange`; static.
 
     Example:
         from jax.sharding import AxisType, PartitionSpec as P
@@ -89,9 +90,9 @@ def plan_exchange(
 ) -> Exchange:
     """Plans how rows reach the devices of their experts; called inside `jax.shard_map`.
 
-    Every device has `num_rows` rows, sorted by expert, of all `E` experts. Expert `e` lives on device `e // (E / D)` of
-    the axis. Where more than `capacity` rows would go to one device, its largest chunks, one chunk being the rows of
-    one source for one expert, are cut to one length: their first rows travel.
+    Every device has `num_rows` rows of all `E` experts, sorted by expert. Expert `e` lives on device `e // (E / D)` of
+    the axis. A chunk is the rows of one source for one expert. If more than `capacity` rows would go to one device, its
+    largest chunks are cut to one length, and their first rows travel.
 
     Args:
         group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
@@ -100,13 +101,13 @@ def plan_exchange(
         num_rows: `R`, rows of this device's array, the same on every device. `D * num_rows` is below 2^31.
         capacity: rows that a device has room for after `send_rows`, fewer than 2^31. `D * num_rows` drops none,
             whatever the sizes.
-        method: "ragged" is one `jax.lax.ragged_all_to_all`, which moves only rows that there are; "padded" is
+        method: "ragged" is one `jax.lax.ragged_all_to_all`, which moves only existing rows; "padded" is
             `jax.lax.all_to_all` of `min(num_rows, capacity)` rows from every device to every other, with `D` times as
             much memory; "auto" is "padded" on CPUs, for which XLA has no ragged one, and "ragged" elsewhere. On GPUs
             that NVLink does not connect, XLA's ragged one is slow, waits for the host, or refuses to run.
 
     Returns:
-        The plan for `send_rows` and `return_rows`. All devices come to the same answer from the sizes of all.
+        The plan for `send_rows` and `return_rows`. All devices compute the same plan from the sizes of all.
 
     Raises:
         TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
@@ -127,7 +128,7 @@ def plan_exchange(
         assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
     """
     devices = axis_size(axis_name)
-    num_rows, capacity = _checks.static_size("num_rows", num_rows), _checks.static_size("capacity", capacity)
+    num_rows, capacity = checks.static_size("num_rows", num_rows), checks.static_size("capacity", capacity)
     for name, value, most in (("num_rows", num_rows, _MOST_ROWS // devices), ("capacity", capacity, _MOST_ROWS)):
         if value > most:
             raise ValueError(
@@ -136,7 +137,7 @@ def plan_exchange(
             )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
-    sizes = _checks.canonical_sizes_of(group_sizes, num_rows)
+    sizes = checks.canonical_sizes_of(group_sizes, num_rows)
     experts = sizes.shape[0]
     if experts == 0 or experts % devices:
         raise ValueError(
@@ -146,11 +147,11 @@ def plan_exchange(
     sizes, me, offset = vary_alike(sizes, jax.lax.axis_index(axis_name), jnp.zeros((1,), jnp.int32))
     sizes = group_rows(sizes, offset, experts, num_rows).sizes
 
-    # Of all devices, by source, destination and expert of the destination.
+    # Chunks of all devices, by source, destination and expert of the destination.
     chunks = jax.lax.all_gather(sizes, axis_name).reshape(devices, devices, experts // devices)
     kept = jax.vmap(fit_to_capacity, in_axes=(1, None), out_axes=1)(chunks, capacity)
     starts = _starts(chunks)
-    # A destination has its rows by expert, and those of an expert by source.
+    # A destination sorts its rows by expert, then by source.
     placed = _starts(kept.transpose(1, 2, 0)).transpose(2, 0, 1)
     return Exchange(
         group_sizes=jnp.sum(kept[:, me], axis=0, dtype=jnp.int32),
@@ -166,12 +167,12 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
     """Sends rows to the devices of their experts. Its gradient is `return_rows`, and so on to any order.
 
     Args:
-        rows: `[R, C]` of a floating-point type, sorted by expert. What the tail holds goes nowhere.
+        rows: `[R, C]` of a floating-point type, sorted by expert. The tail is not sent.
         exchange: the plan, made on the same devices.
 
     Returns:
-        `[capacity, C]`, the rows for this device's experts, group by group and in a group by source, as `grouped_dense`
-        takes them with `exchange.group_sizes`. The tail is zero.
+        `[capacity, C]`, the rows for this device's experts, sorted by group, then by source, as `grouped_dense` takes
+        them with `exchange.group_sizes`. The tail is zero.
 
     Raises:
         TypeError: `rows` is not of a floating-point type, or `exchange` is no plan.
@@ -197,10 +198,10 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """Sends the results for rows back to where the rows were before `send_rows`. Its gradient is `send_rows`.
+    """Sends the results for rows back to the rows' positions before `send_rows`. Its gradient is `send_rows`.
 
     Args:
-        rows: `[capacity, C]` of a floating-point type, laid out as by `send_rows`. What the tail holds goes nowhere.
+        rows: `[capacity, C]` of a floating-point type, laid out as by `send_rows`. The tail is not sent.
         exchange: the plan, made on the same devices.
 
     Returns:
@@ -240,7 +241,7 @@ def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Sl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _move(axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
-    """Puts the slices of all devices' rows into their places in new rows, the others of which are zero."""
+    """Copies the slices of all devices' rows to their positions in a new array; all other rows of it are zero."""
     if 0 in (*rows.shape, target.num_rows):
         return _zeros(rows, target)
     ragged, padded = functools.partial(_move_ragged, axis_name), functools.partial(_move_padded, axis_name)
@@ -270,7 +271,7 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def _in_pieces(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`move` of smaller slices, for GPUs: where XLA moves rows by its own kernel, each slice has one thread block."""
+    """Wraps `move` to move smaller slices on GPUs, where XLA's own kernel moves each slice with one thread block."""
 
     def move_pieces(rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
         pieces = -(-_GPU_SLICES // source.sizes.size)
@@ -280,7 +281,7 @@ def _in_pieces(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _cut(slices: _Slices, pieces: int) -> _Slices:
-    """Every slice in so many pieces of one length, but for the last ones."""
+    """Cuts every slice into `pieces` pieces of equal length; only the last ones may be shorter."""
     length = -(-slices.sizes[..., None] // pieces)
     before = jnp.minimum(length * jnp.arange(pieces, dtype=jnp.int32), slices.sizes[..., None])
 
@@ -303,7 +304,7 @@ def _move_ragged(axis_name: Hashable, rows: jax.Array, source: _Slices, target: 
 
 
 def _move_padded(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
-    # The slices of one device follow each other in its chunk, which has room for all that can be sent or received.
+    # The slices of one device are contiguous in its chunk, which has room for all rows that can be sent or received.
     devices, room = source.sizes.shape[0], min(source.num_rows, target.num_rows)
     sent = jax.vmap(functools.partial(_origins, num_rows=room))(_starts(source.sizes), source.sizes, source.starts)
     received = jax.lax.all_to_all(_take(rows, sent), axis_name, 0, 0).reshape(devices * room, -1)
@@ -318,18 +319,18 @@ def _zeros(rows: jax.Array, target: _Slices) -> jax.Array:
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """The sum of all entries before each, in the order of memory, anew for every index of the first axis."""
+    """Returns the exclusive prefix sum in memory order, which restarts for every index of the first axis."""
     flat = sizes.reshape(sizes.shape[0], -1)
     return (jnp.cumsum(flat, axis=1, dtype=jnp.int32) - flat).reshape(sizes.shape)
 
 
 def _origins(starts: jax.Array, sizes: jax.Array, origins: jax.Array, *, num_rows: int) -> jax.Array:
-    """Which row each of `num_rows` is, if slice `i`, from row `starts[i]` on, holds those from `origins[i]` on."""
+    """Returns the source row of each of `num_rows` rows: row `starts[i] + j` of slice `i` is row `origins[i] + j`."""
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     inside = (row >= starts) & (row < starts + sizes)
     return jnp.min(jnp.where(inside, origins + row - starts, _NOWHERE), axis=1)
 
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """`rows[index]`, zeros where the index is past the end."""
+    """Returns `rows[index]`, zeros where the index is past the end."""
     return rows.at[index].get(mode="fill", fill_value=0)

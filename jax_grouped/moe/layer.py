@@ -1,4 +1,4 @@
-"""`moe_mlp`: everything between a router's logits and the weighted sum of the experts' results."""
+"""`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
 import math
 from collections.abc import Sequence
@@ -7,24 +7,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, static_number
-from jax_grouped._varying import axis_size, varying_axes
-from jax_grouped.dense_inputs import Weights
+from jax_grouped.core.values import as_array, static_number
+from jax_grouped.core.varying import axis_size, varying_axes
+from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.mlp import as_weights, grouped_mlp
 from jax_grouped.moe.permutation import group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
-from jax_grouped.recipes import Recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.inputs import Weights
 
 
 class MoEMetrics(NamedTuple):
-    """What is to be known of one use of a mixture of experts, beside its result. All of it stays on the device.
+    """Routing metrics of one MoE call. All of them stay on the device.
 
     Attributes:
-        balance_loss: `float32[]`, see `load_balancing_loss`; what is trained on, times a small weight.
-        expert_load: `int32[E]`, how many of this device's pairs of a token and an expert chose each expert.
-        dropped: `int32[]`, how many of these pairs found no room; without a `capacity_factor` always 0.
+        balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
+        expert_load: `int32[E]`, number of this device's pairs of a token and an expert, per expert.
+        dropped: `int32[]`, number of these pairs that found no room; always 0 without a `capacity_factor`.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -60,15 +60,15 @@ def moe_mlp(
     batch_axes: Sequence[str] = (),
     exchange_method: Method = "auto",
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Sends each token to the `top_k` experts that its logits choose, and adds up their results by their weights.
+    """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
 
-    The parts are there on their own: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
+    The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
 
     The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
-    experts, and tokens too: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
-    inside an expert, for which the kernels' features are given gate and up apart on each device; the results are added
-    up over it. Axes that split tokens alone need no mention but in `batch_axes`, for the balance loss.
+    experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
+    inside an expert: each device has a part of the gate's features, then a part of up's, and the results are summed
+    over the axis. Axes that split only tokens are named in `batch_axes` alone, for the balance loss.
 
     Args:
         x: `[T, K]` tokens of this device, bfloat16, float16 or float32.
@@ -78,11 +78,11 @@ def moe_mlp(
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
         normalize_weights: whether a token's weights are divided by their sum.
-        weight_scale: what the weights are multiplied by in the end.
+        weight_scale: factor that multiplies the final weights.
         selection_bias: `[E]`, added to the scores for the choice only.
-        capacity_factor: room for rows on each device, in multiples of `T * top_k`, which is what a device gets if all
-            experts are chosen alike. What finds no room is dropped, evenly over experts and sources, and counted. None
-            gives room for the worst case, and drops nothing: `T * top_k`, with an `expert_axis`
+        capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
+            experts are chosen equally often. Rows without room are dropped, evenly over experts and sources, and
+            counted. None gives room for the worst case, and drops nothing: `T * top_k`, with an `expert_axis`
             `D * T * min(top_k, E / D)`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -92,7 +92,7 @@ def moe_mlp(
         exchange_method: how rows travel over `expert_axis`, see `plan_exchange`.
 
     Returns:
-        `[T, N]` in the type of `x`, and what else is to be known.
+        `[T, N]` in the type of `x`, and the routing metrics.
 
     Raises:
         TypeError: an argument has a type that is not supported.
@@ -120,7 +120,7 @@ def moe_mlp(
         capacity_factor = _checked_factor(capacity_factor)
     tokens, num_experts = logits.shape
     if feature_axis is not None and down.bias is not None:
-        # The devices' results are added up, of which each has this bias in it.
+        # The results of all devices are summed, so only the first device adds the bias.
         first = jax.lax.axis_index(feature_axis) == 0
         down = down._replace(bias=jnp.where(first, down.bias, 0))
 
@@ -153,7 +153,7 @@ def moe_mlp(
 
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
-    _checks.check_tokens("x", x)
+    checks.check_tokens("x", x)
     if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):
@@ -166,7 +166,7 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
 def _check_split(name: str, kernel: jax.Array, axis_name: str) -> None:
     """Raises ValueError if `jax.shard_map` with its checks on knows that all devices of the axis have the same kernel.
 
-    Each would compute with all features, and the sum over the devices would count them again and again.
+    Each device would compute with all features, and the sum over the devices would count them once per device.
     """
     checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
     if checked and axis_name not in varying_axes(kernel):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped import _checks
-from jax_grouped._checks import GroupSizes
-from jax_grouped._values import as_array
-from jax_grouped.dense import grouped_dense
-from jax_grouped.dense_inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
-from jax_grouped.dense_products import CHECKPOINT_NAMES, Saved, forward, fprop, gradients, primal_values
-from jax_grouped.recipes import Recipe
+from jax_grouped.core.values import as_array
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -30,12 +30,11 @@ def grouped_mlp(
 ) -> jax.Array:
     """Applies a gated linear network per group: `(silu(x @ gate) * (x @ up)) @ down`, SwiGLU (arXiv:2002.05202).
 
-    With a recipe, SwiGLU is part of the quantization of what the second product reads, and its derivative part of the
-    quantization of the gradient that goes into the first: both are computed in float32 and rounded once, to FP8, and
-    neither is ever written in a wider type. Without one they are plain JAX, and the backward pass computes SwiGLU again
-    from the first product's result, kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
-    rows of no group, gradients, what is kept under `jax_grouped.CHECKPOINT_NAMES`, and what each of the fields of
-    `Weights` is.
+    With a recipe, SwiGLU is fused into the quantization of the second product's input, and its derivative into the
+    quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and never
+    written in a wider type. Without a recipe they are plain JAX, and the backward pass computes SwiGLU again from the
+    first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
+    rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -64,7 +63,7 @@ def grouped_mlp(
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
     _check_shapes(gate_up.kernel.shape, down.kernel.shape)
     if recipe is not None:
-        _checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
+        checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
     gate_up, up_spec = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
     hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
@@ -72,20 +71,19 @@ def grouped_mlp(
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
         return dense(swiglu(dense(x, **gate_up._asdict())), **down._asdict())
 
-    sizes, offset = _checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
+    groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     spec = _MlpSpec(
         up=dataclasses.replace(up_spec, output_activation="silu_mul"),
         down=dataclasses.replace(down_spec, input_activation="silu_mul"),
     )
-    up_inputs = Inputs(x, group_sizes=sizes, group_offset=offset, **gate_up._asdict())
-    # No tokens: those of the second product are the first one's result.
-    down_inputs = Inputs(None, group_sizes=sizes, group_offset=offset, **down._asdict())  # type: ignore[arg-type]
-    return _mlp(vary_inputs(up_inputs, down_inputs), spec)
+    # The second product has no tokens yet: the first product computes them.
+    down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
+    return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
 
 
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """`silu(gate) * up` of `[T, 2 F]`, the gate's features first, computed in float32: `[T, F]`.
+    """Computes `silu(gate) * up` in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
 
     The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
     """
@@ -110,7 +108,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
-    """Weights, of which only the kernel may be given; raises TypeError unless that is an array."""
+    """Returns `Weights`, also from a bare kernel. Raises TypeError unless the kernel is an array."""
     if not isinstance(weights, Weights):
         weights = Weights(weights)
     return weights._replace(kernel=as_array(name, weights.kernel))
@@ -140,16 +138,16 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
 
 def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
-    hidden, saved_up = forward(up, spec.up)
-    y, saved_down = forward(down._replace(x=hidden), spec.down)
-    return y, _MlpSaved(saved_up, checkpoint_name(hidden, _HIDDEN_NAME), saved_down)
+    hidden, of_up = fprop(up, spec.up, for_gradients=True)
+    y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
+    return y, _MlpSaved(save(up, of_up), checkpoint_name(hidden, _HIDDEN_NAME), save(down, of_down))
 
 
 def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:
     del spec
     down = gradients(saved.down, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy)
     up = gradients(saved.up, down.x, saved.hidden)
-    # As an input, the second product had no tokens, so there is no gradient of them.
+    # The second product had no tokens among the inputs, so it returns no gradient of them.
     return ((up, down._replace(x=None)),)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts and back: gathers in both directions, and in both of their gradients."""
+"""Permutation of tokens to the rows of their experts and back. Both directions and both gradients are gathers."""
 
 import dataclasses
 import functools
@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, check_instance
-from jax_grouped._varying import vary_alike
-from jax_grouped.arrays import register_pytree
-from jax_grouped.group_layout import count_not_above
+from jax_grouped.core.groups import count_not_above
+from jax_grouped.core.values import as_array, check_instance
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
+from jax_grouped.ops import checks
 
-#: Pairs that have no row get places of their own past the end: twice as many places as pairs, counted in int32.
+#: Pairs without a row get distinct places past the end, so there are twice as many places as pairs, counted in int32.
 _MOST_PAIRS = 2**30
 
 
 @register_pytree
 @dataclasses.dataclass(frozen=True)
 class Permutation:
-    """Which rows the pairs of `T` tokens and their `k` choices have: those of expert 0 first, then of 1, and so on.
+    """Map between rows and the pairs of `T` tokens and their `k` choices. Rows are sorted by expert, expert 0 first.
 
     Pair `token * k + choice` is that token's choice. Rows past the last expert's are the tail.
 
@@ -29,7 +29,7 @@ class Permutation:
         order: `int32[R]`, the pair of each row, and `T * k` in the tail.
         inverse: `int32[T, k]`, the row of each pair, and `R` for a pair that was dropped.
         group_sizes: `int32[E]`, rows per expert; it never leaves the device.
-        dropped: `int32[]`, how many pairs have no row.
+        dropped: `int32[]`, number of pairs without a row.
 
     Example:
         places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
@@ -49,11 +49,11 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
 
     Args:
-        experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Ones outside of `[0, num_experts)`
-            are nobody's: these pairs are dropped, as padding tokens should be.
+        experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Pairs with a value outside of
+            `[0, num_experts)` have no expert and are dropped, as padding tokens should be.
         num_experts: `E`.
-        capacity: how many rows there are at most, `T * k` by default. If more are needed, the longest groups are cut to
-            one length, and their last pairs are dropped.
+        capacity: most rows, `T * k` by default. If more are needed, the longest groups are cut to one length, and
+            their last pairs are dropped.
 
     Returns:
         The permutation, of `R = min(capacity, T * k)` rows.
@@ -81,13 +81,13 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         group_sizes = fit_to_capacity(wanted, rows)
         cut = wanted - group_sizes
         group = count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row)
-        # Among the sorted pairs, a row stands after all that was cut from the groups before its own.
+        # The sorted pairs still hold the cut pairs of earlier groups: skip them to find a row's pair.
         cut_before = jnp.cumsum(cut, dtype=jnp.int32) - cut
         sorted_pairs = sorted_pairs[row + cut_before[jnp.minimum(group, num_experts - 1)]]
     else:
         group_sizes = wanted
     used = jnp.sum(group_sizes, dtype=jnp.int32)
-    # What has no row goes past the end, each to a place of its own, for the scatter is promised that no two collide.
+    # Send each pair without a row to a distinct place past the end: the scatter is told that indices are unique.
     place = jnp.where(row < used, sorted_pairs, pairs + row)
     nowhere, place, row = vary_alike(jnp.full((pairs,), rows, jnp.int32), place, row)
     inverse = nowhere.at[place].set(row, mode="drop", unique_indices=True)
@@ -106,13 +106,13 @@ def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None)
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
     if isinstance(experts.size, int) and experts.size > _MOST_PAIRS:
         raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts.shape}.")
-    _checks.static_size("num_experts", num_experts, least=1)
+    checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
-        _checks.static_size("capacity", capacity)
+        checks.static_size("capacity", capacity)
 
 
 def _keys(experts: jax.Array, num_experts: int) -> jax.Array:
-    """The expert of each pair, `int32[T * k]`, and `num_experts` for those that are none."""
+    """Returns the expert of each pair, `int32[T * k]`, and `num_experts` for pairs without an expert."""
     limits = jnp.iinfo(experts.dtype)
     keys = jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
     return jnp.where(keys < 0, num_experts, keys).reshape(experts.size)
@@ -148,12 +148,12 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
 def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | None = None) -> jax.Array:
     """Adds up the rows of each token, times their weights: in float32, first choice first.
 
-    What rows of the tail hold reaches neither the result nor a gradient.
+    The contents of the tail reach neither the result nor a gradient.
 
     Args:
         rows: `[R, C]`, bfloat16, float16 or float32.
         permutation: of `T` tokens to `R` rows.
-        weights: `[T, k]`, likewise, what each choice's row is multiplied by; None for 1. Its gradient is summed in
+        weights: `[T, k]`, of the same types, the factor of each choice's row; None for 1. Its gradient is summed in
             float32.
 
     Returns:
@@ -178,14 +178,14 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
     if weights is None:
         return _unpermute(*vary_alike(rows, order, inverse))
     weights = as_array("weights", weights)
-    _checks.check_dtype("weights' type", weights.dtype)
+    checks.check_dtype("weights' type", weights.dtype)
     if weights.shape != inverse.shape:
         raise ValueError(f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}.")
     return _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
-    _checks.check_dtype(f"{name}'s type", x.dtype)
+    checks.check_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
     if x.shape[0] != rows:
@@ -193,21 +193,21 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
 
 
 def _gather(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """`x[indices]`, zero for indices past the end, whatever any other row of `x` holds."""
-    if x.shape[0] == 0:  # XLA refuses to gather from nothing.
+    """Returns `x[indices]`, zero for indices past the end, whatever any other row of `x` holds."""
+    if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
         x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
     return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """The token of each row, `int32[R]`, and `T` in the tail."""
+    """Returns the token of each row, `int32[R]`, and `T` in the tail."""
     return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
 
 
 def _sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """The sum of each token's rows, `[T, C]`, of those that it has."""
-    # Choice by choice, for one kernel of gathers and a sum of a known order: of one gather of all choices XLA may make
-    # an array `[T, k, C]` in memory.
+    """Sums the existing rows of each token, `[T, C]`."""
+    # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
+    # gather of all choices as an array `[T, k, C]`.
     terms = []
     for choice in range(inverse.shape[1]):
         term = _gather(rows, inverse[:, choice]).astype(jnp.float32)
@@ -215,8 +215,8 @@ def _sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | No
     return functools.reduce(jnp.add, terms).astype(rows.dtype)
 
 
-# The gradient of a gather is a scatter-add, which a GPU does with atomics in any order. Here each of the two is the
-# other's gradient, and both are gathers: faster, and the same bits in every run.
+# The gradient of a gather is a scatter-add, which a GPU does with atomics in any order. `permute` and `unpermute` are
+# each other's gradients instead, and both are gathers: faster, and the same bits in every run.
 
 
 @jax.custom_vjp
@@ -254,7 +254,7 @@ _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 @jax.custom_vjp
 def _unpermute_weighted(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    # A dropped pair's row is zero, which a weight that is not finite would make NaN.
+    # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
     weights = jnp.where(inverse < order.shape[0], weights, 0)
     return _sum_of_choices(rows, inverse, weights)
 
@@ -269,7 +269,7 @@ def _weighted_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
     weight_of_row = _gather(weights.reshape(weights.size), order)
     drows = (_permute(dy, order, inverse).astype(jnp.float32) * weight_of_row[:, None]).astype(rows.dtype)
-    # With the rows gathered, not `dy` once more: what two kernels gather alike, XLA may make one array in memory of.
+    # Gather the rows, not `dy` again: XLA may materialise a gather that two fusions share.
     products = dy[:, None].astype(jnp.float32) * _gather(rows, inverse).astype(jnp.float32)
     dweights = jnp.where(inverse < order.shape[0], jnp.sum(products, axis=2), 0)
     return drows, dweights, None, None

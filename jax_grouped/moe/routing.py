@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with which weights, and the loss that spreads tokens evenly over experts."""
+"""Routing: the choice of each token's experts and their weights, and the loss that balances experts."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -6,24 +6,25 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped import _checks
-from jax_grouped._values import as_array, check_instance, static_bool, static_number
-from jax_grouped._varying import axis_size
-from jax_grouped.arrays import register_pytree
+from jax_grouped.core.values import as_array, check_instance, static_bool, static_number
+from jax_grouped.core.varying import axis_size
+from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.ops import checks
 
-#: How a router's logits become scores.
+#: Function from a router's logits to scores.
 Score = Literal["softmax", "sigmoid"]
 
 
 @register_pytree
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where `T` tokens go, `k` of `E` experts each.
+    """Routing of `T` tokens to `k` of `E` experts each.
 
     Attributes:
-        experts: `int32[T, k]`, the chosen experts, best first, no two of a token alike.
-        weights: `float32[T, k]`, what each choice's output is multiplied by.
-        probabilities: `float32[T, E]`, the router's scores, each token's adding up to 1; for `load_balancing_loss`.
+        experts: `int32[T, k]`, the chosen experts, best first; those of one token are distinct.
+        weights: `float32[T, k]`, the factor of each choice's output.
+        probabilities: `float32[T, E]`, the router's scores, normalised to a sum of 1 per token; for
+            `load_balancing_loss`.
 
     Example:
         routing = jg.moe.top_k_routing(jnp.array([[1.0, 3.0, 2.0]]), 2)
@@ -53,17 +54,17 @@ def top_k_routing(
     is the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
 
     Args:
-        logits: `[T, E]`, bfloat16, float16 or float32. NaN makes weights of NaN, but counts as the lowest score, and
-            no logit makes an expert outside of `[0, E)`.
+        logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
+            logit gives an expert outside of `[0, E)`.
         top_k: experts per token, from 1 to `E`.
         score: "softmax" over the experts, or "sigmoid" of each logit.
         normalize_weights: whether a token's weights are divided by their sum, rather than being the scores themselves.
             Scores that are all 0 stay 0.
-        selection_bias: `[E]`, likewise, added to the scores for the choice only. It has no gradient.
-        weight_scale: what the weights are multiplied by in the end.
+        selection_bias: `[E]`, of the same types, added to the scores for the choice only. It has no gradient.
+        weight_scale: factor that multiplies the final weights.
 
     Returns:
-        The choice. The probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
+        The routing. Its probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
 
     Raises:
         TypeError: an argument has a type that is not supported.
@@ -92,39 +93,39 @@ def top_k_routing(
 
 
 def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: float | jax.Array) -> None:
-    _checks.check_dtype("logits' type", logits.dtype)
+    checks.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    if _checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
+    if checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
         raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
     if score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
     if not isinstance(weight_scale, jax.Array):
         static_number("weight_scale", weight_scale)
-    elif weight_scale.ndim != 0:  # A number of the device is one, too.
+    elif weight_scale.ndim != 0:  # A scalar array on the device is a number, too.
         raise ValueError(f"weight_scale must be a scalar, got shape {weight_scale.shape}.")
 
 
 def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
-    """The indices of the highest sums of score and bias, `int32[T, top_k]`."""
+    """Returns the indices of the highest sums of score and bias, `int32[T, top_k]`."""
     scores = jax.lax.stop_gradient(scores)
     if bias is not None:
         bias = as_array("selection_bias", bias)
-        _checks.check_dtype("selection_bias's type", bias.dtype)
+        checks.check_dtype("selection_bias's type", bias.dtype)
         if bias.shape != scores.shape[1:]:
             raise ValueError(f"selection_bias must have shape [E] = {scores.shape[1:]}, got {bias.shape}.")
         scores = scores + jax.lax.stop_gradient(bias).astype(jnp.float32)
-    # Where NaN sorts is up to the device, and an implementation may fill up with -inf of no index.
+    # Replace NaN and -inf: the order of NaN depends on the device, and an implementation may pad with -inf of no index.
     lowest = jnp.finfo(jnp.float32).min
     return jax.lax.top_k(jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest), top_k)[1]
 
 
 @jax.custom_vjp
 def _scores_of(scores: jax.Array, experts: jax.Array) -> jax.Array:
-    """The scores `[T, k]` of the chosen experts.
+    """Returns the scores `[T, k]` of the chosen experts.
 
-    The gradient of a gather is a scatter-add, while here each score gathers its own from the token's few choices: one
-    kernel without atomics, and nothing of the size of the comparisons is kept for it.
+    The gradient of a gather would be a scatter-add. Here each score gathers its gradient from the token's few choices:
+    that is one kernel without atomics, and no array of the size of the comparisons is kept for it.
     """
     return jnp.take_along_axis(scores, experts, axis=1, mode="clip")
 
@@ -142,14 +143,14 @@ _scores_of.defvjp(_scores_of_forward, _scores_of_backward)
 
 
 def _chosen(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Whether each choice is each expert, `bool[T, k, E]`."""
+    """Compares each choice with each expert, `bool[T, k, E]`."""
     return experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
 
 
 def _normalized(x: jax.Array) -> jax.Array:
-    """Numbers `[T, n]`, none negative, divided by their sum over `n`; zeros where that is 0."""
-    # A quotient's gradient divides by the square of the sum, which is 0 for tiny numbers. So they are first divided by
-    # the largest: a constant to the gradient too, as no common factor changes the result.
+    """Divides nonnegative numbers `[T, n]` by their sum over `n`; returns zeros where the sum is 0."""
+    # A quotient's gradient divides by the square of the sum, which underflows to 0 for tiny numbers. So divide by the
+    # largest first. It is a constant to the gradient, because a common factor does not change the result.
     largest = jax.lax.stop_gradient(jnp.max(x, axis=1, keepdims=True))
     x = x / jnp.where(largest > 0, largest, 1)
     total = jnp.sum(x, axis=1, keepdims=True)
@@ -157,17 +158,17 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
-    """How unevenly the experts share the tokens: 1 if they do evenly, and `E` if one has all choices and probability.
+    """Measures the imbalance of the experts: 1 if tokens are spread evenly, `E` if one has all choices and probability.
 
-    `E * sum_e share_e * probability_e`, where `share_e` is the part of all choices that fell on expert `e` and
-    `probability_e` its mean probability: the loss of Switch Transformers (arXiv:2101.03961, equations 4 to 6) for any
-    number of choices per token. The shares are constants to the gradient.
+    The loss is `E * sum_e share_e * probability_e`, where `share_e` is the fraction of all choices that fell on expert
+    `e` and `probability_e` its mean probability. It is the loss of Switch Transformers (arXiv:2101.03961, equations 4
+    to 6) for any number of choices per token. The shares are constants to the gradient.
 
     Args:
         routing: of `T` tokens to `E` experts.
-        axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`: the loss is then
-            that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it lets each
-            device be uneven.
+        axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
+            that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it permits an
+            uneven load on each device.
 
     Returns:
         `float32[]`; 0 for no tokens.
@@ -193,6 +194,6 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
 
 
 def expert_load(routing: Routing) -> jax.Array:
-    """How many choices fell on each expert, `int32[E]`."""
+    """Counts the choices of each expert, `int32[E]`."""
     chosen = _chosen(routing.experts, routing.probabilities.shape[1])
     return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)

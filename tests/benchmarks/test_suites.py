@@ -145,6 +145,7 @@ def test_a_peer_that_fails_gives_a_row_with_the_reason(
     assert "skipped torch._grouped_mm: ModuleNotFoundError: import of torch halted" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_tiny")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

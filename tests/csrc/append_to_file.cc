@@ -2,7 +2,7 @@
 
 #include <cstdio>
 
-#include "csrc/cublaslt/text_file.h"
+#include "csrc/gemm/cublaslt/text_file.h"
 
 int main(int, char** arguments) {
   std::printf("%zu\n", jax_grouped::TextFile::OpenToRead(arguments[1]).Read().size());

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     out = tmp_path_factory.mktemp("build") / "append_to_file"
-    sources = ["tests/csrc/append_to_file.cc", "csrc/cublaslt/text_file.cc"]
+    sources = ["tests/csrc/append_to_file.cc", "csrc/gemm/cublaslt/text_file.cc"]
     subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Werror", "-I.", *sources, "-o", out], cwd=ROOT, check=True)
     return out
 

@@ -95,7 +95,7 @@ def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8(flags: str, types
 
     assert set(re.findall(r"f8_\w+", step)) == types
     # Two layers, of which each has two matmuls with three products.
-    assert step.count("scaled_matmul[") == (12 if types else 0)
+    assert step.count("a=QuantizedLayout(") == (12 if types else 0)
 
 
 def test_the_parameters_are_as_many_whatever_computes_them() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_grouped.backends import xla_scaled_matmul
+from jax_grouped.backends.reference import gemm
 from jax_grouped.examples import command_line, settings, step
 from tests.examples.programs import TINY, run
 
@@ -104,7 +104,7 @@ def test_a_machine_that_cannot_run_the_step_is_told_in_one_line(
         raise RuntimeError("Products of blocks of 128 need a Hopper GPU, got another: use another recipe.")
 
     # Called when a product is lowered, as what finds out about GPUs is.
-    monkeypatch.setattr(xla_scaled_matmul, "dequantize", refuse)
+    monkeypatch.setattr(gemm, "dequantize", refuse)
 
     status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)
 

@@ -1,7 +1,7 @@
-"""A mixture of experts forward and backward, run many times with other tokens, and so other routing, each time.
+"""An MoE layer forward and backward, run many times with other tokens, and so other routing, each time.
 
-`python3 -m tests.gpu.captured_moe OUT STEPS RECIPE` writes what `tests.gpu.captured_steps` does. Quantized kernels are
-carried from step to step, and a flag on the device says in which ones they are made anew.
+`python3 -m tests.gpu.captured_moe OUT STEPS RECIPE` writes the same file as `tests.gpu.captured_steps`. Steps carry
+quantized kernels, and a flag on the device says in which steps they are quantized again.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Steps:
             recipe=RECIPES[recipe],
             cache_kernel=True,
         )
-        # Far from each other, so that experts are chosen unequally and often not at all.
+        # Tokens are far from each other, so that experts are chosen unequally and often not at all.
         self._batches = [3 * jax.random.normal(jax.random.key(i), (TOKENS, FEATURES), jnp.bfloat16) for i in range(7)]
         variables = layer.init(jax.random.key(100), self._batches[0])
         self._cache = variables.pop("kernel_cache")
@@ -50,14 +50,14 @@ class Steps:
                 return jnp.mean(y.astype(jnp.float32) ** 2) + metrics.balance_loss, (new["kernel_cache"], metrics)
 
             (value, (cache, metrics)), gradients = jax.value_and_grad(loss, has_aux=True)(variables)
-            # Another kernel for the next microbatches, which only a first one may read.
+            # The next microbatches get another kernel, which only a first microbatch may read.
             params = jax.tree.map(lambda p, g: p - 0.5 * g, variables["params"], gradients["params"])
             return variables | gradients | {"params": params}, cache, (value, metrics.expert_load, gradients)
 
         self._step = step
 
     def run(self, index: int) -> Any:
-        """The results of one step; nothing waits for the device."""
+        """Returns the results of one step without waiting for the device."""
         x, is_first = self._batches[index % len(self._batches)], self._flags[index % MICROBATCHES]
         self._variables, self._cache, results = self._step(self._variables, self._cache, x, is_first)
         return results

@@ -1,8 +1,8 @@
 """One jitted forward-and-backward step, run many times with other group sizes each time.
 
 `python3 -m tests.gpu.captured_steps OUT STEPS VARIANT` writes to the JSON file OUT the digests of the results of STEPS
-steps, and what a profile of some of them saw. Whether XLA captures the step into a graph is up to the XLA_FLAGS of the
-process.
+steps, and the events in a profile of some of them. The XLA_FLAGS of the process decide whether XLA captures the step
+into a graph.
 """
 
 import argparse
@@ -18,23 +18,23 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 from tests.gpu import replays
 
 PROFILED_STEPS = 20
 SHAPE = shapes.Shape("captured", num_groups=16, tokens=2048, K=256, N=512)
 
-#: How many kernels there are to change between.
+#: Number of kernels to change between.
 KERNELS = 3
 
-#: What a step carries to the next one, for each of its two layers: a state, a cache, an accumulator, or nothing.
+#: Values carried from step to step, for each of the two layers: a state, a cache, an accumulator, or nothing.
 Carry = tuple[Any, Any]
 NOTHING: Carry = (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The recipe and type of the layers, and whether steps share a quantized kernel or add up its gradients."""
+    """Recipe and type of the layers, with flags for steps that share a quantized kernel or add up its gradients."""
 
     recipe: Recipe | None
     cached: bool = False
@@ -42,7 +42,7 @@ class Variant:
     dtype: str = "bfloat16"
 
     def initial(self) -> Carry:
-        """What the first step is given; a cache is one of zeros, which must not be used."""
+        """Returns the carry of the first step. A cache is all zeros, and must not be used."""
         if isinstance(self.recipe, jg.DelayedScaling):
             first, second = (jg.Fp8State.initial(self.recipe, SHAPE.num_groups) for _ in range(2))
             return first, second
@@ -84,10 +84,10 @@ def step(
     sizes: jax.Array,
     skip: jax.Array | None,
 ) -> tuple[Carry, dict[str, jax.Array]]:
-    """The loss and gradients of two layers with shared sizes, one of them with float32 weights, and the next carry.
+    """Returns the next carry, and loss and gradients of two layers with shared sizes, one with float32 weights.
 
-    `skip` says on the device whether to keep the quantized kernels of the carry. With None the host has decided, and
-    the carry is what to use.
+    `skip` says on the device whether to keep the quantized kernels of the carry. None means that the host has decided,
+    and that the step uses the carry.
     """
     if variant.cached and skip is not None:
         carry = variant.caches(kernel, carry, skip)
@@ -107,7 +107,7 @@ def step(
     value, (dx, dkernels, dbias, states) = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, kernels, bias, states)
     results = {"loss": value, "dx": dx, "dkernel": dkernels[0], "dkernel of layer 1": dkernels[1], "dbias": dbias}
     if variant.accumulates:
-        # Half of it: thousands of gradients would add up to one that rounds the next ones away.
+        # Halve the sum: thousands of gradients would add up to one that rounds the next ones away.
         return tuple(dkernel / 2 for dkernel in dkernels), results
     # The gradient of a state is the next one.
     for layer, state in enumerate(states):
@@ -118,9 +118,9 @@ def step(
 
 
 def schedule(steps: int) -> list[tuple[bool, int]]:
-    """For each step whether to skip quantization, and the index of its kernel.
+    """Returns for each step whether it skips quantization, and the index of its kernel.
 
-    There is another kernel after every quantization, and now and then one in between, which must not be read.
+    The kernel changes after every quantization, and sometimes in between; then it must not be read.
     """
     draws = np.random.default_rng(0).random((steps, 2))
     skips = draws[:, 0] < 0.7
@@ -131,7 +131,7 @@ def schedule(steps: int) -> list[tuple[bool, int]]:
 
 
 class Steps:
-    """The steps of one variant, each with sizes of its own, and with `cached` with kernels that change."""
+    """Steps of one variant, each with sizes of its own. With `cached`, their kernels change."""
 
     def __init__(self, variant: Variant, steps: int, *, host_decides: bool):
         self._variant, self._host_decides = variant, host_decides
@@ -147,7 +147,7 @@ class Steps:
         self._sizes = [jnp.asarray(replays.changing_sizes(SHAPE, index)) for index in range(steps)]
 
     def run(self, index: int) -> dict[str, jax.Array]:
-        """The results of one step; nothing waits for the device."""
+        """Returns the results of one step without waiting for the device."""
         skip, kernel = self._schedule[index]
         flag: jax.Array | None = self._flags[skip]
         if self._host_decides:

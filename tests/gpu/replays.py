@@ -1,4 +1,4 @@
-"""What programs share that run one step thousands of times: other sizes each time, and results that stay on the device.
+"""Code shared by programs that run one step thousands of times with other sizes and keep the results on the device.
 
 Copying results to the host would take longer than the steps, and would leave the device idle between them. So results
 are digested where they are, and the digests are fetched at the end.
@@ -16,19 +16,19 @@ import numpy as np
 
 from benchmarks import shapes
 
-#: Odd numbers, far from each other.
+#: Odd numbers that are far from each other.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
 
 
 def changing_sizes(shape: shapes.Shape, index: int) -> np.ndarray:
-    """Every skew in turn, hostile ones included, each time drawn anew."""
+    """Draws sizes with every skew in turn, hostile ones included, anew for every index."""
     skew = shapes.TEST_SKEWS[index % len(shapes.TEST_SKEWS)]
     return np.random.default_rng(index).permutation(shapes.group_sizes(shape, skew, seed=index))
 
 
 @jax.jit
 def digest(arrays: Sequence[jax.Array]) -> jax.Array:
-    """`uint32[n, 3]` of `n` arrays: two sums of each one's bits, weighted by position, and whether it is all finite.
+    """Returns `uint32[n, 3]` for `n` arrays: two position-weighted sums of each one's bits, and if it is all finite.
 
     Weights are odd, so two arrays that differ in one number never have the same sums.
     """
@@ -43,10 +43,10 @@ def _digest(array: jax.Array) -> jax.Array:
 
 
 def fetch(digests: Iterable[jax.Array], names: Sequence[str]) -> np.ndarray:
-    """The sums of each step's results on the host, `uint32[steps, n, 2]`.
+    """Returns the sums of each step's results on the host, `uint32[steps, n, 2]`.
 
     Raises:
-        AssertionError: a result was not finite; says which, by its name.
+        AssertionError: a result was not finite. The error gives its name.
     """
     on_host = np.stack(jax.device_get(list(digests)))
     not_finite = np.argwhere(on_host[..., 2] == 0)
@@ -57,7 +57,7 @@ def fetch(digests: Iterable[jax.Array], names: Sequence[str]) -> np.ndarray:
 
 
 def first_difference(got: np.ndarray, expected: np.ndarray, names: Sequence[str]) -> str:
-    """How many steps have other digests than expected, in which results, and where the first is; empty if none has."""
+    """Describes the differing steps: their number, the results that differ, and the first one. Empty if none does."""
     different = np.argwhere((got != expected).any(axis=-1))
     if not different.size:
         return ""
@@ -68,7 +68,7 @@ def first_difference(got: np.ndarray, expected: np.ndarray, names: Sequence[str]
 
 
 def events(run: Callable[[], Any]) -> dict[str, int]:
-    """How often each event occurs in a profile of `run`, on the host and on the device; waits for what it returns."""
+    """Counts each event, on host and device, in a profile of `run`. Waits for the results of `run`."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -78,5 +78,5 @@ def events(run: Callable[[], Any]) -> dict[str, int]:
 
 
 def occurrences(counts: dict[str, int], *parts: str) -> int:
-    """How many events have one of these parts in their name."""
+    """Counts the events with one of these parts in their name."""
     return sum(count for name, count in counts.items() if any(part.lower() in name.lower() for part in parts))

@@ -27,7 +27,7 @@ def run(
     *options: str,
     module: str = "tests.gpu.captured_steps",
 ) -> dict[str, Any]:
-    """Runs steps in a process of their own, in which XLA captures these kinds of commands, however few they are."""
+    """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
     xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
     # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
     # of XLA's for what surrounds the custom calls.
@@ -43,7 +43,7 @@ def run(
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
-    """The name of what the layers compute in."""
+    """Gives the name of the variant of the layers."""
     return request.param
 
 
@@ -58,7 +58,7 @@ def uncaptured(variant: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:
-    """Where the results of the first steps differ, of as many as both runs have; empty if nowhere."""
+    """Describes the difference of the first steps, as many as both runs have; empty if there is none."""
     assert run["names"] == expected["names"]
     steps = min(len(run["digests"]), len(expected["digests"]))
     got, other = (np.array(of["digests"][:steps]) for of in (run, expected))
@@ -87,11 +87,11 @@ def test_steps_are_graph_launches(
     # A profile can miss the first step.
     assert count(captured, "GraphLaunch") >= PROFILED_STEPS - 1, sorted(captured["events"])
     assert count(uncaptured, "GraphLaunch") == 0
-    # With nothing else allowed into a graph, what is launched can only be the custom calls.
+    # Nothing else is allowed into a graph, so every launched graph holds custom calls only.
     calls_only = run("CUSTOM_CALL", tmp_path / "steps.json", PROFILED_STEPS, variant)
     assert count(calls_only, "GraphLaunch") >= PROFILED_STEPS - 1, sorted(calls_only["events"])
     assert not difference(calls_only, uncaptured)
-    # Were nothing recorded, the next tests would pass whatever happened.
+    # If the profile recorded nothing, the next tests would always pass.
     assert count(uncaptured, "jax_grouped::") >= PROFILED_STEPS
     assert (count(uncaptured, "QuantizeTiles") >= PROFILED_STEPS) == (VARIANTS[variant].recipe is not None)
 
@@ -102,7 +102,7 @@ def test_nothing_is_copied_to_the_host(captured: dict[str, Any], uncaptured: dic
 
 
 def test_nothing_waits_for_the_device(uncaptured: dict[str, Any]) -> None:
-    # XLA itself may wait for what it launches, whatever that is. A call of ours that waits would add to every step; in
-    # a capture it would be an error.
+    # XLA itself may wait for its launches. A wait in a call of the library would add to every step; in a capture it
+    # would be an error.
     ours = count(uncaptured, "Synchronize") - occurrences(uncaptured["events_of_xla"], "Synchronize")
     assert ours < PROFILED_STEPS, sorted(uncaptured["events"])

@@ -1,4 +1,4 @@
-"""The custom calls check what they are given: a program written by hand gets an error, not a fault."""
+"""The custom calls check their arguments: a program written by hand gets an error, not a fault."""
 
 import pathlib
 import re
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jax_grouped.backends import cuda, extension
-from jax_grouped.group_layout import matmul_scratch_bytes
+from jax_grouped.core.groups import gemm_scratch_bytes
 
 pytestmark = pytest.mark.gpu
 
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+BF16, F32, I32, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,16 @@ def matmul(
     b: tuple[int, ...] = (4, 16, 24),
     d: tuple[int, ...] = (32, 24),
     a_type: jax.typing.DTypeLike = BF16,
+    b_type: jax.typing.DTypeLike = BF16,
     d_type: jax.typing.DTypeLike = BF16,
-    scratch: int = matmul_scratch_bytes(4),
+    scratch: int = gemm_scratch_bytes(1, 4),
     workspace: int = cuda.WORKSPACE_BYTES,
-    product: str = "fprop",
+    product: int = 0,
     offset: tuple[int, ...] = (1,),
-    kernel_batch: int = 1,
+    weight_batch: int = 1,
+    scaled: bool = False,
+    tokens: int = 0,
+    accumulate: bool = False,
     autotune: bool = False,
 ) -> jax.Array:
     results = [
@@ -39,9 +43,19 @@ def matmul(
         jax.ShapeDtypeStruct((scratch,), jnp.uint8),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     ]
-    call = jax.ffi.ffi_call("jax_grouped_matmul", results, vmap_method="sequential")
-    arguments = (jnp.ones(a, a_type), jnp.ones(b, BF16), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
-    return call(*arguments, product=product, kernel_batch=np.int64(kernel_batch), autotune=autotune)[0]
+    call = jax.ffi.ffi_call("jax_grouped_gemm", results, vmap_method="sequential")
+    arguments = (jnp.ones(a, a_type), jnp.ones(b, b_type), jnp.full(4, 8, I32), jnp.zeros(offset, I32))
+    attributes = dict(
+        product=np.int32(product),
+        scaled=scaled,
+        a_mode=np.int32(0),
+        b_mode=np.int32(0),
+        tokens=np.int64(tokens),
+        weight_batch=np.int64(weight_batch),
+        accumulate=accumulate,
+        autotune=autotune,
+    )
+    return call(*arguments, **attributes)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +71,22 @@ def matmul(
         (dict(a_type=F32), "a must be bfloat16 or float16."),
         (dict(a_type=jnp.float16), "a and b must have one type."),
         (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
-        (dict(scratch=16), f"the bytes of scratch must be {matmul_scratch_bytes(4)}, got 16."),
-        (dict(workspace=16), f"the bytes of workspace must be {cuda.WORKSPACE_BYTES}, got 16."),
-        (dict(product="up"), "product must be fprop, dgrad or wgrad, got up."),
+        (dict(scratch=16), f"the bytes of scratch must be at least {gemm_scratch_bytes(1, 4)}, got 16."),
+        (dict(workspace=16), f"the bytes of workspace must be at least {cuda.WORKSPACE_BYTES}, got 16."),
+        (dict(product=3), "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got 3."),
+        (dict(scaled=True), "a and b must be float8_e4m3fn or float8_e5m2."),
         (
-            dict(kernel_batch=3),
-            "kernel_batch must divide the batch size and the number of kernels, and be the batch size for wgrad, "
-            "got 3 of 1 and 4 kernels.",
+            dict(scaled=True, tokens=32, a_type=FP8, b_type=FP8, b=(4, 32, 16), d=(32, 32)),
+            "scaled operands bring two scales, got 0 further operands.",
+        ),
+        (dict(accumulate=True), "the accumulator is missing."),
+        (
+            dict(weight_batch=3),
+            "weight_batch must divide the batch size and the number of weights, and be the batch size for wgrad, "
+            "got 3 of 1 and 4 weights.",
         ),
         (
-            dict(offset=(3,), scratch=matmul_scratch_bytes(12)),
+            dict(offset=(3,), scratch=gemm_scratch_bytes(3, 4)),
             "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and tokens, "
             "got 3.",
         ),
@@ -74,7 +94,7 @@ def matmul(
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_matmul_refuses(change: dict, message: str) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"jax_grouped_matmul: {message}")):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"jax_grouped_gemm: {message}")):
         jax.block_until_ready(matmul(**change))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 from tests import oracle, quantize_oracle
 
 BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
@@ -91,7 +91,7 @@ def fp8_products(
 
 
 def quantized(recipe: Recipe, x: Any, sizes: np.ndarray | None, *, gradient: bool = False) -> quantize_oracle.Quantized:
-    """Tokens, gradients, or kernels if there are no sizes, as `recipe` rounds them."""
+    """Quantizes tokens, gradients, or kernels if there are no sizes, as `recipe` says."""
     mode = recipe.kernel_mode if sizes is None else recipe.token_mode
     dtype = jnp.dtype(recipe.grad_dtype if gradient else recipe.fwd_dtype).name
     pow2_scales = getattr(recipe, "pow2_scales", False)
@@ -109,7 +109,7 @@ def test_token_arrays_of_more_than_2_31_elements_in_fp8() -> None:
     weights = quantized(BLOCK, kernel, None)
     group_of = np.repeat([0, 1, 2], sizes)
     for row in (0, 29_999, 30_000, 30_004, 30_005, 65_535, 65_536, 69_004):
-        # Rowwise blocks know nothing of other rows.
+        # Rowwise blocks do not depend on other rows.
         group, alone = group_of[row], np.array([1])
         x_row = quantized(BLOCK, x[row : row + 1], alone).rowwise.dequantized
         dy_row = quantized(BLOCK, dy[row : row + 1], alone, gradient=True).rowwise.dequantized
@@ -120,7 +120,7 @@ def test_token_arrays_of_more_than_2_31_elements_in_fp8() -> None:
     assert not bool(jnp.any(y[69_005:]))
     assert not bool(jnp.any(dx[69_005:]))
 
-    # Columnwise ones know nothing of other features, and begin at the group's first row.
+    # Columnwise blocks do not depend on other features, and begin at the group's first row.
     last, columns = slice(30_005, 69_005), slice(features - 64, features)
     x_last = quantized(BLOCK, x[last], sizes[2:]).columnwise.dequantized
     dy_last = quantized(BLOCK, dy[last, columns], sizes[2:], gradient=True).columnwise.dequantized

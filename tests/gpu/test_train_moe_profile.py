@@ -30,7 +30,7 @@ def test_steps_follow_one_another_without_the_host(parallel: str, recipe: str) -
 
     counts = events(steps)
 
-    # Were nothing recorded, the rest would pass whatever happened. A profile can miss the first step.
+    # If the profile recorded nothing, the rest would always pass. A profile can miss the first step.
     assert occurrences(counts, "jax_grouped::") >= STEPS - 1, sorted(counts)
     assert not occurrences(counts, "MemcpyD2H", "DtoH"), sorted(counts)
     assert not occurrences(counts, "Synchronize"), sorted(counts)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped as jg
-from jax_grouped.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe
 
 #: Calls that are under way before a thread looks at the last one's result.
 CALLS = 64
@@ -26,7 +26,7 @@ CALLS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A program of one thread."""
+    """Program of one thread."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -62,7 +62,7 @@ def gradients(recipe: Recipe | None, groups: int) -> Job:
 
 
 def recipes(*groups: int) -> list[Job]:
-    """Steps of every recipe, with these numbers of groups in turn."""
+    """Returns steps of every recipe, with these numbers of groups in turn."""
     all_recipes = [None, jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.DelayedScaling(amax_history_len=4)]
     return [gradients(recipe, groups[i % len(groups)]) for i, recipe in enumerate(all_recipes)]
 
@@ -87,7 +87,7 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def run_together(jobs: Sequence[Job], seconds: float) -> list[str]:
-    """Runs each job in a thread of its own, and returns what went wrong."""
+    """Runs each job in a thread of its own, and returns the failures."""
     expected = [bits(job.function(*job.arguments)) for job in jobs]
     calls = [0] * len(jobs)
     problems: list[str] = []

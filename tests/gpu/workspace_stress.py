@@ -1,12 +1,13 @@
 """Captured products replayed thousands of times in the workspaces that XLA hands out, or in workspaces of their own.
 
-cuBLASLt keeps descriptors of the groups in its workspace, which products share one after another. Were one of them to
-read what another, or an earlier replay, has left there, a captured step would give other bits than an uncaptured one.
-`python3 -m tests.gpu.workspace_stress --help` lists what can be varied. The exit status is 1 if anything differs.
+cuBLASLt keeps descriptors of the groups in its workspace, which products share one after another. If a product read
+bytes that another product or an earlier replay left there, a captured step would give other bits than an uncaptured
+one. `python3 -m tests.gpu.workspace_stress --help` lists the options. The exit status is 1 if anything differs.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import threading
 import time
@@ -21,19 +22,21 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.backends import cuda, cuda_scaled_matmul, primitives
-from jax_grouped.backends.spec import MatmulSpec, Product, ScaledMatmulSpec
-from jax_grouped.recipes import Recipe
+from jax_grouped.backends import cuda
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops.gemm import gemm
 from tests.gpu import replays
 
-#: With the many groups of the first, fprop and dgrad are always cuBLASLt's; with those of the second, Hopper has
-#: kernels of ours for quantized operands.
+#: The first shape has many groups, so fprop and dgrad always run in cuBLASLt. For the second, Hopper has kernels of the
+#: library for quantized operands.
 SHAPES = (
     shapes.Shape("first", num_groups=64, tokens=2048, K=256, N=512),
     shapes.Shape("second", num_groups=24, tokens=1536, K=384, N=256),
 )
 
-#: What each layer computes in, and the type of its kernel.
+#: Recipe of each layer, and the type of its kernel.
 LAYERS: dict[str, tuple[Recipe | None, str]] = {
     "none": (None, "bfloat16"),
     "block": (jg.Float8BlockScaling(), "bfloat16"),
@@ -53,22 +56,21 @@ Operand = jax.Array | jg.ScaledArray
 
 
 def product(name: Product, a: Any, b: Any, sizes: jax.Array, out_dtype: Any, *, inline: bool) -> jax.Array:
-    """One product; `inline` without its primitive, so that what its custom call makes is within reach."""
-    offset = jnp.zeros((1,), jnp.int32)
-    if isinstance(a, jg.ScaledArray):
-        scaled = ScaledMatmulSpec(name, a.layout, b.layout, out_dtype)
-        operands = a.data, a.scale_inv, b.data, b.scale_inv, sizes, offset
-        if inline:
-            return cuda_scaled_matmul.scaled_matmul(*operands, spec=scaled, batch=1)
-        return primitives.scaled_matmul(*operands, scaled)
-    spec = MatmulSpec(name, sizes.shape[0], out_dtype)
-    if inline:
-        return cuda.grouped_matmul(a, b, sizes, offset, spec=spec, batch=1)
-    return primitives.grouped_matmul(a, b, sizes, offset, spec)
+    """Computes one product. `inline` bypasses the primitive, so that all results of its custom call can be read."""
+    groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
+    spec = GemmSpec(name, sizes.shape[0], out_dtype)
+    if not inline:
+        return gemm(a, b, groups, spec)
+    if not isinstance(a, jg.ScaledArray):
+        return cuda.grouped_gemm(a, b, *groups, spec=spec, batch=1)
+    spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+    return cuda.grouped_gemm(a.data, b.data, *groups, a.scale_inv, b.scale_inv, spec=spec, batch=1)
 
 
 def orientations(recipe: Recipe | None, x: jax.Array, sizes: jax.Array | None, dtype: str) -> tuple[Operand, Operand]:
-    """What products read of tokens, or of kernels if there are no sizes: rowwise and columnwise, `x` with no recipe.
+    """Returns the operands of products, rowwise and columnwise: tokens, or kernels if there are no sizes.
+
+    Without a recipe, both are `x`.
 
     `dtype` is the name of the recipe's attribute.
     """
@@ -87,7 +89,7 @@ def orientations(recipe: Recipe | None, x: jax.Array, sizes: jax.Array | None, d
 def step(
     x: jax.Array, dy: jax.Array, kernels: list[jax.Array], sizes: jax.Array, *, inline: bool = False
 ) -> list[jax.Array]:
-    """`y`, `dx` and `dkernel` of every layer."""
+    """Computes `y`, `dx` and `dkernel` of every layer."""
     results = []
     for (recipe, _), kernel in zip(LAYERS.values(), kernels, strict=True):
         x_row, x_column = orientations(recipe, x, sizes, "fwd_dtype")
@@ -105,20 +107,23 @@ def step(
 def keeping_workspaces() -> Iterator[list[jax.Array]]:
     """Lists the scratch and the workspaces of the products that are traced inside, which the library throws away."""
     kept: list[jax.Array] = []
-    original = cuda.call
+    original = jax.ffi.ffi_call
 
-    def call(target: str, *arguments: Any, **options: Any) -> Any:
-        results = original(target, *arguments, **options)
-        if target in ("jax_grouped_matmul", "jax_grouped_scaled_matmul"):
-            kept.extend(results[1:])
-        return results
+    def ffi_call(target: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        def call(*operands: jax.Array, **attributes: Any) -> Any:
+            results = original(target, *arguments, **options)(*operands, **attributes)
+            if target == "jax_grouped_gemm":
+                kept.extend(results[1:])
+            return results
 
-    with mock.patch.object(cuda, "call", call):
+        return call
+
+    with mock.patch.object(jax.ffi, "ffi_call", ffi_call):
         yield kept
 
 
 def step_and_workspaces(workspaces: list[jax.Array], *arguments: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`step` with workspaces of its own: those given are donated, so those returned lie in the same memory."""
+    """Runs `step` with workspaces of its own. The given ones are donated, so the returned ones use the same memory."""
     del workspaces
     with keeping_workspaces() as kept:
         return step(*arguments, inline=True), kept
@@ -154,7 +159,7 @@ class Replays:
         self._poison = self._poisoning(captured) if poison else None
 
     def _poisoning(self, captured: Any) -> Callable[[], None]:
-        """What fills workspaces with bytes that are NaN in every type."""
+        """Returns a function that fills workspaces with bytes that are NaN in every type."""
         if self._workspaces:
             fill = jax.jit(lambda arrays: [jnp.full_like(x, 0xFF) for x in arrays], donate_argnums=0, keep_unused=True)
 
@@ -164,11 +169,11 @@ class Replays:
             return poison_own
         size = captured.memory_analysis().temp_size_in_bytes
         unrelated = jax.jit(lambda: jnp.full((size,), 0xFF, jnp.uint8))
-        # Memory that is free again holds this when the next step is given it.
+        # Freed memory holds these bytes when the next step gets it.
         return lambda: unrelated().block_until_ready().delete()
 
     def expected(self) -> np.ndarray:
-        """The digests of the uncaptured step, which waits for each result."""
+        """Returns the digests of the uncaptured step, which waits for each result."""
         digests = []
         for sizes in self._sizes:
             digests.append(replays.digest(self._reference(*self._arguments, sizes)))
@@ -176,7 +181,7 @@ class Replays:
         return replays.fetch(digests, NAMES)
 
     def replay(self, turns: threading.Barrier) -> np.ndarray:
-        """The digests of the captured step. Threads launch one replay each per turn; every second one is poisoned."""
+        """Returns the captured step's digests. Threads launch one replay each per turn; every second is poisoned."""
         digests = []
         try:
             for index in range(len(self._sizes)):
@@ -185,14 +190,14 @@ class Replays:
                     self._poison()
                 digests.append(replays.digest(self.launch(index)))
         except threading.BrokenBarrierError:
-            return np.zeros(0)  # Another thread has failed, and says why.
+            return np.zeros(0)  # Another thread has failed and reports it.
         except BaseException:
             turns.abort()
             raise
         return replays.fetch(digests, NAMES)
 
     def launch(self, index: int) -> list[jax.Array]:
-        """The results of the captured step."""
+        """Returns the results of the captured step."""
         arguments = (*self._arguments, self._sizes[index])
         if not self._workspaces:
             return self._captured(*arguments)
@@ -200,7 +205,7 @@ class Replays:
         return results
 
     def graph_launches(self) -> float:
-        """Per captured step."""
+        """Returns the graph launches per captured step."""
         profiled = range(min(PROFILED_REPLAYS, len(self._sizes)))
         events = replays.events(lambda: [self.launch(index) for index in profiled])
         return replays.occurrences(events, "GraphLaunch") / len(profiled)

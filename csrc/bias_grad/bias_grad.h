@@ -1,0 +1,34 @@
+// The gradient of a grouped bias: the sum of each group's rows.
+
+#ifndef JAX_GROUPED_CSRC_BIAS_GRAD_BIAS_GRAD_H_
+#define JAX_GROUPED_CSRC_BIAS_GRAD_BIAS_GRAD_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+// Writes dbias[g][n], the sum of dy[t][n] over the tokens t of local group g of the batch, in float32.
+//
+// The order of additions is fixed. A group's rows form tiles of kBiasGradRows. Within a tile, each of 8 lanes adds
+// every eighth row; then the lanes are added in order. The tiles are added last, in order.
+//
+//   dy            [groups.AllRows(), features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
+//   partial_sums  [batch * BiasGradTiles(groups.capacity, groups.num_groups), features], scratch
+//   starts        [batch, 2, groups.num_groups + 1], scratch
+Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
+                      float* partial_sums, int32_t* starts, float* dbias);
+
+// Writes dbias[g][n], the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order.
+// Each batch element has its own tile_starts, `element_stride` entries after those of the previous element.
+Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
+                      const int32_t* tile_starts, int64_t element_stride, float* dbias);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_BIAS_GRAD_BIAS_GRAD_H_

@@ -1,0 +1,55 @@
+// A CUDA kernel that turns group sizes on the device into the arguments of a grouped matmul.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_SETUP_H_
+#define JAX_GROUPED_CSRC_GEMM_CUBLASLT_SETUP_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/common/status.h"
+#include "csrc/gemm/scratch.h"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+// One of the matrices A, B and D, for all groups. It is column-major with `rows` rows, as cuBLASLt sees it.
+struct Operand {
+  void* base;
+  int32_t element_bytes;
+  int32_t rows;     // also the leading dimension; 0 if a group's rows are its tokens, padded to kFp8Alignment
+  int32_t columns;  // per group; 0 if a group's columns are its tokens
+};
+
+// The inverse scales of A or B: swizzled E8M0 with kMx, float32 otherwise.
+struct OperandScales {
+  const void* base;
+  ScalingMode mode;
+  int32_t features;       // for tokens
+  int64_t weight_stride;  // from one weight's scales to the next one's; 0 for tokens
+};
+
+// Memory to zero. It starts on a 16-byte boundary. The bytes from its end up to the next 16-byte boundary belong to it,
+// too.
+struct Region {
+  void* base;
+  int64_t bytes;
+};
+
+// Writes the arguments of a grouped matmul and the zeros that it needs, in one launch. `scratch` gets the pointers,
+// sizes and scalars (alpha = 1, beta) of every local group of the batch. `workspace` gets zeros. With `zero_rest`, the
+// tokens of D that belong to no local group get zeros; the row size of D must then be a multiple of 16 bytes. Each run
+// of `elements_per_weight` successive batch elements shares weights.
+Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_weight, const Operand& a,
+                       const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
+                       const GemmScratch& scratch);
+
+// Does the same for scaled operands. A batch element's arrays have room for `element_units` units.
+Status LaunchScaledGemmSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
+                             int32_t elements_per_weight, const Operand& a, const OperandScales& a_scales,
+                             const Operand& b, const OperandScales& b_scales, const Operand& d, float beta,
+                             bool zero_rest, const Region& workspace, const GemmScratch& scratch);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_CUBLASLT_SETUP_H_

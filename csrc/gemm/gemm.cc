@@ -1,0 +1,116 @@
+#include "csrc/gemm/gemm.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/common/device.h"
+#include "csrc/gemm/cublaslt/autotune.h"
+#include "csrc/gemm/cublaslt/launch.h"
+#include "csrc/gemm/cublaslt/library.h"
+#include "csrc/gemm/cublaslt/plans.h"
+#include "csrc/gemm/sm90/token_product.h"
+#include "csrc/gemm/sm90/wgrad.h"
+
+namespace jax_grouped {
+namespace {
+
+// Tokens per group from which our kernel accumulates faster than cuBLASLt. The L2 cache performs the additions, at
+// 0.3e12 numbers per second. Fewer tokens therefore take as long as this number does.
+constexpr int64_t kTokensToAccumulate = 768;
+
+// Depth up to which our kernel of fprop and dgrad is faster, if its tiles are full: 1.3 times as fast at 1024, 1.1
+// times at 2048, as fast at 4096. If its tiles are not full, it is faster only if all tiles are computed at once.
+constexpr int64_t kMostDepth = 3072;
+
+const char* Name(Origin origin) {
+  switch (origin) {
+    case Origin::kOwnKernel:
+      return "kernel of jax_grouped";
+    case Origin::kHeuristic:
+      return "heuristic";
+    case Origin::kNotTimed:
+      return "heuristic (could not be timed)";
+    case Origin::kTuned:
+      break;
+  }
+  return "tuned";
+}
+
+std::string Describe(const Plan& plan) {
+  const CublasLt* library = nullptr;
+  if (plan.origin == Origin::kOwnKernel || !GetCublasLt(&library).ok()) return Name(plan.origin);
+  return Describe(*library, plan.algorithm) + ", " + Name(plan.origin);
+}
+
+bool IsSm90Wgrad(const GemmProblem& problem) {
+  if (problem.accumulate) {
+    // The L2 cache would round sums to 16 bits before it adds them.
+    if (problem.result_type != CUDA_R_32F) return false;
+    if (problem.tokens < kTokensToAccumulate * problem.num_groups) return false;
+  }
+  return sm90::WgradScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+}
+
+bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
+  if (problem.accumulate || Depth(problem) > kMostDepth) return false;
+  const int64_t features = ResultFeatures(problem);
+  const int64_t tiles =
+      MostUnits(problem.tokens, problem.num_groups, sm90::kTileTokens) * CeilDiv(features, sm90::kTileFeatures);
+  if (problem.tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
+  // The copy engine (TMA) counts rows with 32 bits.
+  if (NumWeights(problem) * features > INT32_MAX) return false;
+  return sm90::TokenProductScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+}
+
+// Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are FP8 weight
+// gradients, except some that accumulate, and products of FP8 tokens over a limited depth.
+bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
+  if (device.major != 9 || !problem.scaled) return false;
+  if (problem.a_mode != ScalingMode::kTensor && problem.a_mode != ScalingMode::kBlock1D) return false;
+  return problem.product == Product::kWgrad ? IsSm90Wgrad(problem) : IsSm90TokenProduct(problem, device.processors);
+}
+
+}  // namespace
+
+Status PrepareGemm(int device, const GemmProblem& problem, bool autotune) {
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  const Plans::Key key{device, problem};
+  if (IsSm90Product(problem, properties)) {
+    Plans::Get().AddOwnKernel(key);
+    return Status::Ok();
+  }
+  const CublasLt* library = nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));
+  JAX_GROUPED_RETURN_IF_FAILED(Plans::Get().Ensure(*library, key));
+  return autotune ? Tune(*library, key) : Status::Ok();
+}
+
+Status EnqueueGemm(int device, cudaStream_t stream, const GemmProblem& problem, const Groups& groups,
+                   const GemmBuffers& buffers) {
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  if (IsSm90Product(problem, properties)) {
+    return problem.product == Product::kWgrad ? sm90::LaunchWgrad(stream, device, problem, groups, buffers)
+                                              : sm90::LaunchTokenProduct(stream, device, problem, groups, buffers);
+  }
+  Plan plan;
+  if (!Plans::Get().Find({device, problem}, &plan)) {
+    return Status::Failed("A grouped product ran on a device on which it had not been initialized.");
+  }
+  const CublasLt* library = nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));
+  return LaunchCublasLt(*library, plan.handle, plan.algorithm, stream, problem, groups, buffers);
+}
+
+std::vector<std::string> DescribePlans() {
+  std::vector<std::string> lines;
+  for (const auto& [key, plan] : Plans::Get().Copy()) {
+    const auto& [device, problem] = key;
+    lines.push_back("device " + std::to_string(device) + ": " + Describe(problem) + ": " + Describe(plan));
+  }
+  return lines;
+}
+
+}  // namespace jax_grouped

@@ -1,0 +1,83 @@
+// The grouped matmuls, their descriptions as text, and the GPUs that support them.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_PROBLEM_H_
+#define JAX_GROUPED_CSRC_GEMM_PROBLEM_H_
+
+#include <library_types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+enum class Product : int32_t { kFprop, kDgrad, kWgrad };
+
+// A grouped matmul: everything that the choice of an algorithm depends on. A batch has the tokens and groups of all its
+// elements. All arrays are row-major:
+//
+//   product  a                        b                                   d
+//   kFprop   x  [tokens, in_features]   weight [groups, in_, out_features]  y       [tokens, out_features]
+//   kDgrad   dy [tokens, out_features]  weight [groups, in_, out_features]  dx      [tokens, in_features]
+//   kWgrad   x  [tokens, in_features]   dy     [tokens, out_features]       dweight [groups, in_, out_features]
+//
+// Scaled operands are quantized along the contraction axis, as Hopper and the MX format require. Weights are columnwise
+// for kFprop and rowwise for kDgrad. Both operands of kWgrad are columnwise. All others are rowwise.
+// csrc/groups/layout.h has their layouts. Scales of kMx are swizzled.
+struct GemmProblem {
+  Product product;
+  cudaDataType_t a_type;  // CUDA_R_16BF or CUDA_R_16F for both a and b; for scaled operands CUDA_R_8F_E4M3 or _E5M2
+  cudaDataType_t b_type;
+  cudaDataType_t result_type;  // the type of 16-bit operands, or CUDA_R_32F; any of these three for scaled operands
+  bool scaled;
+  ScalingMode a_mode;  // for scaled operands: kTensor or kMx for both, or kBlock1D for tokens and kBlock2D for weights
+  ScalingMode b_mode;
+  int64_t tokens;       // capacity of the token arrays
+  int64_t in_features;  // multiple of kFeatureAlignment, or of kFp8Alignment for scaled operands; so is out_features
+  int64_t out_features;
+  int64_t num_groups;
+  int32_t elements_per_weight;  // successive batch elements that share weights; 1 without a batch, and for kWgrad
+  bool accumulate;              // adds the product to d
+};
+
+bool operator<(const GemmProblem& first, const GemmProblem& second);
+
+// Device memory of one call. `a`, `b`, `d` and the block scales start on 16-byte boundaries.
+struct GemmBuffers {
+  const void* a;
+  const void* b;
+  const void* a_scale;  // inverse scales: E8M0 with kMx, float32 otherwise; null for operands without scales
+  const void* b_scale;
+  int64_t weight_scales;  // inverse scales per weight; 0 for kWgrad and without scales
+  void* d;
+  void* scratch;  // GemmScratch::Bytes() is its size
+  void* workspace;
+};
+
+// Size of GemmBuffers::workspace in bytes, as NVIDIA recommends for Hopper.
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+
+// Returns the number of weight matrices.
+int64_t NumWeights(const GemmProblem& problem);
+
+// Returns the depth of a kFprop or kDgrad (the length of its sums), and the features of its result.
+int64_t Depth(const GemmProblem& problem);
+int64_t ResultFeatures(const GemmProblem& problem);
+
+// Returns the layout of an operand of a scaled problem.
+QuantizedLayout LayoutOfA(const GemmProblem& problem, const Groups& groups);
+QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups);
+
+// Fails unless GPUs of a compute capability support the product. The error names the alternative.
+Status CheckCapability(const GemmProblem& problem, int major, int minor);
+
+// Describes the problem in one line of text. The files of TunedAlgorithms use the text as a key: different problems
+// must have different texts, and a changed wording makes every problem be timed again.
+std::string Describe(const GemmProblem& problem);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_PROBLEM_H_

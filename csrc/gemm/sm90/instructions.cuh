@@ -1,0 +1,285 @@
+// Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes (mbarrier), the tensor
+// memory accelerator (TMA), and matrix products of a warp group (WGMMA). Names and rules are those of the PTX ISA,
+// chapters 9.7.13 (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "csrc/common/fp8.cuh"
+
+namespace jax_grouped {
+namespace sm90 {
+
+constexpr int kWarpGroupThreads = 128;
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier. Functions take its address in shared memory. Its phases alternate between two parities.
+using Barrier = uint64_t;
+
+__device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
+__device__ inline void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the same barrier of another block of the cluster.
+__device__ inline void ArriveAt(uint32_t barrier, uint32_t block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+
+// Waits until a phase of the given parity has ended.
+__device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Makes initialised barriers visible to copies and to the cluster.
+__device__ inline void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Orders this thread's ordinary accesses to shared memory relative to accesses by the TMA and by matrix products.
+// Covers those that this thread starts, and those that a thread starts which waits for this one.
+__device__ inline void FenceShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline uint32_t RankInCluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of the cluster.
+__device__ inline void SynchronizeCluster() {
+  asm volatile(
+      "barrier.cluster.arrive.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
+// Waits for all threads of one warp group. Each warp group has its own hardware barrier.
+__device__ inline void SynchronizeWarpGroup(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroupThreads) : "memory");
+}
+
+template <int kRegisters>
+__device__ void ReleaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ void AcquireRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Acquires a tensor map that a kernel has written to global memory. Must precede the first copy through the map.
+__device__ inline void AcquireTensorMap(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
+// Releases the tensor maps that this thread has written to global memory. Must follow the writes.
+__device__ inline void ReleaseTensorMaps() { asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory"); }
+
+// Sets the address, row length and row stride of a tensor map in shared memory to those of another matrix with the same
+// number of rows.
+__device__ inline void ReplaceMatrix(CUtensorMap* map, const void* base, uint32_t row_length, uint64_t row_bytes) {
+  const uint32_t address = SharedAddress(map);
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
+               : "memory");
+  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(address), "r"(row_length)
+               : "memory");
+  asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(address), "l"(row_bytes)
+               : "memory");
+}
+
+// Sets the address and number of rows of a tensor map in shared memory to those of another matrix with the same row
+// length.
+__device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t rows) {
+  const uint32_t address = SharedAddress(map);
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
+               : "memory");
+  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(address), "r"(rows)
+               : "memory");
+}
+
+// Copies a box of a matrix to shared memory, to the same address in each of the first `kBlocks` blocks of the cluster.
+// The barrier of each of these blocks counts the bytes. Elements outside the matrix become zero.
+template <int kBlocks>
+__device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, uint32_t barrier) {
+  if constexpr (kBlocks == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            box),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(box),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
+        : "memory");
+  }
+}
+
+// Copies 16 bytes asynchronously. This thread's next ArriveAfterCopies waits for them. Unlike a box, they may overwrite
+// memory that threads have read without a fence.
+__device__ inline void CopyChunk(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Arrives once the chunks that this thread has begun to copy have landed. The barrier's count includes this arrival
+// like any other.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Copies a box from shared memory to a matrix or to one matrix of a stack. Elements outside the matrix are not written.
+__device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(box),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
+__device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(box),
+               "r"(column), "r"(row), "r"(matrix)
+               : "memory");
+}
+
+// Adds a box from shared memory to a matrix of a stack. Elements outside the matrix are not written.
+__device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(box), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
+
+__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores, except those of the last kLeft groups, have read shared memory.
+template <int kLeft>
+__device__ void WaitForReads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ inline float LoadShared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+__device__ inline float2 LoadSharedPair(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
+}
+
+__device__ inline void StoreShared(uint32_t address, float2 value) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit numbers. Every lane passes the address of one row of one matrix.
+__device__ inline void StoreMatrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// Returns the descriptor of an operand of a warp group's product. The operand's rows are 128 bytes along the
+// contraction axis. They are swizzled by 128 bytes and start on a 1024-byte boundary.
+__device__ inline uint64_t SwizzledOperand(uint32_t rows) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((rows & 0x3ffff) >> 4);
+}
+
+// The values of a 64 x 128 product that one thread of a warp group holds. They lie in rows r and r + 8 and, for every
+// i, in columns c and c + 1, with
+//   r = 16 * warp + lane / 4
+//   c = 8 * i + lane % 4 * 2
+//   value[4 * i + 2 * (row is r + 8) + (column is c + 1)].
+struct Fragment {
+  static constexpr int kRows = 64;
+  static constexpr int kColumns = 128;
+  static constexpr int kValues = kRows * kColumns / kWarpGroupThreads;
+  float value[kValues];
+};
+
+__device__ inline void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void CommitProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void WaitForProducts() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+#define JAX_GROUPED_EIGHT(i)                                                                                  \
+  "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), "+f"(v[i + 5]), "+f"(v[i + 6]), \
+      "+f"(v[i + 7])
+#define JAX_GROUPED_ALL                                                                                            \
+  JAX_GROUPED_EIGHT(0), JAX_GROUPED_EIGHT(8), JAX_GROUPED_EIGHT(16), JAX_GROUPED_EIGHT(24), JAX_GROUPED_EIGHT(32), \
+      JAX_GROUPED_EIGHT(40), JAX_GROUPED_EIGHT(48), JAX_GROUPED_EIGHT(56)
+#define JAX_GROUPED_MULTIPLY(types)                                                       \
+  asm volatile(                                                                           \
+      "{\n"                                                                               \
+      ".reg .pred add;\n"                                                                 \
+      "setp.ne.b32 add, %66, 0;\n"                                                        \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." types                                \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"           \
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"  \
+      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"  \
+      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}," \
+      " %64, %65, add, 1, 1;\n"                                                           \
+      "}"                                                                                 \
+      : JAX_GROUPED_ALL                                                                   \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+
+// Starts a product over 32 numbers of both operands. With `add`, the product is added to the fragment; otherwise it
+// replaces the fragment.
+template <typename AType, typename BType>
+__device__ __forceinline__ void Multiply(uint64_t a, uint64_t b, bool add, Fragment& fragment) {
+  constexpr bool kAIsE4m3 = AType::kType == __NV_E4M3;
+  constexpr bool kBIsE4m3 = BType::kType == __NV_E4M3;
+  static_assert(kAIsE4m3 || kBIsE4m3, "there is no product of two arrays of e5m2");
+  auto& v = fragment.value;
+  if constexpr (kAIsE4m3 && kBIsE4m3) JAX_GROUPED_MULTIPLY("e4m3.e4m3");
+  if constexpr (kAIsE4m3 && !kBIsE4m3) JAX_GROUPED_MULTIPLY("e4m3.e5m2");
+  if constexpr (!kAIsE4m3) JAX_GROUPED_MULTIPLY("e5m2.e4m3");
+}
+
+// Prevents the compiler from moving accesses to the fragment's registers across this call.
+__device__ __forceinline__ void Pin(Fragment& fragment) {
+  auto& v = fragment.value;
+  asm volatile("" : JAX_GROUPED_ALL::"memory");
+}
+#undef JAX_GROUPED_MULTIPLY
+#undef JAX_GROUPED_ALL
+#undef JAX_GROUPED_EIGHT
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_

@@ -1,0 +1,421 @@
+// Common parts of the FP8 product kernels on Hopper. Tiles of the result are 256 x 128. A tile is computed from blocks
+// of 128 bytes of both operands, one block after another.
+//
+// Each block of threads computes one tile of the result, then further tiles: the grid just fills the GPU. One warp, the
+// producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups of 128
+// threads multiply the operands, accumulate the scaled products in registers, and store the sums. While one group
+// scales or stores, the other uses the tensor cores.
+//
+// Two things bound the speed on an H200 (counters of E8 T32768 K7168 N4096). The first is the sequence of one math
+// group. Its product takes 460 cycles, 256 of them on the tensor cores. Then it accumulates: 64 additions per thread
+// take 110 cycles; 128 multiply-adds with 1x128 scales take 310, because the other group's product goes through the
+// same registers. The second is power: sustained runs reach 700 W, at which the clock falls from 1.98 GHz to 1.4-1.75
+// GHz.
+//
+// Four variants are slower, by 1 to 10 %: math groups that alternate at the tensor cores; math groups that stay half a
+// block or a block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <library_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace sm90 {
+
+// Blocks of a cluster. They compute adjacent tiles of the same rows. Each block copies its part of the rows to all
+// blocks, which reduces reads of the L2 cache. Clusters of four, and of two by two, are 2 to 6 % slower.
+constexpr int kCluster = 2;
+constexpr int kMathGroups = 2;
+constexpr int kStages = 3;  // the most that fit in shared memory
+
+// Products of 64 x 128 that a math group computes per tile, one below the other. The rows of each wave are adjacent, so
+// that no group is idle while the other has two products.
+constexpr int kWaves = 2;
+constexpr int kTileRows = Fragment::kRows * kMathGroups * kWaves;
+constexpr int kTileColumns = Fragment::kColumns;
+constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
+constexpr int kMathThreads = kMathGroups * kWarpGroupThreads;
+constexpr int kThreads = kMathThreads + kWarpGroupThreads;
+// Registers per thread, in multiples of 8. All threads together have 64 Ki registers.
+constexpr int kProducerRegisters = 24;
+constexpr int kMathRegisters = 240;
+// Rows of tiles in a swath. Tiles follow one another down the rows of a swath, then to the right. The tiles in progress
+// then share most of both operands.
+constexpr int kSwath = 16;
+
+// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for twice
+// as many.
+constexpr int kBoxRowBytes = 128;
+constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
+constexpr int kStagedBoxes = 2;
+constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
+
+// Tiles that the producer may have found and the math groups have not begun.
+constexpr int kTilesAhead = 2;
+
+// A tile, as the producer passes it to the math groups.
+struct alignas(16) Tile {
+  int32_t group = -1;     // index in the batch
+  int32_t group_row = 0;  // first row of the group in a result that all groups share
+  int32_t row = 0;        // first row, counted in the group's result
+  int32_t column = 0;     // first column; may lie right of the result
+  int32_t rows = 0;       // rows of the result from `row` on; may exceed the tile's
+  int32_t blocks = 0;     // number of blocks of kDepth to sum over
+  float scale = 1.0f;     // factor of all products, with one scale per tensor
+};
+
+struct alignas(1024) Shared {
+  uint8_t rows[kStages][kTileRows * kDepth];
+  uint8_t columns[kStages][kTileColumns * kDepth];
+  uint8_t staging[kMathGroups][kStagingBytes];
+  float row_scale[kStages][kTileRows];
+  union {
+    float column_scale[kStages][kTileColumns];
+    float weight_scale[kStages][4];  // scales of the columns' block, for this stage and its neighbours
+  };
+  Tile tiles[kTilesAhead];
+  Barrier full[kStages];
+  Barrier empty[kStages];
+  Barrier tile_full[kTilesAhead];
+  Barrier tile_empty[kTilesAhead];
+};
+
+// Addresses of the members of Shared.
+struct Addresses {
+  uint32_t base;
+
+  __device__ uint32_t Rows(int stage) const { return base + offsetof(Shared, rows) + stage * sizeof(Shared::rows[0]); }
+  __device__ uint32_t Columns(int stage) const {
+    return base + offsetof(Shared, columns) + stage * sizeof(Shared::columns[0]);
+  }
+  __device__ uint32_t Staging(int group) const { return base + offsetof(Shared, staging) + group * kStagingBytes; }
+  __device__ uint32_t RowScale(int stage) const {
+    return base + offsetof(Shared, row_scale) + stage * sizeof(Shared::row_scale[0]);
+  }
+  __device__ uint32_t ColumnScale(int stage) const {
+    return base + offsetof(Shared, column_scale) + stage * sizeof(Shared::column_scale[0]);
+  }
+  __device__ uint32_t WeightScale(int stage) const {
+    return base + offsetof(Shared, weight_scale) + stage * sizeof(Shared::weight_scale[0]);
+  }
+  __device__ Tile* TileSlot(int slot) const {
+    return static_cast<Tile*>(__cvta_shared_to_generic(base + offsetof(Shared, tiles))) + slot;
+  }
+  __device__ uint32_t Full(int stage) const { return base + offsetof(Shared, full) + stage * sizeof(Barrier); }
+  __device__ uint32_t Empty(int stage) const { return base + offsetof(Shared, empty) + stage * sizeof(Barrier); }
+  __device__ uint32_t TileFull(int slot) const { return base + offsetof(Shared, tile_full) + slot * sizeof(Barrier); }
+  __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Shared, tile_empty) + slot * sizeof(Barrier); }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A position in a ring, and the parity of its barriers' current phases.
+template <int kPlaces>
+struct RingPlace {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance() {
+    if (++index < kPlaces) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+using Stage = RingPlace<kStages>;
+
+// Sets the position of a tile from `turn_in_group`. The group's tiles are `high` rows of tiles, and `wide` cluster
+// widths (kCluster tiles each) across.
+__device__ __forceinline__ void PlaceTile(int32_t turn_in_group, int32_t high, int32_t wide, Tile* tile) {
+  const int32_t swath = turn_in_group / (kSwath * wide);
+  const int32_t in_swath = turn_in_group % (kSwath * wide);
+  const int32_t swath_rows = min(kSwath, high - swath * kSwath);
+  tile->row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
+  tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+}
+
+// Returns the first turn of a cluster. Clusters share out the turns; a turn is a row of kCluster tiles.
+__device__ inline int32_t FirstTurn() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
+__device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
+
+// Queue of tiles from the producer to the math groups of its block. Finding a tile takes divisions and reads of global
+// memory. The tensor cores would wait for these if the math groups did them.
+//
+// The math groups keep their own turn counter all the same. If the end of a loop comes from shared memory, the compiler
+// cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
+class TileQueue {
+ public:
+  __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
+
+  // Posts a tile. All lanes of the producer must call it.
+  __device__ void Post(const Tile& tile) {
+    WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
+    if (Lane() == 0) {
+      // A copy of the whole struct would be made byte by byte.
+      Tile* slot = shared_.TileSlot(slot_.index);
+      slot->group = tile.group;
+      slot->group_row = tile.group_row;
+      slot->row = tile.row;
+      slot->column = tile.column;
+      slot->rows = tile.rows;
+      slot->blocks = tile.blocks;
+      slot->scale = tile.scale;
+      Arrive(shared_.TileFull(slot_.index));
+    }
+    __syncwarp();
+    slot_.Advance();
+  }
+
+  // Takes the next tile. Whole warps of the math groups must call it.
+  __device__ Tile Take() {
+    WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
+    const Tile tile = *shared_.TileSlot(slot_.index);
+    Arrive(shared_.TileEmpty(slot_.index));
+    slot_.Advance();
+    return tile;
+  }
+
+ private:
+  Addresses shared_;
+  RingPlace<kTilesAhead> slot_;
+};
+
+// Returns the first row, within a tile, of a math group's product in a wave.
+__device__ inline int FirstRow(int group, int wave) { return (wave * kMathGroups + group) * Fragment::kRows; }
+
+// Position of a thread of a math group within its group's products.
+struct Place {
+  int group;
+  int warp;
+  int lane;
+
+  // Returns the thread's first row of a fragment. Its other row is 8 further.
+  __device__ int Row() const { return warp * 16 + lane / 4; }
+  // Returns the first of the thread's two columns in each 8 columns.
+  __device__ int Column() const { return lane % 4 * 2; }
+};
+
+// Scales of the two rows that a thread holds in a wave's product.
+struct RowScales {
+  float rows[2];
+
+  __device__ __forceinline__ void Load(const Addresses& shared, int stage, const Place& place, int wave) {
+    const uint32_t first = shared.RowScale(stage) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float);
+    rows[0] = LoadShared(first);
+    rows[1] = LoadShared(first + 8 * sizeof(float));
+  }
+};
+
+__device__ __forceinline__ void Clear(Fragment (&sums)[kWaves]) {
+#pragma unroll
+  for (Fragment& sum : sums) {
+#pragma unroll
+    for (float& value : sum.value) value = 0.0f;
+  }
+}
+
+__device__ __forceinline__ void Add(const Fragment& product, Fragment& sum) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kValues; ++i) sum.value[i] += product.value[i];
+}
+
+// Returns the product of two inverse scales, rounded towards zero. An overflow then gives the largest number instead of
+// infinity; infinity times a sum of 0 would be NaN.
+__device__ __forceinline__ float MultiplyScales(float a, float b) { return __fmul_rz(a, b); }
+
+__device__ __forceinline__ void Scale(float factor, Fragment& sum) {
+#pragma unroll
+  for (float& value : sum.value) value *= factor;
+}
+
+// Writes 64 columns of a fragment to shared memory, as boxes of 32 columns. Odd rows exchange columns that lie 64 bytes
+// apart, so that the lanes of one store cover all banks.
+template <int kFirstColumn>
+__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const Place& place, uint32_t staging) {
+  const bool odd = place.Row() % 2 != 0;
+  const int first_byte = (odd ? 64 : 0) + place.Column() * static_cast<int>(sizeof(float));
+  const uint32_t first = staging + place.Row() * kBoxRowBytes + (first_byte ^ (place.Row() % 8 * 16));
+#pragma unroll
+  for (int box = 0; box < kStagedBoxes; ++box) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t offset = box * kBoxBytes + half * 8 * kBoxRowBytes;
+      const auto columns = [&](int block) {
+        const float* value = fragment.value + 4 * (kFirstColumn / 8 + 4 * box + block) + 2 * half;
+        return make_float2(value[0], value[1]);
+      };
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 near = columns(j);
+        const float2 far = columns(j + 2);
+        StoreShared((first ^ (32 * j)) + offset, odd ? far : near);
+        StoreShared((first ^ (32 * j) ^ 64) + offset, odd ? near : far);
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ uint32_t PackPair(float low, float high);
+
+template <>
+__device__ uint32_t PackPair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <>
+__device__ uint32_t PackPair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Writes all columns of a fragment to shared memory as 16-bit numbers, in boxes of 64 columns.
+template <typename T>
+__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Place& place, uint32_t staging) {
+  const int row = place.warp * 16 + place.lane % 16;
+#pragma unroll
+  for (int i = 0; i < Fragment::kColumns / 8; i += 2) {
+    const uint32_t box = staging + i / 8 * kBoxBytes;
+    const int byte = (i % 8 + place.lane / 16) * 16;
+    const float* value = fragment.value + 4 * i;
+    StoreMatrices(box + row * kBoxRowBytes + (byte ^ (row % 8 * 16)), PackPair<T>(value[0], value[1]),
+                  PackPair<T>(value[2], value[3]), PackPair<T>(value[4], value[5]), PackPair<T>(value[6], value[7]));
+  }
+}
+
+// Shared memory from which a math group's results are copied. The group writes one half while the other half is copied.
+class Staging {
+ public:
+  __device__ Staging(const Addresses& shared, const Place& place, cudaDataType_t type)
+      : place_(place), type_(type), memory_(shared.Staging(place.group)) {}
+
+  // Writes 64 rows of a tile, of which `columns` columns lie in the result. Calls store(box, column) for each box of
+  // them, with `column` counted in the tile.
+  template <typename Store>
+  __device__ __forceinline__ void StoreRows(const Fragment& sum, int columns, const Store& store) {
+    if (type_ == CUDA_R_32F) {
+      constexpr int kHalf = Fragment::kColumns / 2;
+      Pass([&](uint32_t memory) { WriteBoxes32<0>(sum, place_, memory); }, 0, min(columns, kHalf), store);
+      Pass([&](uint32_t memory) { WriteBoxes32<kHalf>(sum, place_, memory); }, kHalf, columns, store);
+    } else if (type_ == CUDA_R_16BF) {
+      Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16>(sum, place_, memory); }, 0, columns, store);
+    } else {
+      Pass([&](uint32_t memory) { WriteBoxes16<__half>(sum, place_, memory); }, 0, columns, store);
+    }
+  }
+
+ private:
+  template <typename Write, typename Store>
+  __device__ __forceinline__ void Pass(const Write& write, int column, int end_column, const Store& store) {
+    const bool leads = place_.warp == 0 && place_.lane == 0;
+    if (leads) WaitForReads<1>();
+    SynchronizeWarpGroup(place_.group);
+    uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
+    second_half_ = !second_half_;
+    write(memory);
+    FenceShared();
+    SynchronizeWarpGroup(place_.group);
+    if (!leads) return;
+    const int box_columns = kBoxRowBytes / (type_ == CUDA_R_32F ? 4 : 2);
+#pragma unroll
+    for (int box = 0; box < kStagedBoxes; ++box, memory += kBoxBytes, column += box_columns) {
+      if (column < end_column) store(memory, column);
+    }
+    CommitStores();
+  }
+
+  Place place_;
+  cudaDataType_t type_;
+  uint32_t memory_;
+  bool second_half_ = false;
+};
+
+template <typename RowType, typename ColumnType>
+__device__ __forceinline__ void StartProduct(uint32_t rows, uint32_t columns, Fragment& product) {
+  const uint64_t a = SwizzledOperand(rows);
+  const uint64_t b = SwizzledOperand(columns);
+  Pin(product);
+  BeginProducts();
+#pragma unroll
+  for (int i = 0; i < kDepth / 32; ++i) {
+    Multiply<RowType, ColumnType>(a + i * (32 >> 4), b + i * (32 >> 4), i > 0, product);
+  }
+  CommitProducts();
+  Pin(product);
+}
+
+// Releases a stage after this thread has read it. Arrives in every block of the cluster, because all of them fill the
+// stage.
+__device__ __forceinline__ void Release(uint32_t empty) {
+#pragma unroll
+  for (int block = 0; block < kCluster; ++block) ArriveAt(empty, block);
+}
+
+// Copies `count` floats: a multiple of 4, of which at most kMost are copied. All lanes of the producer must call it.
+template <int kMost>
+__device__ __forceinline__ void CopyFloats(uint32_t destination, const float* source, int32_t count) {
+#pragma unroll
+  for (int first = 0; first < kMost; first += 32 * 4) {
+    const int i = first + Lane() * 4;
+    if (i < count) CopyChunk(destination + i * sizeof(float), source + i);
+  }
+}
+
+// Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it. The warps then divide
+// the registers between them.
+//
+// The producer is one warp that copies operands. One of its lanes begins the copies to a stage. Every lane copies some
+// of the stage's scales, if there are any. The math threads multiply. Every thread releases for itself what it has
+// read: compute-sanitizer does not follow the order through a warp barrier to the arrival of another lane.
+template <ScalingMode kMode>
+__device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
+      InitBarrier(shared.Empty(i), kMathThreads * kCluster);
+    }
+    for (int i = 0; i < kTilesAhead; ++i) {
+      InitBarrier(shared.TileFull(i), 1);
+      InitBarrier(shared.TileEmpty(i), kMathThreads);
+    }
+    FenceBarrierInit();
+  }
+  SynchronizeCluster();
+  cudaGridDependencySynchronize();
+}
+
+// Reduces the registers of the warps that do not multiply. Returns true if this warp is the producer.
+__device__ __forceinline__ bool BecomeProducer() {
+  ReleaseRegisters<kProducerRegisters>();
+  return Uniform(Warp()) == kMathThreads / 32;
+}
+
+// Gives math threads more registers. Returns the thread's position in a tile.
+__device__ __forceinline__ Place BecomeMathThread() {
+  AcquireRegisters<kMathRegisters>();
+  return Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
+               static_cast<int>(threadIdx.x) % 32};
+}
+
+// Ends a block. No block may end while another block of its cluster still copies to it or arrives at its barriers.
+__device__ __forceinline__ void EndBlock() {
+  __syncwarp();
+  SynchronizeCluster();
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_

@@ -1,0 +1,125 @@
+#include "csrc/gemm/sm90/wgrad.h"
+
+#include <cstdint>
+
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/launch.cuh"
+#include "csrc/gemm/sm90/tensor_map.h"
+#include "csrc/gemm/sm90/wgrad_kernel.cuh"
+#include "csrc/groups/table.cuh"
+
+namespace jax_grouped {
+namespace sm90 {
+namespace {
+
+constexpr int kSetupThreads = 512;
+
+struct WgradSetup {
+  CUtensorMap maps[2];  // without any group's sizes yet
+  const uint8_t* data[2];
+  int32_t features[2];
+  UnitCounts element_units;
+  GroupTable table;
+  GroupMaps group_maps;
+};
+
+// Finds the groups of a batch element in each block and describes their operands.
+__global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kSetupThreads, Counts<Unit::k16, Unit::k128>>(batch, element, args.element_units, table);
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
+  if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  const int operand = threadIdx.x % 2;
+  map = args.maps[operand];
+#pragma unroll 1  // There are seldom more groups than maps.
+  for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
+    const int32_t unit = table.UnitsBefore(Unit::k16)[group];
+    const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;
+    // Nothing is read for an empty group, but a map without columns would be invalid.
+    const uint32_t tokens = max(units, 1) * kFp8Alignment;
+    const int64_t first = static_cast<int64_t>(args.features[operand]) * unit * kFp8Alignment;
+    ReplaceMatrix(&map, args.data[operand] + first, tokens, tokens);
+    const int32_t index = element * batch.num_groups + group;
+    *(operand == 0 ? args.group_maps.X(index) : args.group_maps.Dy(index)) = map;
+  }
+  ReleaseTensorMaps();
+#endif
+}
+
+BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int32_t groups) {
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
+  const auto in_features = static_cast<cuuint64_t>(problem.in_features);
+  const auto out_features = static_cast<cuuint64_t>(problem.out_features);
+  const cuuint64_t row_bytes = out_features * number_bytes;
+  return {d,
+          ResultMapType(problem.result_type),
+          {out_features, in_features, static_cast<cuuint64_t>(groups)},
+          {row_bytes, row_bytes * in_features},
+          {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
+}
+
+struct Scratch {
+  GroupMaps maps;
+  GroupTable table;
+  int64_t bytes;
+
+  Scratch(void* base, int64_t batch, int64_t num_groups) {
+    maps = {static_cast<CUtensorMap*>(base)};
+    table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
+    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+  }
+};
+
+}  // namespace
+
+int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nullptr, batch, num_groups).bytes; }
+
+Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                   const GemmBuffers& buffers) {
+  const Scratch scratch(buffers.workspace, groups.batch, groups.num_groups);
+  const auto in_features = static_cast<int32_t>(problem.in_features);
+  const auto out_features = static_cast<int32_t>(problem.out_features);
+  WgradSetup setup{{},
+                   {static_cast<const uint8_t*>(buffers.a), static_cast<const uint8_t*>(buffers.b)},
+                   {in_features, out_features},
+                   LayoutOfA(problem, groups).ElementUnits(),
+                   scratch.table,
+                   scratch.maps};
+  // The maps have the smallest number of tokens until the groups are known.
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(Fp8Boxes(buffers.b, kFp8Alignment, out_features, kTileColumns), &setup.maps[1]));
+  const dim3 elements(groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
+
+  const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
+  WgradArguments args{{},
+                      scratch.maps,
+                      scratch.table,
+                      groups.AllGroups() * static_cast<int32_t>(group_tiles),
+                      static_cast<const float*>(buffers.a_scale),
+                      static_cast<const float*>(buffers.b_scale),
+                      in_features,
+                      out_features,
+                      problem.result_type,
+                      problem.accumulate};
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dkernel));
+  return WithTypes(problem, [&](auto x, auto dy, auto mode) {
+    const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
+    ClusterLaunch launch;
+    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.turns));
+    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a weight gradient");
+  });
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped

@@ -1,0 +1,222 @@
+// Device side of wgrad.h. Rows are features of x, columns are features of dy, and a stage is 128 tokens.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
+
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/tile_products.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace sm90 {
+
+// Tensor maps of both operands, for every group.
+struct GroupMaps {
+  CUtensorMap* base;
+
+  __device__ CUtensorMap* X(int32_t group) const { return base + 2 * static_cast<int64_t>(group); }
+  __device__ CUtensorMap* Dy(int32_t group) const { return X(group) + 1; }
+};
+
+struct WgradArguments {
+  CUtensorMap dkernel;
+  GroupMaps maps;
+  GroupTable table;  // the first batch element's
+  int32_t turns;     // turns of all clusters
+  const float* x_scale;
+  const float* dy_scale;
+  int32_t in_features;
+  int32_t out_features;
+  cudaDataType_t dkernel_type;
+  bool accumulate;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The tiles of a block, one per turn.
+template <ScalingMode kMode>
+class WgradTiles {
+ public:
+  __device__ explicit WgradTiles(const WgradArguments& args)
+      : args_(args),
+        high_(static_cast<int32_t>(CeilDiv(args.in_features, kTileRows))),
+        wide_(static_cast<int32_t>(CeilDiv(args.out_features, kCluster * kTileColumns))) {}
+
+  __device__ const Tile& At(int32_t turn) {
+    if (const int32_t group = turn / (high_ * wide_); group != tile_.group) Enter(group);
+    PlaceTile(turn % (high_ * wide_), high_, wide_, &tile_);
+    tile_.rows = args_.in_features - tile_.row;
+    return tile_;
+  }
+
+  // Returns the first block of the last tile's tokens, counted through all groups.
+  __device__ int32_t FirstBlock() const { return first_block_; }
+
+ private:
+  __device__ void Enter(int32_t group) {
+    const GroupTable& table = args_.table;
+    const int32_t* first = table.At(group / table.num_groups).UnitsBefore(Unit::k128) + group % table.num_groups;
+    first_block_ = Uniform(first[0]);
+    tile_.group = group;
+    tile_.blocks = Uniform(first[1]) - first_block_;
+    if constexpr (kMode == ScalingMode::kTensor) {
+      tile_.scale = MultiplyScales(args_.x_scale[group], args_.dy_scale[group]);
+    }
+  }
+
+  const WgradArguments& args_;
+  int32_t high_;
+  int32_t wide_;
+  Tile tile_;
+  int32_t first_block_ = 0;
+};
+
+template <ScalingMode kMode>
+__device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared) {
+  constexpr int kShareRows = kTileRows / kCluster;
+  const int32_t share = RankInCluster() * kShareRows;
+  WgradTiles<kMode> tiles(args);
+  TileQueue queue(shared);
+  Stage stage;
+  int32_t group = -1;
+  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
+    const Tile& tile = tiles.At(turn);
+    queue.Post(tile);
+    if (tile.group != group) {
+      group = tile.group;
+      AcquireTensorMap(args.maps.X(group));
+      AcquireTensorMap(args.maps.Dy(group));
+    }
+    constexpr uint32_t kBytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+      if (Lane() == 0) {
+        const uint32_t full = shared.Full(s);
+        const int32_t token = block * kDepth;
+        ArriveExpecting(full, kBytes);
+        LoadBox<kCluster>(shared.Rows(s) + share * kDepth, args.maps.X(group), token, tile.row + share, full);
+        LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
+      }
+      if constexpr (kMode == ScalingMode::kBlock1D) {
+        const int64_t scale_row = tiles.FirstBlock() + block;
+        CopyFloats<kTileRows>(shared.RowScale(s), args.x_scale + scale_row * args.in_features + tile.row,
+                              args.in_features - tile.row);
+        CopyFloats<kTileColumns>(shared.ColumnScale(s), args.dy_scale + scale_row * args.out_features + tile.column,
+                                 args.out_features - tile.column);
+        ArriveAfterCopies(shared.Full(s));
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// Scales of a thread's columns of a tile: two scales in each 8 columns, read from `first` on.
+struct ColumnScales {
+  float2 pairs[Fragment::kColumns / 8];
+
+  __device__ __forceinline__ void Load(uint32_t first) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kColumns / 8; ++i) pairs[i] = LoadSharedPair(first + 8 * i * sizeof(float));
+  }
+};
+
+// Adds a product times the scales of its rows and columns. fmaf(a, b, 0) computes a * b with another instruction: FMUL
+// for all of these products, one after another, would make the whole kernel 11 % slower.
+__device__ __forceinline__ void AddScaled(const Fragment& product, const RowScales& row_scales,
+                                          const ColumnScales& column_scales, Fragment& sum) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kColumns / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float row_scale = row_scales.rows[half];
+      const int j = 4 * i + 2 * half;
+      sum.value[j] += fmaf(product.value[j], row_scale, 0.0f) * column_scales.pairs[i].x;
+      sum.value[j + 1] += fmaf(product.value[j + 1], row_scale, 0.0f) * column_scales.pairs[i].y;
+    }
+  }
+}
+
+template <typename XType, typename DyType, ScalingMode kMode>
+__device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const Place& place) {
+  TileQueue queue(shared);
+  Staging staging(shared, place, args.dkernel_type);
+  Stage stage;
+  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
+    const Tile tile = queue.Take();
+    Fragment sums[kWaves];
+    Clear(sums);
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      ColumnScales column_scales;
+      RowScales row_scales[kWaves];
+      WaitForPhase(shared.Full(s), stage.parity);
+#pragma unroll
+      for (int wave = 0; wave < kWaves; ++wave) {
+        Fragment product;
+        StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s), product);
+        // All scales are read during the first product. Shared memory takes hundreds of cycles to answer, because the
+        // tensor cores read it, too.
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+          if (wave == 0) {
+            column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
+#pragma unroll
+            for (int i = 0; i < kWaves; ++i) row_scales[i].Load(shared, s, place, i);
+          }
+        }
+        WaitForProducts();
+        Pin(product);
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+          AddScaled(product, row_scales[wave], column_scales, sums[wave]);
+        } else {
+          Add(product, sums[wave]);
+        }
+      }
+      Release(shared.Empty(s));
+    }
+    if (tile.column >= args.out_features || (args.accumulate && tile.blocks == 0)) continue;
+#pragma unroll
+    for (int wave = 0; wave < kWaves; ++wave) {
+      const int first_row = FirstRow(place.group, wave);
+      if (first_row >= tile.rows) continue;
+      if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
+      staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
+        if (args.accumulate) {
+          AddBox(&args.dkernel, box, tile.column + column, tile.row + first_row, tile.group);
+        } else {
+          StoreBox(&args.dkernel, box, tile.column + column, tile.row + first_row, tile.group);
+        }
+      });
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename XType, typename DyType, ScalingMode kMode>
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    GroupedWgrad(const __grid_constant__ WgradArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Addresses shared{SharedAddress(memory)};
+  SetUpBlock<kMode>(shared);
+  if (threadIdx.x >= kMathThreads) {
+    if (BecomeProducer()) ProduceWgrad<kMode>(args, shared);
+  } else {
+    const Place place = BecomeMathThread();
+    MultiplyWgrad<XType, DyType, kMode>(args, shared, place);
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
+    WaitForReads<0>();
+  }
+  EndBlock();
+#endif
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_

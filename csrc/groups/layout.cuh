@@ -1,0 +1,190 @@
+// Device side of layout.h: functions that find groups from sizes that only the device knows. The groups are those of
+// one batch element. Rows are counted from the element's first row.
+
+#ifndef JAX_GROUPED_CSRC_GROUPS_LAYOUT_CUH_
+#define JAX_GROUPED_CSRC_GROUPS_LAYOUT_CUH_
+
+#include <cstdint>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+// Returns the size at `index` of the whole list, or 0 past its end. An index that has wrapped around below 0 is also
+// past the end.
+__device__ inline int32_t LoadSize(const Groups& groups, uint32_t index) {
+  return index < static_cast<uint32_t>(groups.total) ? groups.sizes[index] : 0;
+}
+
+// Returns the number of rows of the group at `index`.
+__device__ inline int64_t GroupSize(const Groups& groups, uint32_t index) { return max(LoadSize(groups, index), 0); }
+
+// Returns the index of the first local group, clamped so that every local index fits 32 bits. Whole warps must call it.
+__device__ inline int32_t FirstGroup(const Groups& groups) {
+  return Uniform(min(max(*groups.offset, -groups.num_groups), groups.total));
+}
+
+struct RowRange {
+  int64_t begin;
+  int64_t end;
+};
+
+// Returns the rows of all local groups together. All threads of the block must call it, and all get the result.
+template <int kThreads>
+__device__ RowRange LocalRows(const Groups& groups) {
+  using Reduce = cub::BlockReduce<int64_t, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  __shared__ RowRange result;
+
+  const int32_t first = FirstGroup(groups);
+  const int64_t last = int64_t{first} + groups.num_groups;
+  int64_t before = 0;
+  int64_t local = 0;
+#pragma unroll 1  // There are seldom more groups than threads.
+  for (int64_t i = threadIdx.x; i < groups.total && i < last; i += kThreads) {
+    (i < first ? before : local) += GroupSize(groups, i);
+  }
+  before = Reduce(storage).Sum(before);
+  __syncthreads();
+  local = Reduce(storage).Sum(local);
+  if (threadIdx.x == 0) {
+    result.begin = min(before, groups.capacity);
+    result.end = min(before + local, groups.capacity);
+  }
+  __syncthreads();
+  return result;
+}
+
+// Calls visit(i, rows) for every local group i, each from one thread. All threads of the block must call it. `begin` is
+// the first row of the first local group.
+template <int kThreads, typename Visit>
+__device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
+  using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Scan::TempStorage storage;
+
+  const uint32_t first = FirstGroup(groups);
+  const auto run = static_cast<int32_t>(CeilDiv(groups.num_groups, kThreads));
+  const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
+  const int32_t run_end = min(run_begin + run, groups.num_groups);
+  int64_t rows = 0;
+#pragma unroll 8
+  for (int32_t i = run_begin; i < run_end; ++i) rows += GroupSize(groups, first + i);
+  int64_t start;
+  Scan(storage).ExclusiveSum(rows, start);
+  start += begin;
+  for (int32_t i = run_begin; i < run_end; ++i) {
+    const int64_t end = start + GroupSize(groups, first + i);
+    visit(i, RowRange{min(start, groups.capacity), min(end, groups.capacity)});
+    start = end;
+  }
+}
+
+// Returns the group among [low, high) whose units include `unit`. It is the last group that starts at or before the
+// unit, and so never an empty one. `unit` must not lie before the first group, and must lie before the end of the last.
+__device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t high, int32_t unit) {
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    (starts[middle] <= unit ? low : high) = middle;
+  }
+  return low;
+}
+
+// Up to 16 consecutive rows of one group. Columnwise data consists of chunks. Chunks are counted through all groups,
+// from the first that a batch element may have.
+struct alignas(16) Chunk {
+  int32_t group;  // index in the batch
+  int32_t group_rows;
+  int32_t row;        // the chunk's first row, counted in the group
+  int32_t first_row;  // the chunk's first row, counted in the array
+  int32_t rows;       // number of rows
+  UnitCounts before;  // units before the group
+  int32_t filler;     // occupies the padding: chunks are copied whole
+
+  __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
+  // Returns the group's number of chunks.
+  __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
+};
+
+// Returns the chunk at `index`, which must be in `group`. `element` is the group's batch element.
+__device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int32_t group, int32_t index) {
+  Chunk chunk{};
+  chunk.group = element * table.num_groups + group;
+#pragma unroll
+  for (int i = 0; i < kNumUnits; ++i) chunk.before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
+  const int32_t group_begin = table.FirstRow()[group];
+  chunk.group_rows = table.FirstRow()[group + 1] - group_begin;
+  chunk.row = (index - chunk.Before(Unit::k16)) * kFp8Alignment;
+  chunk.first_row = group_begin + chunk.row;
+  chunk.rows = min(kFp8Alignment, chunk.group_rows - chunk.row);
+  return chunk;
+}
+
+// The static properties that positions of scales depend on.
+struct ScaleLayout {
+  int64_t features;
+  bool swizzled;
+
+  __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
+};
+
+// Returns the position of a chunk of one feature in columnwise data, in units of its 16 elements.
+__device__ inline int64_t ColumnDataUnit(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
+  return layout.features * chunk.Before(Unit::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
+}
+
+// Returns the byte offset of a block's scale in swizzled scales, which consist of tiles of 128 x 4.
+__device__ inline int64_t InSwizzledTile(int64_t tile, int outer, int inner) {
+  return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
+}
+
+// Returns the position of the scale of one row of a chunk in rowwise data. `block` counts along the features.
+template <ScalingMode kMode>
+__device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chunk, int row_in_chunk, int32_t block) {
+  const int32_t row = chunk.row + row_in_chunk;
+  switch (kMode) {
+    case ScalingMode::kTensor:
+      return chunk.group;
+    case ScalingMode::kBlock1D:
+      return layout.FeatureBlocks() * 4 * chunk.Before(Unit::k4) + block * RoundUp(chunk.group_rows, 4) + row;
+    case ScalingMode::kBlock2D:
+      return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(Unit::k128) + row / kBlock) + block;
+    case ScalingMode::kMx:
+      break;
+  }
+  if (layout.swizzled) {
+    const int64_t tile = layout.FeatureBlocks() * (chunk.Before(Unit::k128) + row / kBlock) + block / 4;
+    return InSwizzledTile(tile, row % kBlock, block % 4);
+  }
+  return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(Unit::k16)) + row) + block;
+}
+
+// Returns the position of the scale of a chunk's rows in columnwise data, for one feature, or for one block of features
+// with kBlock2D.
+template <ScalingMode kMode>
+__device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
+  switch (kMode) {
+    case ScalingMode::kTensor:
+      return chunk.group;
+    case ScalingMode::kBlock1D:
+      return layout.features * (chunk.Before(Unit::k128) + chunk.row / kBlock) + feature;
+    case ScalingMode::kBlock2D:
+      return 4 * (layout.FeatureBlocks() * chunk.Before(Unit::k512) + feature * CeilDiv(chunk.group_rows, 4 * kBlock)) +
+             chunk.row / kBlock;
+    case ScalingMode::kMx:
+      break;
+  }
+  if (layout.swizzled) {
+    const int64_t tile = layout.FeatureBlocks() * chunk.Before(Unit::k128) +
+                         feature / kBlock * CeilDiv(chunk.group_rows, kBlock) + chunk.row / kBlock;
+    return InSwizzledTile(tile, static_cast<int>(feature % kBlock), chunk.row % kBlock / kMxBlock);
+  }
+  return layout.features * chunk.Before(Unit::k32) + feature * CeilDiv(chunk.group_rows, kMxBlock) +
+         chunk.row / kMxBlock;
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GROUPS_LAYOUT_CUH_

@@ -1,0 +1,188 @@
+// Device functions that fill in the group tables of layout.h.
+
+#ifndef JAX_GROUPED_CSRC_GROUPS_TABLE_CUH_
+#define JAX_GROUPED_CSRC_GROUPS_TABLE_CUH_
+
+#include <cstdint>
+#include <cub/block/block_scan.cuh>
+#include <cub/warp/warp_scan.cuh>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/layout.cuh"
+
+namespace jax_grouped {
+
+// Addition of rows up to a capacity. Rows past it do not exist, so sums fit 32 bits whatever the sizes are.
+struct AddRows {
+  uint32_t capacity;
+  __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a + b, capacity); }
+};
+
+// Results of a scan for one thread: the sum of the values before its own, and the sum of all values. Both include the
+// scan's initial value.
+template <typename T>
+struct Sums {
+  T before;
+  T all;
+};
+
+// Numbers of units of several kinds.
+template <Unit... kUnits>
+struct Counts {
+  static constexpr int kKinds = sizeof...(kUnits);
+  int32_t count[kKinds];
+
+  // Returns the units of one group with `rows` rows.
+  __device__ static Counts Of(uint32_t rows) {
+    return {{static_cast<int32_t>((rows + UnitRows(kUnits) - 1) / UnitRows(kUnits))...}};
+  }
+  // Returns the units for which arrays have room before a batch element.
+  __device__ static Counts BeforeElement(int32_t element, const UnitCounts& element_units) {
+    return {{element * element_units.count[static_cast<int>(kUnits)]...}};
+  }
+  __device__ void Write(const GroupTable& table, int32_t group) const {
+    int i = 0;
+    ((table.UnitsBefore(kUnits)[group] = count[i++]), ...);
+  }
+
+  // Returns the counts get(i) for each kind i.
+  template <typename Get>
+  __device__ static Counts Each(const Get& get) {
+    Counts counts;
+#pragma unroll
+    for (int i = 0; i < kKinds; ++i) counts.count[i] = get(i);
+    return counts;
+  }
+};
+
+using AllUnits = Counts<Unit::k4, Unit::k16, Unit::k32, Unit::k128, Unit::k256, Unit::k512>;
+
+template <Unit... kUnits>
+__device__ Counts<kUnits...> operator+(const Counts<kUnits...>& a, const Counts<kUnits...>& b) {
+  return Counts<kUnits...>::Each([&](int i) { return a.count[i] + b.count[i]; });
+}
+
+// Teams of threads that count groups together: the first warp, or the whole block.
+struct FirstWarp {
+  static constexpr int kThreads = 32;
+
+  template <typename T, typename Add>
+  __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
+    using Scan = cub::WarpScan<T>;
+    typename Scan::TempStorage storage;  // Whole warps do not use it.
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    return sums;
+  }
+};
+
+template <int kBlockThreads>
+struct WholeBlock {
+  static constexpr int kThreads = kBlockThreads;
+
+  template <typename T, typename Add>
+  __device__ static Sums<T> Scan(const T& own, const T& first, const Add& add) {
+    using Scan = cub::BlockScan<T, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage storage;
+    Sums<T> sums;
+    Scan(storage).ExclusiveScan(own, sums.before, first, add, sums.all);
+    sums.all = add(first, sums.all);
+    __syncthreads();  // The next scan may write to the storage.
+    return sums;
+  }
+};
+
+// Fills in a group table with the threads of a team. Every thread takes a run of successive groups, then its next run
+// after the runs of all threads. Longer runs need fewer scans, which take most of the time.
+//
+// The same instructions count runs of every length. With a copy for each length in every setup, small steps took an
+// eighth longer. All of that time was lost in the kernels after the setups, presumably because their instructions did
+// not stay in the instruction cache.
+template <typename Team, typename Units>
+__device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                                       const GroupTable& table) {
+  constexpr int kMostInRun = 4;
+  const int run = batch.num_groups <= Team::kThreads ? 1 : kMostInRun;
+  const Groups groups = batch.At(element);
+  const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
+  const auto rows_of = [&](int32_t size) { return min(static_cast<uint32_t>(max(size, 0)), add_rows.capacity); };
+  int32_t group = threadIdx.x * run;
+  int32_t sizes[kMostInRun]{};
+  const auto load_sizes = [&](uint32_t first) {
+#pragma unroll
+    for (int i = 0; i < kMostInRun; ++i) {
+      if (i == run) break;
+      sizes[i] = group + i < groups.num_groups ? LoadSize(groups, first + group + i) : 0;
+    }
+  };
+  // The usual offset is 0. The loads of its sizes are issued before the offset is known.
+  load_sizes(0);
+  const int32_t first = FirstGroup(groups);
+  uint32_t row = 0;
+  if (first > 0) {
+    uint32_t before = 0;
+#pragma unroll 4
+    for (int32_t i = threadIdx.x; i < first; i += Team::kThreads) {
+      before = add_rows(before, rows_of(LoadSize(groups, i)));
+    }
+    row = Team::Scan(before, row, add_rows).all;
+  }
+  auto units = Units::BeforeElement(element, element_units);
+  const auto element_row = static_cast<int32_t>(element * batch.capacity);
+  const auto write = [&](int32_t index, uint32_t first_row, const Units& units_before) {
+    table.FirstRow()[index] = element_row + static_cast<int32_t>(first_row);
+    units_before.Write(table, index);
+  };
+  const auto add_units = [](const Units& a, const Units& b) { return a + b; };
+
+#pragma unroll 1
+  for (int32_t base = 0; base < groups.num_groups; base += run * Team::kThreads, group += run * Team::kThreads) {
+    if (base > 0 || first != 0) load_sizes(first);
+    uint32_t own_rows = 0;
+#pragma unroll
+    for (const int32_t size : sizes) own_rows = add_rows(own_rows, rows_of(size));
+    const Sums<uint32_t> rows = Team::Scan(own_rows, row, add_rows);
+    // Adds up the units of the thread's groups. Passes `visit` each group's index, and the rows and units before it.
+    const auto add_up = [&](Units sum, const auto& visit) {
+      uint32_t first_row = rows.before;
+#pragma unroll
+      for (int i = 0; i < kMostInRun; ++i) {
+        if (i == run) break;
+        visit(group + i, first_row, sum);
+        const uint32_t end = add_rows(first_row, rows_of(sizes[i]));
+        sum = sum + Units::Of(end - first_row);
+        first_row = end;
+      }
+      return sum;
+    };
+    const Sums<Units> sums = Team::Scan(add_up({}, [](auto...) {}), units, add_units);
+    add_up(sums.before, [&](int32_t index, uint32_t first_row, const Units& units_before) {
+      if (index < groups.num_groups) write(index, first_row, units_before);
+    });
+    row = rows.all;
+    units = sums.all;
+  }
+  if (threadIdx.x == 0) write(groups.num_groups, row, units);
+}
+
+// Number of groups up to which one warp counts them. The warps of a block would spend most of the time waiting for each
+// other.
+constexpr int32_t kMostGroupsOfWarp = 256;
+
+// Fills in the table of one batch element. Its arrays have room for `element_units` units. Of the table's counts,
+// writes only those of `Units`, a `Counts`. All threads of the block must call it; they are synchronized afterwards.
+template <int kThreads, typename Units>
+__device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
+                               const GroupTable& table) {
+  if (batch.num_groups > kMostGroupsOfWarp) {
+    FillGroupTableTogether<WholeBlock<kThreads>, Units>(batch, element, element_units, table);
+  } else if (Uniform(Warp()) == 0) {
+    FillGroupTableTogether<FirstWarp, Units>(batch, element, element_units, table);
+  }
+  __syncthreads();
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GROUPS_TABLE_CUH_

@@ -1,7 +1,0 @@
-#include "csrc/kernels/quantize_launch.cuh"
-
-namespace jax_grouped {
-
-JAX_GROUPED_QUANTIZE_MODE(, ScalingMode::kMx);
-
-}  // namespace jax_grouped

@@ -1,0 +1,268 @@
+// Source of a tile that computes an activation of the input, or the gradient of the activation's input.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_ACTIVATION_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_ACTIVATION_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <library_types.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "csrc/common/fp8.cuh"
+#include "csrc/groups/layout.cuh"
+#include "csrc/quantize/quantize.h"
+#include "csrc/quantize/source.cuh"
+
+namespace jax_grouped {
+
+// Returns the sigmoid, computed with the hardware's exponential and reciprocal. Their errors of 1e-6 are far below
+// those of FP8. Instructions bound the kernels with activations; this function takes 4.
+__device__ inline float Sigmoid(float x) {
+  constexpr float kMinusLog2E = -1.4426950408889634f;
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * kMinusLog2E));
+  float sigmoid;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+  return sigmoid;
+}
+
+// Twice the argument of the hyperbolic tangent in jax.nn.gelu's approximation, and its derivative. (1 + tanh(y)) / 2 is
+// Sigmoid(2 y).
+constexpr float kGeluInner = 2 * 0.7978845608028654f;  // 2 sqrt(2 / pi)
+constexpr float kGeluCubic = 0.044715f;
+__device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
+__device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
+
+template <Activation kActivation>
+__device__ float Activate(float x) {
+  if constexpr (kActivation == Activation::kGelu) return x * Sigmoid(GeluInner(x));
+  if constexpr (kActivation == Activation::kRelu) return x > 0.0f || isnan(x) ? x : 0.0f;
+  return x * Sigmoid(x);
+}
+
+// Returns the gradient of an activation's input `x` from the gradient of its result.
+template <Activation kActivation>
+__device__ float ActivationGradient(float x, float gradient) {
+  if constexpr (kActivation == Activation::kGelu) {
+    const float sigmoid = Sigmoid(GeluInner(x));
+    return gradient * (sigmoid + x * (sigmoid * (1.0f - sigmoid)) * GeluInnerGradient(x));
+  }
+  if constexpr (kActivation == Activation::kRelu) {
+    return x >= __uint_as_float(kTinyBits) ? gradient : 0.0f;  // Subnormal numbers count as zero.
+  }
+  const float sigmoid = Sigmoid(x);
+  return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
+}
+
+// Arguments of an activation or of its backward form.
+struct ActivationArrays {
+  const void* x;
+  const void* activation_input;
+  cudaDataType_t type;
+  Activation activation;
+  bool backward;
+  int64_t features;  // the result's
+};
+
+// Reader of 8 columns of the result, in every other row of a chunk.
+template <typename T, bool kGated, bool kBackward>
+class ActivatedColumns {
+ public:
+  using Number = T;
+
+  // Starts at row `first` of the chunk.
+  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
+      : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
+    const int64_t row = chunk.first_row + int64_t{first};
+    const int64_t features = arrays.features;
+    if constexpr (kBackward) {
+      // With a gate, the first half of the result is the gradient of the gate; the second half is that of the factors.
+      const int64_t half = kGated ? features / 2 : features;
+      is_gate_ = column < half;
+      if (!is_gate_) column -= half;
+      stride_ = features;
+      inputs_ = static_cast<const T*>(arrays.activation_input) + row * features + column;
+      factors_ = is_gate_ ? inputs_ + half : inputs_;
+      gradient_stride_ = half;
+      gradients_ = static_cast<const T*>(arrays.x) + row * half + column;
+    } else {
+      stride_ = kGated ? 2 * features : features;
+      inputs_ = static_cast<const T*>(arrays.x) + row * stride_ + column;
+      factors_ = inputs_ + features;
+    }
+  }
+
+  // Returns true if the next `rows` rows exist, of which every other one is read.
+  __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
+
+  __device__ void Skip(int rows) {
+    rows_ -= rows;
+    inputs_ += rows * stride_;
+    factors_ += rows * stride_;
+    if constexpr (kBackward) gradients_ += rows * gradient_stride_;
+  }
+
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist.
+  template <bool kAllExist, int kCount>
+  __device__ void Compute(PairOf<float> (&rows)[kCount][4]) const {
+    if (!kAllExist && rows_ <= 0) return;
+    // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
+    Eight inputs[kCount];
+    Eight factors[kCount];
+    Eight gradients[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
+      inputs[i].Read(inputs_ + row * stride_);
+      if constexpr (kGated) factors[i].Read(factors_ + row * stride_);
+      if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
+    }
+    float values[kCount][8];
+    WithActivation([&](auto constant) {
+      constexpr Activation kActivation = decltype(constant)::value;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float factor = kGated ? factors[i][j] : 1.0f;
+          if constexpr (kBackward) {
+            const float of_gate = ActivationGradient<kActivation>(inputs[i][j], gradients[i][j] * factor);
+            values[i][j] = !kGated || is_gate_ ? of_gate : gradients[i][j] * Activate<kActivation>(inputs[i][j]);
+          } else {
+            values[i][j] = Activate<kActivation>(inputs[i][j]) * factor;
+          }
+        }
+      }
+    });
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!kAllExist && 2 * i >= rows_) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rows[i][j].values = {values[i][2 * j], values[i][2 * j + 1]};
+    }
+  }
+
+ private:
+  // 8 numbers as loaded. Converting them only at their use takes half the registers.
+  struct Eight {
+    alignas(16) PairOf<T> pairs[4];
+
+    // Loads through the read-only cache, so that loads need not keep their order with stores.
+    __device__ void Read(const T* from) {
+#pragma unroll
+      for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) {
+        reinterpret_cast<uint4*>(pairs)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      }
+    }
+    __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
+  };
+
+  template <Activation kActivation>
+  using Constant = std::integral_constant<Activation, kActivation>;
+
+  template <typename Visit>
+  __device__ void WithActivation(Visit visit) const {
+    if constexpr (kGated) {
+      visit(Constant<Activation::kSiluMul>());
+    } else if (activation_ == Activation::kGelu) {
+      visit(Constant<Activation::kGelu>());
+    } else if (activation_ == Activation::kRelu) {
+      visit(Constant<Activation::kRelu>());
+    } else {
+      visit(Constant<Activation::kSilu>());
+    }
+  }
+
+  Activation activation_;
+  int rows_;
+  const T* inputs_;
+  const T* factors_;  // multiply the activation's result; in the second half of a gradient, any
+  int64_t stride_;
+  const T* gradients_;
+  int64_t gradient_stride_;
+  bool is_gate_;  // also true without a gate
+};
+
+// An activation of the input, or its backward form, in float32.
+struct ActivatedSource : ActivationArrays {
+  using Element = float;
+  static constexpr int kRowsAtOnce = 2;
+
+  __device__ void LoadSlot(const Tile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+    const int vector = threadIdx.x % 16;
+    const int first = threadIdx.x % 32 / 16;
+    WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
+      if (columns.Has(kFp8Alignment)) {
+        // The registers do not suffice for more rows of 32-bit numbers.
+        constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
+        LoadSlot<true, kCount>(tile, slot, first, vector, columns);
+      } else {
+        LoadSlot<false, 1>(tile, slot, first, vector, columns);
+      }
+    });
+    __syncwarp();
+  }
+
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
+  template <int kCount>
+  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
+    WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
+  }
+
+ private:
+  template <bool kAllExist, int kCount, typename Columns>
+  __device__ static void LoadSlot(const Tile<float>& tile, int slot, int first, int vector, Columns columns) {
+#pragma unroll 1
+    for (int row = first; row < kFp8Alignment; row += 2 * kCount) {
+      alignas(16) PairOf<float> rows[kCount][4] = {};
+      columns.template Compute<kAllExist>(rows);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
+      columns.Skip(2 * kCount);
+    }
+  }
+
+  // Calls `visit` with the ActivatedColumns of the problem.
+  template <typename Visit>
+  __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
+    if (type == CUDA_R_16BF) {
+      WithColumnsOf<__nv_bfloat16>(chunk, first, column, visit);
+    } else if (type == CUDA_R_16F) {
+      WithColumnsOf<__half>(chunk, first, column, visit);
+    } else {
+      WithColumnsOf<float>(chunk, first, column, visit);
+    }
+  }
+
+  template <typename T, typename Visit>
+  __device__ void WithColumnsOf(const Chunk& chunk, int first, int64_t column, Visit visit) const {
+    if (activation == Activation::kSiluMul) {
+      if (backward) {
+        visit(ActivatedColumns<T, true, true>(*this, chunk, first, column));
+      } else {
+        visit(ActivatedColumns<T, true, false>(*this, chunk, first, column));
+      }
+    } else if (backward) {
+      visit(ActivatedColumns<T, false, true>(*this, chunk, first, column));
+    } else {
+      visit(ActivatedColumns<T, false, false>(*this, chunk, first, column));
+    }
+  }
+};
+
+inline ActivatedSource MakeActivatedSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
+  ActivatedSource source;
+  source.x = buffers.x;
+  source.activation_input = buffers.activation_input;
+  source.type = problem.input_type;
+  source.activation = problem.activation;
+  source.backward = problem.backward;
+  source.features = problem.features;
+  return source;
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_ACTIVATION_CUH_

@@ -1,0 +1,7 @@
+#include "csrc/quantize/launch.cuh"
+
+namespace jax_grouped {
+
+JAX_GROUPED_QUANTIZE_MODE(, ScalingMode::kBlock1D);
+
+}  // namespace jax_grouped

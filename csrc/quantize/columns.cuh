@@ -1,0 +1,257 @@
+// Quantization along the columns of a tile, and sums of the columns.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
+
+#include <cstdint>
+#include <cstring>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/quantize/state.cuh"
+
+namespace jax_grouped {
+
+// Quantizer of a tile's columns. A lane handles a pair of columns in one slot, so that 8 lanes write 128 contiguous
+// bytes. A warp handles 8 columns, then 8 columns of the other half of the tile.
+template <typename State>
+class ColumnQuantizer {
+  static constexpr ScalingMode kMode = State::kMode;
+  using Fp8 = typename State::Fp8;
+  using Pair = PairOf<typename State::Element>;
+  using Largest = typename Pair::Largest;
+
+ public:
+  __device__ explicit ColumnQuantizer(const State& state) : state_(state) {}
+
+  __device__ void Quantize() {
+    const Columns columns = FindColumns();
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int pair = half * (kTileColumns / 4) + Warp() * 4 + Lane() % 4;
+      // No lane leaves before the last shuffle.
+      const bool exists = columns.has_slot && state_.first_column + pair * 2 < state_.args.layout.features;
+      if (state_.args.partial_sums != nullptr) WriteSums(columns, pair, exists);
+      if (state_.args.column_data == nullptr) continue;
+
+      // Values that are needed again are read again from the tile: 16 pairs would fill the registers.
+      Largest largest{};
+      if (columns.has_slot) {
+        ForEach4([&](int, const Pair(&rows)[4]) { largest = Pair::Max(largest, PairwiseLargest(rows)); }, columns,
+                 pair);
+      }
+      const uint2 bits = Pair::ToFloatBits(largest);
+      const bool finite = max(bits.x, bits.y) < kInfinityBits;
+      float2 scale = {columns.scale, columns.scale};
+      if constexpr (!State::kSlotScales) {
+        if (!finite) {
+          uint2 amax{};
+          ForEach4([&](int, const Pair(&rows)[4]) { amax = Larger(amax, PairwiseFiniteAmax(rows)); }, columns, pair);
+          largest = Pair::FromFloatBits(amax);
+        }
+        if (state_.args.row_data == nullptr) TellAmax(columns, largest);
+        scale = ColumnScales(columns, pair, largest, exists);
+      }
+      if (!exists) continue;
+      if (finite) {
+        WriteColumns<false>(columns, pair, scale);
+      } else {
+        WriteColumns<true>(columns, pair, scale);
+      }
+    }
+  }
+
+ private:
+  // The values that all columns of a lane have in common.
+  struct Columns {
+    int slot;
+    bool has_slot;
+    int rows;
+    // The slots that share a scale, and the slots of the row block, both as [first, last].
+    int first;
+    int last;
+    int first_of_block;
+    int last_of_block;
+    float scale;     // the slot's, if it has its own scale
+    int per_column;  // chunks in the group
+    int64_t unit;    // position of the chunk of the tile's first column, in units of 16 bytes
+    // Properties of all lanes together: every slot is full, and every slot shares its scales with another.
+    bool all_full;
+    bool all_share;
+  };
+
+  __device__ Columns FindColumns() const {
+    Columns columns{};
+    columns.slot = columns.first = columns.last = columns.first_of_block = columns.last_of_block = Lane() / 4;
+    columns.has_slot = columns.slot < state_.count;
+    if (columns.has_slot) FindSlot(&columns);
+    columns.all_full = __all_sync(kFullWarp, !columns.has_slot || columns.rows == kFp8Alignment);
+    columns.all_share = __all_sync(kFullWarp, !columns.has_slot || columns.last > columns.first);
+    return columns;
+  }
+
+  __device__ void FindSlot(Columns* of_slot) const {
+    Columns& columns = *of_slot;
+    const Chunk& chunk = state_.exchange.pass.chunks[columns.slot];
+    columns.rows = chunk.rows;
+    columns.first = columns.first_of_block = state_.exchange.pass.FirstOfBlock(columns.slot);
+    columns.last = columns.last_of_block = state_.exchange.pass.LastOfBlock(columns.slot);
+    if constexpr (kMode == ScalingMode::kMx) {
+      columns.first = columns.slot - (columns.slot - columns.first) % 2;
+      columns.last = min(columns.first + 1, columns.last);
+    }
+    if constexpr (State::kSlotScales) columns.scale = state_.SlotScale(columns.slot).scale;
+    columns.per_column = chunk.PerColumn();
+    columns.unit = ColumnDataUnit(state_.args.layout, chunk, state_.first_column);
+  }
+
+  // Raises a slot's amax to that of 8 columns, which 4 lanes hold.
+  __device__ void TellAmax(const Columns& columns, Largest largest) {
+    const uint2 bits = Pair::ToFloatBits(largest);
+    uint32_t amax = max(bits.x, bits.y);
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
+    if (columns.has_slot && Lane() % 4 == 0) atomicMax(&state_.exchange.amax[columns.slot], amax);
+  }
+
+  // Calls visit(i, rows) with every 4 rows of a pair of columns.
+  template <typename Visit>
+  __device__ void ForEach4(Visit visit, const Columns& columns, int pair) const {
+#pragma unroll
+    for (int i = 0; i < kFp8Alignment / 4; ++i) {
+      Pair rows[4];
+      state_.tile.LoadColumns(columns.slot, 4 * i, pair, rows);
+      visit(i, rows);
+    }
+  }
+
+  __device__ static uint2 Larger(uint2 a, uint2 b) { return {max(a.x, b.x), max(a.y, b.y)}; }
+
+  // Moves a value of one or two words between lanes.
+  template <typename T, typename Move>
+  __device__ static T Shuffle(T value, Move move) {
+    uint32_t words[sizeof(T) / sizeof(uint32_t)];
+    memcpy(words, &value, sizeof(T));
+#pragma unroll
+    for (uint32_t& word : words) word = move(word);
+    memcpy(&value, words, sizeof(T));
+    return value;
+  }
+
+  // Combines a value over the slots that share a scale, or over a row block. The last of these slots holds the result.
+  template <typename T, typename Combine>
+  __device__ static T Accumulate(T value, int slot, int first, Combine combine) {
+#pragma unroll
+    for (int distance = 1; distance < kSlots; distance *= 2) {
+      const T before = Shuffle(value, [&](auto word) { return __shfl_up_sync(kFullWarp, word, 4 * distance); });
+      if (slot - distance >= first) value = combine(before, value);
+    }
+    return value;
+  }
+
+  // Returns the scales of a lane's two columns. Writes their inverses.
+  __device__ float2 ColumnScales(const Columns& columns, int pair, Largest largest, bool exists) {
+    largest = Accumulate(largest, columns.slot, columns.first, Pair::Max);
+    largest = Shuffle(largest, [&](auto word) { return __shfl_sync(kFullWarp, word, columns.last * 4 + Lane() % 4); });
+    const uint2 amax = Pair::ToFloatBits(largest);
+    const bool writes = exists && columns.slot == columns.first;
+    const int64_t column = state_.first_column + pair * 2;
+    if constexpr (kMode == ScalingMode::kMx) {
+      const uint32_t exponents[2] = {MxExponent<Fp8>(amax.x, state_.args.amax_epsilon),
+                                     MxExponent<Fp8>(amax.y, state_.args.amax_epsilon)};
+      for (int i = 0; i < 2 && writes; ++i) {
+        const int64_t position =
+            ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot], column + i);
+        static_cast<uint8_t*>(state_.args.column_scale)[position] = static_cast<uint8_t>(exponents[i]);
+      }
+      return {MxScale(exponents[0]), MxScale(exponents[1])};
+    } else {
+      Scale scales[2];
+      FindScales(columns, amax, scales);
+      if (writes) {
+        const int64_t position =
+            ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot], column);
+        *reinterpret_cast<float2*>(static_cast<float*>(state_.args.column_scale) + position) = {scales[0].inverse,
+                                                                                                scales[1].inverse};
+      }
+      return {scales[0].scale, scales[1].scale};
+    }
+  }
+
+  // Computes the scales of two columns from their amaxes. If slots share the scales, each slot computes one of them and
+  // gets the other from a neighbour: the divisions are a good part of all the work.
+  __device__ void FindScales(const Columns& columns, uint2 amax, Scale (&scales)[2]) const {
+    if (!columns.all_share) {
+      scales[0] = ScaleFromAmax<Fp8>(amax.x, state_.args.amax_epsilon, state_.args.pow2_scales);
+      scales[1] = ScaleFromAmax<Fp8>(amax.y, state_.args.amax_epsilon, state_.args.pow2_scales);
+      return;
+    }
+    const bool second = (columns.slot - columns.first) % 2 == 1;
+    const Scale own = ScaleFromAmax<Fp8>(second ? amax.y : amax.x, state_.args.amax_epsilon, state_.args.pow2_scales);
+    const int neighbour = second || columns.slot == columns.last ? Lane() - 4 : Lane() + 4;
+    const Scale other = Shuffle(own, [&](auto word) { return __shfl_sync(kFullWarp, word, neighbour); });
+    scales[0] = second ? other : own;
+    scales[1] = second ? own : other;
+  }
+
+  template <bool kHideInfinity>
+  __device__ void WriteColumns(const Columns& columns, int pair, float2 scale) {
+    const auto quantize = [](float low, float high, float factor) {
+      if constexpr (kHideInfinity) return Quantize2<Fp8>(HideInfinity(low), HideInfinity(high), factor);
+      return Quantize2<Fp8>(low, high, factor);
+    };
+    uint32_t first[4];
+    uint32_t second[4];
+    ForEach4(
+        [&](int i, const Pair(&rows)[4]) {
+          first[i] = quantize(rows[0].First(), rows[1].First(), scale.x) |
+                     quantize(rows[2].First(), rows[3].First(), scale.x) << 16;
+          second[i] = quantize(rows[0].Second(), rows[1].Second(), scale.y) |
+                      quantize(rows[2].Second(), rows[3].Second(), scale.y) << 16;
+        },
+        columns, pair);
+    if (!columns.all_full) {
+      // The padding is zero even if a scale is NaN.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int missing = min(max(4 * (i + 1) - columns.rows, 0), 4);
+        const uint32_t mask = missing == 4 ? 0 : kFullWarp >> (8 * missing);
+        first[i] &= mask;
+        second[i] &= mask;
+      }
+    }
+    auto* units = reinterpret_cast<uint4*>(state_.args.column_data) + columns.unit +
+                  static_cast<int64_t>(pair * 2) * columns.per_column;
+    units[0] = {first[0], first[1], first[2], first[3]};
+    units[columns.per_column] = {second[0], second[1], second[2], second[3]};
+  }
+
+  // Writes the sums of a row block's columns, for dbias.
+  __device__ void WriteSums(const Columns& columns, int pair, bool exists) {
+    float2 sum{};
+    if (columns.has_slot) {
+      ForEach4(
+          [&](int, const Pair(&rows)[4]) {
+#pragma unroll
+            for (const Pair& row : rows) {
+              sum.x += row.First();
+              sum.y += row.Second();
+            }
+          },
+          columns, pair);
+    }
+    const auto add = [](float a, float b) { return a + b; };
+    sum.x = Accumulate(sum.x, columns.slot, columns.first_of_block, add);
+    sum.y = Accumulate(sum.y, columns.slot, columns.first_of_block, add);
+    if (!exists || columns.slot != columns.last_of_block) return;
+    const Chunk& chunk = state_.exchange.pass.chunks[columns.slot];
+    const int64_t column = state_.first_column + pair * 2;
+    const int64_t row_block = chunk.Before(Unit::k128) + chunk.row / kBlock;
+    *reinterpret_cast<float2*>(state_.args.partial_sums + row_block * state_.args.layout.features + column) = sum;
+  }
+
+  const State& state_;
+};
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_

@@ -1,0 +1,63 @@
+// Launches of the quantization kernel for the types of a problem. Each scaling mode is instantiated in its own file, so
+// that the modes compile in parallel.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_LAUNCH_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_LAUNCH_CUH_
+
+#include "csrc/common/launch.cuh"
+#include "csrc/common/shared_memory.h"
+#include "csrc/quantize/activation.cuh"
+#include "csrc/quantize/tiles.cuh"
+
+namespace jax_grouped {
+
+// Calls launch(source) with the source of a problem's input.
+template <typename Launch>
+Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
+  if (problem.activation != Activation::kNone) return launch(MakeActivatedSource(problem, buffers));
+  switch (problem.input_type) {
+    case CUDA_R_16BF:
+      return launch(MakePlainSource<__nv_bfloat16>(problem, buffers));
+    case CUDA_R_16F:
+      return launch(MakePlainSource<__half>(problem, buffers));
+    case CUDA_R_32F:
+      return launch(MakePlainSource<float>(problem, buffers));
+    default:
+      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
+  }
+}
+
+template <ScalingMode kMode, typename Fp8, typename Source>
+Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
+  constexpr int kBytes = Tile<typename Source::Element>::kBytes;
+  const auto kernel =
+      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
+  constexpr char kWhat[] = "Launching the quantization";
+  const Grid grid{Share::Blocks(args), kTileThreads, kBytes};
+  return args.single_launch ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
+                            : LaunchEarly(kWhat, stream, grid, kernel, args, source);
+}
+
+template <ScalingMode kMode, typename Fp8>
+Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                           const QuantizeArguments& args) {
+  return WithSource(problem, buffers,
+                    [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
+}
+
+template <ScalingMode kMode>
+Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                           const QuantizeArguments& args) {
+  if (problem.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTiles<kMode, E4m3>(stream, problem, buffers, args);
+  return LaunchQuantizeTiles<kMode, E5m2>(stream, problem, buffers, args);
+}
+
+#define JAX_GROUPED_QUANTIZE_MODE(keyword, mode)                                                                  \
+  keyword template Status LaunchQuantizeTiles<mode>(cudaStream_t, const QuantizeProblem&, const QuantizeBuffers&, \
+                                                    const QuantizeArguments&)
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_LAUNCH_CUH_

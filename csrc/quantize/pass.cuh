@@ -1,0 +1,141 @@
+// Windows, passes and shares: the parts of the input that the quantization kernels work on. They are cut along the
+// borders of groups.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
+
+#include <cstdint>
+
+#include "csrc/quantize/source.cuh"
+
+namespace jax_grouped {
+
+// Threads of a block. Each slot has one warp.
+constexpr int kTileThreads = 32 * kSlots;
+
+// Up to 8 chunks of whole row blocks, one in each slot of a tile.
+struct Pass {
+  Chunk chunks[kSlots];
+
+  // Return the first and the last slot of the row block that contains `slot`.
+  __device__ int FirstOfBlock(int slot) const { return slot - chunks[slot].row / kFp8Alignment % kSlots; }
+  __device__ int LastOfBlock(int slot) const {
+    const int after = (chunks[slot].group_rows - chunks[slot].row - 1) / kFp8Alignment;
+    return min(slot + after, FirstOfBlock(slot) + kSlots - 1);
+  }
+};
+
+// A window of the input. A row block is the 128 rows that share a scale: 8 chunks, or fewer in the last block of a
+// group. A window has the row blocks that start in its 32 chunks. It has all of each block, so it reaches up to 7
+// chunks past the 32. A pass takes as many successive row blocks as fit its slots.
+struct alignas(16) Window {
+  static constexpr int kChunks = kChunksPerWindow + kSlots;
+  // Largest number of passes. Two successive passes have at least 9 chunks together, and the 7 passes before the last
+  // one have at most 31.
+  static constexpr int kMostPasses = 8;
+  // Blocks of threads that share out the passes: the number of passes if all are full.
+  static constexpr int kParts = kChunksPerWindow / kSlots;
+
+  int32_t num_passes;
+  int32_t pass_begins[kMostPasses + 1];  // first chunk of each pass, and the end of the last pass
+  int32_t groups_begin;                  // the rows of all groups of the batch element
+  int32_t groups_end;
+  int32_t first_row;      // the element's first row
+  int32_t outside_begin;  // this window's part of the element's rows outside all groups, counted among these rows
+  int32_t outside_end;
+  int32_t filler;
+  Chunk chunks[kChunks];
+};
+static_assert(sizeof(Window) == kWindowBytes);
+
+// Raises the amax of each group to those of its slots. Issues one atomic operation per group: many operations on the
+// same address would be slow. All threads of the block must call it.
+__device__ inline void RecordAmax(const Chunk* chunks, const uint32_t* slot_amax, int count, uint32_t* group_amax) {
+  const int slot = threadIdx.x;
+  if (slot >= count) return;
+  const int32_t group = chunks[slot].group;
+  if (slot > 0 && chunks[slot - 1].group == group) return;
+  uint32_t amax = 0;
+  for (int i = slot; i < count && chunks[i].group == group; ++i) amax = max(amax, slot_amax[i]);
+  if (amax >= kTinyBits) atomicMax(group_amax + group, amax);
+}
+
+// Arguments of the kernels of one call, apart from the source.
+struct QuantizeArguments {
+  Groups groups;
+  UnitCounts element_units;  // room of a batch element's arrays
+  GroupTable table;          // the first batch element's
+  Window* windows;           // [batch, num_windows]
+  ScaleLayout layout;
+  int32_t num_windows;  // per element
+  uint32_t num_column_tiles;
+  bool pow2_scales;
+  bool given_scale;
+  bool interleave_halves;
+  bool group_scales;  // one scale per group
+  bool single_launch;
+  float amax_epsilon;
+  const float* scale;
+  const bool* skip;  // [batch]
+  uint8_t* row_data;
+  void* row_scale;
+  uint8_t* column_data;
+  void* column_scale;
+  uint32_t* amax;  // bits of float32
+  float* partial_sums;
+
+  __device__ Window* WindowAt(int32_t element, int32_t index) const {
+    return windows + static_cast<int64_t>(element) * num_windows + index;
+  }
+  __device__ bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
+
+  // Returns the number of blocks of threads that share out all windows. Every tile of columns has this number of
+  // blocks.
+  JAX_GROUPED_HOST_DEVICE int64_t Shares() const {
+    return static_cast<int64_t>(groups.batch) * num_windows * Window::kParts;
+  }
+};
+
+// The work of a block of threads: some passes of a window, in the columns of a tile.
+struct Share {
+  // Limit of a launch's second and third axes, which count blocks with 16 bits.
+  static constexpr int64_t kMostAlongAxis = 1 << 15;
+
+  // Number of successive shares that take a tile of columns before the next tile begins. Their columnwise writes are
+  // adjacent, and memory takes these 1 to 2 % faster. The last of these shares may not exist. In a single launch blocks
+  // wait for each other, so every share is on its own there.
+  JAX_GROUPED_HOST_DEVICE static constexpr int Band(bool single_launch) { return single_launch ? 1 : 8; }
+
+  static dim3 Blocks(const QuantizeArguments& args) {
+    const int band = Band(args.single_launch);
+    const int64_t bands = CeilDiv(args.Shares(), band);
+    const int64_t along_y = bands < kMostAlongAxis ? bands : kMostAlongAxis;
+    return dim3(args.num_column_tiles * band, static_cast<unsigned>(along_y),
+                static_cast<unsigned>(CeilDiv(bands, along_y)));
+  }
+
+  uint32_t first_column;
+  int32_t element;
+  int32_t window;  // counted in the element
+  int part;
+  bool exists;
+
+  __device__ Share(const QuantizeArguments& args, bool single_launch) {
+    const uint32_t band = Band(single_launch);
+    uint32_t tile = blockIdx.x / band;
+    // The two halves of a gated activation's gradient read the same inputs. Their tiles alternate, so that the second
+    // of two tiles finds the inputs in the cache.
+    if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
+    first_column = tile * kTileColumns;
+    const uint32_t index = (blockIdx.z * kMostAlongAxis + blockIdx.y) * band + blockIdx.x % band;
+    exists = index < args.Shares();
+    part = static_cast<int>(index % Window::kParts);
+    const auto window_of_all = static_cast<int32_t>(index / Window::kParts);
+    element = args.groups.batch == 1 ? 0 : window_of_all / args.num_windows;
+    window = window_of_all - element * args.num_windows;
+  }
+};
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_

@@ -1,0 +1,222 @@
+#include "csrc/quantize/quantize.h"
+
+#include <cstdint>
+#include <type_traits>
+
+#include "csrc/bias_grad/bias_grad.h"
+#include "csrc/common/device.h"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/shared_memory.h"
+#include "csrc/groups/table.cuh"
+#include "csrc/quantize/activation.cuh"
+#include "csrc/quantize/amax.cuh"
+#include "csrc/quantize/launch.cuh"
+
+namespace jax_grouped {
+
+JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kTensor);
+JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kBlock1D);
+JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kBlock2D);
+JAX_GROUPED_QUANTIZE_MODE(extern, ScalingMode::kMx);
+
+namespace {
+
+constexpr int kSetUpThreads = 256;
+// Number of groups up to which the setup has kSetUpThreads threads; more groups take kManyGroupsThreads.
+constexpr int32_t kFewGroups = 1024;
+constexpr int kManyGroupsThreads = 512;
+constexpr int kZeroThreads = 512;
+
+// Number of groups up to which every block that fills in windows makes its own table in shared memory. No second kernel
+// then has to wait for a table.
+constexpr int32_t kMostSharedGroups = 8192;
+
+constexpr char kSettingUp[] = "Launching the setup of a quantization";
+
+// Fills in the windows of a batch element, one per warp.
+template <int kThreads>
+__device__ void FillWindows(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
+  const auto index = static_cast<int32_t>((blockIdx.x * kThreads + threadIdx.x) / 32);
+  if (index >= args.num_windows) return;
+  FillWindow(args, table, element, index, args.WindowAt(element, index));
+}
+
+// Fills in the windows and the table of a batch element, and initialises its groups. blockIdx.y is the batch element.
+template <typename Fp8, int kThreads>
+__global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ QuantizeArguments args) {
+  extern __shared__ uint4 shared[];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (args.Skips(element)) return;
+  const GroupTable table{reinterpret_cast<int32_t*>(shared), args.groups.num_groups};
+  FillGroupTable<kThreads, AllUnits>(args.groups, element, args.element_units, table);
+  FillWindows<kThreads>(args, table, element);
+  if (blockIdx.x == 0) StoreTable(args, table, element);
+  InitializeGroups<Fp8>(args, element, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
+}
+
+// Does the work of SetUp in two steps, if shared memory has no room for the groups. The first step has one block per
+// batch element; SetUpWindows is the second.
+template <typename Fp8>
+__global__ void __launch_bounds__(kManyGroupsThreads) SetUpManyGroups(const __grid_constant__ QuantizeArguments args) {
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  if (args.Skips(element)) return;
+  FillGroupTable<kManyGroupsThreads, AllUnits>(args.groups, element, args.element_units, args.table.At(element));
+  InitializeGroups<Fp8>(args, element, threadIdx.x, kManyGroupsThreads);
+}
+
+__global__ void __launch_bounds__(kSetUpThreads) SetUpWindows(const __grid_constant__ QuantizeArguments args) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (args.Skips(element)) return;
+  FillWindows<kSetUpThreads>(args, args.table.At(element), element);
+}
+
+dim3 WindowBlocks(const QuantizeArguments& args, int threads) {
+  return dim3(static_cast<unsigned>(CeilDiv(int64_t{args.num_windows} * 32, threads)), args.groups.batch);
+}
+
+constexpr int TableBytes(int32_t num_groups) {
+  return static_cast<int>(GroupTable::Size(num_groups) * sizeof(int32_t));
+}
+
+template <typename Fp8, int kThreads, int32_t kMostGroups>
+Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
+  const auto kernel = SetUp<Fp8, kThreads>;
+  JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), TableBytes(kMostGroups)));
+  return Launch(kSettingUp, stream, {WindowBlocks(args, kThreads), kThreads, TableBytes(args.groups.num_groups)},
+                kernel, args);
+}
+
+template <typename Fp8>
+Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
+  const int32_t num_groups = args.groups.num_groups;
+  if (num_groups <= kFewGroups) return LaunchSetUp<Fp8, kSetUpThreads, kFewGroups>(stream, args);
+  if (num_groups <= kMostSharedGroups) return LaunchSetUp<Fp8, kManyGroupsThreads, kMostSharedGroups>(stream, args);
+  const dim3 elements(args.groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(Launch(kSettingUp, stream, {elements, kManyGroupsThreads}, SetUpManyGroups<Fp8>, args));
+  return Launch(kSettingUp, stream, {WindowBlocks(args, kSetUpThreads), kSetUpThreads}, SetUpWindows, args);
+}
+
+// Zeros scales of a layout that has scales without a block. Regions are multiples of 512 bytes. `count` is that of one
+// element.
+__global__ void __launch_bounds__(kZeroThreads) ZeroScales(uint4* scales, int64_t count, const bool* skip) {
+  if (skip != nullptr && skip[blockIdx.y]) return;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kZeroThreads + threadIdx.x;
+  if (index < count) scales[blockIdx.y * count + index] = uint4{};
+}
+
+Status LaunchZeroScales(cudaStream_t stream, void* scales, int64_t bytes, const QuantizeArguments& args) {
+  const int64_t count = bytes / args.groups.batch / static_cast<int64_t>(sizeof(uint4));
+  if (scales == nullptr || count == 0) return Status::Ok();
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(count, kZeroThreads)), args.groups.batch);
+  return Launch("Launching the zeros between scales", stream, {blocks, kZeroThreads}, ZeroScales,
+                static_cast<uint4*>(scales), count, args.skip);
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kTileThreads)
+    FindAmaxKernel(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
+  __shared__ uint32_t slot_amax[kSlots];
+  cudaGridDependencySynchronize();
+  const Share share(args, false);
+  if (!share.exists || args.Skips(share.element)) return;
+  FindAmax(args, source, share, *args.WindowAt(share.element, share.window), slot_amax);
+}
+
+Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                      const QuantizeArguments& args) {
+  return WithSource(problem, buffers, [&](const auto& source) {
+    const auto kernel = FindAmaxKernel<std::decay_t<decltype(source)>>;
+    return LaunchEarly("Launching the search for the largest values", stream, {Share::Blocks(args), kTileThreads},
+                       kernel, args, source);
+  });
+}
+
+Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                   const QuantizeArguments& args) {
+  switch (problem.mode) {
+    case ScalingMode::kTensor:
+      return LaunchQuantizeTiles<ScalingMode::kTensor>(stream, problem, buffers, args);
+    case ScalingMode::kBlock1D:
+      return LaunchQuantizeTiles<ScalingMode::kBlock1D>(stream, problem, buffers, args);
+    case ScalingMode::kBlock2D:
+      return LaunchQuantizeTiles<ScalingMode::kBlock2D>(stream, problem, buffers, args);
+    case ScalingMode::kMx:
+      return LaunchQuantizeTiles<ScalingMode::kMx>(stream, problem, buffers, args);
+  }
+  return Status::Failed("Quantization has no such scaling mode.");
+}
+
+// Chooses a single launch for a small quantization. Its blocks wait for each other. Separate launches and the gaps
+// between them would take most of the time.
+Status ChooseSingleLaunch(QuantizeArguments* args) {
+  const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
+  // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
+  const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
+  int device = 0;
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  args->single_launch = few_groups && all_or_none_skip &&
+                        args->Shares() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
+  return Status::Ok();
+}
+
+// Launches the kernels that quantize. A single launch may be refused: under MPS, a process can have fewer SMs than its
+// device reports, and then not all blocks are resident at once. The separate launches that it replaces work with any
+// number of SMs.
+Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                    QuantizeArguments* args) {
+  if (args->single_launch) {
+    Status launched = LaunchTiles(stream, problem, buffers, *args);
+    if (launched.cuda_error() != cudaErrorCooperativeLaunchTooLarge) return launched;
+    args->single_launch = false;
+  }
+  JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
+                                                                     : LaunchSetUp<E5m2>(stream, *args));
+  if (args->group_scales && !args->given_scale) {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, *args));
+  }
+  return LaunchTiles(stream, problem, buffers, *args);
+}
+
+}  // namespace
+
+Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
+                      const UnitCounts& element_units, const QuantizeBuffers& buffers) {
+  QuantizeArguments args{};
+  args.groups = groups;
+  args.element_units = element_units;
+  args.num_windows = static_cast<int32_t>(NumWindows(groups.capacity, groups.num_groups));
+  args.windows = static_cast<Window*>(buffers.scratch);
+  args.table = {reinterpret_cast<int32_t*>(args.windows + static_cast<int64_t>(groups.batch) * args.num_windows),
+                groups.num_groups};
+  args.layout = {problem.features, problem.swizzled_scales};
+  args.num_column_tiles = static_cast<uint32_t>(CeilDiv(problem.features, kTileColumns));
+  args.pow2_scales = problem.pow2_scales;
+  args.given_scale = buffers.scale != nullptr;
+  args.interleave_halves = problem.backward && problem.activation == Activation::kSiluMul;
+  args.group_scales = problem.mode == ScalingMode::kTensor;
+  args.amax_epsilon = problem.amax_epsilon;
+  args.scale = buffers.scale;
+  args.skip = buffers.skip;
+  args.row_data = static_cast<uint8_t*>(buffers.row_data);
+  args.row_scale = buffers.row_scale;
+  args.column_data = static_cast<uint8_t*>(buffers.column_data);
+  args.column_scale = buffers.column_scale;
+  args.amax = reinterpret_cast<uint32_t*>(buffers.amax);
+  args.partial_sums = buffers.dbias != nullptr ? buffers.partial_sums : nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
+
+  if (problem.swizzled_scales) {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, args));
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.column_scale, buffers.column_scale_bytes, args));
+  }
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchPasses(stream, problem, buffers, &args));
+  if (buffers.dbias == nullptr) return Status::Ok();
+  return LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table.UnitsBefore(Unit::k128),
+                        GroupTable::Size(groups.num_groups), buffers.dbias);
+}
+
+}  // namespace jax_grouped

@@ -1,0 +1,72 @@
+// Quantization of the rows of each group to FP8, and back.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_QUANTIZE_H_
+#define JAX_GROUPED_CSRC_QUANTIZE_QUANTIZE_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+// Activation of the input, computed in float32 before quantization. kSiluMul: silu(first half) * second half.
+enum class Activation : int32_t { kNone, kSilu, kGelu, kRelu, kSiluMul };
+
+// The static part of a quantization.
+struct QuantizeProblem {
+  ScalingMode mode;
+  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
+  cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
+  int64_t features;            // the result's, a multiple of kFp8Alignment
+  bool pow2_scales;
+  bool swizzled_scales;
+  float amax_epsilon;
+  Activation activation;
+  bool backward;  // quantize the gradient of the activation's input; x is the gradient of its result
+};
+
+// Device memory for all elements of a batch. Results that are not wanted are null. `scale` is null for current scaling,
+// and `skip` is null without a cache.
+struct QuantizeBuffers {
+  const void* x;                 // [tokens, input features], of input_type
+  const void* activation_input;  // as x, only for a backward form
+  const float* scale;            // [num_groups]
+  const bool* skip;              // [batch]; where it is true, nothing else is read and nothing is written
+  void* row_data;
+  void* row_scale;
+  void* column_data;
+  void* column_scale;
+  int64_t row_scale_bytes;
+  int64_t column_scale_bytes;
+  float* amax;          // [num_groups]
+  float* dbias;         // [num_groups, features]
+  void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
+  float* partial_sums;  // [units of 128 rows, features], scratch, only for dbias
+};
+
+// Quantizes in one pass over the input, or two passes for current scaling. The arrays of a batch element have room for
+// `element_units`.
+//
+// dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,
+// then the results in order.
+Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
+                      const UnitCounts& element_units, const QuantizeBuffers& buffers);
+
+// Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows outside
+// all groups.
+//
+//   data       as `layout` says, of `input_type` (CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2)
+//   scale_inv  as `layout` says
+//   out        [groups.AllRows(), layout.features] of `output_type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
+//   table      [batch, GroupTable::Size(layout.num_groups)], scratch
+Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const QuantizedLayout& layout, const void* data,
+                        cudaDataType_t input_type, const void* scale_inv, void* out, cudaDataType_t output_type,
+                        int32_t* table);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_QUANTIZE_H_

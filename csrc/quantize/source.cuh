@@ -1,0 +1,218 @@
+// Inputs of the quantization kernels: a tile in shared memory, and the source that fills it with the input unchanged.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_SOURCE_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_SOURCE_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "csrc/common/fp8.cuh"
+#include "csrc/groups/layout.cuh"
+#include "csrc/quantize/quantize.h"
+
+namespace jax_grouped {
+
+constexpr int kTileColumns = kBlock;
+// Slots of 16 rows in a tile. A tile has the chunks of whole row blocks: 8 chunks at most.
+constexpr int kSlots = kBlock / kFp8Alignment;
+
+// Two adjacent values. Their largest absolute values are kept as a pair, too, in one `Largest`.
+template <typename Element>
+struct PairOf;
+
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Largest = __nv_bfloat162;
+  __nv_bfloat162 values;
+  __device__ float First() const { return __uint_as_float(Bits() << 16); }
+  __device__ float Second() const { return __uint_as_float(Bits() & 0xffff0000); }
+  // Returns NaN if one of the values is NaN.
+  __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
+  __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
+  __device__ static uint2 ToFloatBits(Largest largest) {
+    const PairOf pair{largest};
+    return {__float_as_uint(pair.First()), __float_as_uint(pair.Second())};
+  }
+  __device__ static Largest FromFloatBits(uint2 bits) {
+    return __floats2bfloat162_rn(__uint_as_float(bits.x), __uint_as_float(bits.y));
+  }
+
+ private:
+  __device__ uint32_t Bits() const { return reinterpret_cast<const uint32_t&>(values); }
+};
+
+template <>
+struct PairOf<__half> {
+  using Largest = __half2;
+  __half2 values;
+  __device__ float First() const { return __low2float(values); }
+  __device__ float Second() const { return __high2float(values); }
+  __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
+  __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
+  __device__ static uint2 ToFloatBits(Largest largest) {
+    return {__float_as_uint(__low2float(largest)), __float_as_uint(__high2float(largest))};
+  }
+  __device__ static Largest FromFloatBits(uint2 bits) {
+    return __floats2half2_rn(__uint_as_float(bits.x), __uint_as_float(bits.y));
+  }
+};
+
+template <>
+struct PairOf<float> {
+  using Largest = uint2;  // bits of absolute values: their order is that of the values, and NaN comes last
+  float2 values;
+  __device__ float First() const { return values.x; }
+  __device__ float Second() const { return values.y; }
+  __device__ static Largest AbsMax(Largest largest, PairOf pair) {
+    return Max(largest, {__float_as_uint(pair.values.x) & 0x7fffffff, __float_as_uint(pair.values.y) & 0x7fffffff});
+  }
+  __device__ static Largest Max(Largest a, Largest b) { return {max(a.x, b.x), max(a.y, b.y)}; }
+  __device__ static uint2 ToFloatBits(Largest largest) { return largest; }
+  __device__ static Largest FromFloatBits(uint2 bits) { return bits; }
+};
+
+// Returns the bits of the absolute value, or 0 if it is not finite.
+__device__ inline uint32_t FiniteBits(float x) {
+  const uint32_t bits = __float_as_uint(x) & 0x7fffffff;
+  return bits < kInfinityBits ? bits : 0;
+}
+
+// Returns the largest absolute values of the first and of the second elements: infinity or NaN if one is not finite.
+template <typename Pair, int kCount>
+__device__ typename Pair::Largest PairwiseLargest(const Pair (&pairs)[kCount]) {
+  typename Pair::Largest largest = Pair::AbsMax({}, pairs[0]);
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) largest = Pair::AbsMax(largest, pairs[i]);
+  return largest;
+}
+
+// Returns the result of PairwiseLargest as bits of float32.
+template <typename Pair, int kCount>
+__device__ uint2 PairwiseAmax(const Pair (&pairs)[kCount]) {
+  return Pair::ToFloatBits(PairwiseLargest(pairs));
+}
+
+// Returns the bits of the largest absolute values of the elements that are finite.
+template <typename Pair, int kCount>
+__device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
+  uint2 amax{};
+#pragma unroll
+  for (const Pair& pair : pairs) {
+    amax.x = max(amax.x, FiniteBits(pair.First()));
+    amax.y = max(amax.y, FiniteBits(pair.Second()));
+  }
+  return amax;
+}
+
+// A tile of 128 x 128 elements in shared memory, row after row. Its layout avoids two bank conflicts. First, slots are
+// padded by the bytes that 4 lanes read in one slot; otherwise lanes that read one pair of columns in 8 slots would
+// access the same banks. Second, half of the vectors of eight 32-bit elements have their two units of 16 bytes swapped;
+// otherwise 8 lanes that access one such vector each would access the same banks.
+template <typename T>
+struct Tile {
+  using Element = T;
+  using Pair = PairOf<T>;
+  static constexpr int kRowBytes = kTileColumns * sizeof(T);
+  static constexpr int kSlotBytes = kFp8Alignment * kRowBytes + 4 * static_cast<int>(sizeof(Pair));
+  static constexpr int kBytes = kSlots * kSlotBytes;
+  static constexpr int kUnitsPer8 = 8 * sizeof(T) / sizeof(uint4);
+
+  char* base;
+
+  // Returns the address of the `unit`-th 16 bytes of a row.
+  __device__ uint4* Unit(int slot, int row, int unit) const {
+    return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Place(unit);
+  }
+
+  // Store and load the `vector`-th 8 elements of a row.
+  __device__ void Store8(int slot, int row, int vector, const Pair (&pairs)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kUnitsPer8; ++i) {
+      *Unit(slot, row, vector * kUnitsPer8 + i) = reinterpret_cast<const uint4*>(pairs)[i];
+    }
+  }
+  __device__ void Load8(int slot, int row, int vector, Pair (&pairs)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kUnitsPer8; ++i) {
+      reinterpret_cast<uint4*>(pairs)[i] = *Unit(slot, row, vector * kUnitsPer8 + i);
+    }
+  }
+
+  // Loads a pair of columns in several rows of a slot.
+  template <int kRows>
+  __device__ void LoadColumns(int slot, int first_row, int pair, Pair (&pairs)[kRows]) const {
+    constexpr int kPairsPerUnit = sizeof(uint4) / sizeof(Pair);
+    const auto* first =
+        reinterpret_cast<const Pair*>(Unit(slot, first_row, pair / kPairsPerUnit)) + pair % kPairsPerUnit;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) pairs[row] = first[row * (kTileColumns / 2)];
+  }
+
+ private:
+  __device__ static int Place(int unit) { return sizeof(T) == 4 ? unit ^ (unit / 8 % 2) : unit; }
+};
+
+// Starts to copy 16 bytes from global to shared memory, or to write zeros there. Does not wait.
+__device__ inline void CopyAsync(void* shared, const void* global, bool exists) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The input without an activation.
+template <typename T>
+struct PlainSource {
+  using Element = T;
+  // Rows per lane whose loads are all issued before the first use.
+  static constexpr int kRowsAtOnce = sizeof(T) == 2 ? kFp8Alignment / 2 : 1;
+  const T* x;
+  int64_t features;
+
+  // Loads a chunk's rows into a slot, 128 columns from `first_column` on. Elements that do not exist become zero. Whole
+  // warps must call it.
+  __device__ void LoadSlot(const Tile<T>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+    constexpr int kUnits = Tile<T>::kRowBytes / 16;
+    constexpr int kRows = 32 / kUnits;
+    const int unit = threadIdx.x % kUnits;
+    const int first = threadIdx.x % 32 / kUnits;
+    const int64_t column = first_column + unit * static_cast<int>(16 / sizeof(T));
+    const int rows = column < features ? chunk.rows : 0;
+    const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;
+    uint4* to = tile.Unit(slot, first, unit);
+#pragma unroll
+    for (int row = 0; row < kFp8Alignment; row += kRows) {
+      const bool exists = row + first < rows;
+      CopyAsync(to + row * kUnits, exists ? from : x, exists);
+      from += kRows * features;
+    }
+    WaitForCopies();
+    __syncwarp();
+  }
+
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
+  template <int kCount>
+  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&rows)[kCount][4]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = first + 2 * i;
+      if (row >= chunk.rows || column >= features) continue;
+      const auto* from = reinterpret_cast<const uint4*>(x + (chunk.first_row + int64_t{row}) * features + column);
+#pragma unroll
+      for (int unit = 0; unit < Tile<T>::kUnitsPer8; ++unit) {
+        reinterpret_cast<uint4*>(rows[i])[unit] = __ldcs(from + unit);
+      }
+    }
+  }
+};
+
+template <typename T>
+PlainSource<T> MakePlainSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
+  return {static_cast<const T*>(buffers.x), problem.features};
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_SOURCE_CUH_

@@ -1,0 +1,228 @@
+// The quantization kernel. A block loads a tile of up to 128 x 128 elements into shared memory and quantizes it from
+// there. Every element is thus read once and written in either orientation.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/table.cuh"
+#include "csrc/quantize/columns.cuh"
+#include "csrc/quantize/rows.cuh"
+#include "csrc/quantize/set_up.cuh"
+
+namespace jax_grouped {
+
+// Returns the bits of the value that determines the scale of a slot's group: the given scale, or the group's amax.
+template <typename State>
+__device__ uint32_t LoadGroupValue(const State& state) {
+  if (State::kMode != ScalingMode::kTensor || Warp() >= state.count) return 0;
+  const int32_t group = state.exchange.pass.chunks[Warp()].group;
+  if (state.args.given_scale) return __float_as_uint(state.args.scale[group]);
+  return __ldcg(state.args.amax + group);
+}
+
+// Computes the scale of a slot's group. Whole warps must call it. The first block of the group writes the inverse if
+// the scale was not given.
+template <typename State>
+__device__ void FindGroupScale(const State& state, uint32_t group_value) {
+  const QuantizeArguments& args = state.args;
+  if (Lane() == 0) {
+    const Chunk& chunk = state.exchange.pass.chunks[Warp()];
+    const Scale scale = args.given_scale
+                            ? ClampScale(__uint_as_float(group_value))
+                            : ScaleFromAmax<typename State::Fp8>(group_value, args.amax_epsilon, args.pow2_scales);
+    state.exchange.scales[Warp()] = scale;
+    if (!args.given_scale && chunk.row == 0 && state.first_column == 0) {
+      if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[chunk.group] = scale.inverse;
+      if (args.column_scale != nullptr) static_cast<float*>(args.column_scale)[chunk.group] = scale.inverse;
+    }
+  }
+  __syncwarp();
+}
+
+// Writes the inverse scale of a 128 x 128 block in both orientations, and the zeros that pad the rows of scales.
+template <typename State>
+__device__ void WriteBlockScales(const State& state, const Chunk& chunk, float inverse) {
+  const QuantizeArguments& args = state.args;
+  const auto block = static_cast<int32_t>(state.first_column / kBlock);
+  if (args.row_scale != nullptr) {
+    float* scales = static_cast<float*>(args.row_scale) + RowScalePosition<State::kMode>(args.layout, chunk, 0, 0);
+    scales[block] = inverse;
+    const auto blocks = static_cast<int32_t>(args.layout.FeatureBlocks());
+    if (block == blocks - 1) {
+      for (int i = blocks; i < RoundUp(blocks, 4); ++i) scales[i] = 0.0f;
+    }
+  }
+  if (args.column_scale != nullptr) {
+    float* scale =
+        static_cast<float*>(args.column_scale) + ColumnScalePosition<State::kMode>(args.layout, chunk, block);
+    *scale = inverse;
+    const int32_t row_block = chunk.row / kBlock;
+    const auto row_blocks = static_cast<int32_t>(CeilDiv(chunk.group_rows, kBlock));
+    if (row_block == row_blocks - 1) {
+      for (int i = row_blocks; i < RoundUp(row_blocks, 4); ++i) scale[i - row_block] = 0.0f;
+    }
+  }
+}
+
+// Loads a pass into the tile and finds the amax of each slot. Returns the slot's LoadGroupValue. All threads of the
+// block must call it; they are not synchronized afterwards.
+template <typename State, typename Source>
+__device__ uint32_t LoadPass(const State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
+  Exchange& exchange = state.exchange;
+  const int slot = Warp();
+  if (Uniform(slot) >= state.count) return 0;
+  const Chunk& chunk = exchange.pass.chunks[slot];
+  if (Lane() == 0) exchange.pass.chunks[slot] = chunks[slot];
+  __syncwarp();
+  // The load is issued before those of the rows, and its value is needed after them.
+  const uint32_t group_value = LoadGroupValue(state);
+  source.LoadSlot(state.tile, slot, chunk, state.first_column);
+  // If no rows are scaled, the columns find the amax.
+  if (State::kSlotScales || state.args.row_data != nullptr) {
+    rows->FindAmax();
+  } else if (Lane() == 0) {
+    exchange.amax[slot] = 0;
+  }
+  return group_value;
+}
+
+// Quantizes a pass that is in the tile. All threads of the block must call it; they are synchronized afterwards.
+template <typename State>
+__device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer<State>* rows) {
+  constexpr ScalingMode kMode = State::kMode;
+  const QuantizeArguments& args = state.args;
+  const int slot = Warp();
+  const bool has_slot = Uniform(slot) < state.count;
+  if (kMode == ScalingMode::kTensor && has_slot) FindGroupScale(state, group_value);
+  if constexpr (kMode == ScalingMode::kBlock2D) {
+    __syncthreads();
+    const Pass& pass = state.exchange.pass;
+    if (has_slot && Lane() == 0 && slot == pass.FirstOfBlock(slot)) {
+      WriteBlockScales(state, pass.chunks[slot], state.SlotScale(slot).inverse);
+    }
+  }
+  if (has_slot && args.row_data != nullptr) rows->Quantize();
+  if (args.column_data != nullptr || args.partial_sums != nullptr) {
+    __syncthreads();
+    ColumnQuantizer<State>(state).Quantize();
+  }
+  __syncthreads();
+}
+
+// Zeros a share's part of the rows outside all groups, in a tile's columns.
+__device__ inline void ZeroOutside(const QuantizeArguments& args, const Share& share, const Window& window) {
+  constexpr int kRows = kTileThreads / 8;
+  const int64_t column = share.first_column + threadIdx.x % 8 * 16;
+  if (column >= args.layout.features) return;
+  const int32_t begin = window.outside_begin + share.part * kRows + static_cast<int32_t>(threadIdx.x / 8);
+  for (int32_t i = begin; i < window.outside_end; i += Window::kParts * kRows) {
+    const int64_t before = window.first_row + static_cast<int64_t>(i);
+    const int64_t row = before < window.groups_begin ? before : before - window.groups_begin + window.groups_end;
+    *reinterpret_cast<uint4*>(args.row_data + row * args.layout.features + column) = uint4{};
+  }
+}
+
+// Blocks of threads that are resident on an SM at once, if there are as many.
+constexpr int kBlocksOfSingleLaunch = 3;
+template <typename Element>
+constexpr int kBlocks = sizeof(Element) == 2 ? 5 : 3;
+
+// Barrier of all blocks of the grid, in a single launch.
+class GridBarrier {
+ public:
+  __device__ GridBarrier() : grid_(cooperative_groups::this_grid()) {}
+  __device__ void Arrive() { token_ = grid_.barrier_arrive(); }
+  __device__ void Wait() { grid_.barrier_wait(static_cast<Token&&>(token_)); }
+
+ private:
+  using Token = cooperative_groups::grid_group::arrival_token;
+  cooperative_groups::grid_group grid_;
+  Token token_{};
+};
+
+// Does the work of the setup kernels in a single launch, which has at most as many groups as a warp counts. Does not
+// wait until all blocks have done it.
+template <typename Fp8>
+__device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
+  const GroupTable table{shared_table, args.groups.num_groups};
+  const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
+  if (Uniform(Warp()) == 0) {
+    FillGroupTableTogether<FirstWarp, AllUnits>(args.groups, share.element, args.element_units, table);
+    __syncwarp();
+    FillWindow(args, table, share.element, share.window, window);
+  } else if (is_first) {
+    InitializeGroups<Fp8>(args, share.element, threadIdx.x - 32, kTileThreads - 32);
+  }
+  if (!is_first) return;
+  __syncthreads();
+  StoreTable(args, table, share.element);
+}
+
+// Quantizes the tiles of a share. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
+template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
+__global__ void __launch_bounds__(kTileThreads,
+                                  kSingleLaunch ? kBlocksOfSingleLaunch : kBlocks<typename Source::Element>)
+    QuantizeTiles(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
+  extern __shared__ uint4 shared[];
+  __shared__ Exchange exchange;
+  if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
+  const Share share(args, kSingleLaunch);
+  if (!share.exists || args.Skips(share.element)) return;
+  // With current scaling, the amaxes are found before the scales.
+  const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
+  const Window* window = args.WindowAt(share.element, share.window);
+  [[maybe_unused]] GridBarrier barrier;
+  if constexpr (kSingleLaunch) {
+    __shared__ Window own_window;
+    SetUpHere<Fp8>(args, share, reinterpret_cast<int32_t*>(shared), &own_window);
+    window = &own_window;
+    barrier.Arrive();
+  }
+  const Tile<typename Source::Element> tile{reinterpret_cast<char*>(shared)};
+  using State = TileState<kMode, Fp8, typename Source::Element>;
+  State state{args, tile, exchange, share.first_column, 0};
+  RowQuantizer<State> rows(state);
+  // Loads a pass and returns the slot's LoadGroupValue.
+  const auto load = [&](int pass) {
+    const int first = Uniform(window->pass_begins[pass]);
+    state.count = Uniform(window->pass_begins[pass + 1]) - first;
+    return LoadPass(state, source, window->chunks + first, &rows);
+  };
+  const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
+  bool loaded = false;
+  if (kSingleLaunch && !finds_amax) {
+    // If the share has only one pass, the pass stays in the tile.
+    loaded = share.part + Window::kParts >= window->num_passes;
+    for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
+      load(pass);
+      if (pass == share.part) barrier.Wait();
+      __syncthreads();
+      record_amax();
+      __syncthreads();
+    }
+    if (share.part >= window->num_passes) barrier.Wait();
+    barrier.Arrive();
+    barrier.Wait();
+  }
+#pragma unroll 1
+  for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
+    if (pass > share.part) __syncthreads();
+    // Prevents the compiler from computing addresses once for all passes: there are too few registers to keep them.
+    asm volatile("" : "+r"(state.first_column));
+    const uint32_t group_value = loaded ? LoadGroupValue(state) : load(pass);
+    WritePass(state, group_value, &rows);
+    if (!finds_amax) continue;
+    if (kSingleLaunch && pass == share.part) barrier.Wait();
+    record_amax();
+  }
+  if (args.row_data != nullptr && window->outside_begin < window->outside_end) ZeroOutside(args, share, *window);
+}
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_

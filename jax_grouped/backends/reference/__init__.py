@@ -1,0 +1,1 @@
+"""The `xla` backend: every operation in plain JAX, for any platform."""

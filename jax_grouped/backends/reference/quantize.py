@@ -1,0 +1,193 @@
+"""Quantization in the `xla` backend: plain JAX, for any platform."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_grouped.backends.reference import stack
+from jax_grouped.backends.reference.scales import Scaling, spread
+from jax_grouped.backends.reference.tiles import grouped_bias_grad
+from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, Places, group_rows, round_up
+from jax_grouped.fp8 import numerics
+from jax_grouped.fp8.layout import QuantizedLayout
+
+
+def quantize(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
+) -> tuple[jax.Array, ...]:
+    """Returns the results that `spec` asks for, in its order."""
+    operands = list(more)
+    scale = operands.pop(0) if spec.given_scale else None
+    activation_input = operands.pop(0) if spec.backward else None
+    if spec.cached:
+        skip, *previous = operands
+        return jax.lax.cond(
+            skip[0], lambda: tuple(previous), lambda: _quantize(x, group_sizes, group_offset, scale, None, spec)
+        )
+    return _quantize(x, group_sizes, group_offset, scale, activation_input, spec)
+
+
+def _quantize(
+    x: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    scale: jax.Array | None,
+    activation_input: jax.Array | None,
+    spec: QuantizeSpec,
+) -> tuple[jax.Array, ...]:
+    unflushed = _activate(x.astype(jnp.float32), activation_input, spec)
+    values = numerics.flush(unflushed)
+    copies: stack.Stack | _Tokens
+    if spec.stack_rows is None:
+        copies = _Tokens(values, group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0]))
+    else:
+        copies = stack.Stack(values.reshape(spec.num_groups, spec.stack_rows, -1))
+    amax = copies.amax()
+    scaling = Scaling(spec, amax, scale)
+
+    results: dict[str, jax.Array] = {"amax": amax}
+    for name, columnwise, wanted in (("row", False, spec.rowwise), ("column", True, spec.columnwise)):
+        if wanted:
+            layout = spec.layout(x.shape, columnwise=columnwise)
+            data, scale_inv = copies.copy(scaling, layout)
+            results[f"{name}_data"] = numerics.as_type(data, spec.dtype).reshape(layout.data_shape)
+            results[f"{name}_scale"] = numerics.as_type(scale_inv, spec.scale_dtype).reshape(layout.scale_shape)
+    if spec.dbias:
+        results["dbias"] = grouped_bias_grad(
+            unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
+        )
+    return tuple(results[name] for name in spec.results(x.shape))
+
+
+def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
+    """Returns the results for an `x` without rows, features or groups."""
+    results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
+    scaling = Scaling(spec, results["amax"], more[0] if spec.given_scale else None)
+    if scaling.of_groups:
+        results |= {name: scaling.of_groups[1] for name in results if name.endswith("_scale")}
+    return tuple(results.values())
+
+
+def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSpec) -> jax.Array:
+    """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
+    functions: dict[str, Callable[..., jax.Array]] = {
+        "silu_mul": lambda h: jax.nn.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+        "silu": jax.nn.silu,
+        "gelu": jax.nn.gelu,
+        # No maximum: its sign of zero depends on the platform.
+        "relu": lambda h: jnp.where((h > 0) | jnp.isnan(h), h, 0),
+    }
+    if spec.activation is None:
+        return x
+    function = functions[spec.activation]
+    if activation_input is None:
+        return function(x)
+    activation_input = numerics.flush(activation_input.astype(jnp.float32))
+    if spec.activation == "relu":
+        # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
+        return jnp.where(activation_input > 0, x, 0)
+    return jax.vjp(function, activation_input)[1](x)[0]
+
+
+class _Tokens:
+    """Quantizer of ragged tokens `[T, C]`."""
+
+    def __init__(self, values: jax.Array, rows: GroupRows):
+        self._table = GroupTable(rows)
+        self._places = self._table.rows(values.shape[0])
+        self._valid = self._places.valid[:, None]
+        self._values = jnp.where(self._valid, values, 0)
+        self._num_groups = rows.sizes.shape[0]
+
+    def amax(self) -> jax.Array:
+        """Returns the largest absolute value of each group."""
+        of_rows = jnp.max(numerics.magnitude(self._values), axis=1)
+        return _maximum(of_rows, self._places.group, self._num_groups)
+
+    def copy(self, scaling: Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
+        """Returns the bytes and the inverse scales of one orientation."""
+        chunks = self._table.units(FP8_ALIGNMENT, layout.units(FP8_ALIGNMENT)) if layout.columnwise else self._places
+        scale, scale_inv = self._scales(scaling, layout, chunks)
+        data = numerics.cast(self._values, scale, scaling.spec.dtype)
+        if not layout.columnwise:
+            return jnp.where(self._valid, data, jnp.uint8(0)), scale_inv
+        row, feature, exists = layout.column_source(chunks)
+        return jnp.where(exists, _take(data, row, feature), jnp.uint8(0)), scale_inv
+
+    def _scales(self, scaling: Scaling, layout: QuantizedLayout, chunks: Places) -> tuple[jax.Array, jax.Array]:
+        """Returns the scales of every row, and the inverse scales in their stored layout."""
+        if scaling.of_groups:
+            scale, scale_inv = scaling.of_groups
+            return _take(scale, self._places.group)[:, None], scale_inv
+        rows, features = layout.block_shape
+        amax = _block_features(numerics.magnitude(self._values), features).max(axis=2)
+        if rows == 1:
+            scale, scale_inv = scaling.of_blocks(amax)
+        else:
+            block = self._places.block(rows)
+            amax = _maximum(amax, jnp.where(self._places.valid, block, -1), layout.units(rows))
+            scale, scale_inv = scaling.of_blocks(amax)
+            scale = _take(scale, block)
+        scale = spread(scale, features, layout.features, axis=1)
+        if layout.scales_in_block_order:
+            (size,), width = layout.scale_shape, scale_inv.shape[1]
+            return scale, jnp.pad(scale_inv, ((0, 0), (0, size // scale_inv.shape[0] - width)))
+        if rows > 1:
+            scale_inv = _take(scale_inv, chunks.block(rows))
+        where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
+        return scale, _place(scale_inv, where, chunks.valid, layout)
+
+
+def dequantize(
+    data: jax.Array,
+    scale_inv: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+    *,
+    layout: QuantizedLayout,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
+    if layout.stack_rows is not None:
+        return stack.dequantize(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
+    offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
+    places = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
+    if layout.columnwise:
+        data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(places))
+        where = layout.column_scales(places)
+    else:
+        where = layout.row_scales(places)
+    scale_inv = numerics.stored_scale(_take(scale_inv, where))
+    values = numerics.flush(
+        data.astype(jnp.float32) * spread(scale_inv, layout.block_shape[1], layout.features, axis=1)
+    )
+    return jnp.where(places.valid[:, None], values, 0).astype(out_dtype)
+
+
+def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
+    """Returns `values[index]` with indices clipped to the array."""
+    return values.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _maximum(values: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
+    """Returns the maximum of each segment of nonnegative values along the first axis; drops segment -1."""
+    zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
+    return zeros.at[jnp.where(segment < 0, num_segments, segment)].max(values, mode="drop")
+
+
+def _block_features(values: jax.Array, block: int) -> jax.Array:
+    """Reshapes `[n, C] -> [n, ceil(C / block), block]`, padded with zeros."""
+    features = values.shape[1]
+    padded = jnp.pad(values, ((0, 0), (0, round_up(features, block) - features)))
+    return padded.reshape(values.shape[0], -1, block)
+
+
+def _place(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Scatters the inverse scales to their positions in the flat array, zeros elsewhere."""
+    size = math.prod(layout.scale_shape)
+    where = jnp.where(valid[:, None], where, size)
+    return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")

@@ -1,0 +1,1 @@
+"""Settings, values and group layout that every other folder uses."""

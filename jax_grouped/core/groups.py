@@ -1,0 +1,248 @@
+"""Positions of groups: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
+
+This module has every rule of clamping, capacity and alignment on the Python side, except those of quantized arrays,
+which are in `jax_grouped.fp8.layout`. The counterpart in C++ is `csrc/groups/`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: Feature sizes of the 16-bit products are multiples of this, so that every row starts on a 16-byte boundary.
+FEATURE_ALIGNMENT = 8
+
+#: Feature sizes of quantized arrays are multiples of this, and so are the padded rows of columnwise data.
+FP8_ALIGNMENT = 16
+
+#: Rows that one partial sum of the bias gradient covers.
+BIAS_GRAD_ROWS = 128
+
+#: Unit heights in rows. The position of a scale follows from the number of units of one height before its group.
+GROUP_UNITS = (4, 16, 32, 128, 512)
+
+#: Up to this number of groups, each row is compared with all groups: that compiles to one operation, a search to many.
+_FEW_GROUPS = 64
+
+#: Chunks that a window of the quantization kernels is made for. It has room for 8 more chunks, 48 bytes each, and for
+#: 64 more bytes.
+_CHUNKS_PER_WINDOW = 32
+_WINDOW_BYTES = 64 + 40 * 48
+
+
+class Groups(NamedTuple):
+    """Group sizes and group offset, as the caller gave them.
+
+    Attributes:
+        sizes: `int32[E]`, rows per group, any values.
+        offset: `int32[1]`, the first local group, one whose weights are here; `int32[B]` in a batch.
+    """
+
+    sizes: jax.Array
+    offset: jax.Array
+
+
+class GroupRows(NamedTuple):
+    """Row ranges of the local groups: group `i` is the rows `[starts[i], starts[i] + sizes[i])`. Both `int32[G]`."""
+
+    starts: jax.Array
+    sizes: jax.Array
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
+    """Converts `group_sizes` of any integer type to `int32`, without wrapping values that do not fit."""
+    if group_sizes.dtype == jnp.int32:
+        return group_sizes
+    limit = min(capacity, jnp.iinfo(group_sizes.dtype).max)
+    return jnp.clip(group_sizes, 0, limit).astype(jnp.int32)
+
+
+def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
+    """Returns the sizes of a stack's groups, `rows` each, as a constant: `int32[batch * (num_groups + 1)]`.
+
+    Every batch element has one more group of another size, which is not local: XLA would launch a kernel to fill an
+    array with equal numbers.
+    """
+    return jnp.asarray(np.tile(np.append(np.full(num_groups, rows), 0), batch), jnp.int32)
+
+
+def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
+    """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to existing rows.
+
+    Args:
+        group_sizes: `int32[E]`, any values: negative ones count as 0, rows past `capacity` do not exist.
+        group_offset: `int32[1]`; groups before the first or after the last of `group_sizes` are empty.
+        num_groups: number of groups to describe.
+        capacity: rows of the token array.
+    """
+    total = group_sizes.shape[0]
+    clamped = jnp.clip(group_sizes, 0, capacity).astype(jnp.uint32)
+    ends = jax.lax.reduce_window(
+        clamped,
+        np.uint32(0),
+        _saturating_sum,
+        window_dimensions=(total,),
+        window_strides=(1,),
+        padding=((total - 1, 0),),
+    )
+    ends = jnp.minimum(ends.astype(jnp.int32), capacity)
+
+    # Group `i` lies between the ends of groups `i - 1` and `i`. Ends before the first group are 0.
+    neighbour = jnp.clip(group_offset[0], -num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
+    bounds = jnp.where(neighbour < 0, 0, ends[jnp.clip(neighbour, 0, total - 1)])
+    return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
+
+
+def _saturating_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Adds two `uint32` below 2^31 and clamps the sum to 2^31 - 1. Associative, and it can't wrap."""
+    return jnp.minimum(a + b, np.uint32(2**31 - 1))
+
+
+def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Returns every row's local group (`int32[capacity]`), and a mask of rows that have one (`bool[capacity]`)."""
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    ends = rows.starts + rows.sizes
+    group = jnp.minimum(count_not_above(ends, row), ends.shape[0] - 1)
+    return group, (row >= rows.starts[0]) & (row < ends[-1])
+
+
+def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
+    """Counts, for every row, the sorted `ends` that are at most `row`.
+
+    `jnp.searchsorted` would compute the same, but it fails inside a `jax.shard_map` over some of a mesh's axes. This
+    search is elementwise in `row`, so XLA fuses it with its consumers.
+    """
+    count = jnp.zeros_like(row)
+    for bit in reversed(range(ends.shape[0].bit_length())):
+        probe = count + (1 << bit)
+        fits = (probe <= ends.shape[0]) & (ends[jnp.minimum(probe, ends.shape[0]) - 1] <= row)
+        count = jnp.where(fits, probe, count)
+    return count
+
+
+def most_units(rows: int, num_groups: int, unit: int) -> int:
+    """Returns the most units of `unit` rows that any sizes of `num_groups` groups can need; no unit crosses a group."""
+    groups = min(num_groups, rows)
+    return groups + (rows - groups) // unit if groups else 0
+
+
+def group_table_size(num_groups: int) -> int:
+    """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
+    # First rows, the units of scales, and the tiles of products.
+    return (2 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
+
+
+def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
+    """Returns the bytes of device memory that one grouped product needs beside its workspace (`GemmScratch` in C++)."""
+    groups = batch * num_groups
+    pointers = 5 * round_up(8 * groups, 16)  # pointers to A, B, D, and the scales of A and B
+    sizes = 9 * round_up(4 * groups, 16)
+    scalars = 16
+    tables = batch * 4 * group_table_size(num_groups)
+    return pointers + sizes + scalars + tables
+
+
+def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
+    """Returns the bytes of a quantization's windows and group table on the device (`QuantizeScratchBytes` in C++)."""
+    chunks = most_units(capacity, num_groups, FP8_ALIGNMENT)
+    windows = -(-chunks // _CHUNKS_PER_WINDOW)
+    return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
+
+
+def bias_grad_tiles(capacity: int, num_groups: int) -> int:
+    """Returns the most tiles of `BIAS_GRAD_ROWS` rows that any group sizes can need; no tile crosses a group."""
+    return capacity // BIAS_GRAD_ROWS + num_groups
+
+
+class Places(NamedTuple):
+    """Positions of `n` rows within their groups. The arrays are `int32[n]` unless given otherwise.
+
+    Attributes:
+        group: the row's local group.
+        row: index of the row in its group.
+        start: the group's first row, as an index into the array.
+        size: number of rows of the group.
+        units_before: `int32[n, len(GROUP_UNITS)]`, number of these units in the groups before it. The last unit of a
+            group may be partial.
+        valid: `bool[n]`, whether the row exists; the other fields of a row that does not are arbitrary.
+    """
+
+    group: jax.Array
+    row: jax.Array
+    start: jax.Array
+    size: jax.Array
+    units_before: jax.Array
+    valid: jax.Array
+
+    def before(self, unit: int) -> jax.Array:
+        """Returns the number of units of `unit` rows, one of `GROUP_UNITS`, in the groups before the row's group."""
+        return self.units_before[..., GROUP_UNITS.index(unit)]
+
+    def units(self, unit: int) -> jax.Array:
+        """Returns the number of units of `unit` rows in the row's group."""
+        return quotient(self.size + (unit - 1), unit)
+
+    def as_column(self) -> "Places":
+        """Returns the same places with arrays `[n, 1]`, which broadcast against one value per feature."""
+        return Places(*(array[:, None] for array in self))
+
+    def block(self, unit: int) -> jax.Array:
+        """Returns the index of the row's unit of `unit` rows, counted from the first unit of the first group."""
+        return self.before(unit) + quotient(self.row, unit)
+
+
+class GroupTable:
+    """Lookup table of the groups, from which the places of rows follow."""
+
+    def __init__(self, rows: GroupRows):
+        self._rows = rows
+        units = np.array(GROUP_UNITS, np.int32)
+        self._unit_ends = jnp.cumsum(quotient(rows.sizes[:, None] + (units - 1), units), axis=0, dtype=jnp.int32)
+        before = jnp.pad(self._unit_ends[:-1], ((1, 0), (0, 0)))
+        self._table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
+
+    def rows(self, capacity: int) -> Places:
+        """Returns the place of every row of the array."""
+        index = jnp.arange(capacity, dtype=jnp.int32)
+        ends = self._rows.starts + self._rows.sizes
+        group = _group_of(ends, index)
+        start, size, before = self._lookup(group)
+        return Places(group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1]))
+
+    def units(self, unit: int, count: int) -> Places:
+        """Returns the place of each unit's first row, for `count` units, which may be more than exist."""
+        index = jnp.arange(count, dtype=jnp.int32)
+        ends = self._unit_ends[:, GROUP_UNITS.index(unit)]
+        group = _group_of(ends, index)
+        start, size, before = self._lookup(group)
+        row = unit * (index - before[:, GROUP_UNITS.index(unit)])
+        return Places(group, row, start, size, before, index < ends[-1])
+
+    def _lookup(self, group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        found = self._table.at[group].get(mode="clip", wrap_negative_indices=False)
+        return found[:, 0], found[:, 1], found[:, 2:]
+
+
+def _group_of(ends: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the group of every index, from the groups' sorted ends; the last group for indices past all ends."""
+    if ends.shape[0] <= _FEW_GROUPS:
+        count = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)
+    else:
+        count = count_not_above(ends, index)
+    return jnp.minimum(count, ends.shape[0] - 1)
+
+
+def quotient(value: jax.Array, divisor: jax.Array | np.ndarray | int) -> jax.Array:
+    """Computes `value // divisor` of nonnegative numbers in a third of the operations: signs need no handling."""
+    return jax.lax.div(*jnp.broadcast_arrays(value, jnp.asarray(divisor, jnp.int32)))
+
+
+def remainder(value: jax.Array, divisor: int) -> jax.Array:
+    """Computes `value % divisor` of nonnegative numbers."""
+    return jax.lax.rem(value, jnp.full_like(value, divisor))

@@ -1,0 +1,36 @@
+"""Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """Returns the number of devices of the axis. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map or jax.pmap over it."
+        ) from None
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Returns the mesh axes over which `x` differs between devices; none outside `jax.shard_map`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Marks all arrays as varying over every mesh axis over which any of them varies.
+
+    The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated kernel gets the sum of
+    all devices' gradients, as with every operation of JAX.
+    """
+    axes = frozenset().union(*(varying_axes(x) for x in arrays))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying_axes(x), key=str))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(vary(x) for x in arrays)

@@ -1,0 +1,1 @@
+"""Recipes, quantized arrays, their layout, state and numerics."""

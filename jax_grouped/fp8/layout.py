@@ -1,0 +1,209 @@
+"""Layout of the data and scales of a quantized array. The counterpart in C++ is `csrc/groups/layout.h`."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped.core.groups import FP8_ALIGNMENT, Places, most_units, quotient, remainder, round_up, stack_sizes
+from jax_grouped.fp8.recipes import ScalingMode
+
+#: Elements along each side of a scaling block: of blocks of 128, and of the MX format.
+BLOCK = 128
+MX_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedLayout:
+    """Layout of the data and scales of one quantized array.
+
+    Rowwise data is `[T, C]`. Columnwise data has a region `[C, round_up(m, 16)]` for each group of `m` rows; it is zero
+    past the group's rows. Scales have one region per group, in the order of the groups. The size of every region is a
+    multiple of 16 bytes (`TENSOR`: one number). A region is zero past its group's scales. Past the last region, arrays
+    are unspecified: nothing reads these bytes, and `cuda` does not write them.
+
+    | mode       | scales of a rowwise group                   | scales of a columnwise group                  |
+    |------------|---------------------------------------------|-----------------------------------------------|
+    | `TENSOR`   | one                                         | one                                           |
+    | `BLOCK_1D` | `[ceil(C / 128), round_up(m, 4)]`           | `[ceil(m / 128), C]`                          |
+    | `BLOCK_2D` | `[ceil(m / 128), round_up(ceil(C/128), 4)]` | `[ceil(C / 128), round_up(ceil(m/128), 4)]`   |
+    | `MX`       | `[round_up(m, 16), ceil(C / 32)]`           | `[C, ceil(m / 32)]`                           |
+
+    With `swizzled_scales`, `MX` scales are in the order that Blackwell's matmul reads: tiles of 128 outer by 4 inner
+    blocks, row by row. In a tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. See "1D block scaling
+    factors layout" in the cuBLAS documentation.
+
+    A stack of equal groups has the same regions, and its arrays have the group axis in front.
+
+    Attributes:
+        mode: which elements share a scale.
+        columnwise: the orientation.
+        tokens: `T`, rows of all groups together.
+        features: `C`.
+        num_groups: number of groups.
+        stack_rows: rows of every group of a stack; None if the device knows the sizes.
+        swizzled_scales: see above.
+    """
+
+    mode: ScalingMode
+    columnwise: bool
+    tokens: int
+    features: int
+    num_groups: int
+    stack_rows: int | None = None
+    swizzled_scales: bool = False
+
+    def stack_sizes(self, batch: int = 1) -> jax.Array:
+        """Returns `jax_grouped.core.groups.stack_sizes` of this stack."""
+        assert self.stack_rows is not None
+        return stack_sizes(self.num_groups, self.stack_rows, batch)
+
+    def units(self, unit: int) -> int:
+        """Returns the most units of `unit` rows that any group sizes can need; no unit crosses a group."""
+        if self.stack_rows is not None:
+            return self.num_groups * -(-self.stack_rows // unit)
+        return most_units(self.tokens, self.num_groups, unit)
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """`[T, C]` or flat regions; `[E, K, C]` or `[E, C, round_up(K, 16)]` for a stack."""
+        if self.stack_rows is None:
+            flat = (FP8_ALIGNMENT * self.units(FP8_ALIGNMENT) * self.features,)
+            return flat if self.columnwise else (self.tokens, self.features)
+        if self.columnwise:
+            return (self.num_groups, self.features, round_up(self.stack_rows, FP8_ALIGNMENT))
+        return (self.num_groups, self.stack_rows, self.features)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Flat regions, or one region per group of a stack."""
+        if self.mode == ScalingMode.TENSOR:
+            return (self.num_groups,)
+        if self.stack_rows is None:
+            return (math.prod(self._region(self.units)),)
+        rows = self.stack_rows
+        return (self.num_groups, *self._region(lambda unit: -(-rows // unit)))
+
+    def _region(self, units: Callable[[int], int]) -> tuple[int, ...]:
+        """Returns the shape of a group's region; `units(h)` is the number of units of `h` rows in the group."""
+        match self.mode, self.columnwise:
+            case ScalingMode.BLOCK_1D, False:
+                return self._feature_blocks, 4 * units(4)
+            case ScalingMode.BLOCK_1D, True:
+                return units(128), self.features
+            case ScalingMode.BLOCK_2D, False:
+                return units(128), round_up(self._feature_blocks, 4)
+            case ScalingMode.BLOCK_2D, True:
+                return self._feature_blocks, 4 * units(512)
+            case _ if self.swizzled_scales:
+                return (512 * self._feature_blocks * units(128),)
+            case _, False:
+                return 16 * units(16), -(-self.features // MX_BLOCK)
+            case _:
+                return self.features, units(32)
+
+    @property
+    def _feature_blocks(self) -> int:
+        return -(-self.features // BLOCK)
+
+    def row_scales(self, places: Places) -> jax.Array:
+        """Returns the positions of the scales of rowwise data in the flat array.
+
+        Args:
+            places: places of some rows.
+
+        Returns:
+            `int32[n, blocks]`, a position for every block of a row. A block has 32 elements with `MX`, 128 otherwise.
+            With `TENSOR` there is one column.
+        """
+        places = places.as_column()
+        block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
+        match self.mode:
+            case ScalingMode.TENSOR:
+                return places.group
+            case ScalingMode.BLOCK_1D:
+                return self._feature_blocks * 4 * places.before(4) + block * (4 * places.units(4)) + places.row
+            case ScalingMode.BLOCK_2D:
+                return round_up(self._feature_blocks, 4) * places.block(128) + block
+            case _ if self.swizzled_scales:
+                tile = self._feature_blocks * places.block(128) + block // 4
+                return _in_tile(tile, remainder(places.row, 128), block % 4)
+            case _:
+                return block.shape[0] * (16 * places.before(16) + places.row) + block
+
+    def column_scales(self, places: Places) -> jax.Array:
+        """Returns the positions of the scales of columnwise data in the flat array.
+
+        The blocks are those that hold the given rows. There is one for every feature (`int32[n, C]`), or for every 128
+        features with `BLOCK_2D`. Otherwise as `row_scales`.
+        """
+        places = places.as_column()
+        feature = jnp.arange(self.features, dtype=jnp.int32)
+        match self.mode:
+            case ScalingMode.TENSOR:
+                return places.group
+            case ScalingMode.BLOCK_1D:
+                return self.features * places.block(128) + feature
+            case ScalingMode.BLOCK_2D:
+                block = jnp.arange(self._feature_blocks, dtype=jnp.int32)
+                region = self._feature_blocks * places.before(512) + block * places.units(512)
+                return 4 * region + quotient(places.row, 128)
+            case _ if self.swizzled_scales:
+                tile = self._feature_blocks * places.before(128) + feature // 128 * places.units(128)
+                inner = quotient(remainder(places.row, 128), MX_BLOCK)
+                return _in_tile(tile + quotient(places.row, 128), feature % 128, inner)
+            case _:
+                return self.features * places.before(32) + feature * places.units(32) + quotient(places.row, MX_BLOCK)
+
+    def column_data(self, places: Places) -> tuple[jax.Array, jax.Array]:
+        """Returns the positions of every feature of some rows in columnwise data.
+
+        A position is the index of a chunk of 16 elements, `int32[n, C]`, and the index of the element in it.
+        """
+        places = places.as_column()
+        unit, feature = FP8_ALIGNMENT, jnp.arange(self.features, dtype=jnp.int32)
+        chunk = quotient(places.row, unit) + feature * places.units(unit)
+        return self.features * places.before(unit) + chunk, remainder(places.row, unit)
+
+    def column_source(self, chunks: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the source of every element of columnwise data.
+
+        Args:
+            chunks: the places of all units of 16 rows.
+
+        Returns:
+            The rows, `int32[chunks, C, 16]`, the features, `int32[chunks, C, 1]`, and a mask of rows that exist.
+        """
+        # A group of `u` units has `C * u` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
+        units = jnp.maximum(chunks.units(FP8_ALIGNMENT), 1)[:, None]
+        index = quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features
+        index += jnp.arange(self.features, dtype=jnp.int32)
+        feature = quotient(index, units)
+        unit = index - feature * units
+        row = FP8_ALIGNMENT * unit[:, :, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
+        exists = chunks.valid[:, None, None] & (row < chunks.size[:, None, None])
+        return chunks.start[:, None, None] + row, feature[:, :, None], exists
+
+    @property
+    def scales_in_block_order(self) -> bool:
+        """True if scales are in the order of blocks: rows of blocks one after another, with no gap between groups."""
+        return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
+
+    @property
+    def block(self) -> int:
+        """Number of elements along the quantized axis that share a scale."""
+        return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Numbers of rows and features that share a scale, unless the whole group does."""
+        if self.mode == ScalingMode.BLOCK_2D:
+            return BLOCK, BLOCK
+        return (self.block, 1) if self.columnwise else (1, self.block)
+
+
+def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
+    """Returns the byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
+    return 512 * tile + remainder(outer, 32) * 16 + quotient(outer, 32) * 4 + inner

@@ -1,0 +1,221 @@
+"""The state of delayed scaling: the largest values of earlier steps. The next scales follow from it."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_grouped.core.config import config
+from jax_grouped.core.varying import varying_axes
+from jax_grouped.fp8 import numerics
+from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.fp8.recipes import DelayedScaling
+
+#: A mark is this factor times the square of its amax. If something clips both to one number, the mark fits only if that
+#: number is 1 over this factor, at which nobody clips.
+_MARK = 0.7
+
+#: Relative difference between a mark and what it should be that counts as rounding.
+_ROUNDING = 2.0**-16
+
+
+class PerTensor(NamedTuple):
+    """One value for each quantized tensor: `x`, `kernel`, and the gradient of the result."""
+
+    input: jax.Array
+    kernel: jax.Array
+    output_grad: jax.Array
+
+
+@register_pytree
+@dataclasses.dataclass(frozen=True)
+class Fp8State:
+    """State of `DelayedScaling` between steps, for `E` groups and a history of `H` steps.
+
+    The gradient of `jax_grouped.grouped_dense` with respect to its `fp8_state` is the state's next value: the gradient
+    replaces the state, and an optimizer does not update it. Flax's FP8 operations do the same, and these are their
+    names. If several microbatches or devices have gradients of one state, combine them by the larger of each number,
+    where JAX would add gradients up:
+
+    - Separate gradients: `jax.tree.map(jnp.maximum, one, other)`; of a batch, `jnp.max` over its axis.
+    - One state used twice, or in the steps of a `jax.lax.scan`: `loss(state.astype(fp32_max_grad))` inside the function
+      that is differentiated, with Flax's type whose sum is the maximum, `flax.linen.fp8_ops.fp32_max_grad`.
+    - `jax.vmap` over tokens: map over a copy of the state per element as well.
+    - `jax.shard_map` with its checks on: do nothing; a replicated state's next value is the maximum over the devices.
+    - `jax.pmap`, and `jax.shard_map` without checks: take the gradient inside, then `jax.lax.pmax` of it.
+
+    A layer whose result does not reach the loss, as in the branch of a `jax.lax.cond` that is not taken, gets a
+    gradient of zeros. Zeros are no next value: `jax_grouped.overwrite_with_gradient` and `jax_grouped.apply_updates`
+    keep the state where the next scale is 0. Elsewhere, a scale of 0 counts as 1.
+
+    The marks detect arithmetic on a state. A step of an optimizer, a mean, a sum or a factor changes an amax and its
+    mark differently; a maximum keeps them together. The results for a group whose mark does not fit are NaN. With
+    `jax_grouped.config.check`, a ValueError says why.
+
+    Attributes:
+        input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
+            values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
+        input_scale, kernel_scale, output_grad_scale: `float32[E]`, the factors of the last multiplication before
+            rounding to FP8.
+        input_amax_mark, kernel_amax_mark, output_grad_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
+
+    Example:
+        recipe = jg.DelayedScaling(amax_history_len=4)
+        x, kernel, group_sizes = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])
+
+        def loss(state):
+            return jg.grouped_dense(x, kernel, group_sizes, recipe=recipe, fp8_state=state).sum()
+
+        state = jax.jit(jax.grad(loss))(jg.Fp8State.initial(recipe, num_groups=2))
+
+        assert state.input_amax_history.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    """
+
+    input_amax_history: jax.Array
+    input_amax_mark: jax.Array
+    input_scale: jax.Array
+    kernel_amax_history: jax.Array
+    kernel_amax_mark: jax.Array
+    kernel_scale: jax.Array
+    output_grad_amax_history: jax.Array
+    output_grad_amax_mark: jax.Array
+    output_grad_scale: jax.Array
+
+    @classmethod
+    def initial(cls, recipe: DelayedScaling, num_groups: int) -> Self:
+        """Returns the state before the first step: empty histories, and scales of 1.
+
+        Raises:
+            TypeError: the recipe is not DelayedScaling.
+        """
+        if not isinstance(recipe, DelayedScaling):
+            raise TypeError(f"recipe must be DelayedScaling, which alone has a state, got {recipe!r}.")
+        fields = {}
+        for name in PerTensor._fields:
+            fields[f"{name}_amax_history"] = jnp.zeros((num_groups, recipe.amax_history_len), jnp.float32)
+            fields[f"{name}_amax_mark"] = jnp.zeros((num_groups,), jnp.float32)
+            fields[f"{name}_scale"] = jnp.ones((num_groups,), jnp.float32)
+        return cls(**fields)
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """Converts the arrays to another type, one whose sum is the maximum."""
+        return jax.tree.map(lambda x: jax.lax.convert_element_type(x, dtype), self)
+
+    def scales(self, recipe: DelayedScaling) -> PerTensor:
+        """Returns the factors that the next product's operands are multiplied by before rounding, `float32[E]` each.
+
+        A factor is `fp8_max / (amax * 2**margin)`, with `amax` from the history (Micikevicius et al.,
+        arXiv:2209.05433). Where that is zero or not finite, as with an empty history, the factor is the scale of the
+        state, or 1 if that is no scale either. It is NaN where the state's marks do not fit.
+        """
+        histories = self._histories(PerTensor._fields)
+        intact = self.intact()
+        amax = jnp.max(histories, axis=2) if recipe.amax_compute_algo == "max" else histories[:, :, 0]
+        amax = numerics.flush(amax * np.float32(2.0**recipe.margin))
+        dtypes = recipe.fwd_dtype, recipe.fwd_dtype, recipe.grad_dtype
+        scales = map(self._scale, PerTensor._fields, amax, dtypes)
+        return PerTensor(*(jnp.where(ok, scale, jnp.nan) for ok, scale in zip(intact, scales, strict=True)))
+
+    def intact(self) -> PerTensor:
+        """Tells for each tensor and group whether the mark fits, `bool[E]` each."""
+
+        def intact(name: str) -> jax.Array:
+            expected = _mark(_float32(getattr(self, f"{name}_amax_history"))[:, 0])
+            return jnp.abs(_float32(getattr(self, f"{name}_amax_mark")) - expected) <= _ROUNDING * expected
+
+        return PerTensor(*map(intact, PerTensor._fields))
+
+    def _scale(self, name: str, amax: jax.Array, dtype: DTypeLike) -> jax.Array:
+        last = _float32(getattr(self, f"{name}_scale"))
+        known = (amax > 0) & jnp.isfinite(amax)
+        usable = (last > 0) & jnp.isfinite(last)
+        last = jnp.where(usable, numerics.clamp_scale(last), 1)
+        return jnp.where(known, numerics.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
+
+    def _histories(self, names: Iterable[str]) -> jax.Array:
+        """Stacks the histories of some tensors: a GPU then launches as many kernels for all of them as for one."""
+        return jnp.stack([_float32(getattr(self, f"{name}_amax_history")) for name in names])
+
+    def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:
+        """Returns the next state: the used scales, and the histories with `amax` added, `float32[E]` for each name."""
+        newest = jnp.stack([_reduced(amax[name], getattr(self, f"{name}_amax_history")) for name in amax])
+        histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
+        fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
+        fields |= {f"{name}_scale": scale for name, scale in self.scales(recipe)._asdict().items()}
+        fields |= {f"{name}_amax_mark": mark for name, mark in zip(amax, _mark(newest), strict=True)}
+        following = dataclasses.replace(self, **fields)
+        return jax.tree.map(lambda x, like: jax.lax.convert_element_type(x, like.dtype), following, self)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def _mark(amax: jax.Array) -> jax.Array:
+    """Returns the mark of an amax; 0 if the value is not an amax.
+
+    It grows with the amax: the larger of two marks is that of the larger amax. The squared numbers are far enough from
+    the ends of float32 that the result is exact to rounding.
+    """
+    return jnp.where(amax > 0, _MARK * jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
+
+
+def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
+    """Takes the maximum over the mesh axes over which `amax` varies and the history does not."""
+    axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
+    return jax.lax.pmax(amax, axes) if axes else amax
+
+
+def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None:
+    """Raises unless `state` is there if the recipe is delayed scaling, fits it, and is absent otherwise.
+
+    Raises:
+        TypeError: `state` is no Fp8State, or holds something other than float32.
+        ValueError: `state` is missing, or given without need, or has another shape.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            raise ValueError(f"fp8_state is for DelayedScaling, got recipe {recipe!r}.")
+        return
+    if state is None:
+        raise ValueError(
+            f"DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups={num_groups})."
+        )
+    if not isinstance(state, Fp8State):
+        raise TypeError(f"fp8_state must be a jax_grouped.Fp8State, got {type(state).__name__}.")
+    for field in dataclasses.fields(Fp8State):
+        array = getattr(state, field.name)
+        expected = (num_groups, recipe.amax_history_len) if field.name.endswith("_history") else (num_groups,)
+        if array.shape != expected:
+            raise ValueError(
+                f"fp8_state.{field.name} must have shape {expected} for {num_groups} groups and amax_history_len "
+                f"{recipe.amax_history_len}, got {array.shape}."
+            )
+        # Flax's type whose sum is the maximum.
+        if getattr(array.dtype, "float_dtype", array.dtype) != jnp.float32:
+            raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")
+    if config.check:
+        _check_intact(state)
+
+
+def _check_intact(state: Fp8State) -> None:
+    """Raises ValueError on the host if the state's marks do not fit, even in a traced program."""
+
+    def check(intact: jax.Array) -> None:
+        if not np.all(intact):
+            groups = np.flatnonzero(~np.asarray(intact)).tolist()
+            raise ValueError(
+                "fp8_state must be replaced by its gradient, which is its next value, but something has added to it, "
+                f"multiplied it or taken a mean of it (groups {groups}): wrap the whole optimizer, clipping and "
+                "accumulation included, as jax_grouped.overwrite_with_gradient(optimizer, every=microbatches)."
+            )
+
+    intact = jnp.all(jnp.stack(state.intact()), axis=0)
+    if isinstance(intact, jax.core.Tracer):
+        jax.debug.callback(check, intact)
+    else:
+        check(intact)

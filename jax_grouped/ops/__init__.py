@@ -1,0 +1,1 @@
+"""Operations on groups, with their derivatives."""

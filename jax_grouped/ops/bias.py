@@ -1,0 +1,61 @@
+"""The bias of every row's group, differentiable any number of times."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped.backends import primitives
+from jax_grouped.core.groups import Groups, group_rows, row_groups
+from jax_grouped.core.varying import vary_alike
+
+
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
+    """Adds each row's bias. Elementwise, so that XLA fuses it into the consumer of the result and saves a pass."""
+    if 0 in (*y.shape, *bias.shape):
+        return y
+    rows = group_rows(*groups, bias.shape[0], y.shape[0])
+    group, valid = row_groups(rows, y.shape[0])
+    return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))
+
+
+def _add_bias_forward(y: jax.Array, bias: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+    # The bias is a residual for its shape and type only; it is small.
+    return add_bias(y, bias, groups), (bias, groups)
+
+
+def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    bias, groups = residuals
+    # Rows outside every group need no mask in dy: the product's own rule ignores them.
+    return dy, bias_grad(dy, groups, bias.shape[0], bias.dtype), None
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def bias_grad(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`.
+
+    It is differentiable any number of times.
+    """
+    operands = vary_alike(dy, *groups)
+    if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
+        return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
+    static = primitives.static(operands)
+    return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=jnp.dtype(dtype), **static)[0]
+
+
+def _bias_grad_forward(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+    return bias_grad(dy, groups, num_groups, dtype), (jnp.zeros_like(dy), groups)
+
+
+def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    del num_groups, dtype
+    zeros, groups = residuals
+    return add_bias(zeros, gradient, groups), None
+
+
+bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

@@ -1,0 +1,333 @@
+"""Checks of public arguments at trace time. Each error names the argument, its value and the rule."""
+
+import operator
+from collections.abc import Sequence
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped.backends.spec import Activation
+from jax_grouped.core.config import config
+from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, canonical_sizes
+from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
+from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
+
+#: Rows per group, as users give them: `[E]` integers.
+GroupSizes = ArrayLike | Sequence[int]
+
+_FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+#: JAX's names of precisions and dot algorithms. Each maps to the precision whose float32 products are as exact.
+_PRECISIONS = {
+    **dict.fromkeys(
+        ["default", "fastest", "bfloat16", "bf16_bf16_bf16", "bf16_bf16_f32"],
+        jax.lax.Precision.DEFAULT,
+    ),
+    **dict.fromkeys(
+        ["high", "tensorfloat32", "bfloat16_3x", "f16_f16_f16", "f16_f16_f32", "tf32_tf32_f32", "bf16_bf16_f32_x3"],
+        jax.lax.Precision.HIGH,
+    ),
+    **dict.fromkeys(
+        ["highest", "float32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f32_f32_f32"],
+        jax.lax.Precision.HIGHEST,
+    ),
+}
+
+
+def static_size(name: str, value: int, *, least: int = 0) -> int:
+    """Returns a size that shapes depend on. Raises unless it is an integer of at least `least`, known at trace time."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, known when the program is traced, got {value!r}.") from None
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    return value
+
+
+def check_dtype(name: str, dtype: DTypeLike | None) -> None:
+    """Raises TypeError unless `dtype` is a type that the matmuls take."""
+    if known_dtype(dtype) not in _FLOAT_TYPES:
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype_name(dtype)}.")
+
+
+def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises unless `x` is a `[T, features]` array of a supported type."""
+    check_dtype(f"{name}'s type", x.dtype)
+    if x.ndim != 2:
+        raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
+
+
+def check_kernel(name: str, kernel: jax.Array, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
+    check_dtype(f"{name}'s type", kernel.dtype)
+    if kernel.ndim != 3:
+        raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
+    if kernel.shape[1] != tokens.shape[1]:
+        raise ValueError(
+            f"{name}.shape[1] must equal {tokens_name}.shape[1] (K), "
+            f"got {name} {kernel.shape} and {tokens_name} {tokens.shape}."
+        )
+
+
+def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
+    """Raises unless `bias` is the `[G, N]` of the kernel's `[G, K, N]`."""
+    check_dtype("bias's type", bias.dtype)
+    expected = (kernel.shape[0], kernel.shape[2])
+    if bias.shape != expected:
+        raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
+
+
+def canonical_groups(
+    group_sizes: GroupSizes, group_offset: ArrayLike | None, kernel_name: str, kernel: jax.Array, capacity: int
+) -> Groups:
+    """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
+
+    Raises:
+        TypeError: either is not of an integer type.
+        ValueError: a shape does not fit the kernel's number of groups, or a value does not fit into 64 bits; with
+            `config.check`, also a value that does not fit the rows.
+    """
+    num_groups = kernel.shape[0]
+    group_sizes = _checked_sizes(group_sizes)
+    if group_offset is None and group_sizes.shape[0] != num_groups:
+        raise ValueError(
+            f"group_sizes must have one entry per group of {kernel_name}, which holds {num_groups}, "
+            f"got {group_sizes.shape[0]} (a longer one needs group_offset)."
+        )
+    if group_sizes.shape[0] < num_groups:
+        raise ValueError(
+            f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {group_sizes.shape[0]}."
+        )
+    return Groups(_canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0]))
+
+
+def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
+    """Converts `group_sizes` to `int32[G]`.
+
+    Raises:
+        TypeError: it is not of an integer type.
+        ValueError: it has another shape, or a value that does not fit into 64 bits; with `config.check`, also a value
+            that does not fit the rows.
+    """
+    return _canonical_sizes(_checked_sizes(group_sizes), capacity)
+
+
+def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
+    sizes = _integers("group_sizes", group_sizes)
+    if sizes.ndim != 1:
+        raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
+    return sizes
+
+
+def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
+    if config.check:
+        _check_values(group_sizes, capacity)
+    return canonical_sizes(group_sizes, capacity)
+
+
+def _integers(name: str, values: GroupSizes) -> jax.Array:
+    """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values.
+
+    Raises:
+        TypeError: they are not of an integer type.
+        ValueError: one does not fit into 64 bits.
+    """
+    on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
+    if isinstance(values, list | tuple):
+        on_host = not any(isinstance(value, jax.Array) for value in values)
+    array = _host_integers(name, values) if on_host else as_array(name, values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be of an integer type, got {array.dtype.name}.")
+    return array
+
+
+def _host_integers(name: str, values: GroupSizes) -> jax.Array:
+    try:
+        array = np.asarray(values)
+        if array.dtype == object and all(isinstance(value, int) for value in array.flat):
+            array = array.astype(np.int64)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into 64 bits, got {shown(values)}.") from None
+    except (TypeError, ValueError):
+        array = np.empty((), object)
+    if array.dtype.kind in "OSUMm":  # Objects, strings and times are no numbers.
+        raise TypeError(f"{name} must be of an integer type, got {shown(values)}.")
+    if array.size == 0 and not isinstance(values, np.ndarray):
+        array = array.astype(np.int32)
+    if array.dtype in (np.int64, np.uint64):
+        limits = np.iinfo(np.int32)
+        array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
+    return jnp.asarray(array)
+
+
+def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
+    if group_offset is None:
+        return jnp.zeros((1,), jnp.int32)
+    offset = _integers("group_offset", group_offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
+    offset = offset.reshape(1)
+    if offset.dtype == jnp.int32:
+        return offset
+    limits = jnp.iinfo(offset.dtype)
+    return jnp.clip(offset, max(limits.min, -total), min(limits.max, total)).astype(jnp.int32)
+
+
+def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
+    """Returns the precision of products of operands of type `dtype`.
+
+    Args:
+        precision: a `jax.lax.Precision`, a pair of them (the higher counts), a `DotAlgorithmPreset`, the name of one of
+            these, or None for `jax_default_matmul_precision`.
+        dtype: type of the operands; FP8 for quantized ones.
+
+    Raises:
+        TypeError: `precision` is a recipe.
+        ValueError: `precision` is something else, or the preset of an algorithm that does not exist here. JAX's setting
+            raises with float32 operands only, because other operands have exact products.
+    """
+    if isinstance(precision, tuple | list) and len(precision) == 2:
+        pair = [canonical_precision(one, dtype) for one in precision]
+        return max(pair, key=lambda one: one.value)
+    source = ""
+    if precision is None:
+        # JAX defines this attribute at run time.
+        precision = jax.config.jax_default_matmul_precision or "default"  # type: ignore[attr-defined]
+        source = " from jax_default_matmul_precision"
+    if isinstance(precision, jax.lax.Precision):
+        return precision
+    name = precision.name if isinstance(precision, jax.lax.DotAlgorithmPreset) else precision
+    if isinstance(name, str) and name.lower() in _PRECISIONS:
+        return _PRECISIONS[name.lower()]
+    if source and jnp.dtype(dtype) != jnp.float32:
+        # Multiply gradients of another type in full float32.
+        return jax.lax.Precision.HIGHEST
+    if isinstance(precision, Recipe) or is_recipe_class(precision):
+        raise TypeError("precision must not be a recipe: jax_grouped.grouped_dense takes recipes, as recipe=.")
+    raise ValueError(
+        "precision must be DEFAULT, HIGH or HIGHEST (or a pair of these), or a DotAlgorithmPreset of 16-bit or 32-bit "
+        f"operands, got {precision!r}{source}."
+    )
+
+
+def _check_values(group_sizes: jax.Array, capacity: int) -> None:
+    """Raises ValueError on the host if a size is negative or the sizes exceed the rows, even in a traced program."""
+
+    def check(group_sizes: jax.Array) -> None:
+        sizes = np.asarray(group_sizes).astype(object)  # Python's integers can't wrap.
+        total = sum(sizes)
+        if min(sizes, default=0) < 0 or total > capacity:
+            raise ValueError(
+                f"group_sizes must not be negative and must add up to at most {capacity} rows, "
+                f"got {sizes.tolist()} with sum {total}."
+            )
+
+    if isinstance(group_sizes, jax.core.Tracer):
+        jax.debug.callback(check, group_sizes)
+    else:
+        check(group_sizes)
+
+
+def check_quantizable(name: str, x: jax.Array, group_sizes: GroupSizes | None) -> None:
+    """Raises unless `x` is `[T, C]` with group sizes, or `[E, K, C]` without, of a supported type."""
+    check_dtype(f"{name}'s type", x.dtype)
+    if group_sizes is None and x.ndim != 3:
+        raise ValueError(f"{name} must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
+    if group_sizes is not None and x.ndim != 2:
+        raise ValueError(f"{name} must have shape [T, C] where group_sizes is given, got {x.shape}.")
+
+
+def check_stack(name: str, kernel: jax.Array) -> None:
+    """Raises unless `kernel` is a `[E, K, N]` array of a supported type."""
+    check_dtype(f"{name}'s type", kernel.dtype)
+    if kernel.ndim != 3:
+        raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
+
+
+def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless FP8 matmuls take the feature sizes `K` and `N` of a kernel `[E, K, N]`."""
+    check_fp8_features(name, shape, shape[1], "K")
+    check_fp8_features(name, shape, shape[2], "N")
+
+
+def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: str = "quantized features") -> None:
+    """Raises ValueError unless FP8 matmuls take a feature size of `size`, which follows from this shape."""
+    if features % FP8_ALIGNMENT:
+        raise ValueError(
+            f"{size} must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
+            "pad the feature axis with zeros."
+        )
+
+
+def check_scaled(scaled: ScaledArray) -> None:
+    """Raises unless the arrays have the types and shapes of their layout."""
+    layout = scaled.layout
+    canonical_fp8("scaled.data's type", scaled.data.dtype)
+    scale_dtype = jnp.dtype(jnp.float8_e8m0fnu if layout.mode == ScalingMode.MX else jnp.float32)
+    if scaled.scale_inv.dtype != scale_dtype:
+        raise TypeError(
+            f"scaled.scale_inv must be {scale_dtype.name} with {layout.mode}, got {scaled.scale_inv.dtype.name}."
+        )
+    for name, array, shape in (
+        ("data", scaled.data, layout.data_shape),
+        ("scale_inv", scaled.scale_inv, layout.scale_shape),
+        ("group_sizes", scaled.group_sizes, (layout.num_groups,)),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}.")
+
+
+def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:
+    """Raises ValueError or TypeError unless the activation is a known one and its operands fit each other."""
+    if activation is None:
+        if activation_input is not None:
+            raise ValueError("activation_input needs an activation.")
+        return
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {get_args(Activation)} or None, got {activation!r}.")
+    if activation_input is None:
+        if activation == "silu_mul" and x.shape[-1] % 2:
+            raise ValueError(f"silu_mul needs an even number of features, gate and up, got x {x.shape}.")
+        return
+    expected = (*x.shape[:-1], 2 * x.shape[-1] if activation == "silu_mul" else x.shape[-1])
+    if activation_input.dtype != x.dtype:
+        raise TypeError(f"activation_input must have the type of x, {x.dtype.name}, got {activation_input.dtype.name}.")
+    if activation_input.shape != expected:
+        raise ValueError(f"activation_input must have shape {expected} for x {x.shape}, got {activation_input.shape}.")
+
+
+def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
+    """Converts `scale` to `float32[num_groups]`.
+
+    Raises:
+        TypeError: it is not of float32.
+        ValueError: it has another shape.
+    """
+    scale = as_array("scale", scale)
+    if scale.dtype != jnp.float32:
+        raise TypeError(f"scale must be float32, got {scale.dtype.name}.")
+    if scale.shape != (num_groups,):
+        raise ValueError(f"scale must have one entry per group, shape ({num_groups},), got {scale.shape}.")
+    return scale
+
+
+def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
+    """Converts `flag` to `bool[1]`.
+
+    Raises:
+        TypeError: it is not boolean.
+        ValueError: it is not one value.
+    """
+    if not isinstance(flag, bool) and not hasattr(flag, "dtype"):
+        raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
+    # NNX variables are arrays to JAX, so convert them too.
+    flag = jnp.asarray(flag)
+    if flag.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be boolean, got {flag.dtype.name}.")
+    if flag.size != 1:
+        raise ValueError(f"{name} must be a scalar, got shape {flag.shape}.")
+    return flag.reshape(1)

@@ -1,0 +1,317 @@
+"""`grouped_dense`, the functional form of the layer: a grouped product with bias, its quantization, and its derivative.
+
+The three products are plain functions of arrays and one static value. `jax_grouped.ops.split` exposes them one by one,
+and `jax_grouped.moe.mlp` builds another differentiation rule from them.
+"""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.state import Fp8State, PerTensor
+from jax_grouped.ops.bias import add_bias, bias_grad
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.gemm import Operand, gemm, gradient_type
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
+from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
+
+
+def grouped_dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: GroupSizes,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | None = None,
+    fp8_state: Fp8State | None = None,
+    kernel_cache: KernelCache | None = None,
+    dkernel_accumulator: jax.Array | None = None,
+    group_offset: ArrayLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """Applies a linear layer per group: row `i` becomes `x[i] @ kernel[g] + bias[g]`, `g` being the row's group.
+
+    The product is computed in the type of `x`. Gradients come out in each argument's own type: a float32 `kernel` with
+    bfloat16 `x` gets a float32 gradient straight from the matmul's accumulator. Rows outside every group are zero in
+    the result and in the gradient of `x`, whatever `x` holds there.
+
+    With a recipe, the three products multiply FP8 numbers and accumulate in float32. `x`, `kernel` and the gradient of
+    the result are quantized from their own types, each once. Hopper's tensor cores keep about 14 bits of a partial sum,
+    so there even a float32 result has a relative error of 1e-4 to 3e-4. With `Float8BlockScaling`, this is the training
+    of DeepSeek-V3 (arXiv:2412.19437, section 3.3). The residuals of the backward pass are FP8 too. They carry the names
+    of `jax_grouped.CHECKPOINT_NAMES`, for the policies of `jax.checkpoint`. Gradients are straight-through: those of
+    the product of the quantized numbers, as if quantization were the identity. With a recipe or an accumulator, only
+    first-order derivatives exist.
+
+    Args:
+        x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
+        kernel: `[G, K, N]`; without a recipe, converted to the type of `x` if it has another.
+        group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers, rows per group, read on the device only.
+            Negative ones count as 0, and rows past `T` do not exist.
+        bias: `[G, N]` or None.
+        recipe: one of the recipes, with `K` and `N` multiples of 16; None to compute in the type of `x`.
+            `Float8BlockScaling` needs Hopper. `MXFP8BlockScaling` needs Blackwell to be fast: on Hopper its products
+            are of the same numbers in bfloat16.
+        fp8_state: state of `DelayedScaling` from earlier steps; start with `Fp8State.initial(recipe, G)`. Its gradient
+            is its next value.
+        kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share. `kernel` is then not read, but has
+            the gradient; the cache has none.
+        dkernel_accumulator: `[G, K, N]` in the type of `kernel`. The gradient of `kernel` is then the accumulator plus
+            the usual gradient. The matmul itself adds, in place if the accumulator's memory can be reused (donate it,
+            or carry it through a `jax.lax.scan`). Every use adds the accumulator, so differentiate one use at a time:
+            a single call, inside the steps of a `scan`, the `vmap` or the `shard_map`. If the result does not reach the
+            loss, JAX asks for no gradient, and it is zero. `grouped_dense_wgrad` takes an accumulator without these
+            conditions.
+        group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
+        preferred_element_type: type of the result. Default: the type of `x`.
+        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+
+    Returns:
+        `[T, N]`.
+
+    Raises:
+        TypeError: an argument, or the recipe, has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
+            recipe needs an argument that is missing, or does not take one that is given.
+
+    Example:
+        x, kernel, bias = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.ones((2, 16))
+        group_sizes = jnp.array([10, 4])
+
+        y = jg.grouped_dense(x, kernel, group_sizes, bias)
+        y_fp8 = jg.grouped_dense(x, kernel, group_sizes, bias, recipe=jg.Float8BlockScaling())
+
+        assert y[:14].tolist() == 14 * [16 * [33.0]] and not y[14:].any()
+        assert jnp.allclose(y_fp8, y, rtol=1e-3)
+    """
+    inputs, spec = canonical_inputs(
+        x,
+        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),
+        group_sizes,
+        group_offset,
+        recipe=recipe,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+    )
+    return _dense(inputs, spec)
+
+
+class Oriented(NamedTuple):
+    """Operand in the orientations that products read, with the fields of `GroupedQuantized`.
+
+    Without a recipe, both orientations are the array itself.
+    """
+
+    rowwise: Operand | None
+    columnwise: Operand | None
+    amax: jax.Array | None = None
+    dbias: jax.Array | None = None
+
+
+class Saved(NamedTuple):
+    """Residuals of a differentiation rule."""
+
+    residuals: DenseResiduals
+    dkernel_accumulator: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
+    return fprop(inputs, spec, for_gradients=False)[0]
+
+
+def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
+    inputs = primal_values(primals)
+    y, residuals = fprop(inputs, spec, for_gradients=True)
+    return y, save(inputs, residuals)
+
+
+def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:
+    del spec
+    return (gradients(saved, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy),)
+
+
+_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def primal_values(primals: Any) -> Inputs:
+    """Returns the arrays of the inputs that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
+
+    Warns if a kernel is differentiated without its state: nothing would then update the state.
+    """
+
+    def differentiated(tree: Any) -> bool:
+        return any(primal.perturbed for primal in jax.tree.leaves(tree))
+
+    weights = primals.weights
+    if weights.fp8_state is not None and differentiated(weights.kernel) and not differentiated(weights.fp8_state):
+        warnings.warn(
+            "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in linen "
+            "all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
+            stacklevel=2,
+        )
+    return jax.tree.map(lambda primal: primal.value, primals)
+
+
+def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
+    """Returns the residuals for the backward pass of a rule.
+
+    They are the residuals for the gradients of all inputs, even if some inputs have no gradient. JAX uses one structure
+    for all calls of a program that `jax.jit` or `jax.checkpoint` has traced. It removes unread residuals before it
+    compiles.
+    """
+    return Saved(_named(residuals), inputs.weights.dkernel_accumulator)
+
+
+def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = None) -> Inputs:
+    """Returns the gradient of every input, as `dgrad` and `wgrad` give it; None for zero.
+
+    Args:
+        saved: from the forward pass.
+        dy: the gradient of the result; None if the result does not reach the loss.
+        activated: as in `dgrad`.
+    """
+    residuals, accumulator = saved
+    if dy is None:
+        dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
+    else:
+        dx, pending = dgrad(residuals, dy, activated)
+        weights = Weights(wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
+    # None stands for a zero gradient, even of arguments that are never None.
+    return Inputs(dx, weights, None)  # type: ignore[arg-type]
+
+
+def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
+    """Returns the result and the residuals, which hold quantized operands only if `for_gradients`."""
+    x, weights, groups = inputs
+    scales = _scales(spec, weights.fp8_state)
+    tokens = _tokens(x, groups, spec, scales, columnwise=for_gradients)
+    kernels = _kernels(weights, spec, scales, rowwise=for_gradients)
+    assert tokens.rowwise is not None
+    assert kernels.columnwise is not None
+    y = gemm(tokens.rowwise, kernels.columnwise, groups, spec.gemm("fprop", spec.out_dtype))
+    if weights.bias is not None:
+        y = add_bias(y, weights.bias, groups)
+    amax = None
+    if weights.fp8_state is not None:
+        assert tokens.amax is not None
+        assert kernels.amax is not None
+        amax = {"input": tokens.amax, "kernel": kernels.amax}
+    return y, DenseResiduals(tokens.columnwise, kernels.rowwise, groups, weights.fp8_state, amax, spec)
+
+
+def dgrad(
+    residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None = None
+) -> tuple[jax.Array, PendingWgrad]:
+    """Returns the gradient of `x`, and the inputs of wgrad.
+
+    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. If the spec has an
+    `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the product's result, is the
+    activation's input.
+    """
+    spec, groups = residuals.spec, residuals.groups
+    gradient = _gradient(residuals, dy, activated)
+    assert gradient.rowwise is not None
+    assert residuals.kernel is not None
+    dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype))
+    dbias = None
+    if spec.bias_dtype is not None:
+        dbias = gradient.dbias
+        if dbias is None:
+            dbias = bias_grad(dy, groups, spec.num_groups, jnp.dtype(spec.bias_dtype))
+        dbias = dbias.astype(spec.bias_dtype)
+    state = next_state(residuals, gradient.amax)
+    return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
+
+
+def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array:
+    """Returns the gradient of `kernel` in its own type, or the accumulator with it added."""
+    out_dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
+    assert pending.x is not None
+    assert pending.dy is not None
+    return gemm(pending.x, pending.dy, pending.groups, pending.spec.gemm("wgrad", out_dtype), accumulator)
+
+
+def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:
+    """Returns the state after this step, None without one.
+
+    Args:
+        residuals: from the forward pass.
+        output_grad: the largest values of the result's gradient, None if it was not quantized.
+    """
+    if residuals.fp8_state is None:
+        return None
+    assert residuals.amax is not None
+    assert isinstance(residuals.spec.recipe, DelayedScaling)
+    last = {} if output_grad is None else {"output_grad": output_grad}
+    return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | last)
+
+
+def _scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
+    """Returns the scales that delayed scaling has ready, None with other recipes."""
+    if not isinstance(spec.recipe, DelayedScaling):
+        return None
+    assert state is not None
+    return state.scales(spec.recipe)
+
+
+def _tokens(
+    x: jax.Array, groups: Groups, spec: DenseSpec, scales: PerTensor | None, *, columnwise: bool
+) -> Oriented | GroupedQuantized:
+    if spec.recipe is None:
+        return Oriented(x, x)
+    given = () if scales is None else (scales.input,)
+    return quantize_tokens(x, groups, *given, spec=spec.x_spec(columnwise=columnwise))
+
+
+def _kernels(
+    weights: Weights, spec: DenseSpec, scales: PerTensor | None, *, rowwise: bool
+) -> Oriented | GroupedQuantized | KernelCache:
+    if spec.recipe is None:
+        kernel = weights.kernel.astype(spec.x_dtype)
+        return Oriented(kernel, kernel)
+    if weights.kernel_cache is not None:
+        return weights.kernel_cache
+    given = () if scales is None else (scales.kernel,)
+    both = kernel_spec(weights.kernel.shape, spec.recipe)
+    return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
+
+
+def _gradient(residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None) -> Oriented | GroupedQuantized:
+    spec = residuals.spec
+    if spec.recipe is None:
+        dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
+        return Oriented(dy, dy)
+    scales = _scales(spec, residuals.fp8_state)
+    more = [] if scales is None else [scales.output_grad]
+    if activated is not None:
+        more.append(activated)
+    return quantize_tokens(dy, residuals.groups, *more, spec=spec.dy_spec)
+
+
+def _named(residuals: DenseResiduals) -> DenseResiduals:
+    """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`."""
+
+    def name(value: Any, name: str) -> Any:
+        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
+
+    if residuals.spec.recipe is None:
+        return residuals
+    x_name, kernel_name, _ = CHECKPOINT_NAMES
+    # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
+    amax = residuals.amax
+    if amax is not None:
+        amax = {"input": name(amax["input"], x_name), "kernel": name(amax["kernel"], kernel_name)}
+    x, kernel = name(residuals.x, x_name), name(residuals.kernel, kernel_name)
+    return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)

@@ -1,0 +1,95 @@
+"""The grouped product that all operations share. Unquantized, it is differentiable any number of times."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped.backends import primitives
+from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.core.config import config
+from jax_grouped.core.groups import Groups
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import ScaledArray
+
+#: Operand of a product: quantized with a recipe, a plain array without.
+Operand = ScaledArray | jax.Array
+
+
+def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
+    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
+
+    Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
+    number of times. Quantized products and products with an accumulator have no derivative here.
+    """
+    further: tuple[jax.Array, ...] = () if accumulator is None else (accumulator,)
+    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
+        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+        further = (a.scale_inv, b.scale_inv, *further)
+        a, b = a.data, b.data
+    else:
+        assert not isinstance(a, ScaledArray)
+        assert not isinstance(b, ScaledArray)
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
+        if accumulator is None:
+            return _differentiable(a, b, groups, spec)
+    operands = vary_alike(a, b, *groups, *further)
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
+        return _empty(spec, operands) if accumulator is None else operands[-1]
+    spec = dataclasses.replace(spec, autotune=config.autotune)
+    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
+
+
+def _empty(spec: GemmSpec, operands: Sequence[jax.Array]) -> jax.Array:
+    """Returns the result of a product without operations."""
+    out = spec.out(operands[0].shape, operands[1].shape)
+    return vary_alike(jnp.zeros(out.shape, out.dtype), operands[0])[0]
+
+
+def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
+    """Returns the type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
+
+    It is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
+    with float16 operands a float32 gradient is multiplied in float32.
+    """
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _differentiable(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> jax.Array:
+    # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
+    operands = vary_alike(a, b, *groups)
+    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
+        return _empty(spec, operands)
+    spec = dataclasses.replace(spec, autotune=config.autotune)
+    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
+
+
+def _forward(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:
+    return _differentiable(a, b, groups, spec), (a, b, groups)
+
+
+def _backward(spec: GemmSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    a, b, groups = residuals
+    out_dtype = a.dtype
+    a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
+
+    def product(name: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision))
+
+    match spec.product:
+        case "fprop":
+            da, db = product("dgrad", g, b), product("wgrad", a, g)
+        case "dgrad":
+            da, db = product("fprop", g, b), product("wgrad", g, a)
+        case "wgrad":
+            da, db = product("dgrad", b, g), product("fprop", a, g)
+    return da, db, None
+
+
+_differentiable.defvjp(_forward, _backward)

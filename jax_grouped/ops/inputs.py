@@ -1,0 +1,248 @@
+"""Inputs of `grouped_dense` and its halves, checked and converted to one form."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped.backends.spec import Activation, GemmSpec, Product, QuantizeSpec
+from jax_grouped.core.groups import Groups
+from jax_grouped.core.values import as_array
+from jax_grouped.core.varying import vary_alike, varying_axes
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
+from jax_grouped.fp8.state import Fp8State, check_state
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops.quantize import check_cache, kernel_spec, scaling_options
+
+_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+
+
+class Weights(NamedTuple):
+    """Weights of one product, with their bias, cache, state and accumulator, as in `jax_grouped.grouped_dense`.
+
+    Attributes:
+        kernel: `[E, K, N]`.
+        bias: `[E, N]` or None.
+        kernel_cache: the quantized kernel, which is then read instead of `kernel`; None to quantize `kernel`.
+        fp8_state: state of `DelayedScaling`; None with other recipes.
+        dkernel_accumulator: array to which the gradient of `kernel` is added, or None.
+
+    Example:
+        gate_up = jg.moe.Weights(jnp.ones((2, 32, 32)), bias=jnp.ones((2, 32)))
+
+        y = jg.moe.grouped_mlp(jnp.ones((16, 32)), gate_up, jnp.ones((2, 16, 32)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 32)
+    """
+
+    kernel: jax.Array
+    bias: jax.Array | None = None
+    kernel_cache: KernelCache | None = None
+    fp8_state: Fp8State | None = None
+    dkernel_accumulator: jax.Array | None = None
+
+
+class Inputs(NamedTuple):
+    """The arrays of one `grouped_dense`.
+
+    Attributes:
+        x: `[T, K]` tokens.
+        weights: the weights that the tokens are multiplied by.
+        groups: the tokens of each of the weights.
+    """
+
+    x: jax.Array
+    weights: Weights
+    groups: Groups
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSpec:
+    """Static part of the products of one `grouped_dense`.
+
+    With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
+    `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
+    activation's result.
+    """
+
+    recipe: Recipe | None
+    precision: jax.lax.Precision
+    kernel: jax.ShapeDtypeStruct
+    tokens: int
+    out_dtype: DTypeLike
+    x_dtype: DTypeLike
+    bias_dtype: DTypeLike | None
+    input_activation: Activation | None = None
+    output_activation: Activation | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """`G`, the number of local kernels."""
+        return self.kernel.shape[0]
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Shape of the result."""
+        return (self.tokens, self.kernel.shape[2])
+
+    def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
+        """Returns the spec of one of the three products."""
+        return GemmSpec(product, self.num_groups, out_dtype, self.precision)
+
+    def x_spec(self, *, columnwise: bool) -> QuantizeSpec:
+        """Returns the quantization of the tokens."""
+        assert self.recipe is not None
+        options = dict(rowwise=True, columnwise=columnwise, activation=self.input_activation)
+        return self._token_spec(self.recipe.fwd_dtype, options)
+
+    @property
+    def dy_spec(self) -> QuantizeSpec:
+        """Quantization of the gradient of the result."""
+        assert self.recipe is not None
+        options = dict(
+            rowwise=True,
+            columnwise=True,
+            dbias=self.bias_dtype is not None,
+            activation=self.output_activation,
+            backward=self.output_activation is not None,
+        )
+        return self._token_spec(self.recipe.grad_dtype, options)
+
+    def _token_spec(self, dtype: DTypeLike, options: dict[str, Any]) -> QuantizeSpec:
+        assert self.recipe is not None
+        return QuantizeSpec(self.recipe.token_mode, dtype, self.num_groups, **options, **scaling_options(self.recipe))
+
+
+def canonical_inputs(
+    x: jax.Array,
+    weights: Weights,
+    group_sizes: GroupSizes,
+    group_offset: ArrayLike | None,
+    *,
+    recipe: Recipe | None,
+    preferred_element_type: DTypeLike | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Inputs, DenseSpec]:
+    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
+
+    All returned arrays but the state vary over the same mesh axes: every axis over which any of them varied.
+    """
+    x = as_array("x", x)
+    weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
+    groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
+    return vary_inputs(Inputs(x, weights, groups))[0], spec
+
+
+def canonical_weights(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weights: Weights,
+    recipe: Recipe | None,
+    preferred_element_type: DTypeLike | None,
+    precision: jax.lax.PrecisionLike,
+    name: str = "kernel",
+) -> tuple[Weights, DenseSpec]:
+    """Returns the weights as arrays, and the static part of their product with tokens such as `x`.
+
+    Raises:
+        TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.
+        ValueError: likewise.
+    """
+    kernel, bias, cache, state, accumulator = weights
+    kernel = as_array(name, kernel)
+    checks.check_tokens("x", x)
+    checks.check_kernel(name, kernel, "x", x)
+    out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
+    checks.check_dtype("preferred_element_type", out_dtype)
+    if bias is not None:
+        if isinstance(bias, Recipe) or is_recipe_class(bias):
+            raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
+        bias = as_array("bias", bias)
+        checks.check_bias(bias, kernel)
+    _check_recipe(recipe, x, name, kernel, cache, precision)
+    check_state(state, recipe, kernel.shape[0])
+    if accumulator is not None:
+        accumulator = as_array("dkernel_accumulator", accumulator)
+        check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
+    spec = DenseSpec(
+        recipe=recipe,
+        precision=checks.canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype),
+        kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+        tokens=x.shape[0],
+        out_dtype=jnp.dtype(out_dtype),
+        x_dtype=x.dtype,
+        bias_dtype=None if bias is None else bias.dtype,
+    )
+    cache, accumulator = jax.lax.stop_gradient((cache, accumulator))
+    return Weights(kernel, bias, cache, state, accumulator), spec
+
+
+def vary_inputs(*inputs: Inputs) -> tuple[Inputs, ...]:
+    """Returns the inputs with all arrays but the states varying over every mesh axis over which any of them varies."""
+    arrays, structure = jax.tree.flatten(inputs)
+    for one in inputs:
+        if one.weights.dkernel_accumulator is not None:
+            _check_varying(one.weights.kernel, arrays)
+    varying = jax.tree.unflatten(structure, vary_alike(*arrays))
+    # States stay replicated: the rule for their gradient combines the devices' next values.
+    return tuple(
+        new._replace(weights=new.weights._replace(fp8_state=old.weights.fp8_state))
+        for new, old in zip(varying, inputs, strict=True)
+    )
+
+
+def _check_recipe(
+    recipe: Recipe | None,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    name: str,
+    kernel: jax.Array,
+    kernel_cache: KernelCache | None,
+    precision: jax.lax.PrecisionLike,
+) -> None:
+    """Raises unless products take the recipe's types, and the recipe fits the kernel, the cache and the precision."""
+    check_recipe(recipe)
+    if recipe is None:
+        if kernel_cache is not None:
+            raise ValueError("kernel_cache needs a recipe, the one that it was made with.")
+        return
+    if recipe.fwd_dtype != _E4M3:
+        raise TypeError(
+            f"recipe.fwd_dtype must be {_E4M3.name}, got {recipe.fwd_dtype} with grad_dtype {recipe.grad_dtype}: "
+            f"of the two operands of a product only one may be {_E5M2.name}, and x and kernel both have fwd_dtype."
+        )
+    if precision is not None:
+        raise ValueError(f"precision is for recipe=None; FP8 products have only one. Got {precision!r}.")
+    checks.check_fp8_kernel(name, kernel.shape)
+    if not isinstance(x.shape[0], int):
+        raise ValueError(
+            f"With a recipe the number of tokens must be known when the program is traced, got x {x.shape}."
+        )
+    if kernel_cache is not None:
+        check_cache("kernel_cache", kernel_cache, name, kernel.shape, kernel_spec(kernel.shape, recipe))
+
+
+def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Sequence[np.dtype]) -> None:
+    """Raises unless the accumulator has the kernel's shape and one of the types."""
+    if accumulator.shape != shape:
+        raise ValueError(f"dkernel_accumulator must have the kernel's shape {shape}, got {accumulator.shape}.")
+    if accumulator.dtype not in dtypes:
+        names = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
+        raise TypeError(f"dkernel_accumulator must be {names} for this kernel, got {accumulator.dtype.name}.")
+
+
+def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
+    """Raises if an array varies over a mesh axis over which the kernel does not.
+
+    The kernel's gradient would then be summed over that axis, and the accumulator with it.
+    """
+    if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
+        raise ValueError(
+            f"With dkernel_accumulator kernel must vary over the mesh axes {sorted(missing, key=str)} as others do, or "
+            "the accumulator is summed over them too: use jax.lax.pcast(kernel, axes, to='varying') before, and sum "
+            "the gradient over these axes after the last microbatch."
+        )

@@ -1,0 +1,317 @@
+"""Quantization to FP8: `grouped_quantize`, `grouped_dequantize` and `quantize_kernel`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped.backends import primitives
+from jax_grouped.backends.reference.quantize import quantize_nothing
+from jax_grouped.backends.spec import Activation, QuantizeSpec
+from jax_grouped.core.groups import Groups, stack_sizes
+from jax_grouped.core.values import as_array, shown, static_bool
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
+from jax_grouped.fp8.recipes import (
+    DelayedScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    ScalingMode,
+    canonical_epsilon,
+    canonical_fp8,
+    check_recipe,
+)
+from jax_grouped.ops import checks
+from jax_grouped.ops.checks import GroupSizes
+
+
+def grouped_quantize(
+    x: jax.Array,
+    group_sizes: GroupSizes | None,
+    mode: ScalingMode,
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pow2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+    scale: jax.Array | None = None,
+    dbias: bool = False,
+    activation: Activation | None = None,
+    activation_input: jax.Array | None = None,
+    swizzled_scales: bool = False,
+) -> GroupedQuantized:
+    """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
+
+    The scale of a block is `fp8_max / amax`, computed in float32 and correctly rounded, where `amax` is the block's
+    largest finite absolute value. A block of zeros has the scale 1. Values that are not finite become NaN. Subnormal
+    float32 numbers count as zero. Data, scales and largest values are the same to the bit on every backend, unless an
+    activation is inexact. There is no gradient. Under `jax.vmap` the batch becomes more groups of one call.
+
+    Args:
+        x: `[T, C]` tokens, rows of group 0 first, or `[E, K, C]`, a stack of equal groups. bfloat16, float16 or
+            float32; the quantized features must be a multiple of 16.
+        group_sizes: `[G]` integers, rows per group, read on the device only; None for a stack. Negative ones count
+            as 0, and rows past `T` do not exist.
+        mode: which elements share a scale.
+        dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make the copy that is quantized along the features.
+        columnwise: make the copy that is quantized along the rows, and stored transposed.
+        pow2_scales: round scales down to powers of two, if they are not given; `MX` always has such scales, rounded so
+            that nothing saturates.
+        amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
+        scale: `float32[G]`, with `TENSOR` only: use these scales (delayed scaling). They are brought into
+            [2^-126, 2^126].
+        dbias: also sum each group's rows, in float32 and before quantization, in a fixed order. `cuda` adds 16 rows in
+            sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
+        activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
+            `jax.nn.gelu`), `"relu"`, or `"silu_mul"` for an `x` of `[T, 2 C]`, the gate first:
+            `silu(gate) * up` (SwiGLU, arXiv:2002.05202).
+        activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
+            result, and the gradient of its input is quantized and summed into `dbias`.
+        swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
+
+    Returns:
+        The copies with their scales, and `amax` of each group.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape or a value that does not fit.
+
+    Example:
+        x, group_sizes = jnp.arange(16.0 * 32).reshape(16, 32), jnp.array([10, 4])
+
+        quantized = jg.grouped_quantize(x, group_sizes, jg.ScalingMode.TENSOR, columnwise=True)
+
+        assert quantized.rowwise.data.dtype == jnp.float8_e4m3fn
+        assert quantized.amax.tolist() == [10 * 32 - 1, 14 * 32 - 1]
+    """
+    x = as_array("x", x)
+    activation_input = None if activation_input is None else as_array("activation_input", activation_input)
+    checks.check_quantizable("x", x, group_sizes)
+    if not isinstance(mode, ScalingMode):
+        raise TypeError(f"mode must be a ScalingMode ({', '.join(map(str, ScalingMode))}), got {shown(mode)}.")
+    rowwise, columnwise = static_bool("rowwise", rowwise), static_bool("columnwise", columnwise)
+    swizzled_scales = static_bool("swizzled_scales", swizzled_scales)
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise or columnwise must be true, or nothing is quantized.")
+    if swizzled_scales and mode != ScalingMode.MX:
+        raise ValueError(f"swizzled_scales is for ScalingMode.MX, got {mode}.")
+    if scale is not None and mode != ScalingMode.TENSOR:
+        raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
+    checks.check_activation(activation, x, activation_input)
+
+    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes)
+    spec = QuantizeSpec(
+        mode,
+        canonical_fp8("dtype", dtype),
+        num_groups=num_groups,
+        stack_rows=stack_rows,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        dbias=static_bool("dbias", dbias),
+        pow2_scales=static_bool("pow2_scales", pow2_scales),
+        amax_epsilon=canonical_epsilon(amax_epsilon),
+        swizzled_scales=swizzled_scales,
+        given_scale=scale is not None,
+        activation=activation,
+        backward=activation_input is not None,
+    )
+    checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
+    operands = []
+    if scale is not None:
+        operands.append(checks.canonical_scale(scale, spec.num_groups))
+    if activation_input is not None:
+        operands.append(activation_input.reshape(x.shape[0], activation_input.shape[-1]))
+    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *operands, spec=spec)
+
+
+def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int | None, jax.Array, jax.Array]:
+    """Returns the number of groups, the rows of each if `x` is a stack, `x` as tokens, and `int32` group sizes."""
+    if group_sizes is not None:
+        sizes = checks.canonical_sizes_of(group_sizes, x.shape[0])
+        return sizes.shape[0], None, x, sizes
+    groups, rows, features = x.shape
+    return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
+
+
+def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
+    """Quantizes `x [T, C]` as `spec` says. The further operands are those of `QuantizeSpec`."""
+    operands = vary_alike(x, *groups, *more)
+    if 0 in (*x.shape, spec.num_groups):
+        made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
+    else:
+        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.static(operands))
+    results = dict(zip(spec.results(x.shape), made, strict=True))
+    sizes = groups.sizes if spec.stack_rows is None else None
+
+    def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
+        if f"{name}_data" not in results:
+            return None
+        layout = spec.layout(x.shape, columnwise=columnwise)
+        return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
+
+    return GroupedQuantized(
+        rowwise=scaled_array("row", columnwise=False),
+        columnwise=scaled_array("column", columnwise=True),
+        amax=results["amax"],
+        dbias=results.get("dbias"),
+    )
+
+
+def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
+    """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
+    _, _, x, sizes = _as_tokens(kernel, None)
+    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *more, spec=spec)
+
+
+def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Computes `data * scale_inv` in float32.
+
+    Args:
+        scaled: either orientation of a quantized array.
+        dtype: type of the result: bfloat16, float16 or float32.
+
+    Returns:
+        An array of the shape before quantization, `[T, C]` or `[E, K, C]`, with zeros in the rows of no group.
+
+    Raises:
+        TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
+
+    Example:
+        x = 0.3 * jnp.ones((16, 32))
+        quantized = jg.grouped_quantize(x, jnp.array([10, 4]), jg.ScalingMode.TENSOR, columnwise=True)
+
+        restored = jg.grouped_dequantize(quantized.columnwise)
+
+        assert jnp.allclose(restored[:14], 0.3) and not restored[14:].any()
+    """
+    if not isinstance(scaled, ScaledArray):
+        raise TypeError(
+            f"scaled must be a ScaledArray (rowwise or columnwise of what was quantized), got {type(scaled).__name__}."
+        )
+    checks.check_dtype("dtype", dtype)
+    layout, sizes = scaled.layout, scaled.group_sizes
+    checks.check_scaled(scaled)
+    if sizes is None:
+        sizes = layout.stack_sizes()
+    operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
+    if 0 in (layout.tokens, layout.features, layout.num_groups):
+        return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
+    static = primitives.static(operands)
+    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **static)[0]
+    return out.reshape(scaled.shape)
+
+
+def quantize_kernel(
+    kernel: jax.Array,
+    recipe: Recipe,
+    *,
+    previous: KernelCache | None = None,
+    skip: ArrayLike | None = None,
+    scale: jax.Array | None = None,
+) -> KernelCache:
+    """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
+
+    Microbatches share the result. With `previous` and a `skip` on the device, a step that is traced or captured once
+    quantizes again only when the weights have changed. The result has no gradient. `grouped_dense` takes both the
+    kernel and the cache, and gives `kernel` its gradient.
+
+    Args:
+        kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
+        recipe: how to scale, and to which type (`fwd_dtype`).
+        previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
+        skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
+        scale: `float32[E]`, for `DelayedScaling` only, which needs it: `fp8_state.scales(recipe).kernel`.
+
+    Returns:
+        Both orientations and the largest values.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+
+    Example:
+        kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])
+        recipe = jg.Float8BlockScaling()
+
+        cache = jg.quantize_kernel(kernel, recipe)
+        y = jg.grouped_dense(jnp.ones((16, 32)), kernel, group_sizes, recipe=recipe, kernel_cache=cache)
+
+        assert jnp.allclose(y[:14], 32, rtol=1e-3)
+    """
+    kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
+    checks.check_stack("kernel", kernel)
+    check_recipe(recipe, optional=False)
+    if (previous is None) != (skip is None):
+        raise ValueError("previous and skip must be given together: skip says whether to return previous.")
+    if (scale is not None) != isinstance(recipe, DelayedScaling):
+        needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
+        raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
+    checks.check_fp8_kernel("kernel", kernel.shape)
+
+    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), cached=previous is not None)
+    operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
+    if previous is not None:
+        check_cache("previous", previous, "the result", kernel.shape, spec)
+        row, column = previous.rowwise, previous.columnwise
+        operands += [checks.canonical_flag("skip", skip)]
+        operands += [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]
+    quantized = quantize_stack(kernel, *operands, spec=spec)
+    assert quantized.rowwise is not None
+    assert quantized.columnwise is not None
+    return KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax)
+
+
+def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
+    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
+    return QuantizeSpec(
+        recipe.kernel_mode,
+        recipe.fwd_dtype,
+        num_groups=shape[0],
+        stack_rows=shape[1],
+        columnwise=True,
+        **scaling_options(recipe),
+    )
+
+
+def scaling_options(recipe: Recipe) -> dict[str, Any]:
+    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
+    return dict(
+        given_scale=isinstance(recipe, DelayedScaling),
+        pow2_scales=getattr(recipe, "pow2_scales", False),
+        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+        # Products need scales in the order that Blackwell's matmul reads.
+        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
+    )
+
+
+def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
+    """Raises unless `cache` is the result of `spec` for kernels `[E, K, N]` of this shape.
+
+    Args:
+        name: name of the argument.
+        cache: the argument.
+        like: words for the object that has this shape and recipe.
+        shape: shape of the kernels.
+        spec: quantization of the kernels.
+
+    Raises:
+        TypeError: `cache` is no KernelCache.
+        ValueError: `cache` is of another kernel or recipe.
+    """
+    if not isinstance(cache, KernelCache):
+        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
+    tokens = shape[0] * shape[1], shape[2]
+    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
+        got, expected = getattr(cache, orientation), spec.layout(tokens, columnwise=columnwise)
+        if got.layout != expected or got.dtype != spec.dtype:
+            raise ValueError(
+                f"{name}.{orientation} must be of the same shape and recipe as {like}: "
+                f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
+            )
+        checks.check_scaled(got)
+    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
+        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")
