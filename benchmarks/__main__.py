@@ -45,61 +45,71 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, command: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help_, description=help_)
-        added.set_defaults(command=command, parser=added, json=None, plot=None)
+        added.set_defaults(command=command, parser=added)
+        added.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG")
         return added
 
-    runs = add("run", _run, "measure suites")
-    runs.add_argument("suites", nargs="+", choices=SUITES, metavar="SUITE")
+    runs = add(
+        "run", _run, "measure suites, several each in a process of its own; {suite} in files is the suite's name"
+    )
+    help_ = f"{', '.join(SUITES)} (default: those of README.md)"
+    runs.add_argument("suites", nargs="*", choices=SUITES, metavar="SUITE", help=help_)
     for axis, (flags, names) in _AXES.items():
-        runs.add_argument(*flags, dest=axis, nargs="+", choices=names, metavar="NAME", help="see `list`")
+        help_ = f"instead of the suite's: {', '.join(map(repr, names))}"
+        runs.add_argument(*flags, dest=axis, nargs="+", choices=names, metavar="NAME", help=help_)
     runs.add_argument("--clock", choices=CLOCKS, help="(default: the suite's, but the host's without a GPU)")
     runs.add_argument("--seconds", type=float, help="budget of one measurement (default: the suite's)")
-    runs.add_argument("--calls", type=int, help="calls per block (default: what fits in the budget)")
+    runs.add_argument("--calls", type=int, help="calls per block (default: as many as fit in the budget)")
     runs.add_argument("--seed", type=int, default=0, help="of operands and group sizes")
     runs.add_argument("--verify", action="store_true", help="compare every result with that of jax_grouped first")
-    runs.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    runs.add_argument("--json", type=Path, metavar="FILE", help="write the rows here; {suite} is the suite's name")
     shows = add("show", _show, "show the rows of an earlier run")
     shows.add_argument("file", type=Path, metavar="FILE")
     for added in (runs, shows):
-        added.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into this PNG")
         added.add_argument("--against", metavar="VARIANT", help="give speeds relative to this variant")
-    add("list", _list, "list the suites, and the names that their options take")
-    pages = add("page", _page, "measure the suites of README.md, each in a process of its own")
-    pages.add_argument("suites", nargs="*", choices=PAGE, metavar="SUITE", help="(default: all)")
-    pages.add_argument("--results", type=Path, metavar="FOLDER", default=Path(__file__).with_name("results"))
-    pages.add_argument("--device", default="h200", help="beginning of the names of all files (default: h200)")
     fidelity.add_options(add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16"))
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if len(arguments.suites) > 1:
-        if arguments.json or arguments.plot:
-            raise UsageError("--json and --plot take one suite")
-        first, count = arguments.argv.index(arguments.suites[0]), len(arguments.suites)
-        before, after = arguments.argv[:first], arguments.argv[first + count :]
-        return _run_each({name: [*before, name, *after] for name in arguments.suites})
-    (name,) = arguments.suites
-    options = {
-        of: getattr(arguments, of) or getattr(SUITES[name], of) for of in ("clock", "seconds", "calls", "verify")
-    }
+    names = arguments.suites or PAGE
+    if len(names) > 1:
+        return _run_each(names, arguments)
+    suite = SUITES[names[0]]
+    options = {of: getattr(arguments, of) or getattr(suite, of) for of in ("clock", "seconds", "calls", "verify")}
     if options["clock"] == "graph":
         # Read when JAX is first used: every call is one CUDA graph, however few kernels it has.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"
     if not arguments.clock and options["clock"] != "none" and not cuda_devices():
         options["clock"] = "host"
-    suite = dataclasses.replace(SUITES[name], **options)
-    chosen = {axis: names for axis in _AXES if (names := getattr(arguments, axis))}
-    record = Record.new(name, suite.device, {"seed": arguments.seed, **options})
+    suite = dataclasses.replace(suite, **options)
+    chosen = {axis: values for axis in _AXES if (values := getattr(arguments, axis))}
+    record = Record.new(names[0], suite.device, {"seed": arguments.seed, **options})
     for row in run(suite.cases(arguments.seed, chosen), suite):
         record.rows.append(row)
-        figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate('GiB'):.2f} GiB")
+        figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate:.2f} {row.unit}")
         print(f"{row.case}: {figure}", flush=True)
         if arguments.json:
             record.write(arguments.json)  # After every row: a run that is cut short leaves what it measured.
     if not record.rows:
         raise UsageError("nothing was measured: no variant can run here and offers the chosen cases")
     return _print(record, arguments)
+
+
+def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Runs each suite in a process of its own; one that fails does not keep the others from running."""
+    if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
+        raise UsageError("the files of several suites need {suite} in their names")
+    options = [word for word in arguments.argv[1:] if word not in arguments.suites]
+    failed = []
+    for name in names:
+        command = ["run", name, *(word.replace("{suite}", name) for word in options)]
+        print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
+        if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -118,34 +128,6 @@ def _print(record: Record, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list(_: argparse.Namespace) -> int:
-    print(f"suites: {', '.join(SUITES)}")
-    for flags, names in _AXES.values():
-        print(f"{' or '.join(flags)}: {', '.join(map(repr, names))}")
-    return 0
-
-
-def _page(arguments: argparse.Namespace) -> int:
-    commands = {}
-    for name in arguments.suites or PAGE:
-        file = arguments.results / f"{arguments.device}_{name}"
-        picture = ["--plot", f"{file}.png"] if SUITES[name].plot else []
-        commands[name] = ["run", name, "--json", f"{file}.json", *picture]
-    return _run_each(commands)
-
-
-def _run_each(commands: dict[str, list[str]]) -> int:
-    """Runs each in a process of its own; one that fails does not keep the others from running."""
-    failed = []
-    for name, arguments in commands.items():
-        print(f"\n$ python3 -m benchmarks {shlex.join(arguments)}", flush=True)
-        if subprocess.run([sys.executable, "-m", "benchmarks", *arguments], check=False).returncode != 0:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments, or those of the command line, and returns its exit status."""
     arguments = _parser().parse_args(argv)
@@ -153,9 +135,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when JAX first looks for devices, which nothing has done yet.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
-        for path in filter(None, (arguments.json, arguments.plot)):
-            if not path.parent.is_dir():
-                raise UsageError(f"{path}: there is no folder {path.parent}")
         return arguments.command(arguments)
     except (OSError, UsageError) as error:
         return arguments.parser.error(str(error))

@@ -57,6 +57,11 @@ class Case:
         """Number of rows that belong to a group."""
         return int(group_ends(self.sizes, self.shape.tokens)[-1])
 
+    def require_all_rows(self) -> None:
+        """Raises ValueError if rows belong to no group."""
+        if self.valid_rows != self.shape.tokens:
+            raise ValueError("needs every row to belong to a group")
+
     def tokens(self, features: int) -> jax.ShapeDtypeStruct:
         """Returns an array `[T, features]`."""
         return jax.ShapeDtypeStruct((self.shape.tokens, features), DTYPE)
@@ -90,9 +95,8 @@ class Products:
         return round(self.number * 2 * case.valid_rows * case.shape.K * case.shape.N)
 
 
-@dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A quantization of tokens `[T, K]`.
+    """A quantization of tokens `[T, K]`, as the words of its name say.
 
     Attributes:
         mode: scaling mode; None to copy the tokens.
@@ -105,17 +109,20 @@ class Quantization:
         inverse: dequantizes.
     """
 
-    mode: Any
-    orientations: tuple[str, ...] = ("rowwise", "columnwise")
-    given_scale: bool = False
-    dbias: bool = False
-    activation: Literal["silu_mul"] | None = None
-    backward: bool = False
-    kernels: bool = False
-    inverse: bool = False
     family = "quantization"
     unit = "GB/s"
     kernel_dtype = ""
+
+    def __init__(self, name: str):
+        words = name.split()
+        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)
+        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)
+        self.given_scale = "delayed" in words
+        self.dbias = "dbias" in words
+        self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
+        self.backward = "backward" in words
+        self.kernels = "kernels" in words
+        self.inverse = "dequantize" in words
 
     def arrays(self, case: Case) -> Structs:
         """Returns the tokens; `backward`, the gradient of the activation's result, and the activation's input."""
@@ -147,14 +154,6 @@ class Quantization:
         layout = QuantizedLayout(self.mode, columnwise, tokens=rows, features=features, num_groups=1, stack_rows=rows)
         scale_bytes = 1 if self.mode == ScalingMode.MX else 4
         return math.prod(layout.data_shape) + scale_bytes * math.prod(layout.scale_shape)
-
-    def arguments(self, case: Case, sets: list[Arrays]) -> list[tuple[jax.Array | None, ...]]:
-        """Returns the group sizes, the scales if they are given, and the arrays of each set."""
-        scale = None
-        if self.given_scale:
-            # Of the size that brings a normal distribution into the range of FP8.
-            scale = jax.random.uniform(jax.random.key(case.seed), (case.shape.num_groups,), minval=64, maxval=128)
-        return [(jnp.asarray(case.sizes), scale, *arrays) for arrays in sets]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,25 +187,20 @@ PRODUCTS = {
     "mlp": Products(4.5, mlp=True),
 }
 
-_BLOCK, _TENSOR = ScalingMode.BLOCK_1D, ScalingMode.TENSOR
-_ROWWISE, _COLUMNWISE = ("rowwise",), ("columnwise",)
-
 QUANTIZATIONS = {
-    "copy": Quantization(None),
-    "block_1d rowwise": Quantization(_BLOCK, _ROWWISE),
-    "block_1d columnwise": Quantization(_BLOCK, _COLUMNWISE),
-    "block_1d both": Quantization(_BLOCK),
-    "delayed tensor rowwise": Quantization(_TENSOR, _ROWWISE, given_scale=True),
-    "delayed tensor both": Quantization(_TENSOR, given_scale=True),
-    "current tensor rowwise": Quantization(_TENSOR, _ROWWISE),
-    "current tensor both": Quantization(_TENSOR),
-    "mx both": Quantization(ScalingMode.MX),
-    "block_2d kernels both": Quantization(ScalingMode.BLOCK_2D, kernels=True),
-    "dbias block_1d both": Quantization(_BLOCK, dbias=True),
-    "silu_mul block_1d both": Quantization(_BLOCK, activation="silu_mul"),
-    "silu_mul backward block_1d both": Quantization(_BLOCK, activation="silu_mul", backward=True),
-    "dequantize block_1d rowwise": Quantization(_BLOCK, _ROWWISE, inverse=True),
-    "dequantize block_1d columnwise": Quantization(_BLOCK, _COLUMNWISE, inverse=True),
+    name: Quantization(name)
+    for name in (
+        "copy",
+        *(f"block_1d {orientation}" for orientation in ("rowwise", "columnwise", "both")),
+        *(f"{scale} tensor {orientation}" for scale in ("delayed", "current") for orientation in ("rowwise", "both")),
+        "mx both",
+        "block_2d kernels both",
+        "dbias block_1d both",
+        "silu_mul block_1d both",
+        "silu_mul backward block_1d both",
+        "dequantize block_1d rowwise",
+        "dequantize block_1d columnwise",
+    )
 }
 
 OPERATIONS: dict[str, Products | Quantization | Step] = {
@@ -214,6 +208,16 @@ OPERATIONS: dict[str, Products | Quantization | Step] = {
     **QUANTIZATIONS,
     **{name: Step(kernel_dtype) for name, (_, kernel_dtype) in memory.OPERATIONS.items()},
 }
+
+
+def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Array | None, ...]]:
+    """Returns the group sizes, the scales if they are given, and the arrays of each set."""
+    scale = None
+    if QUANTIZATIONS[case.operation].given_scale:
+        # Of the size that brings a normal distribution into the range of FP8.
+        scale = jax.random.uniform(jax.random.key(case.seed), (case.shape.num_groups,), minval=64, maxval=128)
+    return [(jnp.asarray(case.sizes), scale, *arrays) for arrays in sets]
+
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 

@@ -67,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
     parser.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves into this PNG")
 
 
 def compare(arguments: argparse.Namespace) -> int:

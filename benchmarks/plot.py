@@ -14,6 +14,8 @@ from benchmarks.rows import Record, Row
 from benchmarks.shapes import Shape
 from benchmarks.suites import SUITES, SWEEPS
 
+_DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
+
 
 def plot(record: Record, against: str, path: Path) -> None:
     """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
@@ -36,76 +38,67 @@ def _variants(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.case.variant for row in rows))
 
 
-def _bars(axes: Axes, bars: Sequence[tuple[str, str, float | None]], variants: list[str]) -> list[str]:
-    """Draws a bar per group, variant and height; bars of one group stand together, in the variants' order.
-
-    Returns:
-        The groups from left to right, each one wide, the first around 0.
-    """
-    groups = list(dict.fromkeys(group for group, _, _ in bars))
+def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: list[str]) -> None:
+    """Draws a bar per group, row and height: groups from left to right, each one wide, the first around 0."""
+    groups = list(dict.fromkeys(group for group, *_ in bars))
     width = 0.8 / len(variants)
     for index, variant in enumerate(variants):
-        heights = {groups.index(group): height or 0.0 for group, name, height in bars if name == variant}
+        heights = {groups.index(group): height or 0.0 for group, row, height in bars if row.case.variant == variant}
         places = [place - 0.4 + (index + 0.5) * width for place in heights]
         axes.bar(places, list(heights.values()), width, label=variant)
     axes.set_xticks(range(len(groups)), groups, fontsize="small")
-    return groups
-
-
-def _group(row: Row) -> str:
-    layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
-    return f"{row.case.shape.name}{layer}\n{row.case.skew}"
 
 
 def _panels(record: Record, against: str | None) -> Figure:
-    """Draws bars in panels: TFLOP/s by operation, or speeds relative to a variant by the type of the kernel."""
-    panels: dict[str, list[Row]] = {}
+    """Draws bars in panels: rates by operation, or speeds relative to a variant by the type of the kernel."""
+    panels: dict[str, list[tuple[str, Row, float | None]]] = {}
     for row in record.rows:
-        panels.setdefault(row.case.kernel_dtype if against else row.case.operation, []).append(row)
+        layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
+        group = f"{row.case.shape.name}{layer}\n{row.case.skew}"
+        height = record.speed(row, against) if against else row.rate
+        panels.setdefault(f"{row.case.kernel_dtype} kernel" if against else row.case.operation, []).append(
+            (group, row, height)
+        )
     variants = _variants(record.rows)
     groups = len({(row.case.shape.name, row.case.skew) for row in record.rows})
     # Wide enough for the names of the groups, however few their bars are.
     width = max(6.0, 2 + groups * max(0.95, 0.15 * (len(variants) + 1)))
     figure = Figure(figsize=(width, 1 + 2.8 * len(panels)), layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
-        heights = [record.speed(row, against) if against else row.rate("TFLOP/s") for row in rows]
-        bars = [(_group(row), row.case.variant, height) for row, height in zip(rows, heights, strict=True)]
-        places = _bars(axes, bars, variants)
+    for axes, (title, bars) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        _bars(axes, bars, variants)
+        axes.set(title=title, ylabel=f"speed relative to {against}" if against else bars[0][1].unit)
         if against:
-            axes.axhline(1, color="gray", linestyle="dashed")
-            axes.set(title=f"{name} kernel", ylabel=f"speed relative to {against}")
+            axes.axhline(1, **_DASHED)
         else:
-            axes.set(title=name, ylabel="TFLOP/s")
-            _mark_rates(axes, record, {places.index(_group(row)): record.cublaslt_rate(row) for row in rows})
+            _mark_rates(axes, record, bars)
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def _mark_rates(axes: Axes, record: Record, rates: dict[int, float | None]) -> None:
-    """Draws cuBLASLt's own rates, by place, on the device that they hold for."""
-    if marks := {place: rate for place, rate in rates.items() if rate}:
+def _mark_rates(axes: Axes, record: Record, bars: Sequence[tuple[str, Row, float | None]]) -> None:
+    """Draws cuBLASLt's own rates on the device that they hold for."""
+    rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
+    if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
         starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
         axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-    if record.on_reference():
-        axes.axhline(cublaslt_rates.DENSE_BF16, color="gray", linestyle="dashed", label="dense 8192³")
+    if record.on_reference() and bars[0][1].unit == "TFLOP/s":
+        axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
 
 
 def _shares(record: Record) -> Figure:
     """Draws shares of the copy's rate: a line per operation, shape and skew, on it a dot per variant."""
-    shares: dict[str, dict[tuple[str, str, str], float]] = {}
-    for row in record.rows:
-        if share := record.of_copy(row):
-            line = row.case.operation, row.case.shape.name, row.case.skew
-            shares.setdefault(row.case.variant, {})[line] = 100 * share
+    rows = [row for row in record.rows if record.of_copy(row)]
     # Like operations together, however the run was ordered.
-    all_lines = list(dict.fromkeys(line for of_variant in shares.values() for line in of_variant))
-    operations = list(dict.fromkeys(row.case.operation for row in record.rows))
-    lines = sorted(all_lines, key=lambda line: operations.index(line[0]))
+    operations = list(dict.fromkeys(row.case.operation for row in rows))
+    names = {row.case: (row.case.operation, row.case.shape.name, row.case.skew) for row in rows}
+    lines = sorted(dict.fromkeys(names.values()), key=lambda line: operations.index(line[0]))
     figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
     axes = figure.subplots()
-    for variant, of_variant in shares.items():
-        axes.scatter(list(of_variant.values()), [lines.index(line) for line in of_variant], label=variant)
-    axes.axvline(100, color="gray", linestyle="dashed", label="copy")
+    for variant in _variants(rows):
+        dots = [row for row in rows if row.case.variant == variant]
+        shares = [100 * (record.of_copy(row) or 0) for row in dots]
+        axes.scatter(shares, [lines.index(names[row.case]) for row in dots], label=variant)
+    axes.axvline(100, **_DASHED, label="copy")
     axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
     axes.invert_yaxis()
     axes.margins(y=0.5 / max(len(lines), 1))
@@ -116,7 +109,7 @@ def _shares(record: Record) -> Figure:
     return figure
 
 
-def intensity(shape: Shape) -> float:
+def _intensity(shape: Shape) -> float:
     """Returns operations of a step in bfloat16 per byte that it must read or write: each of its six arrays once."""
     tokens, kernel = shape.tokens * (shape.K + shape.N), shape.num_groups * shape.K * shape.N
     return 3 * 2 * shape.tokens * shape.K * shape.N / (DTYPE.itemsize * 2 * (tokens + kernel))
@@ -124,15 +117,15 @@ def intensity(shape: Shape) -> float:
 
 def _scaling(record: Record) -> Figure:
     """Draws TFLOP/s by tokens per expert, by experts, by group sizes, and beside the limits of the device."""
-    rows = [row for row in record.rows if row.rate("TFLOP/s")]
+    rows = [row for row in record.rows if row.rate]
     figure = Figure(figsize=(12, 9), layout="constrained")
     tokens, experts, skew, roofline = figure.subplots(2, 2).flat
     _curves(tokens, rows, SWEEPS["tokens"], lambda shape: shape.tokens / shape.num_groups)
     _curves(experts, rows, SWEEPS["experts"], lambda shape: shape.num_groups)
-    _curves(roofline, rows, [shape for shapes in SWEEPS.values() for shape in shapes], intensity, style="o")
+    _curves(roofline, rows, [shape for shapes in SWEEPS.values() for shape in shapes], _intensity, style="o")
     same, other, skewed = (SWEEPS[name][0] for name in ("tokens", "experts", "skew"))
     of_skew = [row for row in rows if row.case.shape == skewed]
-    _bars(skew, [(f"\n{row.case.skew}", row.case.variant, row.rate("TFLOP/s")) for row in of_skew], _variants(rows))
+    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in of_skew], _variants(rows))
     tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
     experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
     skew.set(title=f"{skewed.name}, by group sizes")
@@ -141,7 +134,7 @@ def _scaling(record: Record) -> Figure:
         axes.set_ylabel("TFLOP/s")
     tokens.legend(fontsize="small")
     if record.on_reference():
-        intensities = sorted(intensity(row.case.shape) for row in rows)
+        intensities = sorted(_intensity(row.case.shape) for row in rows)
         fp8 = {f"dense FP8, {scales}": rate for scales, rate in cublaslt_rates.DENSE_FP8.items()}
         limits = {"dense bf16": cublaslt_rates.DENSE_BF16, **fp8}
         for (name, rate), style in zip(limits.items(), (":", "--", "-."), strict=True):
@@ -154,7 +147,7 @@ def _scaling(record: Record) -> Figure:
 def _curves(axes: Axes, rows: list[Row], shapes: list[Shape], x: Callable[[Shape], float], style: str = "o-") -> None:
     swept = [row for row in rows if row.case.shape in shapes and row.case.skew == "equal"]
     for index, variant in enumerate(_variants(rows)):
-        points = sorted((x(row.case.shape), row.rate("TFLOP/s")) for row in swept if row.case.variant == variant)
+        points = sorted((x(row.case.shape), row.rate) for row in swept if row.case.variant == variant)
         if points:
             axes.plot(*zip(*points, strict=True), style, color=f"C{index}", markersize=3, linewidth=1, label=variant)
     axes.set_xscale("log", base=2)

@@ -45,13 +45,18 @@ class Row:
     difference: float | None = None
     note: str = ""
 
-    def rate(self, unit: str) -> float | None:
-        """Returns TFLOP/s or GB/s, or GiB of what is not timed; None if the figure is missing or of another unit."""
-        if self.count is None or OPERATIONS[self.case.operation].unit != unit:
-            return None
-        if unit == "GiB":
-            return self.count / 2**30
-        return self.count / self.milliseconds / {"TFLOP/s": 1e9, "GB/s": 1e6}[unit] if self.milliseconds else None
+    @property
+    def unit(self) -> str:
+        """Unit of the rate: TFLOP/s or GB/s, or GiB of memory, which is not timed."""
+        return OPERATIONS[self.case.operation].unit
+
+    @property
+    def rate(self) -> float | None:
+        """Count per time in the row's unit; None if the figure is missing."""
+        if self.unit == "GiB":
+            return self.count and self.count / 2**30
+        scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[self.unit]
+        return self.count / self.milliseconds / scale if self.count and self.milliseconds else None
 
 
 @dataclasses.dataclass
@@ -99,9 +104,8 @@ class Record:
 
     def of_copy(self, row: Row) -> float | None:
         """Returns the share of the rate of a copy in the same run; None for the copy itself."""
-        copy = next((of for of in self.rows if of.case.operation == "copy"), row)
-        rate, copied = row.rate("GB/s"), copy.rate("GB/s")
-        return rate / copied if rate and copied and row is not copy else None
+        copied = next((of.rate for of in self.rows if of.case.operation == "copy" and of is not row), None)
+        return row.rate / copied if row.rate and copied else None
 
     def on_reference(self) -> bool:
         """Tells if the rates of `benchmarks.cublaslt_rates` hold for the device."""

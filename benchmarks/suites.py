@@ -57,7 +57,7 @@ class Suite:
         calls: calls per block; by default the number that fits in the budget.
         verify: compare every result with that of `jax_grouped` first.
         against: variant that speeds are relative to.
-        plot: what `benchmarks.plot` draws: `rates`, `speeds`, `shares` or `scaling`.
+        plot: `rates`, `speeds`, `shares` or `scaling`, as `benchmarks.plot` draws them.
         first: cases that come first, whatever is chosen.
         device: device that is compiled for, if not the one that JAX finds.
     """
@@ -68,7 +68,7 @@ class Suite:
     calls: int | None = None
     verify: bool = False
     against: str = "jax_grouped"
-    plot: str | None = "rates"
+    plot: str = "rates"
     first: Sequence[Grid] = ()
     device: str | None = None
 
@@ -156,7 +156,6 @@ SUITES: dict[str, Suite] = {
     "memory": Suite(
         [Grid(("dsv3 up",), [*memory.OPERATIONS], [*memory.VARIANTS], ("equal",))],
         clock="none",
-        plot=None,
         device="NVIDIA H200",
     ),
 }

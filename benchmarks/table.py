@@ -20,9 +20,12 @@ def table(record: Record, against: str) -> str:
         against: the variant that speeds are relative to.
     """
 
+    def rate(row: Row, unit: str) -> float | None:
+        return row.rate if row.unit == unit else None
+
     def share(row: Row, unit: str, reference: float | None) -> float | None:
-        rate = row.rate(unit)
-        return rate / reference if rate and reference and record.on_reference() else None
+        value = rate(row, unit)
+        return value / reference if value and reference and record.on_reference() else None
 
     def part(name: str) -> Callable[[Row], float | None]:
         return lambda row: row.parts.get(name) if row.parts else None
@@ -36,15 +39,15 @@ def table(record: Record, against: str) -> str:
         "variant": ("{}", lambda row: row.case.variant),
         "backend": ("{}", lambda row: row.backend),
         "clock": ("{}", lambda row: row.clock),
-        "GiB": ("{:.2f}", lambda row: row.rate("GiB")),
-        "MB": ("{:.4g}", lambda row: row.count / 1e6 if row.rate("GB/s") else None),
+        "GiB": ("{:.2f}", lambda row: rate(row, "GiB")),
+        "MB": ("{:.4g}", lambda row: row.count / 1e6 if rate(row, "GB/s") else None),
         "ms": ("{:.4g}", lambda row: row.milliseconds),
         "spread": ("{:.1%}", lambda row: row.milliseconds and (row.slowest - row.fastest) / row.milliseconds),
         f"vs {against}": ("{:.2f}x", lambda row: record.speed(row, against)),
-        "TFLOP/s": ("{:.4g}", lambda row: row.rate("TFLOP/s")),
+        "TFLOP/s": ("{:.4g}", lambda row: rate(row, "TFLOP/s")),
         "of dense": ("{:.0%}", lambda row: share(row, "TFLOP/s", cublaslt_rates.DENSE_BF16)),
         "vs cuBLASLt": ("{:.1%}", lambda row: share(row, "TFLOP/s", record.cublaslt_rate(row))),
-        "GB/s": ("{:.4g}", lambda row: row.rate("GB/s")),
+        "GB/s": ("{:.4g}", lambda row: rate(row, "GB/s")),
         "of copy": ("{:.1%}", record.of_copy),
         f"of {cublaslt_rates.COPY / 1e3:g} TB/s": ("{:.1%}", lambda row: share(row, "GB/s", cublaslt_rates.COPY)),
         **{name: ("{:.3f}", part(name)) for name in PARTS},

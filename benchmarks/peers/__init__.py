@@ -87,33 +87,27 @@ class Variant(NamedTuple):
         return function(case, sets, *self.options)
 
 
-def _step(recipe: jg.Recipe | None, *, cached: bool = False) -> Variant:
-    return Variant("ours", None, "layer_", (recipe, cached))
-
+_RECIPES = {"block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling(), "delayed": jg.DelayedScaling()}
 
 #: Layers by recipe. `cached` ones are given the quantized kernel, as microbatches are after the first.
-RECIPES = {
-    "bf16": _step(None),
-    "block": _step(jg.Float8BlockScaling()),
-    "block cached": _step(jg.Float8BlockScaling(), cached=True),
-    "current": _step(jg.Float8CurrentScaling()),
-    "current cached": _step(jg.Float8CurrentScaling(), cached=True),
-    "delayed": _step(jg.DelayedScaling()),
-    "delayed cached": _step(jg.DelayedScaling(), cached=True),
+RECIPES = {"bf16": Variant("ours", None, "layer_", (None, False))} | {
+    name + " cached" * cached: Variant("ours", None, "layer_", (recipe, cached))
+    for name, recipe in _RECIPES.items()
+    for cached in (False, True)
 }
 
 #: Products of FP8 operands that are quantized before the clock starts.
 FP8 = {
-    "jax_grouped fp8 block": Variant("ours", None, "quantized_", (jg.Float8BlockScaling(),)),
-    "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (jg.Float8CurrentScaling(),)),
-    "torch._scaled_grouped_mm": Variant("torch_scaled_grouped_mm", "torch"),
+    "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
+    "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
+    "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
 }
 
 VARIANTS = {
     OURS: Variant("ours"),
     **RECIPES,
     **FP8,
-    "torch._grouped_mm": Variant("torch_grouped_mm", "torch"),
+    "torch._grouped_mm": Variant("torch_peer", "torch"),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_ragged_dot", "jax"),
     "jax.numpy": Variant("jax_numpy", "xla"),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import QUANTIZATIONS, Arrays, Case
+from benchmarks.cases import Arrays, Case, quantization_arguments
 from benchmarks.peers import JaxWork, NotOfferedError
 
 _FP8 = jnp.float8_e4m3fn
@@ -70,10 +70,9 @@ _PROGRAMS: dict[str, Callable[..., Any]] = {
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
     if case.operation not in _PROGRAMS:
         raise NotOfferedError
-    if case.valid_rows != case.shape.tokens:
-        raise ValueError("needs every row to belong to a group")
+    case.require_all_rows()
     if "block_1d" in case.operation and case.shape.K % _BLOCK:
         raise ValueError("needs features that are a multiple of 128")
     if case.operation == "block_1d both" and (len({*case.sizes.tolist()}) > 1 or case.sizes[0] % _BLOCK):
         raise ValueError("needs equal groups with a multiple of 128 rows")
-    return JaxWork(_PROGRAMS[case.operation], QUANTIZATIONS[case.operation].arguments(case, sets))
+    return JaxWork(_PROGRAMS[case.operation], quantization_arguments(case, sets))

@@ -1,4 +1,4 @@
-"""This library: its products, its layers under a recipe, products of quantized operands, and quantization."""
+"""This library: products, layers under a recipe, products of quantized operands, and quantization."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 
 import jax_grouped as jg
-from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization
-from benchmarks.peers import JaxWork, NotOfferedError, jax_layer
+from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, quantization_arguments
+from benchmarks.peers import JaxWork, NotOfferedError, layers
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.moe import Weights
 from jax_grouped.ops.gemm import gemm
 
-_initial_step = jax.jit(jax_layer.gradients, static_argnums=0)
+_initial_step = jax.jit(layers.gradients, static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
 
 
-@jax_layer.layer_of
+@layers.layer_of
 def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     # A float32 kernel, as mixed-precision training has, gets a float32 gradient.
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
@@ -27,12 +27,12 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes `ragged_dot`."""
-    return jax_layer.product_work(case, sets, _ragged_dot)
+    return layers.layer_work(case, sets, _ragged_dot)
 
 
 # One function for each, here and below, so that JAX compiles it once for all group sizes.
 @functools.cache
-def _layer(recipe: jg.Recipe | None) -> jax_layer.Layer:
+def _layer(recipe: jg.Recipe | None) -> layers.Layer:
     def layer(x: jax.Array, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
         if len(weights) == 1:
             return jg.grouped_dense(x, group_sizes=sizes, recipe=recipe, **weights[0]._asdict())
@@ -59,13 +59,12 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
         cache = _quantize_kernel(kernel, recipe=recipe, scale=scales[index]) if cached else None
         return Weights(kernel, None, cache, states[index])
 
-    return jax_layer.work(case, sets, layer, make_weights)
+    return layers.layer_work(case, sets, layer, make_weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _operands(product: Product, recipe: Any, sizes: jax.Array, x: jax.Array, kernel: jax.Array, dy: jax.Array) -> Any:
     """Quantizes both operands of a product."""
-
     tokens = functools.partial(
         jg.grouped_quantize, group_sizes=sizes, mode=recipe.token_mode, pow2_scales=recipe.pow2_scales
     )
@@ -99,17 +98,9 @@ def _quantize(
 ) -> Any:
     if of.kernels:
         return jg.quantize_kernel(x.reshape(sizes.shape[0], -1, x.shape[1]), jg.Float8BlockScaling())
-    return jg.grouped_quantize(
-        x,
-        sizes,
-        of.mode,
-        rowwise="rowwise" in of.orientations,
-        columnwise="columnwise" in of.orientations,
-        scale=scale,
-        dbias=of.dbias,
-        activation=of.activation,
-        activation_input=activation_input,
-    )
+    orientations: dict[str, Any] = {name: name in of.orientations for name in ("rowwise", "columnwise")}
+    activation: dict[str, Any] = {"activation": of.activation, "activation_input": activation_input}
+    return jg.grouped_quantize(x, sizes, of.mode, scale=scale, dbias=of.dbias, **orientations, **activation)
 
 
 @functools.cache
@@ -131,10 +122,10 @@ def _dequantize(scaled: jg.ScaledArray) -> jax.Array:
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes `grouped_quantize`, `quantize_kernel` or `grouped_dequantize`."""
-    of = QUANTIZATIONS[case.operation]
+    of, arguments = QUANTIZATIONS[case.operation], quantization_arguments(case, sets)
     if of.mode is None:
         raise NotOfferedError
     if not of.inverse:
-        return JaxWork(_quantization(of), of.arguments(case, sets))
-    quantized = [jax.jit(_quantize, static_argnums=0)(of, *arguments) for arguments in of.arguments(case, sets)]
+        return JaxWork(_quantization(of), arguments)
+    quantized = [jax.jit(_quantize, static_argnums=0)(of, *inputs) for inputs in arguments]
     return JaxWork(_dequantize, [(pair.rowwise or pair.columnwise,) for pair in quantized])

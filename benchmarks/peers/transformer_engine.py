@@ -6,43 +6,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import QUANTIZATIONS, Arrays, Case
-from benchmarks.peers import JaxWork, NotOfferedError, jax_layer
+from benchmarks.cases import Arrays, Case, quantization_arguments
+from benchmarks.peers import JaxWork, NotOfferedError, layers
 
 _dense: Any = importlib.import_module("transformer_engine.jax.dense")
 _quantize: Any = importlib.import_module("transformer_engine.jax.quantize")
 _extensions: Any = importlib.import_module("transformer_engine.jax.cpp_extensions")
 
-#: By operation; it has no block scaling but that of MX, which needs Blackwell.
-_MODES = {
-    "delayed tensor rowwise": "DELAYED_TENSOR_SCALING",
-    "delayed tensor both": "DELAYED_TENSOR_SCALING",
-    "current tensor rowwise": "CURRENT_TENSOR_SCALING",
-    "current tensor both": "CURRENT_TENSOR_SCALING",
-    "mx both": "MXFP8_1D_SCALING",
-}
+#: By the first word of an operation; it has no block scaling but that of MX, which needs Blackwell.
+_MODES = {"delayed": "DELAYED_TENSOR_SCALING", "current": "CURRENT_TENSOR_SCALING", "mx": "MXFP8_1D_SCALING"}
 
 
-@jax_layer.layer_of
+@layers.layer_of
 def _layer(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return _dense.grouped_dense(x, kernel.astype(x.dtype), sizes)
 
 
-def _require_all_rows(case: Case) -> None:
-    if case.valid_rows != case.shape.tokens:
-        raise ValueError("needs every row to belong to a group")
-
-
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
-    _require_all_rows(case)
-    return jax_layer.product_work(case, sets, _layer)
+    case.require_all_rows()
+    return layers.layer_work(case, sets, _layer)
 
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
-    if case.operation not in _MODES:
+    name = _MODES.get(case.operation.split()[0])
+    if name is None:
         raise NotOfferedError
-    _require_all_rows(case)
-    mode = getattr(_quantize.ScalingMode, _MODES[case.operation])
+    case.require_all_rows()
+    mode = getattr(_quantize.ScalingMode, name)
     supported, reason = _quantize.is_scaling_mode_supported(mode)
     if not supported:
         raise ValueError(reason)
@@ -61,4 +51,4 @@ def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
         # Without the group sizes, which come back as they are. The next step's scales are not computed.
         return [array for array in jax.tree.leaves(quantized) if array is not sizes]
 
-    return JaxWork(run, QUANTIZATIONS[case.operation].arguments(case, sets))
+    return JaxWork(run, quantization_arguments(case, sets))

@@ -60,20 +60,20 @@ def test_a_suite_is_measured_written_shown_and_drawn(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    options = [*shlex.split(FEW[name]), "--calls", "1", "--seconds", "60", "--verify", "--json", str(file)]
+    options = ["--calls", "1", "--seconds", "60", "--verify", "--json", str(file), "--plot", str(picture)]
 
-    assert main(["run", name, *options, *(["--plot", str(picture)] if SUITES[name].plot else [])]) == 0
+    assert main(["run", name, *shlex.split(FEW[name]), *options]) == 0
 
     printed, record = capsys.readouterr().out, Record.read(file)
     assert [row.note for row in record.rows] == [""] * len(record.rows)
     for row in record.rows:
         assert f"{row.case}: " in printed
-        assert row.rate("GiB") == 3 or row.fastest <= row.milliseconds <= row.slowest
+        assert row.rate == 3 or row.fastest <= row.milliseconds <= row.slowest
         assert (row.clock, row.calls) == (("none", None) if name == "memory" else ("host", 1))
         # Rounding both operands to three bits of mantissa, gradients to two, twice in an MLP, leaves this difference.
         lossy = any(word in row.case.variant for word in ("fp8", "block", "current", "delayed"))
         assert row.difference is None or (1e-2 < row.difference < 0.2 if lossy else row.difference < 1e-2)
-    assert bool(SUITES[name].plot) == (picture.exists() and picture.read_bytes().startswith(PNG))
+    assert picture.read_bytes().startswith(PNG)
     assert main(["show", str(file)]) == 0
     assert printed.endswith(capsys.readouterr().out)
 
@@ -83,13 +83,12 @@ def test_stored_results_are_a_suites_and_are_shown_and_drawn(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, picture = Record.read(file), tmp_path / "rows.png"
-    suite = SUITES[record.suite]
 
-    assert main(["show", str(file), *(["--plot", str(picture)] if suite.plot else [])]) == 0
+    assert main(["show", str(file), "--plot", str(picture)]) == 0
 
-    assert {row.case for row in record.rows} <= set(suite.cases())
+    assert {row.case for row in record.rows} <= set(SUITES[record.suite].cases())
     assert record.device in capsys.readouterr().out
-    assert bool(suite.plot) == (picture.exists() and picture.read_bytes().startswith(PNG))
+    assert picture.read_bytes().startswith(PNG)
 
 
 def test_the_commands_of_the_page_are_those_of_the_program() -> None:
@@ -113,14 +112,14 @@ def test_one_that_fails_does_not_keep_the_others_from_running(
 
     monkeypatch.setattr(subprocess, "run", run)
 
-    assert main(["page", "step", "memory", "--results", "there", "--device", "gpu"]) == 1
-    assert main(["run", "--seconds", "1", "scaling", "quantize", "--skews", "equal"]) == 0
+    assert main(["run", "--seconds", "1", "step", "memory", "--json", "there/gpu_{suite}.json"]) == 1
+    assert main(["run", "scaling", "quantize", "--skews", "equal"]) == 0
 
     assert ran == [
-        ["run", "step", "--json", "there/gpu_step.json", "--plot", "there/gpu_step.png"],
-        ["run", "memory", "--json", "there/gpu_memory.json"],
-        ["run", "--seconds", "1", "scaling", "--skews", "equal"],
-        ["run", "--seconds", "1", "quantize", "--skews", "equal"],
+        ["run", "step", "--seconds", "1", "--json", "there/gpu_step.json"],
+        ["run", "memory", "--seconds", "1", "--json", "there/gpu_memory.json"],
+        ["run", "scaling", "--skews", "equal"],
+        ["run", "quantize", "--skews", "equal"],
     ]
     assert capsys.readouterr().err == "failed: step\n"
 
@@ -152,8 +151,8 @@ def test_a_peer_that_fails_gives_a_row_with_the_reason(
         ("run steps", "argument SUITE: invalid choice: 'steps'"),
         ("run step --shapes qwen4", "argument --shapes: invalid choice: 'qwen4'"),
         ("run step --variants jax.numpy", "nothing was measured"),
-        ("run step --plot nowhere/rows.png", "nowhere/rows.png: there is no folder nowhere"),
-        ("run step scaling --json rows.json", "--json and --plot take one suite"),
+        ("run memory --json nowhere/rows.json", "[Errno 2] No such file or directory: 'nowhere/rows.json.part'"),
+        ("run step scaling --json rows.json", "the files of several suites need {suite} in their names"),
         ("show nowhere.json", "[Errno 2] No such file or directory: 'nowhere.json'"),
         (f"show {FOLDER}/results/h200_fidelity.json", f"{FOLDER}/results/h200_fidelity.json holds no rows"),
     ],

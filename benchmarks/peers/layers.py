@@ -54,16 +54,13 @@ def _program(operation: str, layer: Layer) -> Callable[..., Any]:
     return run
 
 
-def work(case: Case, sets: list[Arrays], layer: Layer, make_weights: Callable[..., Weights]) -> JaxWork:
-    """Returns the case's operation on a layer, with `make_weights(kernel, index)` for each of its kernels."""
+def layer_work(
+    case: Case, sets: list[Arrays], layer: Layer, weights: Callable[[jax.Array, int], Weights] = lambda x, _: Weights(x)
+) -> JaxWork:
+    """Returns the case's operation on a layer, with `weights(kernel, index)` for each of its kernels."""
     arguments = [
-        (x, [make_weights(kernel, index) for index, kernel in enumerate(kernels)], dy, jnp.asarray(case.sizes))
+        (x, [weights(kernel, index) for index, kernel in enumerate(kernels)], dy, jnp.asarray(case.sizes))
         for x, *kernels, dy in sets
     ]
     sums = [jnp.zeros_like(kernel) for kernel in sets[0][1:-1]] if case.operation == "accumulating" else None
     return JaxWork(_program(case.operation, layer), arguments, sums)
-
-
-def product_work(case: Case, sets: list[Arrays], layer: Layer) -> JaxWork:
-    """Returns the case's operation on a layer of kernels alone."""
-    return work(case, sets, layer, lambda kernel, _: Weights(kernel))

@@ -1,0 +1,142 @@
+"""PyTorch on the very arrays that JAX holds. `benchmarks.__main__` says how both share the GPU's memory."""
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.cases import Arrays, Case
+from benchmarks.peers import NotOfferedError
+from benchmarks.shapes import group_ends
+
+Tensors = tuple[Any, ...]
+
+torch: Any = importlib.import_module("torch")
+_on_gpu = jax.default_backend() == "gpu"
+if _on_gpu and not torch.cuda.is_available():
+    raise RuntimeError("JAX runs on a GPU, but this torch sees none")
+
+
+class TorchWork:
+    """Calls of `call` on one of several sets of tensors after another, timed by CUDA events."""
+
+    def __init__(self, call: Callable[..., Tensors], sets: Sequence[Tensors]):
+        self._call = call
+        self._sets = sets
+
+    def results(self) -> Sequence[jax.Array]:
+        tensors = self._call(*self._sets[0])
+        _synchronize()
+        return [jnp.from_dlpack(tensor.contiguous()) for tensor in tensors]
+
+    def block(self, calls: int) -> float:
+        start = _now()
+        for call in range(calls):
+            self._call(*self._sets[call % len(self._sets)])
+        end = _now()
+        _synchronize()
+        return start.elapsed_time(end) / 1e3 if _on_gpu else end - start
+
+
+def _now() -> Any:
+    if not _on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _synchronize() -> None:
+    if _on_gpu:
+        torch.cuda.synchronize()
+
+
+def _tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
+    """Returns the sets of arrays as tensors, and the end of each group."""
+    if _on_gpu:
+        # Memory that earlier cases left in torch's pool is lost to everyone else.
+        torch.cuda.empty_cache()
+    ends = jnp.asarray(group_ends(case.sizes, case.shape.tokens))
+    # The two frameworks' streams know nothing of each other.
+    return jax.tree.map(torch.from_dlpack, jax.block_until_ready((sets, ends)))
+
+
+def product(case: Case, sets: list[Arrays]) -> TorchWork:
+    """Makes `torch._grouped_mm`. A float32 kernel is converted first; its gradient after the product, in bfloat16."""
+    inputs, ends = _tensors(case, sets)
+    grouped_mm = functools.partial(torch._grouped_mm, offs=ends)
+    accumulator = torch.zeros_like(inputs[0][1]) if case.operation == "accumulating" else None
+
+    def dgrad(kernel: Any, dy: Any) -> Any:
+        return grouped_mm(dy, kernel.transpose(-2, -1))
+
+    def wgrad(x: Any, dy: Any) -> Any:
+        return grouped_mm(x.t(), dy)
+
+    def call(x: Any, kernel: Any, dy: Any) -> Tensors:
+        if case.operation in ("wgrad", "wgrad f32"):
+            return (wgrad(x, dy).to(kernel.dtype),)
+        weight = kernel.to(x.dtype)
+        match case.operation:
+            case "fprop":
+                return (grouped_mm(x, weight),)
+            case "dgrad":
+                return (dgrad(weight, dy),)
+            case "backward":
+                return dgrad(weight, dy), wgrad(x, dy).to(kernel.dtype)
+        y, dx, dkernel = grouped_mm(x, weight), dgrad(weight, dy), wgrad(x, dy)
+        return y, dx, dkernel.to(kernel.dtype) if accumulator is None else accumulator.add_(dkernel)
+
+    def mlp(x: Any, gate_up: Any, down: Any, dy: Any) -> Tensors:
+        weights = gate_up.to(x.dtype), down.to(x.dtype)
+        hidden = grouped_mm(x, weights[0]).detach().requires_grad_()
+        gate, up = hidden.chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate) * up
+        y = grouped_mm(activated.detach(), weights[1])
+        (dhidden,) = torch.autograd.grad(activated, hidden, dgrad(weights[1], dy))
+        gradients = wgrad(x, dhidden), wgrad(activated.detach(), dy)
+        return y, dgrad(weights[0], dhidden), *(gradient.to(gate_up.dtype) for gradient in gradients)
+
+    return TorchWork(mlp if case.operation == "mlp" else call, inputs)
+
+
+def _quantize(x: Any) -> Tensors:
+    """Returns rows of numbers in e4m3, each with the inverse of its own scale."""
+    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (x * (largest / amax)).clamp(-largest, largest).to(torch.float8_e4m3fn), (amax / largest).squeeze(-1)
+
+
+def _quantize_columns(x: Any, ends: list[int]) -> Tensors:
+    """Returns the columns of `x` as rows, each with a scale for every group: `[groups * columns]`."""
+    data, scales = zip(*(_quantize(rows.t()) for rows in x.tensor_split(ends)[:-1]), strict=True)
+    return torch.cat(data, -1).contiguous(), torch.cat(scales)
+
+
+def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
+    """Makes `torch._scaled_grouped_mm` of operands that are quantized before the clock starts.
+
+    There is a scale for every row of one and every column of the other. Sums are those of tensor cores
+    (`use_fast_accum`), as in torchao.
+    """
+    if case.operation not in ("fprop", "dgrad", "wgrad"):
+        raise NotOfferedError
+    inputs, offs = _tensors(case, sets)
+    ends = offs.tolist()
+
+    def operands(x: Any, kernel: Any, dy: Any) -> Tensors:
+        if case.operation == "fprop":
+            return *_quantize(x), *_quantize(kernel.transpose(-2, -1).contiguous())
+        if case.operation == "dgrad":
+            return *_quantize(dy), *_quantize(kernel)
+        return *_quantize_columns(x, ends), *_quantize_columns(dy, ends)
+
+    def call(a: Any, a_scale: Any, b: Any, b_scale: Any) -> Tensors:
+        options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return (torch._scaled_grouped_mm(a, b.transpose(-2, -1), a_scale, b_scale, **options),)
+
+    return TorchWork(call, [operands(*arrays) for arrays in inputs])
