@@ -29,20 +29,14 @@ Structs = tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement: an operation on arrays of one shape, computed by one variant, both by name.
-
-    Attributes:
-        operation, shape, variant: what is measured.
-        skew, seed: origin of the group sizes; arrays follow from the seed, too.
-        kernel_dtype: type of the layer's kernel and of its gradient.
-    """
+    """One measurement: an operation on arrays of one shape, computed by one variant, both by name."""
 
     operation: str
     shape: Shape
     variant: str
     skew: str = "equal"
-    kernel_dtype: str = "bfloat16"
-    seed: int = 0
+    kernel_dtype: str = "bfloat16"  # Type of the layer's kernel and of its gradient.
+    seed: int = 0  # Origin of the group sizes and of the arrays.
 
     def __str__(self) -> str:
         return ", ".join((self.shape.name, self.operation, self.kernel_dtype, self.skew, self.variant))
@@ -69,17 +63,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`.
+    """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`."""
 
-    Attributes:
-        number: products of `K` by `N` in one call.
-        mlp: there are two kernels, `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
-        kernel_dtype: the kernel's type, if the operation fixes it.
-    """
-
-    number: float
-    mlp: bool = False
-    kernel_dtype: str | None = None
+    number: float  # Products of `K` by `N` in one call.
+    mlp: bool = False  # There are two kernels, `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
+    kernel_dtype: str | None = None  # The kernel's type, if the operation fixes it.
     family = "product"
     unit = "TFLOP/s"
 
@@ -96,18 +84,7 @@ class Products:
 
 
 class Quantization:
-    """A quantization of tokens `[T, K]`, as the words of its name say.
-
-    Attributes:
-        mode: scaling mode; None to copy the tokens.
-        orientations: the copies that are made, or the copy that is read.
-        given_scale: the scales are given, as in delayed scaling.
-        dbias: the rows of each group are summed as well.
-        activation: function that is applied first; `silu_mul` reads `[T, 2 K]` and gives `[T, K]`.
-        backward: the gradient of the activation's input is quantized: reads `[T, K]` and `[T, 2 K]`, gives `[T, 2 K]`.
-        kernels: a stack of kernels is quantized, one per group, with `jax_grouped.quantize_kernel`.
-        inverse: dequantizes.
-    """
+    """A quantization of tokens `[T, K]`, as the words of its name say."""
 
     family = "quantization"
     unit = "GB/s"
@@ -115,14 +92,20 @@ class Quantization:
 
     def __init__(self, name: str):
         words = name.split()
+        # None copies the tokens.
         self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)
+        # The copies that are made, or the copy that is read.
         self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)
         self.given_scale = "delayed" in words
+        self.inverse = "dequantize" in words
+        # The rows of each group are summed as well.
         self.dbias = "dbias" in words
+        # Applied first: reads `[T, 2 K]` and gives `[T, K]`. `backward`, the gradient of its input is quantized:
+        # reads `[T, K]` and `[T, 2 K]`, and gives `[T, 2 K]`.
         self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
         self.backward = "backward" in words
+        # A stack of kernels is quantized, one per group, with `jax_grouped.quantize_kernel`.
         self.kernels = "kernels" in words
-        self.inverse = "dequantize" in words
 
     def arrays(self, case: Case) -> Structs:
         """Returns the tokens; `backward`, the gradient of the activation's result, and the activation's input."""
@@ -214,7 +197,7 @@ def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Arr
     """Returns the group sizes, the scales if they are given, and the arrays of each set."""
     scale = None
     if QUANTIZATIONS[case.operation].given_scale:
-        # Of the size that brings a normal distribution into the range of FP8.
+        # Scales that bring a normal distribution into the range of FP8.
         scale = jax.random.uniform(jax.random.key(case.seed), (case.shape.num_groups,), minval=64, maxval=128)
     return [(jnp.asarray(case.sizes), scale, *arrays) for arrays in sets]
 

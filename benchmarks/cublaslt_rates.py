@@ -1,4 +1,4 @@
-"""What an H200 and the bare cuBLASLt calls reach: the figures that measured rates are held against.
+"""Rates of an H200 and of bare cuBLASLt calls: the figures that measured rates are held against.
 
 Measured on one H200 with cuBLASLt 13.10, random data, median of 5 blocks of 5 launches. Rates of products are in
 TFLOP/s over the useful operations; operands are bfloat16 unless their name says otherwise. This library is meant to

@@ -20,30 +20,19 @@ _PACKAGES = ("jax_grouped", "jax", "jaxlib", "numpy", "torch", "transformer_engi
 
 @dataclasses.dataclass
 class Row:
-    """One measurement, or why there is none.
-
-    Attributes:
-        case: the case.
-        clock, backend: the clock that was read, and the backend that the variant ran on.
-        count: useful operations of a call, bytes that it must move, or bytes that it needs.
-        milliseconds, fastest, slowest: per call: the median of the blocks, and the outermost of them.
-        calls: calls per block.
-        parts: milliseconds per call in each of `benchmarks.runner.PARTS`, if the device's clock was read.
-        difference: relative Frobenius norm of the difference from this library's result, if it was verified.
-        note: why figures are missing.
-    """
+    """One measurement, or why there is none."""
 
     case: Case
     clock: str = ""
-    backend: str = ""
-    count: int | None = None
-    milliseconds: float | None = None
+    backend: str = ""  # Backend that the variant ran on.
+    count: int | None = None  # Useful operations of a call, bytes that it must move, or bytes that it needs.
+    milliseconds: float | None = None  # Median of the blocks, per call.
     fastest: float | None = None
     slowest: float | None = None
-    calls: int | None = None
-    parts: dict[str, float] | None = None
-    difference: float | None = None
-    note: str = ""
+    calls: int | None = None  # Calls per block.
+    parts: dict[str, float] | None = None  # Milliseconds per call in each of `benchmarks.runner.PARTS`, if profiled.
+    difference: float | None = None  # Relative Frobenius norm of the difference from this library's result.
+    note: str = ""  # Reason for missing figures.
 
     @property
     def unit(self) -> str:

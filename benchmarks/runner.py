@@ -42,10 +42,6 @@ _WORDS = {
 PARTS = ("product", "quantize", "setup", "other")
 
 
-#: Runs a block of calls and returns its seconds, and those in each of `PARTS` if they were profiled.
-Block = Callable[[Work, int], tuple[float, dict[str, float] | None]]
-
-
 def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
     """Times a few blocks of calls by the row's clock, after a warm-up of the same length as one block.
 
@@ -74,40 +70,6 @@ class Span(NamedTuple):
     name: str
     start: float
     end: float
-
-
-def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
-    """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
-    spans = profile(work, calls)
-    parts = dict.fromkeys(PARTS, 0.0)
-    for name, start, end in spans:
-        found = (part for part, words in _WORDS.items() if any(word in name.lower() for word in words))
-        parts[next(found)] += (end - start) / 1e9
-    return _seconds(spans), parts
-
-
-def _block_of_single_calls(work: Work, calls: int) -> tuple[float, None]:
-    """Times calls one by one, each from the start of its first kernel to the end of its last.
-
-    Time between the kernels of one call counts, time between calls does not. RuntimeError if the kernels in the profile
-    can't be divided evenly among the calls.
-    """
-    spans = profile(work, calls)
-    per_call, rest = divmod(len(spans), calls)
-    if rest:
-        raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
-    return sum(_seconds(spans[i * per_call : (i + 1) * per_call]) for i in range(calls)), None
-
-
-#: Clocks, with the most calls in a block: reading a profile of many single calls takes long. `host` times blocks of
-#: calls back to back by the host's clock, or by events of the peer's framework, `device` by the GPU's own. `call` times
-#: calls one by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
-CLOCKS: dict[str, tuple[Block, int]] = {
-    "host": (lambda work, calls: (work.block(calls), None), 1000),
-    "device": (_device_block, 1000),
-    "call": (_block_of_single_calls, 100),
-    "graph": (_block_of_single_calls, 100),
-}
 
 
 def profile(work: Work, calls: int) -> list[Span]:
@@ -140,15 +102,55 @@ def _seconds(spans: list[Span]) -> float:
     return (max(span.end for span in spans) - min(span.start for span in spans)) / 1e9
 
 
+def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
+    """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
+    spans = profile(work, calls)
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, start, end in spans:
+        found = (part for part, words in _WORDS.items() if any(word in name.lower() for word in words))
+        parts[next(found)] += (end - start) / 1e9
+    return _seconds(spans), parts
+
+
+def _block_of_single_calls(work: Work, calls: int) -> tuple[float, None]:
+    """Times calls one by one, each from the start of its first kernel to the end of its last.
+
+    Time between the kernels of one call counts, time between calls does not. RuntimeError if the kernels in the profile
+    can't be divided evenly among the calls.
+    """
+    spans = profile(work, calls)
+    per_call, rest = divmod(len(spans), calls)
+    if rest:
+        raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
+    return sum(_seconds(spans[i * per_call : (i + 1) * per_call]) for i in range(calls)), None
+
+
+#: Clocks, with the most calls in a block: reading a profile of many single calls takes long. A clock runs a block of
+#: calls and returns its seconds, and those in each of `PARTS` if they were profiled. `host` times blocks of calls back
+#: to back by the host's clock, or by events of the peer's framework, `device` by the GPU's own. `call` times calls one
+#: by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
+CLOCKS: dict[str, tuple[Callable[[Work, int], tuple[float, dict[str, float] | None]], int]] = {
+    "host": (lambda work, calls: (work.block(calls), None), 1000),
+    "device": (_device_block, 1000),
+    "call": (_block_of_single_calls, 100),
+    "graph": (_block_of_single_calls, 100),
+}
+
+
 def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
     """Yields the rows one by one, as soon as each is measured by the suite's clock, in its budget.
 
     A case that fails gives a row with the reason. Variants that can't be loaded are skipped, with a line that says why.
     """
-    if suite.clock != "none":
-        skipped = {name for name in dict.fromkeys(case.variant for case in cases) if not _loads(name)}
-        cases = [case for case in cases if case.variant not in skipped]
-    for arrays, group in itertools.groupby(cases, lambda case: OPERATIONS[case.operation].arrays(case)):
+    skipped = set()
+    for name in dict.fromkeys(case.variant for case in cases if suite.clock != "none"):
+        try:
+            VARIANTS[name].load()
+        except Exception as error:  # Libraries fail to import in many ways.
+            print(f"skipped {name}: {_first_line(error)}")
+            skipped.add(name)
+    measured = [case for case in cases if case.variant not in skipped]
+    for arrays, group in itertools.groupby(measured, lambda case: OPERATIONS[case.operation].arrays(case)):
         sets = draw(arrays, cases[0].seed) if arrays else []
         for case in group:
             row = Row(case, suite.clock)
@@ -160,15 +162,6 @@ def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
                 row.note = _first_line(error)
             yield row
         del sets  # Before the next ones are drawn.
-
-
-def _loads(variant: str) -> bool:
-    try:
-        VARIANTS[variant].load()
-    except Exception as error:  # Libraries fail to import in many ways.
-        print(f"skipped {variant}: {_first_line(error)}")
-        return False
-    return True
 
 
 def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:

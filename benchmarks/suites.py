@@ -48,29 +48,17 @@ class Grid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Cases that are measured together.
-
-    Attributes:
-        grids: the cases.
-        clock: a name in `benchmarks.runner.CLOCKS`, or `none` to count only.
-        seconds: budget of one measurement.
-        calls: calls per block; by default the number that fits in the budget.
-        verify: compare every result with that of `jax_grouped` first.
-        against: variant that speeds are relative to.
-        plot: `rates`, `speeds`, `shares` or `scaling`, as `benchmarks.plot` draws them.
-        first: cases that come first, whatever is chosen.
-        device: device that is compiled for, if not the one that JAX finds.
-    """
+    """Cases that are measured together."""
 
     grids: Sequence[Grid]
-    clock: str = "device"
-    seconds: float = 1.0
-    calls: int | None = None
-    verify: bool = False
-    against: str = "jax_grouped"
-    plot: str = "rates"
-    first: Sequence[Grid] = ()
-    device: str | None = None
+    clock: str = "device"  # A name in `benchmarks.runner.CLOCKS`, or `none` to count only.
+    seconds: float = 1.0  # Budget of one measurement.
+    calls: int | None = None  # Calls per block; by default the number that fits in the budget.
+    verify: bool = False  # Compare every result with that of `jax_grouped` first.
+    against: str = "jax_grouped"  # Variant that speeds are relative to.
+    plot: str = "rates"  # `rates`, `speeds`, `shares` or `scaling`, as `benchmarks.plot` draws them.
+    first: Sequence[Grid] = ()  # Cases that come first, whatever is chosen.
+    device: str | None = None  # Device that is compiled for, if not the one that JAX finds.
 
     def cases(self, seed: int = 0, chosen: Mapping[str, Sequence[str]] | None = None) -> list[Case]:
         """Returns the cases, each once; chosen names take the place of those that the grids have on an axis."""

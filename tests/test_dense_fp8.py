@@ -16,6 +16,7 @@ from benchmarks import shapes
 from tests import oracle, quantize_oracle
 from tests.exports import exported
 from tests.meshes import data_mesh
+from tests.operands import random_operands
 from tests.quantize_cases import assert_same_trees, poison, some
 
 BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
@@ -32,7 +33,7 @@ SIZES = np.array([37, 0, 130, 1], np.int32)
 
 def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]:
     """Returns bfloat16 `x` and `dy`, float32 `kernel` and `bias`; poison in the rows of no group."""
-    at = shapes.operands(SHAPE, sizes, np.float32, magnitude=4.0, seed=seed)
+    at = random_operands(SHAPE, sizes, np.float32, magnitude=4.0, seed=seed)
     x, dy = at.x.astype(ml_dtypes.bfloat16), at.dy.astype(ml_dtypes.bfloat16)
     for array in (x, dy):
         poison(array[shapes.group_ends(sizes, SHAPE.tokens)[-1] :])

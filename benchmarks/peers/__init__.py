@@ -61,19 +61,12 @@ class JaxWork:
 
 
 class Variant(NamedTuple):
-    """A module of this package, with a function for each family of operations that it offers.
-
-    Attributes:
-        module: its name.
-        backend: backend that its programs run on; None for this library's.
-        prefix: beginning of its functions' names.
-        options: their further arguments.
-    """
+    """A module of this package, with a function for each family of operations that it offers."""
 
     module: str
-    backend: str | None = None
-    prefix: str = ""
-    options: tuple[Any, ...] = ()
+    backend: str | None = None  # Backend that its programs run on; None for this library's.
+    prefix: str = ""  # Beginning of its functions' names.
+    options: tuple[Any, ...] = ()  # Further arguments of its functions.
 
     def load(self) -> ModuleType:
         """Imports the module; raises if its library can't run here."""

@@ -1,12 +1,10 @@
-"""The shapes, group sizes and operands that every other test and every benchmark builds on."""
-
-import dataclasses
+"""The shapes and group sizes that every other test and every benchmark builds on."""
 
 import numpy as np
 import pytest
 
 from benchmarks import shapes
-from benchmarks.shapes import SHAPES, SKEWS, TEST_SHAPES, TEST_SKEWS, Shape
+from benchmarks.shapes import SHAPES, SKEWS, TEST_SKEWS, Shape
 
 FEW_GROUPS = [Shape(f"{groups} groups", groups, 130, 8, 8) for groups in (1, 2, 3, 37)]
 
@@ -60,30 +58,3 @@ def test_group_ends_skip_negative_sizes_and_rows_that_do_not_exist() -> None:
     ends = shapes.group_ends(np.array([2, -5, 3, shapes.INT32.max, shapes.INT32.max], np.int32), 9)
 
     assert ends.tolist() == [2, 2, 5, 9, 9]
-
-
-@pytest.mark.parametrize("shape", TEST_SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("skew", ["tail", "hostile"])
-def test_operands_fit_the_shape_follow_from_the_seed_and_poison_the_tail(shape: Shape, skew: str) -> None:
-    sizes = shapes.group_sizes(shape, skew)
-
-    x, kernel, bias, dy = arrays = dataclasses.astuple(shapes.operands(shape, sizes, np.float16))
-
-    end, T, E, K, N = shapes.group_ends(sizes, shape.tokens)[-1], shape.tokens, shape.num_groups, shape.K, shape.N
-    assert [array.shape for array in arrays] == [(T, K), (E, K, N), (E, N), (T, N)]
-    assert {array.dtype.name for array in arrays} == {"float16"}
-    assert all(np.isfinite(array[:end]).all() and np.isnan(array[end:]).all() for array in (x, dy))
-    assert np.isfinite(kernel).all()
-    assert np.isfinite(bias).all()
-    np.testing.assert_array_equal(shapes.operands(shape, sizes, np.float16).dy, dy)
-    assert not np.array_equal(shapes.operands(shape, sizes, np.float16, seed=1).kernel, kernel)
-
-
-def test_magnitudes_of_experts_differ_by_ten_thousand() -> None:
-    shape = Shape("wide", 5, 500, 200, 200)
-
-    operands = shapes.operands(shape, shapes.group_sizes(shape, "equal"))
-
-    by_rows = [rows.std() for rows in operands.x.reshape(5, 100, 200)]
-    for deviations in (operands.kernel.std(axis=(1, 2)), by_rows):
-        np.testing.assert_allclose(np.sort(deviations), [1e-2, 1e-1, 1, 1e1, 1e2], rtol=0.05)
