@@ -15,8 +15,8 @@ from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
 from benchmarks.rows import Record
 from benchmarks.runner import CLOCKS, run
-from benchmarks.shapes import SKEWS
-from benchmarks.suites import PAGE, SHAPES, SUITES
+from benchmarks.shapes import SHAPES, SKEWS
+from benchmarks.suites import PAGE, SUITES
 from benchmarks.table import table
 from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.settings import UsageError

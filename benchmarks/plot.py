@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from benchmarks import cublaslt_rates
 from benchmarks.cases import DTYPE
 from benchmarks.rows import Record, Row
-from benchmarks.shapes import Shape
-from benchmarks.suites import SUITES, SWEEPS
+from benchmarks.shapes import SHAPES, SWEEPS, Shape
+from benchmarks.suites import SUITES
 
 _DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 
@@ -122,8 +122,8 @@ def _scaling(record: Record) -> Figure:
     tokens, experts, skew, roofline = figure.subplots(2, 2).flat
     _curves(tokens, rows, SWEEPS["tokens"], lambda shape: shape.tokens / shape.num_groups)
     _curves(experts, rows, SWEEPS["experts"], lambda shape: shape.num_groups)
-    _curves(roofline, rows, [shape for shapes in SWEEPS.values() for shape in shapes], _intensity, style="o")
-    same, other, skewed = (SWEEPS[name][0] for name in ("tokens", "experts", "skew"))
+    same, other, skewed = SWEEPS["tokens"][0], SWEEPS["experts"][0], SHAPES["dsv3 up"]
+    _curves(roofline, rows, [*SWEEPS["tokens"], *SWEEPS["experts"], skewed], _intensity, style="o")
     of_skew = [row for row in rows if row.case.shape == skewed]
     _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in of_skew], _variants(rows))
     tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")

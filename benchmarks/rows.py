@@ -105,5 +105,5 @@ class Record:
 
         They hold for short blocks and the device's clock: a chip that is kept busy for longer runs slower.
         """
-        key = row.case.shape.name, row.case.skew, row.case.operation
-        return cublaslt_rates.RATES.get(key) if self.on_reference() and row.clock == "device" else None
+        rates = cublaslt_rates.RATES.get(row.case.operation, {}).get(row.case.skew, {})
+        return rates.get(row.case.shape.name) if self.on_reference() and row.clock == "device" else None

@@ -1,7 +1,10 @@
-"""Named shapes and group sizes for the benchmarks and the tests; every value follows from a seed."""
+"""Named shapes, from shapes.toml, and group sizes for the benchmarks and the tests; every value follows from a seed."""
 
 import dataclasses
+import itertools
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,44 +29,19 @@ class Shape:
         return f"E{self.num_groups} T{self.tokens} K{self.K}" + (f" N{self.N}" if self.N else "")
 
 
-#: Layers of published models with the batch sizes that they are trained with.
-MODEL_SHAPES = (
-    Shape("dsv3 up", 32, 32768, 7168, 4096),
-    Shape("dsv3 down", 32, 32768, 2048, 7168),
-    Shape("dsv3 up 8", 8, 32768, 7168, 4096),
-    Shape("mixtral up", 8, 32768, 4096, 28672),
-    Shape("mixtral up 16k", 8, 16384, 4096, 28672),
-    Shape("qwen3", 128, 65536, 2048, 1536),
-    Shape("dsv3 small", 32, 4096, 7168, 4096),
-    # 2880 features: a multiple of 64, but not of the 128 that tiles and scaling blocks have.
-    Shape("gpt-oss 120b up", 128, 65536, 2880, 5760),
-    Shape("gpt-oss 120b down", 128, 65536, 2880, 2880),
-    Shape("gpt-oss 20b up", 32, 32768, 2880, 5760),
-    Shape("gpt-oss 20b down", 32, 32768, 2880, 2880),
-)
+_TABLES = {
+    name: [Shape(shape, *sizes) for shape, sizes in table.items()]
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+}
 
-#: A layer so small that launching a step's kernels takes most of its time.
-LAUNCH_SHAPE = Shape("launch", 8, 1024, 1024, 1024)
+#: Shapes of steps by the number that differs among them.
+SWEEPS = {
+    "tokens": [Shape(f"{2**i} tokens", 32, 32 * 2**i, 7168, 4096) for i in range(4, 14)],
+    "experts": [Shape(f"{2**i} experts", 2**i, 32768, 2048, 1536) for i in range(10)],
+}
 
-#: Small shapes, most of them awkward, that a CPU multiplies in milliseconds.
-TEST_SHAPES = (
-    Shape("single", 1, 1, 1, 1),
-    Shape("aligned", 4, 512, 128, 256),
-    Shape("one group", 1, 130, 37, 257),
-    Shape("two groups", 2, 37, 257, 130),
-    Shape("odd", 3, 257, 130, 37),
-    Shape("one feature", 3, 37, 1, 130),
-    Shape("one result", 3, 130, 257, 1),
-    Shape("one token", 37, 1, 37, 130),
-    Shape("37 groups", 37, 257, 130, 37),
-    Shape("257 groups", 257, 1025, 37, 24),
-    Shape("1025 groups", 1025, 257, 16, 8),
-    Shape("2880 in", 3, 130, 2880, 40),
-    Shape("2880 out", 3, 130, 40, 2880),
-)
-
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNCH_SHAPE, *TEST_SHAPES)}
-
+TEST_SHAPES = tuple(_TABLES["tests"])
+SHAPES = {shape.name: shape for shape in itertools.chain(*_TABLES.values(), *SWEEPS.values())}
 
 #: Weights of groups, from their number and a random generator.
 _WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]]] = {

@@ -82,24 +82,16 @@ class Variant(NamedTuple):
 
 _RECIPES = {"block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling(), "delayed": jg.DelayedScaling()}
 
-#: Layers by recipe. `cached` ones are given the quantized kernel, as microbatches are after the first.
-RECIPES = {"bf16": Variant("ours", None, "layer_", (None, False))} | {
-    name + " cached" * cached: Variant("ours", None, "layer_", (recipe, cached))
-    for name, recipe in _RECIPES.items()
-    for cached in (False, True)
-}
-
-#: Products of FP8 operands that are quantized before the clock starts.
-FP8 = {
+VARIANTS = {
+    OURS: Variant("ours"),
+    # Layers by recipe. `cached` ones are given the quantized kernel, as microbatches are after the first.
+    "bf16": Variant("ours", None, "layer_", (None, False)),
+    **{name: Variant("ours", None, "layer_", (recipe, False)) for name, recipe in _RECIPES.items()},
+    **{f"{name} cached": Variant("ours", None, "layer_", (recipe, True)) for name, recipe in _RECIPES.items()},
+    # Products of FP8 operands that are quantized before the clock starts.
     "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
     "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
-}
-
-VARIANTS = {
-    OURS: Variant("ours"),
-    **RECIPES,
-    **FP8,
     "torch._grouped_mm": Variant("torch_peer", "torch"),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_ragged_dot", "jax"),

@@ -15,8 +15,8 @@ from benchmarks import memory, plot, suites
 from benchmarks.__main__ import main
 from benchmarks.peers import VARIANTS, Variant
 from benchmarks.rows import Record
-from benchmarks.shapes import Shape
-from benchmarks.suites import PAGE, SUITES, SWEEPS
+from benchmarks.shapes import SHAPES, SWEEPS, Shape
+from benchmarks.suites import PAGE, SUITES
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,9 @@ FEW = {
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every shape small."""
-    tiny = {name: Shape(name, 2, 256, 128, 128 if shape.N else 0) for name, shape in suites.SHAPES.items()}
-    monkeypatch.setattr(suites, "SHAPES", tiny)
+    tiny = {name: Shape(name, 2, 256, 128, 128 if shape.N else 0) for name, shape in SHAPES.items()}
+    for module in (suites, plot):
+        monkeypatch.setattr(module, "SHAPES", tiny)
     monkeypatch.setattr(plot, "SWEEPS", {name: [tiny[of.name] for of in sweep] for name, sweep in SWEEPS.items()})
     monkeypatch.setattr(memory, "planned_bytes", lambda *_: 3 * 2**30)
 
