@@ -114,10 +114,9 @@ def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     try:
-        record = Record.read(arguments.file)
+        return _print(Record.read(arguments.file), arguments)
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{arguments.file} holds no rows that can be read: {error}") from None
-    return _print(record, arguments)
 
 
 def _print(record: Record, arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -124,19 +125,16 @@ class Quantization:
         whole = case.shape.tokens * width * DTYPE.itemsize
         if self.mode is None:
             return 2 * whole
-        quantized = sum(self._bytes(of, rows, width) for of in self.orientations for rows in case.sizes.tolist())
+        # The bytes of a group do not depend on the other groups.
+        groups = itertools.product(self.orientations, case.sizes.tolist())
+        layouts = [QuantizedLayout(self.mode, of == "columnwise", rows, width, 1, rows) for of, rows in groups]
+        scale_bytes = 1 if self.mode == ScalingMode.MX else 4
+        quantized = sum(math.prod(of.data_shape) + scale_bytes * math.prod(of.scale_shape) for of in layouts)
         if self.inverse:
             return quantized + whole
         passes = 2 if self.mode == ScalingMode.TENSOR and not self.given_scale else 1
         read = passes * case.valid_rows * sum(of.shape[1] for of in self.arrays(case)) * DTYPE.itemsize
         return read + quantized + (case.shape.num_groups * width * 4 if self.dbias else 0)
-
-    def _bytes(self, orientation: str, rows: int, features: int) -> int:
-        """Counts the bytes of one group's data and scales, which do not depend on other groups."""
-        columnwise = orientation == "columnwise"
-        layout = QuantizedLayout(self.mode, columnwise, tokens=rows, features=features, num_groups=1, stack_rows=rows)
-        scale_bytes = 1 if self.mode == ScalingMode.MX else 4
-        return math.prod(layout.data_shape) + scale_bytes * math.prod(layout.scale_shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,21 +168,13 @@ PRODUCTS = {
     "mlp": Products(4.5, mlp=True),
 }
 
-QUANTIZATIONS = {
-    name: Quantization(name)
-    for name in (
-        "copy",
-        *(f"block_1d {orientation}" for orientation in ("rowwise", "columnwise", "both")),
-        *(f"{scale} tensor {orientation}" for scale in ("delayed", "current") for orientation in ("rowwise", "both")),
-        "mx both",
-        "block_2d kernels both",
-        "dbias block_1d both",
-        "silu_mul block_1d both",
-        "silu_mul backward block_1d both",
-        "dequantize block_1d rowwise",
-        "dequantize block_1d columnwise",
-    )
-}
+_NAMES = (
+    "copy, block_1d rowwise, block_1d columnwise, block_1d both, delayed tensor rowwise, delayed tensor both, "
+    "current tensor rowwise, current tensor both, mx both, block_2d kernels both, dbias block_1d both, "
+    "silu_mul block_1d both, silu_mul backward block_1d both, dequantize block_1d rowwise, "
+    "dequantize block_1d columnwise"
+)
+QUANTIZATIONS = {name: Quantization(name) for name in _NAMES.split(", ")}
 
 OPERATIONS: dict[str, Products | Quantization | Step] = {
     **PRODUCTS,

@@ -19,15 +19,11 @@ _DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 
 def plot(record: Record, against: str, path: Path) -> None:
     """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
-    match SUITES[record.suite].plot:
-        case "shares":
-            figure = _shares(record)
-        case "scaling":
-            figure = _scaling(record)
-        case "speeds":
-            figure = _panels(record, against)
-        case _:
-            figure = _panels(record, None)
+    kind = SUITES[record.suite].plot
+    if kind in ("shares", "scaling"):
+        figure = {"shares": _shares, "scaling": _scaling}[kind](record)
+    else:
+        figure = _panels(record, against if kind == "speeds" else None)
     shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
     versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
     figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
@@ -50,7 +46,10 @@ def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: l
 
 
 def _panels(record: Record, against: str | None) -> Figure:
-    """Draws bars in panels: rates by operation, or speeds relative to a variant by the type of the kernel."""
+    """Draws bars in panels: rates by operation, or speeds relative to a variant by the type of the kernel.
+
+    Lines mark cuBLASLt's own rates on the device that they hold for.
+    """
     panels: dict[str, list[tuple[str, Row, float | None]]] = {}
     for row in record.rows:
         layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
@@ -66,23 +65,18 @@ def _panels(record: Record, against: str | None) -> Figure:
     figure = Figure(figsize=(width, 1 + 2.8 * len(panels)), layout="constrained")
     for axes, (title, bars) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
         _bars(axes, bars, variants)
-        axes.set(title=title, ylabel=f"speed relative to {against}" if against else bars[0][1].unit)
+        unit = bars[0][1].unit
+        axes.set(title=title, ylabel=f"speed relative to {against}" if against else unit)
         if against:
             axes.axhline(1, **_DASHED)
-        else:
-            _mark_rates(axes, record, bars)
+        elif unit == "TFLOP/s" and record.on_reference():
+            rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
+            if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
+                starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
+                axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
+            axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
-
-
-def _mark_rates(axes: Axes, record: Record, bars: Sequence[tuple[str, Row, float | None]]) -> None:
-    """Draws cuBLASLt's own rates on the device that they hold for."""
-    rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
-    if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
-        starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
-        axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-    if record.on_reference() and bars[0][1].unit == "TFLOP/s":
-        axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
 
 
 def _shares(record: Record) -> Figure:

@@ -43,13 +43,10 @@ PARTS = ("product", "quantize", "setup", "other")
 
 
 def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
-    """Times a few blocks of calls by the row's clock, after a warm-up of the same length as one block.
+    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length as one block.
 
-    Args:
-        row: gets the times.
-        work: what is called.
-        seconds: approximate budget of all blocks together; TimeoutError if even one call per block takes far longer.
-        calls: calls per block; by default the number that fits in `seconds`.
+    All blocks together take approximately `seconds`, unless the calls per block are given. TimeoutError if even one
+    call per block takes far longer.
     """
     block, most_calls = CLOCKS[row.clock]
     block(work, 1)  # Compiles.
@@ -65,10 +62,10 @@ def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> N
 
 
 class Span(NamedTuple):
-    """A kernel or copy on the GPU, with its start and end in nanoseconds."""
+    """A kernel or copy on the GPU."""
 
     name: str
-    start: float
+    start: float  # In nanoseconds.
     end: float
 
 
@@ -78,10 +75,9 @@ def profile(work: Work, calls: int) -> list[Span]:
         with jax.profiler.trace(folder):
             work.block(calls)
         (path,) = Path(folder).rglob("*.xplane.pb")
-        spans = read_profile(path)
-    if not spans:
-        raise RuntimeError("the profiler recorded no kernel on a GPU")
-    return spans
+        if spans := read_profile(path):
+            return spans
+    raise RuntimeError("the profiler recorded no kernel on a GPU")
 
 
 def read_profile(path: Path) -> list[Span]:
@@ -181,6 +177,5 @@ def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
 
 def _first_line(error: Exception) -> str:
     """Returns an error in one line that a table can hold."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return textwrap.shorten(text, 120, placeholder=" ...")
+    lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
+    return textwrap.shorten(lines[0], 120, placeholder=" ...")

@@ -15,9 +15,7 @@ _LEFT = ("shape", "sizes", "operation", "kernel", "skew", "variant", "backend", 
 def table(record: Record, against: str) -> str:
     """Returns a line per row with all that was measured, and two lines about the device and the versions.
 
-    Args:
-        record: the rows.
-        against: the variant that speeds are relative to.
+    Speeds are relative to the variant `against`.
     """
 
     def rate(row: Row, unit: str) -> float | None:

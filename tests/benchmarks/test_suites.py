@@ -1,5 +1,6 @@
 """The suites: what they measure, print, write and draw, stored results, the page's commands, and what goes wrong."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -47,12 +48,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SHAPES", tiny)
     monkeypatch.setattr(plot, "SWEEPS", {name: [tiny[of.name] for of in sweep] for name, sweep in SWEEPS.items()})
     monkeypatch.setattr(memory, "planned_bytes", lambda *_: 3 * 2**30)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The command sets it if it isn't set; this undoes that after each test.
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # Undoes the command's changes after the test.
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -135,9 +131,9 @@ def test_a_peer_that_fails_gives_a_row_with_the_reason(
     monkeypatch.setitem(sys.modules, "benchmarks.peers.fails", SimpleNamespace(product=product))
     monkeypatch.setitem(VARIANTS, "jax.lax.ragged_dot", Variant("fails", "jax"))
     monkeypatch.setitem(sys.modules, "torch", None)
-    options = ["--ops", "fprop", "--skews", "equal", "--json", str(tmp_path / "rows.json")]
+    options = "--ops fprop --skews equal --peers jax.lax.ragged_dot torch._grouped_mm jax_grouped --json"
 
-    assert main(["run", "products", *options, "--peers", "jax.lax.ragged_dot", "torch._grouped_mm", "jax_grouped"]) == 0
+    assert main(["run", "products", *options.split(), str(tmp_path / "rows.json")]) == 0
 
     failed, worked, *_ = Record.read(tmp_path / "rows.json").rows
     assert (failed.note, failed.milliseconds) == ("MemoryError: RESOURCE_EXHAUSTED: 56 GiB", None)
