@@ -49,9 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG")
         return added
 
-    runs = add(
-        "run", _run, "measure suites, several each in a process of its own; {suite} in files is the suite's name"
-    )
+    runs = add("run", _run, "measure suites; several, each in a process of its own")
     help_ = f"{', '.join(SUITES)} (default: those of README.md)"
     runs.add_argument("suites", nargs="*", choices=SUITES, metavar="SUITE", help=help_)
     for axis, (flags, names) in _AXES.items():

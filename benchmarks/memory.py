@@ -12,19 +12,17 @@ from benchmarks.h200 import compile_for_h200, missing
 from benchmarks.shapes import Shape
 
 _LAYERS = 4
+_BLOCK = jg.Float8BlockScaling()
+_TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
 
-#: Recipe, and what of a layer waits for the backward pass: all that it reads, the quantized tokens alone, or nothing.
+#: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, or nothing.
 VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
     "bf16": (None, lambda layer: layer),
-    "block": (jg.Float8BlockScaling(), lambda layer: layer),
-    "block, only tokens are kept": (
-        jg.Float8BlockScaling(),
-        functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("jax_grouped_x")),
-    ),
+    "block": (_BLOCK, lambda layer: layer),
+    "block, only tokens are kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
     "bf16, nothing is kept": (None, jax.checkpoint),
-    "block, nothing is kept": (jg.Float8BlockScaling(), jax.checkpoint),
+    "block, nothing is kept": (_BLOCK, jax.checkpoint),
 }
-
 
 #: Layers of a step, and the type of all kernels: one layer; four pairs of such a layer and one back, in sequence; or
 #: four MLPs in a scan, each of such a layer, SwiGLU and one back. With SGD the kernels change in place; else their

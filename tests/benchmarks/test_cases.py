@@ -125,17 +125,14 @@ def test_transformer_engine_gets_a_quantizer_for_each_group(monkeypatch: pytest.
         scales = jnp.concatenate([of_group.scale for of_group in quantizer.quantizers])
         return {"data": x.astype(jnp.float8_e4m3fn), "scale_inv": 1 / scales, "group_sizes": sizes}
 
-    modes, create = SimpleNamespace(DELAYED_TENSOR_SCALING="delayed", CURRENT_TENSOR_SCALING="current"), MagicMock()
-    create.side_effect = lambda **options: SimpleNamespace(quantizers=[MagicMock() for _ in range(options["n_groups"])])
+    quantize = MagicMock()
+    delayed, create = quantize.ScalingMode.DELAYED_TENSOR_SCALING, quantize.QuantizerFactory.create
+    quantize.is_scaling_mode_supported.side_effect = lambda mode: (mode is delayed, "not here")
+    create.return_value.quantizers = [MagicMock(), MagicMock()]
     modules = {
         "dense": SimpleNamespace(grouped_dense=jax.lax.ragged_dot),
         "cpp_extensions": SimpleNamespace(grouped_quantize=grouped_quantize),
-        "quantize": SimpleNamespace(
-            ScalingMode=modes,
-            QuantizeLayout=SimpleNamespace(ROWWISE="rowwise", ROWWISE_COLWISE="both"),
-            QuantizerFactory=SimpleNamespace(create=create),
-            is_scaling_mode_supported=lambda mode: (mode == "delayed", "not here"),
-        ),
+        "quantize": quantize,
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"transformer_engine.jax.{name}", module)
@@ -145,7 +142,8 @@ def test_transformer_engine_gets_a_quantizer_for_each_group(monkeypatch: pytest.
 
     data, scale_inv = results("delayed tensor both", "transformer_engine.jax")
 
-    create.assert_called_with(scaling_mode="delayed", q_dtype=jnp.float8_e4m3fn, q_layout="both", n_groups=2)
+    both = quantize.QuantizeLayout.ROWWISE_COLWISE
+    create.assert_called_with(scaling_mode=delayed, q_dtype=jnp.float8_e4m3fn, q_layout=both, n_groups=2)
     assert (data.shape, scale_inv.shape) == ((256, 128), (2,))
     with pytest.raises(ValueError, match="not here"):
         results("current tensor both", "transformer_engine.jax")

@@ -15,23 +15,7 @@ from benchmarks.runner import BLOCKS, PARTS, Span, measure
 from benchmarks.shapes import SHAPES
 from benchmarks.table import table
 
-# As the profiler writes them: two calls of two kernels on a GPU's streams, and whatever else it records.
-PROFILE = """
-planes {
-  name: "/device:GPU:0"
-  event_metadata { key: 1 value { id: 1 name: "scales" } }
-  event_metadata { key: 2 value { id: 2 name: "cast" } }
-  lines {
-    name: "Stream #14(Compute)" timestamp_ns: 1000
-    events { metadata_id: 2 offset_ps: 15000 duration_ps: 25000 }
-    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 10000 }
-    events { metadata_id: 2 offset_ps: 1011000 duration_ps: 19000 }
-  }
-  lines { name: "Stream #15(MemcpyD2D)" timestamp_ns: 1000 events { metadata_id: 1 duration_ps: 10000 } }
-  lines { name: "XLA Ops" timestamp_ns: 1000 events { metadata_id: 1 duration_ps: 5000000 } }
-}
-planes { name: "/host:CPU" lines { name: "Stream" timestamp_ns: 5 events { metadata_id: 1 duration_ps: 10000 } } }
-"""
+# In profile.txtpb: two calls of two kernels.
 SPANS = [Span("scales", 1000, 1010), Span("cast", 1015, 1040), Span("scales", 2000, 2010), Span("cast", 2011, 2030)]
 
 
@@ -66,7 +50,8 @@ def test_calls_fill_the_budget_and_a_slow_peer_is_given_up() -> None:
 
 def test_a_profile_is_read_in_the_order_in_which_kernels_start(tmp_path: Path) -> None:
     file = tmp_path / "a.xplane.pb"
-    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(PROFILE))
+    text = Path(__file__).with_name("profile.txtpb").read_text()
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
 
     assert runner.read_profile(file) == SPANS
 
