@@ -65,13 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     shows.add_argument("file", type=Path, metavar="FILE")
     for added in (runs, shows):
         added.add_argument("--against", metavar="VARIANT", help="give speeds relative to this variant")
-    fidelity.add_options(add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16"))
+    losses = add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16")
+    losses.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
+    losses.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
+    losses.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     names = arguments.suites or PAGE
-    if len(names) > 1:
+    if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
         return _run_each(names, arguments)
     suite = SUITES[names[0]]
     options = {of: getattr(arguments, of) or getattr(suite, of) for of in ("clock", "seconds", "calls", "verify")}
@@ -112,9 +115,10 @@ def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     try:
-        return _print(Record.read(arguments.file), arguments)
+        record = Record.read(arguments.file)
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{arguments.file} holds no rows that can be read: {error}") from None
+    return _print(record, arguments)
 
 
 def _print(record: Record, arguments: argparse.Namespace) -> int:

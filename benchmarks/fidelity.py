@@ -62,13 +62,6 @@ def _record(run: Run) -> dict[str, Any]:
     return {"settings": settings, **final, "held_out": dict(run.held_out)}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `compare`."""
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
-    parser.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
-
-
 def compare(arguments: argparse.Namespace) -> int:
     """Prints, writes and draws the comparison; returns 1 if a run is further from bf16 than `--within`, else 0."""
     runs = [_read(folder) for folder in arguments.runs]

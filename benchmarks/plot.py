@@ -55,9 +55,8 @@ def _panels(record: Record, against: str | None) -> Figure:
         layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
         group = f"{row.case.shape.name}{layer}\n{row.case.skew}"
         height = record.speed(row, against) if against else row.rate
-        panels.setdefault(f"{row.case.kernel_dtype} kernel" if against else row.case.operation, []).append(
-            (group, row, height)
-        )
+        title = f"{row.case.kernel_dtype} kernel" if against else row.case.operation
+        panels.setdefault(title, []).append((group, row, height))
     variants = _variants(record.rows)
     groups = len({(row.case.shape.name, row.case.skew) for row in record.rows})
     # Wide enough for the names of the groups, however few their bars are.
@@ -84,14 +83,13 @@ def _shares(record: Record) -> Figure:
     rows = [row for row in record.rows if record.of_copy(row)]
     # Like operations together, however the run was ordered.
     operations = list(dict.fromkeys(row.case.operation for row in rows))
-    names = {row.case: (row.case.operation, row.case.shape.name, row.case.skew) for row in rows}
-    lines = sorted(dict.fromkeys(names.values()), key=lambda line: operations.index(line[0]))
+    names = [(row.case.operation, row.case.shape.name, row.case.skew) for row in rows]
+    lines = sorted(dict.fromkeys(names), key=lambda line: operations.index(line[0]))
     figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
     axes = figure.subplots()
     for variant in _variants(rows):
-        dots = [row for row in rows if row.case.variant == variant]
-        shares = [100 * (record.of_copy(row) or 0) for row in dots]
-        axes.scatter(shares, [lines.index(names[row.case]) for row in dots], label=variant)
+        dots = [(row, lines.index(name)) for row, name in zip(rows, names, strict=True) if row.case.variant == variant]
+        axes.scatter([100 * (record.of_copy(row) or 0) for row, _ in dots], [line for _, line in dots], label=variant)
     axes.axvline(100, **_DASHED, label="copy")
     axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
     axes.invert_yaxis()
@@ -118,8 +116,7 @@ def _scaling(record: Record) -> Figure:
     _curves(experts, rows, SWEEPS["experts"], lambda shape: shape.num_groups)
     same, other, skewed = SWEEPS["tokens"][0], SWEEPS["experts"][0], SHAPES["dsv3 up"]
     _curves(roofline, rows, [*SWEEPS["tokens"], *SWEEPS["experts"], skewed], _intensity, style="o")
-    of_skew = [row for row in rows if row.case.shape == skewed]
-    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in of_skew], _variants(rows))
+    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], _variants(rows))
     tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
     experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
     skew.set(title=f"{skewed.name}, by group sizes")

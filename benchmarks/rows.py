@@ -42,10 +42,9 @@ class Row:
     @property
     def rate(self) -> float | None:
         """Count per time in the row's unit; None if the figure is missing."""
-        if self.unit == "GiB":
-            return self.count and self.count / 2**30
-        scale = {"TFLOP/s": 1e9, "GB/s": 1e6}[self.unit]
-        return self.count / self.milliseconds / scale if self.count and self.milliseconds else None
+        time = 1.0 if self.unit == "GiB" else self.milliseconds
+        scale = {"TFLOP/s": 1e9, "GB/s": 1e6, "GiB": 2**30}[self.unit]
+        return self.count / time / scale if self.count and time else None
 
 
 @dataclasses.dataclass

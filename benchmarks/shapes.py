@@ -85,8 +85,7 @@ def _hostile(shape: Shape) -> npt.NDArray[np.int32]:
     sizes[::3] = -7
     sizes[1::6] = INT32.min
     # The first one takes all rows that are left; after the second, a 32-bit sum is negative.
-    sizes[shape.num_groups // 2] = INT32.max
-    sizes[-1] = INT32.max
+    sizes[[shape.num_groups // 2, -1]] = INT32.max
     return sizes
 
 

@@ -13,7 +13,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import memory
 from benchmarks.__main__ import main as benchmark
-from benchmarks.h200 import compile_for_h200, missing
+from benchmarks.memory import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp

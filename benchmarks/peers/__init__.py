@@ -94,7 +94,7 @@ VARIANTS = {
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
-    "jax.lax.ragged_dot": Variant("jax_ragged_dot", "jax"),
+    "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
     "jax.numpy": Variant("jax_numpy", "xla"),
     "jax.numpy.copy": Variant("jax_numpy", "xla"),
 }

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 
 import jax_grouped as jg
 from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, quantization_arguments
-from benchmarks.peers import JaxWork, NotOfferedError, layers
+from benchmarks.peers import JaxWork, NotOfferedError, jax_layers
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.moe import Weights
 from jax_grouped.ops.gemm import gemm
 
-_initial_step = jax.jit(layers.gradients, static_argnums=0)
+_initial_step = jax.jit(jax_layers.gradients, static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
+_dequantize = functools.partial(jg.grouped_dequantize, dtype=jnp.bfloat16)
 
 
-@layers.layer_of
+@jax_layers.layer_of
 def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     # A float32 kernel, as mixed-precision training has, gets a float32 gradient.
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
@@ -27,12 +28,12 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes `ragged_dot`."""
-    return layers.layer_work(case, sets, _ragged_dot)
+    return jax_layers.layer_work(case, sets, _ragged_dot)
 
 
 # One function for each, here and below, so that JAX compiles it once for all group sizes.
 @functools.cache
-def _layer(recipe: jg.Recipe | None) -> layers.Layer:
+def _layer(recipe: jg.Recipe | None) -> jax_layers.Layer:
     def layer(x: jax.Array, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
         if len(weights) == 1:
             return jg.grouped_dense(x, group_sizes=sizes, recipe=recipe, **weights[0]._asdict())
@@ -59,7 +60,7 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
         cache = _quantize_kernel(kernel, recipe=recipe, scale=scales[index]) if cached else None
         return Weights(kernel, None, cache, states[index])
 
-    return layers.layer_work(case, sets, layer, make_weights)
+    return jax_layers.layer_work(case, sets, layer, make_weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -114,10 +115,6 @@ def _quantization(of: Quantization) -> Callable[..., list[jax.Array]]:
         return [array for array in arrays if array is not None]
 
     return run
-
-
-def _dequantize(scaled: jg.ScaledArray) -> jax.Array:
-    return jg.grouped_dequantize(scaled, jnp.bfloat16)
 
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:

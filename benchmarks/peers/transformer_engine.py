@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import Arrays, Case, quantization_arguments
-from benchmarks.peers import JaxWork, NotOfferedError, layers
+from benchmarks.peers import JaxWork, NotOfferedError, jax_layers
 
 _dense: Any = importlib.import_module("transformer_engine.jax.dense")
 _quantize: Any = importlib.import_module("transformer_engine.jax.quantize")
@@ -17,14 +17,14 @@ _extensions: Any = importlib.import_module("transformer_engine.jax.cpp_extension
 _MODES = {"delayed": "DELAYED_TENSOR_SCALING", "current": "CURRENT_TENSOR_SCALING", "mx": "MXFP8_1D_SCALING"}
 
 
-@layers.layer_of
+@jax_layers.layer_of
 def _layer(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return _dense.grouped_dense(x, kernel.astype(x.dtype), sizes)
 
 
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
     case.require_all_rows()
-    return layers.layer_work(case, sets, _layer)
+    return jax_layers.layer_work(case, sets, _layer)
 
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:

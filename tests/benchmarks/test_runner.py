@@ -137,10 +137,9 @@ def test_the_table_shows_speeds_shares_and_reasons() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["bf16", "block"])
 def test_a_profile_shows_the_parts_of_a_step(variant: str) -> None:
-    case = Case("dense", SHAPES["aligned"], variant, kernel_dtype="float32")
-    row = Row(case, "device")
+    row = Row(Case("dense", SHAPES["aligned"], variant, kernel_dtype="float32"), "device")
 
-    measure(row, VARIANTS[variant].prepare(case, draw(OPERATIONS["dense"].arrays(case), 0)), 1, calls=5)
+    measure(row, VARIANTS[variant].prepare(row.case, draw(OPERATIONS["dense"].arrays(row.case), 0)), 1, calls=5)
 
     assert row.parts["product"] > 0
     assert (row.parts["quantize"] > 0) == (variant == "block")

@@ -1,4 +1,4 @@
-"""Operations on a layer that is a JAX function, by differentiation."""
+"""Operations on a layer that is a JAX function, by differentiation; and the layer with `jax.lax.ragged_dot`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -64,3 +64,13 @@ def layer_work(
     ]
     sums = [jnp.zeros_like(kernel) for kernel in sets[0][1:-1]] if case.operation == "accumulating" else None
     return JaxWork(_program(case.operation, layer), arguments, sums)
+
+
+@layer_of
+def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, kernel.astype(x.dtype), sizes)
+
+
+def product(case: Case, sets: list[Arrays]) -> JaxWork:
+    """Makes `jax.lax.ragged_dot`. A float32 kernel and its gradient are converted."""
+    return layer_work(case, sets, _ragged_dot)
