@@ -38,9 +38,7 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
 
         assert jnp.allclose(kernel.std(), 32**-0.5, rtol=0.1)
     """
-    init = jax.nn.initializers.variance_scaling(
-        1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=range(2, len(shape)), batch_axis=0
-    )
+    init = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=range(2, len(shape)), batch_axis=0)
     return init(key, shape, dtype)
 
 
@@ -101,7 +99,7 @@ def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes
                 )
 
 
-def mixture(
+def apply_moe(
     layer: Any,
     x: jax.Array,
     router: Callable[[jax.Array], jax.Array],
@@ -183,7 +181,7 @@ def requantized(
 
 
 def local_size(name: str, size: int, axis_name: str | None) -> int:
-    """Returns one device's share of `size` features or experts.
+    """Returns one device's part of `size` features or experts.
 
     Raises:
         ValueError: `size` cannot be split evenly over the axis, or there is no such axis.

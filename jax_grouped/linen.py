@@ -355,7 +355,7 @@ class MoEMlp(nn.Module):
         gate_up = weights("gate_up", (experts, features, 2, hidden), self.gate_up_init)
         down = weights("down", (experts, hidden, features), self.down_init)
         axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
-        return _layers.mixture(self, x, router, gate_up, down, selection_bias, **axes)
+        return _layers.apply_moe(self, x, router, gate_up, down, selection_bias, **axes)
 
 
 def __dir__() -> list[str]:

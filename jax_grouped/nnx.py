@@ -387,7 +387,7 @@ class MoEMlp(nnx.Module):
         self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
-        return _layers.mixture(self, x, self.router, gate_up, down, selection_bias, **axes)
+        return _layers.apply_moe(self, x, self.router, gate_up, down, selection_bias, **axes)
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}

@@ -1,7 +1,9 @@
 """Definitions of the operations, row by row, in NumPy and float64."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 
 from jax_grouped import config
@@ -99,3 +101,28 @@ def fp8_tolerance(out_dtype: str = "float32") -> float:
     if out_dtype != "float32":
         return 5e-3
     return 1e-5 if config.backend == "xla" or not cuda_devices() else 1e-3
+
+
+def a_loop_over_tokens(
+    params: Any,
+    x: np.ndarray,
+    top_k: int = 2,
+    score: str = "softmax",
+    bias: np.ndarray | None = None,
+    scale: float = 1.0,
+) -> np.ndarray:
+    """Computes the layer's definition, a token and an expert at a time, in float64."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    outputs = []
+    for token in np.asarray(x, np.float64):
+        logits = token @ p["router"]["kernel"]
+        scores = np.exp(logits) / np.exp(logits).sum() if score == "softmax" else 1 / (1 + np.exp(-logits))
+        chosen = np.argsort(-(scores if bias is None else scores + bias))[:top_k]
+        output = np.zeros_like(token)
+        for expert in chosen:
+            gate, up = np.einsum("k,khf->hf", token, p["gate_up"]["kernel"][expert]) + p["gate_up"]["bias"][expert]
+            hidden = gate / (1 + np.exp(-gate)) * up
+            result = hidden @ p["down"]["kernel"][expert] + p["down"]["bias"][expert]
+            output += scale * scores[expert] / scores[chosen].sum() * result
+        outputs.append(output)
+    return np.stack(outputs)

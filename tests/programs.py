@@ -26,3 +26,9 @@ def custom_calls(text: str, target: str = "jax_grouped") -> list[str]:
 def products(text: str) -> list[str]:
     """Returns the grouped products of a program, in its order."""
     return [("fprop", "dgrad", "wgrad")[int(index)] for index in re.findall(r"product = (\d) : i32", text)]
+
+
+def types(call: str) -> tuple[list[str], list[str]]:
+    """Returns the types of a custom call's operands and results."""
+    operands, results = call.rsplit(" : (", 1)[1].split(") -> ")
+    return re.findall(r"tensor<(\S+)>", operands), re.findall(r"tensor<(\S+)>", results)

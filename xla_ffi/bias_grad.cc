@@ -13,7 +13,7 @@ constexpr char kOp[] = "jax_grouped_bias_grad";
 using F32 = ffi::Buffer<ffi::F32>;
 
 ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes, S32Buffer group_offset,
-                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> starts) try {
+                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> tables) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
   const auto type = FloatType(dy.element_type());
@@ -27,10 +27,10 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckAtLeast(kOp, "the size of partial_sums", static_cast<int64_t>(partial_sums->element_count()),
                    groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kOp, "the size of starts", static_cast<int64_t>(starts->element_count()),
-                                           int64_t{2} * (groups.num_groups + 1) * groups.batch));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kOp, "the size of tables", static_cast<int64_t>(tables->element_count()),
+                                           GroupTable::Size(groups.num_groups) * groups.batch));
   return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
-                                     starts->typed_data(), dbias->typed_data()));
+                                     tables->typed_data(), dbias->typed_data()));
 }
 JAX_GROUPED_CATCH(kOp)
 

@@ -68,9 +68,9 @@ ffi::Error CheckTable(const char* op, const ffi::AnyBuffer& table, const Groups&
 }
 
 // The operands and results that not every call has, in order.
-class Operands {
+class OptionalBuffers {
  public:
-  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
+  OptionalBuffers(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
 
   ffi::ErrorOr<ffi::AnyBuffer> NextArgument() { return args_.get<ffi::AnyBuffer>(next_argument_++); }
   ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> NextResult() { return results_.get<ffi::AnyBuffer>(next_result_++); }
@@ -120,17 +120,17 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
 }
 
 ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups,
-                           const QuantizeAttributes& attributes, const QuantizeProblem& problem, Operands* operands,
-                           QuantizeBuffers* buffers) {
+                           const QuantizeAttributes& attributes, const QuantizeProblem& problem,
+                           OptionalBuffers* optional, QuantizeBuffers* buffers) {
   buffers->x = x.untyped_data();
   if (attributes.given_scale) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(scale, operands->NextArgument());
+    JAX_GROUPED_ASSIGN_OR_RETURN(scale, optional->NextArgument());
     if (scale->element_type() != ffi::F32) return Invalid(kQuantize, "scale must be float32.");
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of scale", Elements(*scale), num_groups));
     buffers->scale = static_cast<const float*>(scale->untyped_data());
   }
   if (attributes.backward) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(input, operands->NextArgument());
+    JAX_GROUPED_ASSIGN_OR_RETURN(input, optional->NextArgument());
     if (input->element_type() != x.element_type()) return Invalid(kQuantize, "activation_input must have x's type.");
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of elements of activation_input", Elements(*input),
                                            x.dimensions()[0] * problem.features));
@@ -138,7 +138,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
     buffers->activation_input = input->untyped_data();
   }
   if (attributes.cached) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(skip, operands->NextArgument());
+    JAX_GROUPED_ASSIGN_OR_RETURN(skip, optional->NextArgument());
     if (skip->element_type() != ffi::PRED) return Invalid(kQuantize, "skip must be boolean.");
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of skip", Elements(*skip), batch));
     buffers->skip = static_cast<const bool*>(skip->untyped_data());
@@ -147,10 +147,10 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
 }
 
 // Decodes one orientation's results.
-ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::optional<cudaDataType_t>* type,
+ffi::Error DecodeScaled(const QuantizedLayout& layout, OptionalBuffers* optional, std::optional<cudaDataType_t>* type,
                         void** data, void** scale, int64_t* scale_bytes) {
-  JAX_GROUPED_ASSIGN_OR_RETURN(data_result, operands->NextResult());
-  JAX_GROUPED_ASSIGN_OR_RETURN(scale_result, operands->NextResult());
+  JAX_GROUPED_ASSIGN_OR_RETURN(data_result, optional->NextResult());
+  JAX_GROUPED_ASSIGN_OR_RETURN(scale_result, optional->NextResult());
   const ffi::AnyBuffer& data_buffer = **data_result;
   const ffi::AnyBuffer& scale_buffer = **scale_result;
   JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kQuantize, layout, data_buffer, scale_buffer));
@@ -165,29 +165,29 @@ ffi::Error DecodeScaled(const QuantizedLayout& layout, Operands* operands, std::
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attributes, Operands* operands,
+ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attributes, OptionalBuffers* optional,
                          QuantizeProblem* problem, QuantizeBuffers* buffers) {
   std::optional<cudaDataType_t> type;
   if (attributes.rowwise) {
     layout.columnwise = false;
     JAX_GROUPED_RETURN_IF_ERROR(
-        DecodeScaled(layout, operands, &type, &buffers->row_data, &buffers->row_scale, &buffers->row_scale_bytes));
+        DecodeScaled(layout, optional, &type, &buffers->row_data, &buffers->row_scale, &buffers->row_scale_bytes));
   }
   if (attributes.columnwise) {
     layout.columnwise = true;
-    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaled(layout, operands, &type, &buffers->column_data, &buffers->column_scale,
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaled(layout, optional, &type, &buffers->column_data, &buffers->column_scale,
                                              &buffers->column_scale_bytes));
   }
   if (!type) return Invalid(kQuantize, "rowwise or columnwise must be true.");
   problem->output_type = *type;
 
-  JAX_GROUPED_ASSIGN_OR_RETURN(amax, operands->NextResult());
+  JAX_GROUPED_ASSIGN_OR_RETURN(amax, optional->NextResult());
   if ((*amax)->element_type() != ffi::F32) return Invalid(kQuantize, "amax must be float32.");
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.batch * layout.num_groups));
   buffers->amax = static_cast<float*>((*amax)->untyped_data());
   if (!attributes.dbias) return ffi::Error::Success();
-  JAX_GROUPED_ASSIGN_OR_RETURN(dbias, operands->NextResult());
+  JAX_GROUPED_ASSIGN_OR_RETURN(dbias, optional->NextResult());
   if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of dbias", Elements(**dbias),
                                          layout.batch * layout.num_groups * layout.features));
@@ -195,14 +195,14 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
   return ffi::Error::Success();
 }
 
-ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, QuantizeBuffers* buffers) {
-  JAX_GROUPED_ASSIGN_OR_RETURN(scratch, operands->NextResult());
+ffi::Error DecodeScratch(const QuantizedLayout& layout, OptionalBuffers* optional, QuantizeBuffers* buffers) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(scratch, optional->NextResult());
   JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kQuantize, "the bytes of scratch",
                                            static_cast<int64_t>((*scratch)->size_bytes()),
                                            QuantizeScratchBytes(layout.batch, layout.tokens, layout.num_groups)));
   buffers->scratch = (*scratch)->untyped_data();
-  JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, operands->NextResult());
-  const int64_t expected = buffers->dbias != nullptr ? layout.Units(kBlock) * layout.features : 0;
+  JAX_GROUPED_ASSIGN_OR_RETURN(partial_sums, optional->NextResult());
+  const int64_t expected = buffers->dbias != nullptr ? layout.RowBlocks(kBlock) * layout.features : 0;
   if ((*partial_sums)->element_type() != ffi::F32) return Invalid(kQuantize, "the partial sums must be float32.");
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckAtLeast(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
@@ -212,11 +212,12 @@ ffi::Error DecodeScratch(const QuantizedLayout& layout, Operands* operands, Quan
 
 // Copies the previous results to the results, unless they are the same buffers. They are, except where XLA makes the
 // call write its results straight into a slice of a larger array, as it does in a loop.
-ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results, Operands* operands) {
+ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results,
+                        OptionalBuffers* optional) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
-                                         static_cast<int64_t>(operands->ArgumentsLeft()), static_cast<int64_t>(count)));
+                                         static_cast<int64_t>(optional->ArgumentsLeft()), static_cast<int64_t>(count)));
   for (size_t i = 0; i < count; ++i) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(previous, operands->NextArgument());
+    JAX_GROUPED_ASSIGN_OR_RETURN(previous, optional->NextArgument());
     JAX_GROUPED_ASSIGN_OR_RETURN(result, results.get<ffi::AnyBuffer>(i));
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the bytes of a previous result",
                                            static_cast<int64_t>(previous->size_bytes()),
@@ -232,7 +233,7 @@ ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingR
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes, S32Buffer group_offset,
                     ffi::RemainingArgs more, ffi::RemainingRets results, const QuantizeAttributes& attributes) try {
-  Operands operands(more, results);
+  OptionalBuffers optional(more, results);
   QuantizeProblem problem{};
   QuantizeBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
@@ -253,12 +254,12 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
                                problem.features,
                                groups.num_groups,
                                attributes.stack_rows};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, groups.batch, num_groups, attributes, problem, &operands, &buffers));
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &operands, &problem, &buffers));
-  const size_t num_results = operands.ResultsTaken();
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &operands, &buffers));
-  if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &operands));
-  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementUnits(), buffers));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, groups.batch, num_groups, attributes, problem, &optional, &buffers));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &optional, &problem, &buffers));
+  const size_t num_results = optional.ResultsTaken();
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &optional, &buffers));
+  if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &optional));
+  return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementRowBlocks(), buffers));
 }
 JAX_GROUPED_CATCH(kQuantize)
 

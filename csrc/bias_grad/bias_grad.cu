@@ -7,56 +7,25 @@
 
 #include "csrc/common/launch.cuh"
 #include "csrc/groups/layout.cuh"
+#include "csrc/groups/table.cuh"
 
 namespace jax_grouped {
 namespace {
 
-constexpr int kScanThreads = 512;
+constexpr int kSetupThreads = 512;
 constexpr int kColumnThreads = 32;
 constexpr int kLanes = 8;
 constexpr int kSumThreads = 128;
 
-// First rows and first tiles of each batch element's local groups. Each array has one more entry: the end of the last
-// group.
-struct Starts {
-  int32_t* base;  // [batch, 2, num_groups + 1]
-  int32_t num_groups;
+// The row blocks of the group table that are tiles.
+constexpr RowBlock kTileRowBlock = RowBlock::k128;
+static_assert(RowsOf(kTileRowBlock) == kBiasGradRows);
 
-  __device__ int32_t* Row(int32_t element) const { return base + element * Stride(); }
-  __device__ int32_t* Tile(int32_t element) const { return Row(element) + num_groups + 1; }
-  JAX_GROUPED_HOST_DEVICE int64_t Stride() const { return 2 * (static_cast<int64_t>(num_groups) + 1); }
-};
-
-// Writes the starts of a batch's groups. Each block handles one batch element.
-__global__ void __launch_bounds__(kScanThreads) FindTiles(Groups batch, Starts starts) {
-  using Scan = cub::BlockScan<int32_t, kScanThreads>;
-  __shared__ typename Scan::TempStorage storage;
+// Fills in the table of a batch element in each block.
+__global__ void __launch_bounds__(kSetupThreads)
+    SetUpBiasGrad(Groups batch, const __grid_constant__ RowBlockCounts element_row_blocks, GroupTable table) {
   const auto element = static_cast<int32_t>(blockIdx.x);
-  const Groups groups = batch.At(element);
-  const int64_t first_row = element * groups.capacity;
-  int32_t* row_starts = starts.Row(element);
-  int32_t* tile_starts = starts.Tile(element);
-  const RowRange local = LocalRows<kScanThreads>(groups);
-  ForEachGroup<kScanThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
-    row_starts[group] = static_cast<int32_t>(first_row + rows.begin);
-    if (group == groups.num_groups - 1) row_starts[group + 1] = static_cast<int32_t>(first_row + rows.end);
-  });
-  __syncthreads();
-
-  auto running = static_cast<int32_t>(element * BiasGradTiles(groups.capacity, groups.num_groups));
-  for (int32_t chunk = 0; chunk <= groups.num_groups; chunk += kScanThreads) {
-    const int32_t group = chunk + static_cast<int32_t>(threadIdx.x);
-    int32_t tiles = 0;
-    if (group < groups.num_groups) {
-      tiles = (row_starts[group + 1] - row_starts[group] + kBiasGradRows - 1) / kBiasGradRows;
-    }
-    int32_t start;
-    int32_t total;
-    Scan(storage).ExclusiveSum(tiles, start, total);
-    if (group <= groups.num_groups) tile_starts[group] = running + start;
-    running += total;
-    __syncthreads();
-  }
+  FillGroupTable<kSetupThreads, Counts<kTileRowBlock>>(batch, element, element_row_blocks, table.At(element));
 }
 
 __device__ float ToFloat(float x) { return x; }
@@ -74,16 +43,17 @@ struct alignas(sizeof(T) * kVector) Vector {
 // Sums one tile's rows over kColumnThreads * kVector columns per block. blockIdx.y is the batch element.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kColumnThreads* kLanes)
-    SumTiles(const T* __restrict__ dy, int64_t features, uint32_t column_blocks, Starts starts,
+    SumTiles(const T* __restrict__ dy, int64_t features, uint32_t column_blocks, GroupTable batch_table,
              float* __restrict__ partial_sums) {
   __shared__ float lane_sums[kLanes][kColumnThreads][kVector];
-  const int32_t* row_starts = starts.Row(static_cast<int32_t>(blockIdx.y));
-  const int32_t* tile_starts = starts.Tile(static_cast<int32_t>(blockIdx.y));
+  const GroupTable table = batch_table.At(static_cast<int32_t>(blockIdx.y));
+  const int32_t* row_starts = table.FirstRow();
+  const int32_t* tile_starts = table.BlocksBefore(kTileRowBlock);
   const int32_t tile = tile_starts[0] + static_cast<int32_t>(blockIdx.x / column_blocks);
   const int64_t first_column = static_cast<int64_t>(blockIdx.x % column_blocks) * kColumnThreads * kVector;
-  if (tile >= tile_starts[starts.num_groups]) return;
+  if (tile >= tile_starts[table.num_groups]) return;
 
-  const int32_t group = FindGroup(tile_starts, 0, starts.num_groups, tile);
+  const int32_t group = FindGroup(tile_starts, 0, table.num_groups, tile);
   const int64_t begin = row_starts[group] + static_cast<int64_t>(tile - tile_starts[group]) * kBiasGradRows;
   const int64_t end = min(begin + kBiasGradRows, static_cast<int64_t>(row_starts[group + 1]));
   const int64_t column = first_column + threadIdx.x * kVector;
@@ -112,12 +82,11 @@ __global__ void __launch_bounds__(kColumnThreads* kLanes)
 }
 
 __global__ void __launch_bounds__(kSumThreads)
-    AddTiles(const float* __restrict__ partial_sums, int64_t features, uint32_t column_blocks,
-             const int32_t* __restrict__ tile_starts, int64_t element_stride, int32_t num_groups,
+    AddTiles(const float* __restrict__ partial_sums, int64_t features, uint32_t column_blocks, GroupTable table,
              float* __restrict__ dbias) {
-  const int64_t index = blockIdx.x / column_blocks;
-  const int64_t group = index % num_groups;
-  tile_starts += index / num_groups * element_stride;
+  const auto index = static_cast<int32_t>(blockIdx.x / column_blocks);
+  const int32_t group = index % table.num_groups;
+  const int32_t* __restrict__ tile_starts = table.At(index / table.num_groups).BlocksBefore(kTileRowBlock);
   const int64_t column = static_cast<int64_t>(blockIdx.x % column_blocks) * kSumThreads + threadIdx.x;
   if (column >= features) return;
   float sum = 0.0f;
@@ -125,7 +94,7 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int32_t tile = tile_starts[group]; tile < tile_starts[group + 1]; ++tile) {
     sum += partial_sums[tile * features + column];
   }
-  dbias[index * features + column] = sum;
+  dbias[static_cast<int64_t>(index) * features + column] = sum;
 }
 
 // Counts the blocks of a launch that has `column_blocks` blocks for each of `rows`. Fails if one axis cannot hold them.
@@ -139,35 +108,35 @@ Status CountBlocks(int64_t rows, int64_t column_blocks, unsigned* blocks) {
 }
 
 template <typename T, int kVector>
-Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
-                      float* partial_sums) {
+Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features,
+                      const GroupTable& table, float* partial_sums) {
   const int64_t column_blocks = CeilDiv(features, kColumnThreads * kVector);
   unsigned blocks = 0;
   JAX_GROUPED_RETURN_IF_FAILED(CountBlocks(BiasGradTiles(groups.capacity, groups.num_groups), column_blocks, &blocks));
   return Launch("Launching the sums of tiles of a bias gradient", stream,
                 {dim3(blocks, groups.batch), dim3(kColumnThreads, kLanes)}, SumTiles<T, kVector>,
-                static_cast<const T*>(dy), features, static_cast<uint32_t>(column_blocks), starts, partial_sums);
+                static_cast<const T*>(dy), features, static_cast<uint32_t>(column_blocks), table, partial_sums);
 }
 
 // Launches SumTiles with loads of 16 bytes if every row starts on a 16-byte boundary, otherwise with loads of single
 // elements.
 template <typename T>
-Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features, const Starts& starts,
-                      float* partial_sums) {
+Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features,
+                      const GroupTable& table, float* partial_sums) {
   constexpr int kVector = 16 / sizeof(T);
-  return features % kVector == 0 ? LaunchSumTiles<T, kVector>(stream, groups, dy, features, starts, partial_sums)
-                                 : LaunchSumTiles<T, 1>(stream, groups, dy, features, starts, partial_sums);
+  return features % kVector == 0 ? LaunchSumTiles<T, kVector>(stream, groups, dy, features, table, partial_sums)
+                                 : LaunchSumTiles<T, 1>(stream, groups, dy, features, table, partial_sums);
 }
 
 Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
-                      const Starts& starts, float* partial_sums) {
+                      const GroupTable& table, float* partial_sums) {
   switch (type) {
     case CUDA_R_16BF:
-      return LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, starts, partial_sums);
+      return LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, table, partial_sums);
     case CUDA_R_16F:
-      return LaunchSumTiles<__half>(stream, groups, dy, features, starts, partial_sums);
+      return LaunchSumTiles<__half>(stream, groups, dy, features, table, partial_sums);
     case CUDA_R_32F:
-      return LaunchSumTiles<float>(stream, groups, dy, features, starts, partial_sums);
+      return LaunchSumTiles<float>(stream, groups, dy, features, table, partial_sums);
     default:
       return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
   }
@@ -176,23 +145,25 @@ Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy,
 }  // namespace
 
 Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
-                      const int32_t* tile_starts, int64_t element_stride, float* dbias) {
+                      const GroupTable& table, float* dbias) {
   const int64_t column_blocks = CeilDiv(features, kSumThreads);
   unsigned blocks = 0;
   JAX_GROUPED_RETURN_IF_FAILED(CountBlocks(groups.AllGroups(), column_blocks, &blocks));
   return Launch("Launching the sums of a bias gradient", stream, {dim3(blocks), kSumThreads}, AddTiles, partial_sums,
-                features, static_cast<uint32_t>(column_blocks), tile_starts, element_stride, groups.num_groups, dbias);
+                features, static_cast<uint32_t>(column_blocks), table, dbias);
 }
 
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
-                      float* partial_sums, int32_t* starts, float* dbias) {
-  const Starts found{starts, groups.num_groups};
+                      float* partial_sums, int32_t* tables, float* dbias) {
+  const GroupTable table{tables, groups.num_groups};
+  RowBlockCounts element_row_blocks{};
+  element_row_blocks.count[static_cast<int>(kTileRowBlock)] =
+      static_cast<int32_t>(BiasGradTiles(groups.capacity, groups.num_groups));
   const dim3 elements(groups.batch);
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Launch("Launching the setup of a bias gradient", stream, {elements, kScanThreads}, FindTiles, groups, found));
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchSumTiles(stream, groups, dy, type, features, found, partial_sums));
-  const int32_t* tile_starts = starts + groups.num_groups + 1;
-  return LaunchAddTiles(stream, partial_sums, features, groups, tile_starts, found.Stride(), dbias);
+  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a bias gradient", stream, {elements, kSetupThreads},
+                                      SetUpBiasGrad, groups, element_row_blocks, table));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchSumTiles(stream, groups, dy, type, features, table, partial_sums));
+  return LaunchAddTiles(stream, partial_sums, features, groups, table, dbias);
 }
 
 }  // namespace jax_grouped

@@ -20,14 +20,14 @@ namespace jax_grouped {
 //
 //   dy            [groups.AllRows(), features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
 //   partial_sums  [batch * BiasGradTiles(groups.capacity, groups.num_groups), features], scratch
-//   starts        [batch, 2, groups.num_groups + 1], scratch
+//   tables        [batch, GroupTable::Size(groups.num_groups)], scratch
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
-                      float* partial_sums, int32_t* starts, float* dbias);
+                      float* partial_sums, int32_t* tables, float* dbias);
 
-// Writes dbias[g][n], the sum of partial_sums[tile][n] over the tiles [tile_starts[g], tile_starts[g + 1]), in order.
-// Each batch element has its own tile_starts, `element_stride` entries after those of the previous element.
+// Writes dbias[g][n], the sum of partial_sums[tile][n] over the tiles of local group g of the batch, in order. `table`
+// is the first batch element's. It counts the tiles before each group.
 Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
-                      const int32_t* tile_starts, int64_t element_stride, float* dbias);
+                      const GroupTable& table, float* dbias);
 
 }  // namespace jax_grouped
 

@@ -49,18 +49,18 @@ bool IsSm90Wgrad(const GemmProblem& problem) {
     if (problem.result_type != CUDA_R_32F) return false;
     if (problem.tokens < kTokensToAccumulate * problem.num_groups) return false;
   }
-  return sm90::WgradScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+  return sm90::WgradWorkspaceBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   if (problem.accumulate || Depth(problem) > kMostDepth) return false;
   const int64_t features = ResultFeatures(problem);
   const int64_t tiles =
-      MostUnits(problem.tokens, problem.num_groups, sm90::kTileTokens) * CeilDiv(features, sm90::kTileFeatures);
+      MaxRowBlocks(problem.tokens, problem.num_groups, sm90::kTileTokens) * CeilDiv(features, sm90::kTileFeatures);
   if (problem.tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
   // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
-  return sm90::TokenProductScratchBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+  return sm90::TokenProductWorkspaceBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 // Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are FP8 weight

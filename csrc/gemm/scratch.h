@@ -32,20 +32,22 @@ class GemmScratch {
   JAX_GROUPED_HOST_DEVICE float* Alpha() const { return reinterpret_cast<float*>(Sizes(3 * kMatrices)); }
   JAX_GROUPED_HOST_DEVICE float* Beta() const { return Alpha() + 1; }
   // Returns the scale pointers of matrix A (0) or B (1).
-  const void** ScalePointers(int matrix) const {
+  JAX_GROUPED_HOST_DEVICE const void** ScalePointers(int matrix) const {
     return reinterpret_cast<const void**>(base_ + ScaleOffset(all_groups_) + matrix * PointerBytes(all_groups_));
   }
-  GroupTable Table() const {
+  JAX_GROUPED_HOST_DEVICE GroupTable Table() const {
     return {reinterpret_cast<int32_t*>(base_ + TableOffset(all_groups_)), static_cast<int32_t>(num_groups_)};
   }
 
  private:
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t PointerBytes(int64_t groups) { return RoundUp(8 * groups, 16); }
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t SizeBytes(int64_t groups) { return RoundUp(4 * groups, 16); }
-  static constexpr int64_t ScaleOffset(int64_t groups) {
+  JAX_GROUPED_HOST_DEVICE static constexpr int64_t ScaleOffset(int64_t groups) {
     return kMatrices * (PointerBytes(groups) + 3 * SizeBytes(groups)) + 16;
   }
-  static constexpr int64_t TableOffset(int64_t groups) { return ScaleOffset(groups) + 2 * PointerBytes(groups); }
+  JAX_GROUPED_HOST_DEVICE static constexpr int64_t TableOffset(int64_t groups) {
+    return ScaleOffset(groups) + 2 * PointerBytes(groups);
+  }
   JAX_GROUPED_HOST_DEVICE int32_t* Sizes(int index) const {
     return reinterpret_cast<int32_t*>(base_ + kMatrices * PointerBytes(all_groups_) + index * SizeBytes(all_groups_));
   }

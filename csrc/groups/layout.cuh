@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
-#include <cub/block/block_scan.cuh>
 
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/layout.h"
@@ -58,36 +57,12 @@ __device__ RowRange LocalRows(const Groups& groups) {
   return result;
 }
 
-// Calls visit(i, rows) for every local group i, each from one thread. All threads of the block must call it. `begin` is
-// the first row of the first local group.
-template <int kThreads, typename Visit>
-__device__ void ForEachGroup(const Groups& groups, int64_t begin, Visit visit) {
-  using Scan = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  __shared__ typename Scan::TempStorage storage;
-
-  const uint32_t first = FirstGroup(groups);
-  const auto run = static_cast<int32_t>(CeilDiv(groups.num_groups, kThreads));
-  const int32_t run_begin = min(static_cast<int32_t>(threadIdx.x) * run, groups.num_groups);
-  const int32_t run_end = min(run_begin + run, groups.num_groups);
-  int64_t rows = 0;
-#pragma unroll 8
-  for (int32_t i = run_begin; i < run_end; ++i) rows += GroupSize(groups, first + i);
-  int64_t start;
-  Scan(storage).ExclusiveSum(rows, start);
-  start += begin;
-  for (int32_t i = run_begin; i < run_end; ++i) {
-    const int64_t end = start + GroupSize(groups, first + i);
-    visit(i, RowRange{min(start, groups.capacity), min(end, groups.capacity)});
-    start = end;
-  }
-}
-
-// Returns the group among [low, high) whose units include `unit`. It is the last group that starts at or before the
-// unit, and so never an empty one. `unit` must not lie before the first group, and must lie before the end of the last.
-__device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t high, int32_t unit) {
+// Returns the group among [low, high) that contains `index`, which counts rows or row blocks, as `starts` does. It is
+// the last group that starts at or before the index, and so never an empty one. The index must lie in a group.
+__device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t high, int32_t index) {
   while (high - low > 1) {
     const int32_t middle = (low + high) / 2;
-    (starts[middle] <= unit ? low : high) = middle;
+    (starts[middle] <= index ? low : high) = middle;
   }
   return low;
 }
@@ -97,13 +72,13 @@ __device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t 
 struct alignas(16) Chunk {
   int32_t group;  // index in the batch
   int32_t group_rows;
-  int32_t row;        // the chunk's first row, counted in the group
-  int32_t first_row;  // the chunk's first row, counted in the array
-  int32_t rows;       // number of rows
-  UnitCounts before;  // units before the group
-  int32_t filler;     // occupies the padding: chunks are copied whole
+  int32_t row;            // the chunk's first row, counted in the group
+  int32_t first_row;      // the chunk's first row, counted in the array
+  int32_t rows;           // number of rows
+  RowBlockCounts before;  // row blocks before the group
+  int32_t filler;         // occupies the padding: chunks are copied whole
 
-  __device__ int32_t Before(Unit unit) const { return before.count[static_cast<int>(unit)]; }
+  __device__ int32_t Before(RowBlock block) const { return before.count[static_cast<int>(block)]; }
   // Returns the group's number of chunks.
   __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
 };
@@ -113,10 +88,10 @@ __device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int3
   Chunk chunk{};
   chunk.group = element * table.num_groups + group;
 #pragma unroll
-  for (int i = 0; i < kNumUnits; ++i) chunk.before.count[i] = table.UnitsBefore(static_cast<Unit>(i))[group];
+  for (int i = 0; i < kNumRowBlocks; ++i) chunk.before.count[i] = table.BlocksBefore(static_cast<RowBlock>(i))[group];
   const int32_t group_begin = table.FirstRow()[group];
   chunk.group_rows = table.FirstRow()[group + 1] - group_begin;
-  chunk.row = (index - chunk.Before(Unit::k16)) * kFp8Alignment;
+  chunk.row = (index - chunk.Before(RowBlock::k16)) * kFp8Alignment;
   chunk.first_row = group_begin + chunk.row;
   chunk.rows = min(kFp8Alignment, chunk.group_rows - chunk.row);
   return chunk;
@@ -130,9 +105,9 @@ struct ScaleLayout {
   __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
 };
 
-// Returns the position of a chunk of one feature in columnwise data, in units of its 16 elements.
-__device__ inline int64_t ColumnDataUnit(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
-  return layout.features * chunk.Before(Unit::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
+// Returns the position of a chunk of one feature in columnwise data, counted in chunks of 16 elements.
+__device__ inline int64_t ColumnDataChunk(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
+  return layout.features * chunk.Before(RowBlock::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
 }
 
 // Returns the byte offset of a block's scale in swizzled scales, which consist of tiles of 128 x 4.
@@ -148,17 +123,17 @@ __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chun
     case ScalingMode::kTensor:
       return chunk.group;
     case ScalingMode::kBlock1D:
-      return layout.FeatureBlocks() * 4 * chunk.Before(Unit::k4) + block * RoundUp(chunk.group_rows, 4) + row;
+      return layout.FeatureBlocks() * 4 * chunk.Before(RowBlock::k4) + block * RoundUp(chunk.group_rows, 4) + row;
     case ScalingMode::kBlock2D:
-      return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(Unit::k128) + row / kBlock) + block;
+      return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(RowBlock::k128) + row / kBlock) + block;
     case ScalingMode::kMx:
       break;
   }
   if (layout.swizzled) {
-    const int64_t tile = layout.FeatureBlocks() * (chunk.Before(Unit::k128) + row / kBlock) + block / 4;
+    const int64_t tile = layout.FeatureBlocks() * (chunk.Before(RowBlock::k128) + row / kBlock) + block / 4;
     return InSwizzledTile(tile, row % kBlock, block % 4);
   }
-  return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(Unit::k16)) + row) + block;
+  return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(RowBlock::k16)) + row) + block;
 }
 
 // Returns the position of the scale of a chunk's rows in columnwise data, for one feature, or for one block of features
@@ -169,19 +144,20 @@ __device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& c
     case ScalingMode::kTensor:
       return chunk.group;
     case ScalingMode::kBlock1D:
-      return layout.features * (chunk.Before(Unit::k128) + chunk.row / kBlock) + feature;
+      return layout.features * (chunk.Before(RowBlock::k128) + chunk.row / kBlock) + feature;
     case ScalingMode::kBlock2D:
-      return 4 * (layout.FeatureBlocks() * chunk.Before(Unit::k512) + feature * CeilDiv(chunk.group_rows, 4 * kBlock)) +
+      return 4 * (layout.FeatureBlocks() * chunk.Before(RowBlock::k512) +
+                  feature * CeilDiv(chunk.group_rows, 4 * kBlock)) +
              chunk.row / kBlock;
     case ScalingMode::kMx:
       break;
   }
   if (layout.swizzled) {
-    const int64_t tile = layout.FeatureBlocks() * chunk.Before(Unit::k128) +
+    const int64_t tile = layout.FeatureBlocks() * chunk.Before(RowBlock::k128) +
                          feature / kBlock * CeilDiv(chunk.group_rows, kBlock) + chunk.row / kBlock;
     return InSwizzledTile(tile, static_cast<int>(feature % kBlock), chunk.row % kBlock / kMxBlock);
   }
-  return layout.features * chunk.Before(Unit::k32) + feature * CeilDiv(chunk.group_rows, kMxBlock) +
+  return layout.features * chunk.Before(RowBlock::k32) + feature * CeilDiv(chunk.group_rows, kMxBlock) +
          chunk.row / kMxBlock;
 }
 

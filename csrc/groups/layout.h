@@ -61,50 +61,50 @@ struct Groups {
   }
 };
 
-// Sizes of units of rows. The position of a group's scales, or of its product tiles, follows from the number of units
-// before the group. The last unit of a group may be shorter.
-enum class Unit : int { k4, k16, k32, k128, k256, k512 };
-constexpr int kNumUnits = 6;
+// Blocks of 4 to 512 rows of one group. The position of a group's scales, or of its product tiles, follows from the
+// number of row blocks before the group. The last row block of a group may be shorter.
+enum class RowBlock : int { k4, k16, k32, k128, k256, k512 };
+constexpr int kNumRowBlocks = 6;
 
-JAX_GROUPED_HOST_DEVICE constexpr int UnitRows(Unit unit) {
-  switch (unit) {
-    case Unit::k4:
+JAX_GROUPED_HOST_DEVICE constexpr int RowsOf(RowBlock block) {
+  switch (block) {
+    case RowBlock::k4:
       return 4;
-    case Unit::k16:
+    case RowBlock::k16:
       return 16;
-    case Unit::k32:
+    case RowBlock::k32:
       return 32;
-    case Unit::k128:
+    case RowBlock::k128:
       return 128;
-    case Unit::k256:
+    case RowBlock::k256:
       return 256;
-    case Unit::k512:
+    case RowBlock::k512:
       return 512;
   }
   return 0;
 }
 
-struct UnitCounts {
-  int32_t count[kNumUnits];
+struct RowBlockCounts {
+  int32_t count[kNumRowBlocks];
 };
 
-// Returns the largest number of units that any sizes of `num_groups` groups can need. A unit has `unit` rows and does
-// not cross a group.
-JAX_GROUPED_HOST_DEVICE constexpr int64_t MostUnits(int64_t rows, int64_t num_groups, int64_t unit) {
+// Returns the largest number of row blocks that any sizes of `num_groups` groups can need. A row block has `height`
+// rows and does not cross a group.
+JAX_GROUPED_HOST_DEVICE constexpr int64_t MaxRowBlocks(int64_t rows, int64_t num_groups, int64_t height) {
   const int64_t groups = num_groups < rows ? num_groups : rows;
-  return groups == 0 ? 0 : groups + (rows - groups) / unit;
+  return groups == 0 ? 0 : groups + (rows - groups) / height;
 }
 
 // Table of the starts of a batch element's groups and of their regions, in device memory. It has an array of first
-// rows, then one array of counts per unit. Each array has an entry per local group, and one more for the end of the
-// last group. Arrays start on 16-byte boundaries.
+// rows, then one array of counts per kind of row block. Each array has an entry per local group, and one more for the
+// end of the last group. Arrays start on 16-byte boundaries.
 struct GroupTable {
   int32_t* base;
   int32_t num_groups;
 
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t Stride(int64_t num_groups) { return RoundUp(num_groups + 1, 4); }
   JAX_GROUPED_HOST_DEVICE static constexpr int64_t Size(int64_t num_groups) {
-    return (1 + kNumUnits) * Stride(num_groups);
+    return (1 + kNumRowBlocks) * Stride(num_groups);
   }
   // Returns the table of one element. The tables of a batch lie one after another.
   JAX_GROUPED_HOST_DEVICE GroupTable At(int32_t element) const {
@@ -112,8 +112,8 @@ struct GroupTable {
   }
 
   JAX_GROUPED_HOST_DEVICE int32_t* FirstRow() const { return base; }
-  JAX_GROUPED_HOST_DEVICE int32_t* UnitsBefore(Unit unit) const {
-    return base + (1 + static_cast<int64_t>(unit)) * Stride(num_groups);
+  JAX_GROUPED_HOST_DEVICE int32_t* BlocksBefore(RowBlock block) const {
+    return base + (1 + static_cast<int64_t>(block)) * Stride(num_groups);
   }
 };
 
@@ -131,20 +131,20 @@ struct QuantizedLayout {
   int64_t num_groups;
   int64_t stack_rows;  // rows of every group of a stack; 0 if only the device knows the sizes
 
-  // Returns the number of units of `unit` rows for which an element's arrays have room.
-  constexpr int64_t ElementUnits(int64_t unit) const {
-    return stack_rows > 0 ? num_groups * CeilDiv(stack_rows, unit) : MostUnits(tokens, num_groups, unit);
+  // Returns the number of row blocks of `height` rows for which an element's arrays have room.
+  constexpr int64_t ElementRowBlocks(int64_t height) const {
+    return stack_rows > 0 ? num_groups * CeilDiv(stack_rows, height) : MaxRowBlocks(tokens, num_groups, height);
   }
-  constexpr int64_t Units(int64_t unit) const { return batch * ElementUnits(unit); }
-  UnitCounts ElementUnits() const {
-    UnitCounts units{};
-    for (int i = 0; i < kNumUnits; ++i) {
-      units.count[i] = static_cast<int32_t>(ElementUnits(UnitRows(static_cast<Unit>(i))));
+  constexpr int64_t RowBlocks(int64_t height) const { return batch * ElementRowBlocks(height); }
+  RowBlockCounts ElementRowBlocks() const {
+    RowBlockCounts counts{};
+    for (int i = 0; i < kNumRowBlocks; ++i) {
+      counts.count[i] = static_cast<int32_t>(ElementRowBlocks(RowsOf(static_cast<RowBlock>(i))));
     }
-    return units;
+    return counts;
   }
   constexpr int64_t DataElements() const {
-    return features * (columnwise ? kFp8Alignment * Units(kFp8Alignment) : batch * tokens);
+    return features * (columnwise ? kFp8Alignment * RowBlocks(kFp8Alignment) : batch * tokens);
   }
   constexpr int64_t ScaleElements() const {
     const int64_t feature_blocks = CeilDiv(features, kBlock);
@@ -152,12 +152,12 @@ struct QuantizedLayout {
       case ScalingMode::kTensor:
         return batch * num_groups;
       case ScalingMode::kBlock1D:
-        return columnwise ? features * Units(kBlock) : feature_blocks * 4 * Units(4);
+        return columnwise ? features * RowBlocks(kBlock) : feature_blocks * 4 * RowBlocks(4);
       case ScalingMode::kBlock2D:
-        return columnwise ? feature_blocks * 4 * Units(4 * kBlock) : RoundUp(feature_blocks, 4) * Units(kBlock);
+        return columnwise ? feature_blocks * 4 * RowBlocks(4 * kBlock) : RoundUp(feature_blocks, 4) * RowBlocks(kBlock);
       case ScalingMode::kMx:
-        if (swizzled_scales) return 512 * feature_blocks * Units(kBlock);
-        return columnwise ? features * Units(kMxBlock) : CeilDiv(features, kMxBlock) * 16 * Units(16);
+        if (swizzled_scales) return 512 * feature_blocks * RowBlocks(kBlock);
+        return columnwise ? features * RowBlocks(kMxBlock) : CeilDiv(features, kMxBlock) * 16 * RowBlocks(16);
     }
     return 0;
   }
@@ -170,17 +170,16 @@ constexpr int64_t kWindowBytes = 64 + 40 * 48;
 
 // Returns the number of windows of one element.
 constexpr int64_t NumWindows(int64_t tokens, int64_t num_groups) {
-  return CeilDiv(MostUnits(tokens, num_groups, kFp8Alignment), kChunksPerWindow);
+  return CeilDiv(MaxRowBlocks(tokens, num_groups, kFp8Alignment), kChunksPerWindow);
 }
 
 constexpr int64_t QuantizeScratchBytes(int64_t batch, int64_t tokens, int64_t num_groups) {
   return batch * (NumWindows(tokens, num_groups) * kWindowBytes + GroupTable::Size(num_groups) * sizeof(int32_t));
 }
 
-// Returns the largest number of row tiles that any group sizes of an element can need. A tile has kBiasGradRows rows
-// and does not cross a group.
-JAX_GROUPED_HOST_DEVICE constexpr int64_t BiasGradTiles(int64_t capacity, int64_t num_groups) {
-  return capacity / kBiasGradRows + num_groups;
+// Returns the number of row tiles for which an element's partial sums have room.
+constexpr int64_t BiasGradTiles(int64_t capacity, int64_t num_groups) {
+  return MaxRowBlocks(capacity, num_groups, kBiasGradRows);
 }
 
 }  // namespace jax_grouped

@@ -26,23 +26,23 @@ struct Sums {
   T all;
 };
 
-// Numbers of units of several kinds.
-template <Unit... kUnits>
+// Numbers of row blocks of several kinds.
+template <RowBlock... kRowBlocks>
 struct Counts {
-  static constexpr int kKinds = sizeof...(kUnits);
+  static constexpr int kKinds = sizeof...(kRowBlocks);
   int32_t count[kKinds];
 
-  // Returns the units of one group with `rows` rows.
+  // Returns the row blocks of one group with `rows` rows.
   __device__ static Counts Of(uint32_t rows) {
-    return {{static_cast<int32_t>((rows + UnitRows(kUnits) - 1) / UnitRows(kUnits))...}};
+    return {{static_cast<int32_t>((rows + RowsOf(kRowBlocks) - 1) / RowsOf(kRowBlocks))...}};
   }
-  // Returns the units for which arrays have room before a batch element.
-  __device__ static Counts BeforeElement(int32_t element, const UnitCounts& element_units) {
-    return {{element * element_units.count[static_cast<int>(kUnits)]...}};
+  // Returns the row blocks for which arrays have room before a batch element.
+  __device__ static Counts BeforeElement(int32_t element, const RowBlockCounts& element_row_blocks) {
+    return {{element * element_row_blocks.count[static_cast<int>(kRowBlocks)]...}};
   }
   __device__ void Write(const GroupTable& table, int32_t group) const {
     int i = 0;
-    ((table.UnitsBefore(kUnits)[group] = count[i++]), ...);
+    ((table.BlocksBefore(kRowBlocks)[group] = count[i++]), ...);
   }
 
   // Returns the counts get(i) for each kind i.
@@ -55,11 +55,11 @@ struct Counts {
   }
 };
 
-using AllUnits = Counts<Unit::k4, Unit::k16, Unit::k32, Unit::k128, Unit::k256, Unit::k512>;
+using AllRowBlocks = Counts<RowBlock::k4, RowBlock::k16, RowBlock::k32, RowBlock::k128, RowBlock::k256, RowBlock::k512>;
 
-template <Unit... kUnits>
-__device__ Counts<kUnits...> operator+(const Counts<kUnits...>& a, const Counts<kUnits...>& b) {
-  return Counts<kUnits...>::Each([&](int i) { return a.count[i] + b.count[i]; });
+template <RowBlock... kRowBlocks>
+__device__ Counts<kRowBlocks...> operator+(const Counts<kRowBlocks...>& a, const Counts<kRowBlocks...>& b) {
+  return Counts<kRowBlocks...>::Each([&](int i) { return a.count[i] + b.count[i]; });
 }
 
 // Teams of threads that count groups together: the first warp, or the whole block.
@@ -99,8 +99,8 @@ struct WholeBlock {
 // The same instructions count runs of every length. With a copy for each length in every setup, small steps took an
 // eighth longer. All of that time was lost in the kernels after the setups, presumably because their instructions did
 // not stay in the instruction cache.
-template <typename Team, typename Units>
-__device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const UnitCounts& element_units,
+template <typename Team, typename Blocks>
+__device__ void FillGroupTableTogether(const Groups& batch, int32_t element, const RowBlockCounts& element_row_blocks,
                                        const GroupTable& table) {
   constexpr int kMostInRun = 4;
   const int run = batch.num_groups <= Team::kThreads ? 1 : kMostInRun;
@@ -128,13 +128,13 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
     }
     row = Team::Scan(before, row, add_rows).all;
   }
-  auto units = Units::BeforeElement(element, element_units);
+  auto blocks = Blocks::BeforeElement(element, element_row_blocks);
   const auto element_row = static_cast<int32_t>(element * batch.capacity);
-  const auto write = [&](int32_t index, uint32_t first_row, const Units& units_before) {
+  const auto write = [&](int32_t index, uint32_t first_row, const Blocks& blocks_before) {
     table.FirstRow()[index] = element_row + static_cast<int32_t>(first_row);
-    units_before.Write(table, index);
+    blocks_before.Write(table, index);
   };
-  const auto add_units = [](const Units& a, const Units& b) { return a + b; };
+  const auto add_blocks = [](const Blocks& a, const Blocks& b) { return a + b; };
 
 #pragma unroll 1
   for (int32_t base = 0; base < groups.num_groups; base += run * Team::kThreads, group += run * Team::kThreads) {
@@ -143,42 +143,43 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
 #pragma unroll
     for (const int32_t size : sizes) own_rows = add_rows(own_rows, rows_of(size));
     const Sums<uint32_t> rows = Team::Scan(own_rows, row, add_rows);
-    // Adds up the units of the thread's groups. Passes `visit` each group's index, and the rows and units before it.
-    const auto add_up = [&](Units sum, const auto& visit) {
+    // Adds up the row blocks of the thread's groups. Passes `visit` each group's index, and the rows and row blocks
+    // before it.
+    const auto add_up = [&](Blocks sum, const auto& visit) {
       uint32_t first_row = rows.before;
 #pragma unroll
       for (int i = 0; i < kMostInRun; ++i) {
         if (i == run) break;
         visit(group + i, first_row, sum);
         const uint32_t end = add_rows(first_row, rows_of(sizes[i]));
-        sum = sum + Units::Of(end - first_row);
+        sum = sum + Blocks::Of(end - first_row);
         first_row = end;
       }
       return sum;
     };
-    const Sums<Units> sums = Team::Scan(add_up({}, [](auto...) {}), units, add_units);
-    add_up(sums.before, [&](int32_t index, uint32_t first_row, const Units& units_before) {
-      if (index < groups.num_groups) write(index, first_row, units_before);
+    const Sums<Blocks> sums = Team::Scan(add_up({}, [](auto...) {}), blocks, add_blocks);
+    add_up(sums.before, [&](int32_t index, uint32_t first_row, const Blocks& blocks_before) {
+      if (index < groups.num_groups) write(index, first_row, blocks_before);
     });
     row = rows.all;
-    units = sums.all;
+    blocks = sums.all;
   }
-  if (threadIdx.x == 0) write(groups.num_groups, row, units);
+  if (threadIdx.x == 0) write(groups.num_groups, row, blocks);
 }
 
 // Number of groups up to which one warp counts them. The warps of a block would spend most of the time waiting for each
 // other.
 constexpr int32_t kMostGroupsOfWarp = 256;
 
-// Fills in the table of one batch element. Its arrays have room for `element_units` units. Of the table's counts,
-// writes only those of `Units`, a `Counts`. All threads of the block must call it; they are synchronized afterwards.
-template <int kThreads, typename Units>
-__device__ void FillGroupTable(const Groups& batch, int32_t element, const UnitCounts& element_units,
+// Fills in the table of one batch element. Its arrays have room for `element_row_blocks`. Of the table's counts,
+// writes only those of `Blocks`, a `Counts`. All threads of the block must call it; they are synchronized afterwards.
+template <int kThreads, typename Blocks>
+__device__ void FillGroupTable(const Groups& batch, int32_t element, const RowBlockCounts& element_row_blocks,
                                const GroupTable& table) {
   if (batch.num_groups > kMostGroupsOfWarp) {
-    FillGroupTableTogether<WholeBlock<kThreads>, Units>(batch, element, element_units, table);
+    FillGroupTableTogether<WholeBlock<kThreads>, Blocks>(batch, element, element_row_blocks, table);
   } else if (Uniform(Warp()) == 0) {
-    FillGroupTableTogether<FirstWarp, Units>(batch, element, element_units, table);
+    FillGroupTableTogether<FirstWarp, Blocks>(batch, element, element_row_blocks, table);
   }
   __syncthreads();
 }

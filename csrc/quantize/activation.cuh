@@ -152,7 +152,7 @@ class ActivatedColumns {
     // Loads through the read-only cache, so that loads need not keep their order with stores.
     __device__ void Read(const T* from) {
 #pragma unroll
-      for (int i = 0; i < Tile<T>::kUnitsPer8; ++i) {
+      for (int i = 0; i < InputTile<T>::kVectorsPer8; ++i) {
         reinterpret_cast<uint4*>(pairs)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
       }
     }
@@ -190,7 +190,7 @@ struct ActivatedSource : ActivationArrays {
   using Element = float;
   static constexpr int kRowsAtOnce = 2;
 
-  __device__ void LoadSlot(const Tile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
     const int vector = threadIdx.x % 16;
     const int first = threadIdx.x % 32 / 16;
     WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
@@ -213,7 +213,7 @@ struct ActivatedSource : ActivationArrays {
 
  private:
   template <bool kAllExist, int kCount, typename Columns>
-  __device__ static void LoadSlot(const Tile<float>& tile, int slot, int first, int vector, Columns columns) {
+  __device__ static void LoadSlot(const InputTile<float>& tile, int slot, int first, int vector, Columns columns) {
 #pragma unroll 1
     for (int row = first; row < kFp8Alignment; row += 2 * kCount) {
       alignas(16) PairOf<float> rows[kCount][4] = {};

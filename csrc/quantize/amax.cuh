@@ -32,18 +32,18 @@ __device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t fir
   return __reduce_max_sync(kFullWarp, amax);
 }
 
-// Updates the amax of each of a share's groups. All threads of the block must call it. Each warp takes one slot of a
-// pass.
+// Updates the amax of each of a work item's groups. All threads of the block must call it. Each warp takes one slot of
+// a pass.
 template <typename Source>
-__device__ void FindAmax(const QuantizeArguments& args, const Source& source, const Share& share, const Window& window,
-                         uint32_t (&slot_amax)[kSlots]) {
+__device__ void FindAmax(const QuantizeArguments& args, const Source& source, const WorkItem& work,
+                         const Window& window, uint32_t (&slot_amax)[kSlots]) {
   const int slot = threadIdx.x / 32;
 #pragma unroll 1
-  for (int pass = share.part; pass < window.num_passes; pass += Window::kParts) {
+  for (int pass = work.part; pass < window.num_passes; pass += Window::kParts) {
     const Chunk* chunks = window.chunks + window.pass_begins[pass];
     const int count = window.pass_begins[pass + 1] - window.pass_begins[pass];
     if (slot < count) {
-      const uint32_t amax = FindChunkAmax(source, chunks[slot], share.first_column);
+      const uint32_t amax = FindChunkAmax(source, chunks[slot], work.first_column);
       if (threadIdx.x % 32 == 0) slot_amax[slot] = amax;
     }
     __syncthreads();

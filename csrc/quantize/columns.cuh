@@ -73,7 +73,7 @@ class ColumnQuantizer {
     int last_of_block;
     float scale;     // the slot's, if it has its own scale
     int per_column;  // chunks in the group
-    int64_t unit;    // position of the chunk of the tile's first column, in units of 16 bytes
+    int64_t data;    // position of the chunk of the tile's first column, in chunks of 16 bytes
     // Properties of all lanes together: every slot is full, and every slot shares its scales with another.
     bool all_full;
     bool all_share;
@@ -101,7 +101,7 @@ class ColumnQuantizer {
     }
     if constexpr (State::kSlotScales) columns.scale = state_.SlotScale(columns.slot).scale;
     columns.per_column = chunk.PerColumn();
-    columns.unit = ColumnDataUnit(state_.args.layout, chunk, state_.first_column);
+    columns.data = ColumnDataChunk(state_.args.layout, chunk, state_.first_column);
   }
 
   // Raises a slot's amax to that of 8 columns, which 4 lanes hold.
@@ -219,10 +219,10 @@ class ColumnQuantizer {
         second[i] &= mask;
       }
     }
-    auto* units = reinterpret_cast<uint4*>(state_.args.column_data) + columns.unit +
-                  static_cast<int64_t>(pair * 2) * columns.per_column;
-    units[0] = {first[0], first[1], first[2], first[3]};
-    units[columns.per_column] = {second[0], second[1], second[2], second[3]};
+    auto* chunks = reinterpret_cast<uint4*>(state_.args.column_data) + columns.data +
+                   static_cast<int64_t>(pair * 2) * columns.per_column;
+    chunks[0] = {first[0], first[1], first[2], first[3]};
+    chunks[columns.per_column] = {second[0], second[1], second[2], second[3]};
   }
 
   // Writes the sums of a row block's columns, for dbias.
@@ -245,7 +245,7 @@ class ColumnQuantizer {
     if (!exists || columns.slot != columns.last_of_block) return;
     const Chunk& chunk = state_.exchange.pass.chunks[columns.slot];
     const int64_t column = state_.first_column + pair * 2;
-    const int64_t row_block = chunk.Before(Unit::k128) + chunk.row / kBlock;
+    const int64_t row_block = chunk.Before(RowBlock::k128) + chunk.row / kBlock;
     *reinterpret_cast<float2*>(state_.args.partial_sums + row_block * state_.args.layout.features + column) = sum;
   }
 

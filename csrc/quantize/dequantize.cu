@@ -21,9 +21,10 @@ template <bool kColumnwise>
 constexpr int kColumns = kColumnwise ? 32 : 8 * 16;
 
 // Fills in the group table of one batch element per block.
-__global__ void __launch_bounds__(kSetUpThreads) SetUp(Groups batch, UnitCounts element_units, GroupTable table) {
+__global__ void __launch_bounds__(kSetUpThreads)
+    SetUp(Groups batch, RowBlockCounts element_row_blocks, GroupTable table) {
   const auto element = static_cast<int32_t>(blockIdx.x);
-  FillGroupTable<kSetUpThreads, AllUnits>(batch, element, element_units, table.At(element));
+  FillGroupTable<kSetUpThreads, AllRowBlocks>(batch, element, element_row_blocks, table.At(element));
 }
 
 struct DequantizeArguments {
@@ -78,11 +79,11 @@ template <ScalingMode kMode, typename Fp8, typename Out>
 __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& chunk, int64_t first_column, Out* out) {
   const int64_t column = first_column + threadIdx.x % 32;
   if (column >= args.layout.features) return;
-  const int64_t unit = ColumnDataUnit(args.layout, chunk, column);
+  const int64_t chunk_index = ColumnDataChunk(args.layout, chunk, column);
   const int64_t feature = kMode == ScalingMode::kBlock2D ? column / kBlock : column;
   const float scale = LoadScale<kMode>(args.scale_inv, ColumnScalePosition<kMode>(args.layout, chunk, feature));
   alignas(16) uint8_t bytes[kFp8Alignment];
-  *reinterpret_cast<uint4*>(bytes) = reinterpret_cast<const uint4*>(args.data)[unit];
+  *reinterpret_cast<uint4*>(bytes) = reinterpret_cast<const uint4*>(args.data)[chunk_index];
 #pragma unroll
   for (int row = 0; row < kFp8Alignment; ++row) {
     if (row >= chunk.rows) break;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t index = static_cast<int64_t>(blockIdx.x / column_tiles) * kWarps + threadIdx.x / 32;
   const int64_t count = static_cast<int64_t>(gridDim.x / column_tiles) * kWarps;
   const int64_t column = static_cast<int64_t>(strip) * kColumns<kColumnwise>;
-  const int32_t* starts = table.UnitsBefore(Unit::k16);
+  const int32_t* starts = table.BlocksBefore(RowBlock::k16);
   if (starts[0] + index < starts[table.num_groups]) {
     const int32_t chunk_index = starts[0] + static_cast<int32_t>(index);
     const Chunk chunk = LoadChunk(table, element, FindGroup(starts, 0, table.num_groups, chunk_index), chunk_index);
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <ScalingMode kMode, bool kColumnwise, typename Fp8, typename Out>
 Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out) {
-  const int64_t chunks = CeilDiv(layout.ElementUnits(kFp8Alignment), kWarps);
+  const int64_t chunks = CeilDiv(layout.ElementRowBlocks(kFp8Alignment), kWarps);
   const int64_t column_tiles = CeilDiv(layout.features, kColumns<kColumnwise>);
   const dim3 blocks(static_cast<unsigned>(chunks * column_tiles), static_cast<unsigned>(layout.batch));
   return Launch("Launching the dequantization", stream, {blocks, kThreads}, Dequantize<kMode, kColumnwise, Fp8, Out>,
@@ -179,7 +180,7 @@ Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const Quantiz
                                  scale_inv};
   const dim3 elements(groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a dequantization", stream, {elements, kSetUpThreads},
-                                      SetUp, groups, layout.ElementUnits(), args.table));
+                                      SetUp, groups, layout.ElementRowBlocks(), args.table));
   switch (layout.mode) {
     case ScalingMode::kTensor:
       return LaunchKernel<ScalingMode::kTensor>(stream, layout, args, input_type, out, output_type);

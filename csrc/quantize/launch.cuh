@@ -29,13 +29,13 @@ Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers
 
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  constexpr int kBytes = Tile<typename Source::Element>::kBytes;
+  constexpr int kBytes = InputTile<typename Source::Element>::kBytes;
   const auto kernel =
       args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
   JAX_GROUPED_RETURN_IF_FAILED(
       AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
   constexpr char kWhat[] = "Launching the quantization";
-  const Grid grid{Share::Blocks(args), kTileThreads, kBytes};
+  const Grid grid{WorkItem::Blocks(args), kTileThreads, kBytes};
   return args.single_launch ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
                             : LaunchEarly(kWhat, stream, grid, kernel, args, source);
 }

@@ -1,5 +1,13 @@
-// Windows, passes and shares: the parts of the input that the quantization kernels work on. They are cut along the
-// borders of groups.
+// Windows, passes and work items: the parts of the input that the quantization kernels work on. They are cut along the
+// borders of groups. With groups of 150, 90 and 40 rows:
+//
+//   chunk      0 1 2 3 4 5 6 7  8 9  10 11 12 13 14 15  16 17 18     16 rows of one group, or its last rows
+//   group      |------- 0 ---------||------- 1 -------||-- 2 --|
+//   row block  |----- 0 ------||-1-||------- 2 -------||-- 3 --|     128 rows of one group, or its last rows
+//   pass       |----- 0 ------||---------- 1 ---------||-- 2 ...     whole row blocks in up to 8 slots, one per chunk
+//   window     |-------------------------- 0 ----------------...     the row blocks that start in 32 chunks
+//
+// A work item is every fourth pass of a window, in the 128 columns of a tile. One block of threads does it.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
@@ -33,7 +41,7 @@ struct alignas(16) Window {
   // Largest number of passes. Two successive passes have at least 9 chunks together, and the 7 passes before the last
   // one have at most 31.
   static constexpr int kMostPasses = 8;
-  // Blocks of threads that share out the passes: the number of passes if all are full.
+  // Work items between which the passes are divided: the number of passes if all are full.
   static constexpr int kParts = kChunksPerWindow / kSlots;
 
   int32_t num_passes;
@@ -63,9 +71,9 @@ __device__ inline void RecordAmax(const Chunk* chunks, const uint32_t* slot_amax
 // Arguments of the kernels of one call, apart from the source.
 struct QuantizeArguments {
   Groups groups;
-  UnitCounts element_units;  // room of a batch element's arrays
-  GroupTable table;          // the first batch element's
-  Window* windows;           // [batch, num_windows]
+  RowBlockCounts element_row_blocks;  // room of a batch element's arrays
+  GroupTable table;                   // the first batch element's
+  Window* windows;                    // [batch, num_windows]
   ScaleLayout layout;
   int32_t num_windows;  // per element
   uint32_t num_column_tiles;
@@ -89,29 +97,28 @@ struct QuantizeArguments {
   }
   __device__ bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
 
-  // Returns the number of blocks of threads that share out all windows. Every tile of columns has this number of
-  // blocks.
-  JAX_GROUPED_HOST_DEVICE int64_t Shares() const {
+  // Returns the number of work items in one tile of columns.
+  JAX_GROUPED_HOST_DEVICE int64_t NumWorkItems() const {
     return static_cast<int64_t>(groups.batch) * num_windows * Window::kParts;
   }
 };
 
-// The work of a block of threads: some passes of a window, in the columns of a tile.
-struct Share {
+// The work of one block of threads.
+struct WorkItem {
   // Limit of a launch's second and third axes, which count blocks with 16 bits.
   static constexpr int64_t kMostAlongAxis = 1 << 15;
 
-  // Number of successive shares that take a tile of columns before the next tile begins. Their columnwise writes are
-  // adjacent, and memory takes these 1 to 2 % faster. The last of these shares may not exist. In a single launch blocks
-  // wait for each other, so every share is on its own there.
-  JAX_GROUPED_HOST_DEVICE static constexpr int Band(bool single_launch) { return single_launch ? 1 : 8; }
+  // Number of successive work items in a tile of columns before the next tile begins. Their columnwise writes are
+  // adjacent, and memory takes these 1 to 2 % faster. The last items of a raster group may not exist. In a single
+  // launch blocks wait for each other, so every item must exist there.
+  JAX_GROUPED_HOST_DEVICE static constexpr int RasterGroup(bool single_launch) { return single_launch ? 1 : 8; }
 
   static dim3 Blocks(const QuantizeArguments& args) {
-    const int band = Band(args.single_launch);
-    const int64_t bands = CeilDiv(args.Shares(), band);
-    const int64_t along_y = bands < kMostAlongAxis ? bands : kMostAlongAxis;
-    return dim3(args.num_column_tiles * band, static_cast<unsigned>(along_y),
-                static_cast<unsigned>(CeilDiv(bands, along_y)));
+    const int raster_group = RasterGroup(args.single_launch);
+    const int64_t raster_groups = CeilDiv(args.NumWorkItems(), raster_group);
+    const int64_t along_y = raster_groups < kMostAlongAxis ? raster_groups : kMostAlongAxis;
+    return dim3(args.num_column_tiles * raster_group, static_cast<unsigned>(along_y),
+                static_cast<unsigned>(CeilDiv(raster_groups, along_y)));
   }
 
   uint32_t first_column;
@@ -120,15 +127,15 @@ struct Share {
   int part;
   bool exists;
 
-  __device__ Share(const QuantizeArguments& args, bool single_launch) {
-    const uint32_t band = Band(single_launch);
-    uint32_t tile = blockIdx.x / band;
+  __device__ WorkItem(const QuantizeArguments& args, bool single_launch) {
+    const uint32_t raster_group = RasterGroup(single_launch);
+    uint32_t tile = blockIdx.x / raster_group;
     // The two halves of a gated activation's gradient read the same inputs. Their tiles alternate, so that the second
     // of two tiles finds the inputs in the cache.
     if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
     first_column = tile * kTileColumns;
-    const uint32_t index = (blockIdx.z * kMostAlongAxis + blockIdx.y) * band + blockIdx.x % band;
-    exists = index < args.Shares();
+    const uint32_t index = (blockIdx.z * kMostAlongAxis + blockIdx.y) * raster_group + blockIdx.x % raster_group;
+    exists = index < args.NumWorkItems();
     part = static_cast<int>(index % Window::kParts);
     const auto window_of_all = static_cast<int32_t>(index / Window::kParts);
     element = args.groups.batch == 1 ? 0 : window_of_all / args.num_windows;

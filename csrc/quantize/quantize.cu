@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) SetUp(const __grid_constant__ Quanti
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (args.Skips(element)) return;
   const GroupTable table{reinterpret_cast<int32_t*>(shared), args.groups.num_groups};
-  FillGroupTable<kThreads, AllUnits>(args.groups, element, args.element_units, table);
+  FillGroupTable<kThreads, AllRowBlocks>(args.groups, element, args.element_row_blocks, table);
   FillWindows<kThreads>(args, table, element);
   if (blockIdx.x == 0) StoreTable(args, table, element);
   InitializeGroups<Fp8>(args, element, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
@@ -61,7 +61,8 @@ template <typename Fp8>
 __global__ void __launch_bounds__(kManyGroupsThreads) SetUpManyGroups(const __grid_constant__ QuantizeArguments args) {
   const auto element = static_cast<int32_t>(blockIdx.x);
   if (args.Skips(element)) return;
-  FillGroupTable<kManyGroupsThreads, AllUnits>(args.groups, element, args.element_units, args.table.At(element));
+  FillGroupTable<kManyGroupsThreads, AllRowBlocks>(args.groups, element, args.element_row_blocks,
+                                                   args.table.At(element));
   InitializeGroups<Fp8>(args, element, threadIdx.x, kManyGroupsThreads);
 }
 
@@ -119,16 +120,16 @@ __global__ void __launch_bounds__(kTileThreads)
     FindAmaxKernel(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   __shared__ uint32_t slot_amax[kSlots];
   cudaGridDependencySynchronize();
-  const Share share(args, false);
-  if (!share.exists || args.Skips(share.element)) return;
-  FindAmax(args, source, share, *args.WindowAt(share.element, share.window), slot_amax);
+  const WorkItem work(args, false);
+  if (!work.exists || args.Skips(work.element)) return;
+  FindAmax(args, source, work, *args.WindowAt(work.element, work.window), slot_amax);
 }
 
 Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                       const QuantizeArguments& args) {
   return WithSource(problem, buffers, [&](const auto& source) {
     const auto kernel = FindAmaxKernel<std::decay_t<decltype(source)>>;
-    return LaunchEarly("Launching the search for the largest values", stream, {Share::Blocks(args), kTileThreads},
+    return LaunchEarly("Launching the search for the largest values", stream, {WorkItem::Blocks(args), kTileThreads},
                        kernel, args, source);
   });
 }
@@ -159,7 +160,7 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
   args->single_launch = few_groups && all_or_none_skip &&
-                        args->Shares() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
+                        args->NumWorkItems() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
 }
 
@@ -184,10 +185,10 @@ Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const Q
 }  // namespace
 
 Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
-                      const UnitCounts& element_units, const QuantizeBuffers& buffers) {
+                      const RowBlockCounts& element_row_blocks, const QuantizeBuffers& buffers) {
   QuantizeArguments args{};
   args.groups = groups;
-  args.element_units = element_units;
+  args.element_row_blocks = element_row_blocks;
   args.num_windows = static_cast<int32_t>(NumWindows(groups.capacity, groups.num_groups));
   args.windows = static_cast<Window*>(buffers.scratch);
   args.table = {reinterpret_cast<int32_t*>(args.windows + static_cast<int64_t>(groups.batch) * args.num_windows),
@@ -215,8 +216,7 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   }
   JAX_GROUPED_RETURN_IF_FAILED(LaunchPasses(stream, problem, buffers, &args));
   if (buffers.dbias == nullptr) return Status::Ok();
-  return LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table.UnitsBefore(Unit::k128),
-                        GroupTable::Size(groups.num_groups), buffers.dbias);
+  return LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table, buffers.dbias);
 }
 
 }  // namespace jax_grouped

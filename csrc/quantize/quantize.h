@@ -45,16 +45,16 @@ struct QuantizeBuffers {
   float* amax;          // [num_groups]
   float* dbias;         // [num_groups, features]
   void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
-  float* partial_sums;  // [units of 128 rows, features], scratch, only for dbias
+  float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias
 };
 
 // Quantizes in one pass over the input, or two passes for current scaling. The arrays of a batch element have room for
-// `element_units`.
+// `element_row_blocks`.
 //
 // dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,
 // then the results in order.
 Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
-                      const UnitCounts& element_units, const QuantizeBuffers& buffers);
+                      const RowBlockCounts& element_row_blocks, const QuantizeBuffers& buffers);
 
 // Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows outside
 // all groups.

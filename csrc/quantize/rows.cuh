@@ -104,8 +104,9 @@ class RowQuantizer {
 
   // Computes the scales of the blocks that contain the lane's parts of rows, from their amaxes. Writes the inverses.
   //
-  // Lanes that share scales share out the rows. In each exchange a lane passes on half of its steps. In the end each
-  // lane has the complete amaxes of one step or a few, computes their scales once, and passes them to the others.
+  // Lanes that share scales divide the rows between them. In each exchange a lane passes on half of its steps. In the
+  // end each lane has the complete amaxes of one step or a few, computes their scales once, and passes them to the
+  // others.
   __device__ void FindScales(float (&scales)[kSteps]) {
     constexpr int kOwned = kScaleLanes < kSteps ? kSteps / kScaleLanes : 1;
     int first_step = 0;

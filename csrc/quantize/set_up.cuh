@@ -11,7 +11,7 @@
 namespace jax_grouped {
 
 // Writes the results of groups without rows: their amax is 0, and their scale is the given one or that of zeros. The
-// results of other groups are overwritten later. Threads share out the groups of a batch element.
+// results of other groups are overwritten later. Threads divide the groups of a batch element between them.
 template <typename Fp8>
 __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element, uint32_t thread, uint32_t threads) {
   for (int64_t i = thread; i < args.groups.num_groups; i += threads) {
@@ -29,7 +29,7 @@ __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element,
 __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTable& table, int32_t element,
                                   int32_t index, Window* window) {
   const auto lane = static_cast<int>(threadIdx.x % 32);
-  const int32_t* starts = table.UnitsBefore(Unit::k16);
+  const int32_t* starts = table.BlocksBefore(RowBlock::k16);
   const int32_t first = starts[0] + index * static_cast<int32_t>(kChunksPerWindow);
 
   // Every lane has one of the window's own chunks, and one of the chunks after them.
@@ -58,9 +58,9 @@ __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTabl
   window->groups_end = table.FirstRow()[table.num_groups];
   window->first_row = static_cast<int32_t>(element * args.groups.capacity);
   const auto outside = static_cast<int32_t>(args.groups.capacity) - (window->groups_end - window->groups_begin);
-  const int32_t share = outside / args.num_windows + (outside % args.num_windows > 0);
-  window->outside_begin = static_cast<int32_t>(min(static_cast<int64_t>(share) * index, int64_t{outside}));
-  window->outside_end = static_cast<int32_t>(min(int64_t{window->outside_begin} + share, int64_t{outside}));
+  const int32_t per_window = outside / args.num_windows + (outside % args.num_windows > 0);
+  window->outside_begin = static_cast<int32_t>(min(static_cast<int64_t>(per_window) * index, int64_t{outside}));
+  window->outside_end = static_cast<int32_t>(min(int64_t{window->outside_begin} + per_window, int64_t{outside}));
 }
 
 // Stores a batch element's table for the sums of dbias. All threads of the block must call it.

@@ -108,50 +108,50 @@ __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
 
 // A tile of 128 x 128 elements in shared memory, row after row. Its layout avoids two bank conflicts. First, slots are
 // padded by the bytes that 4 lanes read in one slot; otherwise lanes that read one pair of columns in 8 slots would
-// access the same banks. Second, half of the vectors of eight 32-bit elements have their two units of 16 bytes swapped;
+// access the same banks. Second, half of the vectors of eight 32-bit elements have their two 16-byte halves swapped;
 // otherwise 8 lanes that access one such vector each would access the same banks.
 template <typename T>
-struct Tile {
+struct InputTile {
   using Element = T;
   using Pair = PairOf<T>;
   static constexpr int kRowBytes = kTileColumns * sizeof(T);
   static constexpr int kSlotBytes = kFp8Alignment * kRowBytes + 4 * static_cast<int>(sizeof(Pair));
   static constexpr int kBytes = kSlots * kSlotBytes;
-  static constexpr int kUnitsPer8 = 8 * sizeof(T) / sizeof(uint4);
+  static constexpr int kVectorsPer8 = 8 * sizeof(T) / sizeof(uint4);
 
   char* base;
 
-  // Returns the address of the `unit`-th 16 bytes of a row.
-  __device__ uint4* Unit(int slot, int row, int unit) const {
-    return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Place(unit);
+  // Returns the address of the `vector`-th 16 bytes of a row.
+  __device__ uint4* Vector(int slot, int row, int vector) const {
+    return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Swizzled(vector);
   }
 
   // Store and load the `vector`-th 8 elements of a row.
   __device__ void Store8(int slot, int row, int vector, const Pair (&pairs)[4]) const {
 #pragma unroll
-    for (int i = 0; i < kUnitsPer8; ++i) {
-      *Unit(slot, row, vector * kUnitsPer8 + i) = reinterpret_cast<const uint4*>(pairs)[i];
+    for (int i = 0; i < kVectorsPer8; ++i) {
+      *Vector(slot, row, vector * kVectorsPer8 + i) = reinterpret_cast<const uint4*>(pairs)[i];
     }
   }
   __device__ void Load8(int slot, int row, int vector, Pair (&pairs)[4]) const {
 #pragma unroll
-    for (int i = 0; i < kUnitsPer8; ++i) {
-      reinterpret_cast<uint4*>(pairs)[i] = *Unit(slot, row, vector * kUnitsPer8 + i);
+    for (int i = 0; i < kVectorsPer8; ++i) {
+      reinterpret_cast<uint4*>(pairs)[i] = *Vector(slot, row, vector * kVectorsPer8 + i);
     }
   }
 
   // Loads a pair of columns in several rows of a slot.
   template <int kRows>
   __device__ void LoadColumns(int slot, int first_row, int pair, Pair (&pairs)[kRows]) const {
-    constexpr int kPairsPerUnit = sizeof(uint4) / sizeof(Pair);
+    constexpr int kPairsPerVector = sizeof(uint4) / sizeof(Pair);
     const auto* first =
-        reinterpret_cast<const Pair*>(Unit(slot, first_row, pair / kPairsPerUnit)) + pair % kPairsPerUnit;
+        reinterpret_cast<const Pair*>(Vector(slot, first_row, pair / kPairsPerVector)) + pair % kPairsPerVector;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) pairs[row] = first[row * (kTileColumns / 2)];
   }
 
  private:
-  __device__ static int Place(int unit) { return sizeof(T) == 4 ? unit ^ (unit / 8 % 2) : unit; }
+  __device__ static int Swizzled(int vector) { return sizeof(T) == 4 ? vector ^ (vector / 8 % 2) : vector; }
 };
 
 // Starts to copy 16 bytes from global to shared memory, or to write zeros there. Does not wait.
@@ -173,19 +173,19 @@ struct PlainSource {
 
   // Loads a chunk's rows into a slot, 128 columns from `first_column` on. Elements that do not exist become zero. Whole
   // warps must call it.
-  __device__ void LoadSlot(const Tile<T>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
-    constexpr int kUnits = Tile<T>::kRowBytes / 16;
-    constexpr int kRows = 32 / kUnits;
-    const int unit = threadIdx.x % kUnits;
-    const int first = threadIdx.x % 32 / kUnits;
-    const int64_t column = first_column + unit * static_cast<int>(16 / sizeof(T));
+  __device__ void LoadSlot(const InputTile<T>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+    constexpr int kVectors = InputTile<T>::kRowBytes / 16;
+    constexpr int kRows = 32 / kVectors;
+    const int vector = threadIdx.x % kVectors;
+    const int first = threadIdx.x % 32 / kVectors;
+    const int64_t column = first_column + vector * static_cast<int>(16 / sizeof(T));
     const int rows = column < features ? chunk.rows : 0;
     const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;
-    uint4* to = tile.Unit(slot, first, unit);
+    uint4* to = tile.Vector(slot, first, vector);
 #pragma unroll
     for (int row = 0; row < kFp8Alignment; row += kRows) {
       const bool exists = row + first < rows;
-      CopyAsync(to + row * kUnits, exists ? from : x, exists);
+      CopyAsync(to + row * kVectors, exists ? from : x, exists);
       from += kRows * features;
     }
     WaitForCopies();
@@ -201,8 +201,8 @@ struct PlainSource {
       if (row >= chunk.rows || column >= features) continue;
       const auto* from = reinterpret_cast<const uint4*>(x + (chunk.first_row + int64_t{row}) * features + column);
 #pragma unroll
-      for (int unit = 0; unit < Tile<T>::kUnitsPer8; ++unit) {
-        reinterpret_cast<uint4*>(rows[i])[unit] = __ldcs(from + unit);
+      for (int vector = 0; vector < InputTile<T>::kVectorsPer8; ++vector) {
+        reinterpret_cast<uint4*>(rows[i])[vector] = __ldcs(from + vector);
       }
     }
   }

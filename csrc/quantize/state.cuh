@@ -10,7 +10,7 @@
 namespace jax_grouped {
 
 // Shared memory in which the warps exchange values about their slots.
-struct Exchange {
+struct WarpExchange {
   Pass pass;
   Scale scales[kSlots];
   uint32_t amax[kSlots];  // bits
@@ -25,8 +25,8 @@ struct TileState {
   static constexpr bool kSlotScales = kMode == ScalingMode::kTensor || kMode == ScalingMode::kBlock2D;
 
   const QuantizeArguments& args;
-  const Tile<Element>& tile;
-  Exchange& exchange;
+  const InputTile<Element>& tile;
+  WarpExchange& exchange;
   uint32_t first_column;
   int count;  // chunks in the pass
 

@@ -73,7 +73,7 @@ __device__ void WriteBlockScales(const State& state, const Chunk& chunk, float i
 // block must call it; they are not synchronized afterwards.
 template <typename State, typename Source>
 __device__ uint32_t LoadPass(const State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
-  Exchange& exchange = state.exchange;
+  WarpExchange& exchange = state.exchange;
   const int slot = Warp();
   if (Uniform(slot) >= state.count) return 0;
   const Chunk& chunk = exchange.pass.chunks[slot];
@@ -114,12 +114,12 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   __syncthreads();
 }
 
-// Zeros a share's part of the rows outside all groups, in a tile's columns.
-__device__ inline void ZeroOutside(const QuantizeArguments& args, const Share& share, const Window& window) {
+// Zeros a work item's part of the rows outside all groups, in a tile's columns.
+__device__ inline void ZeroOutside(const QuantizeArguments& args, const WorkItem& work, const Window& window) {
   constexpr int kRows = kTileThreads / 8;
-  const int64_t column = share.first_column + threadIdx.x % 8 * 16;
+  const int64_t column = work.first_column + threadIdx.x % 8 * 16;
   if (column >= args.layout.features) return;
-  const int32_t begin = window.outside_begin + share.part * kRows + static_cast<int32_t>(threadIdx.x / 8);
+  const int32_t begin = window.outside_begin + work.part * kRows + static_cast<int32_t>(threadIdx.x / 8);
   for (int32_t i = begin; i < window.outside_end; i += Window::kParts * kRows) {
     const int64_t before = window.first_row + static_cast<int64_t>(i);
     const int64_t row = before < window.groups_begin ? before : before - window.groups_begin + window.groups_end;
@@ -148,44 +148,44 @@ class GridBarrier {
 // Does the work of the setup kernels in a single launch, which has at most as many groups as a warp counts. Does not
 // wait until all blocks have done it.
 template <typename Fp8>
-__device__ void SetUpHere(const QuantizeArguments& args, const Share& share, int32_t* shared_table, Window* window) {
+__device__ void SetUpHere(const QuantizeArguments& args, const WorkItem& work, int32_t* shared_table, Window* window) {
   const GroupTable table{shared_table, args.groups.num_groups};
-  const bool is_first = share.window == 0 && share.part == 0 && share.first_column == 0;
+  const bool is_first = work.window == 0 && work.part == 0 && work.first_column == 0;
   if (Uniform(Warp()) == 0) {
-    FillGroupTableTogether<FirstWarp, AllUnits>(args.groups, share.element, args.element_units, table);
+    FillGroupTableTogether<FirstWarp, AllRowBlocks>(args.groups, work.element, args.element_row_blocks, table);
     __syncwarp();
-    FillWindow(args, table, share.element, share.window, window);
+    FillWindow(args, table, work.element, work.window, window);
   } else if (is_first) {
-    InitializeGroups<Fp8>(args, share.element, threadIdx.x - 32, kTileThreads - 32);
+    InitializeGroups<Fp8>(args, work.element, threadIdx.x - 32, kTileThreads - 32);
   }
   if (!is_first) return;
   __syncthreads();
-  StoreTable(args, table, share.element);
+  StoreTable(args, table, work.element);
 }
 
-// Quantizes the tiles of a share. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
+// Quantizes the tiles of a work item. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
 template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
 __global__ void __launch_bounds__(kTileThreads,
                                   kSingleLaunch ? kBlocksOfSingleLaunch : kBlocks<typename Source::Element>)
     QuantizeTiles(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   extern __shared__ uint4 shared[];
-  __shared__ Exchange exchange;
+  __shared__ WarpExchange exchange;
   if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
-  const Share share(args, kSingleLaunch);
-  if (!share.exists || args.Skips(share.element)) return;
+  const WorkItem work(args, kSingleLaunch);
+  if (!work.exists || args.Skips(work.element)) return;
   // With current scaling, the amaxes are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
-  const Window* window = args.WindowAt(share.element, share.window);
+  const Window* window = args.WindowAt(work.element, work.window);
   [[maybe_unused]] GridBarrier barrier;
   if constexpr (kSingleLaunch) {
     __shared__ Window own_window;
-    SetUpHere<Fp8>(args, share, reinterpret_cast<int32_t*>(shared), &own_window);
+    SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
     window = &own_window;
     barrier.Arrive();
   }
-  const Tile<typename Source::Element> tile{reinterpret_cast<char*>(shared)};
+  const InputTile<typename Source::Element> tile{reinterpret_cast<char*>(shared)};
   using State = TileState<kMode, Fp8, typename Source::Element>;
-  State state{args, tile, exchange, share.first_column, 0};
+  State state{args, tile, exchange, work.first_column, 0};
   RowQuantizer<State> rows(state);
   // Loads a pass and returns the slot's LoadGroupValue.
   const auto load = [&](int pass) {
@@ -196,31 +196,31 @@ __global__ void __launch_bounds__(kTileThreads,
   const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
   bool loaded = false;
   if (kSingleLaunch && !finds_amax) {
-    // If the share has only one pass, the pass stays in the tile.
-    loaded = share.part + Window::kParts >= window->num_passes;
-    for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
+    // If the work item has only one pass, the pass stays in the tile.
+    loaded = work.part + Window::kParts >= window->num_passes;
+    for (int pass = work.part; pass < window->num_passes; pass += Window::kParts) {
       load(pass);
-      if (pass == share.part) barrier.Wait();
+      if (pass == work.part) barrier.Wait();
       __syncthreads();
       record_amax();
       __syncthreads();
     }
-    if (share.part >= window->num_passes) barrier.Wait();
+    if (work.part >= window->num_passes) barrier.Wait();
     barrier.Arrive();
     barrier.Wait();
   }
 #pragma unroll 1
-  for (int pass = share.part; pass < window->num_passes; pass += Window::kParts) {
-    if (pass > share.part) __syncthreads();
+  for (int pass = work.part; pass < window->num_passes; pass += Window::kParts) {
+    if (pass > work.part) __syncthreads();
     // Prevents the compiler from computing addresses once for all passes: there are too few registers to keep them.
     asm volatile("" : "+r"(state.first_column));
     const uint32_t group_value = loaded ? LoadGroupValue(state) : load(pass);
     WritePass(state, group_value, &rows);
     if (!finds_amax) continue;
-    if (kSingleLaunch && pass == share.part) barrier.Wait();
+    if (kSingleLaunch && pass == work.part) barrier.Wait();
     record_amax();
   }
-  if (args.row_data != nullptr && window->outside_begin < window->outside_end) ZeroOutside(args, share, *window);
+  if (args.row_data != nullptr && window->outside_begin < window->outside_end) ZeroOutside(args, work, *window);
 }
 
 }  // namespace jax_grouped

@@ -212,8 +212,8 @@ def grouped_bias_grad(
     tiles = bias_grad_tiles(rows // batch, num_groups)
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
-    starts = jax.ShapeDtypeStruct((batch * 2, num_groups + 1), jnp.int32)
-    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, starts], vmap_method=_NO_VMAP)
+    tables = jax.ShapeDtypeStruct((batch, group_table_size(num_groups)), jnp.int32)
+    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables], vmap_method=_NO_VMAP)
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
@@ -224,7 +224,7 @@ def quantize(
     shape = (x.shape[0] // batch, x.shape[1])
     layout = spec.layout(shape, columnwise=False)
     scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(shape[0], spec.num_groups),), jnp.uint8)
-    partial_sums = jax.ShapeDtypeStruct((layout.units(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
+    partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
     operands = (x, group_sizes, group_offset, *more)
     # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.

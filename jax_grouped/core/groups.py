@@ -19,8 +19,9 @@ FP8_ALIGNMENT = 16
 #: Rows that one partial sum of the bias gradient covers.
 BIAS_GRAD_ROWS = 128
 
-#: Unit heights in rows. The position of a scale follows from the number of units of one height before its group.
-GROUP_UNITS = (4, 16, 32, 128, 512)
+#: Heights of row blocks. A row block never crosses a group; a group's last one may be shorter. The position of a scale
+#: follows from the number of row blocks of one height before its group.
+ROW_BLOCKS = (4, 16, 32, 128, 512)
 
 #: Up to this number of groups, each row is compared with all groups: that compiles to one operation, a search to many.
 _FEW_GROUPS = 64
@@ -126,16 +127,16 @@ def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
     return count
 
 
-def most_units(rows: int, num_groups: int, unit: int) -> int:
-    """Returns the most units of `unit` rows that any sizes of `num_groups` groups can need; no unit crosses a group."""
+def max_row_blocks(rows: int, num_groups: int, height: int) -> int:
+    """Returns the most row blocks of `height` rows that any sizes of `num_groups` groups can need."""
     groups = min(num_groups, rows)
-    return groups + (rows - groups) // unit if groups else 0
+    return groups + (rows - groups) // height if groups else 0
 
 
 def group_table_size(num_groups: int) -> int:
     """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
-    # First rows, the units of scales, and the tiles of products.
-    return (2 + len(GROUP_UNITS)) * round_up(num_groups + 1, 4)
+    # First rows, the row blocks of scales, and the tiles of products.
+    return (2 + len(ROW_BLOCKS)) * round_up(num_groups + 1, 4)
 
 
 def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
@@ -150,17 +151,17 @@ def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
 
 def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
     """Returns the bytes of a quantization's windows and group table on the device (`QuantizeScratchBytes` in C++)."""
-    chunks = most_units(capacity, num_groups, FP8_ALIGNMENT)
+    chunks = max_row_blocks(capacity, num_groups, FP8_ALIGNMENT)
     windows = -(-chunks // _CHUNKS_PER_WINDOW)
     return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
 
 
 def bias_grad_tiles(capacity: int, num_groups: int) -> int:
     """Returns the most tiles of `BIAS_GRAD_ROWS` rows that any group sizes can need; no tile crosses a group."""
-    return capacity // BIAS_GRAD_ROWS + num_groups
+    return max_row_blocks(capacity, num_groups, BIAS_GRAD_ROWS)
 
 
-class Places(NamedTuple):
+class RowPositions(NamedTuple):
     """Positions of `n` rows within their groups. The arrays are `int32[n]` unless given otherwise.
 
     Attributes:
@@ -168,8 +169,7 @@ class Places(NamedTuple):
         row: index of the row in its group.
         start: the group's first row, as an index into the array.
         size: number of rows of the group.
-        units_before: `int32[n, len(GROUP_UNITS)]`, number of these units in the groups before it. The last unit of a
-            group may be partial.
+        blocks_before: `int32[n, len(ROW_BLOCKS)]`, number of row blocks of each height in the groups before it.
         valid: `bool[n]`, whether the row exists; the other fields of a row that does not are arbitrary.
     """
 
@@ -177,52 +177,54 @@ class Places(NamedTuple):
     row: jax.Array
     start: jax.Array
     size: jax.Array
-    units_before: jax.Array
+    blocks_before: jax.Array
     valid: jax.Array
 
-    def before(self, unit: int) -> jax.Array:
-        """Returns the number of units of `unit` rows, one of `GROUP_UNITS`, in the groups before the row's group."""
-        return self.units_before[..., GROUP_UNITS.index(unit)]
+    def before(self, height: int) -> jax.Array:
+        """Returns the number of row blocks of `height` rows in the groups before the row's group."""
+        return self.blocks_before[..., ROW_BLOCKS.index(height)]
 
-    def units(self, unit: int) -> jax.Array:
-        """Returns the number of units of `unit` rows in the row's group."""
-        return quotient(self.size + (unit - 1), unit)
+    def row_blocks(self, height: int) -> jax.Array:
+        """Returns the number of row blocks of `height` rows in the row's group."""
+        return quotient(self.size + (height - 1), height)
 
-    def as_column(self) -> "Places":
-        """Returns the same places with arrays `[n, 1]`, which broadcast against one value per feature."""
-        return Places(*(array[:, None] for array in self))
+    def as_column(self) -> "RowPositions":
+        """Returns the same positions with arrays `[n, 1]`, which broadcast against one value per feature."""
+        return RowPositions(*(array[:, None] for array in self))
 
-    def block(self, unit: int) -> jax.Array:
-        """Returns the index of the row's unit of `unit` rows, counted from the first unit of the first group."""
-        return self.before(unit) + quotient(self.row, unit)
+    def block(self, height: int) -> jax.Array:
+        """Returns the index of the row's block of `height` rows, counted from the first group on."""
+        return self.before(height) + quotient(self.row, height)
 
 
 class GroupTable:
-    """Lookup table of the groups, from which the places of rows follow."""
+    """Lookup table of the groups, from which the positions of rows follow."""
 
     def __init__(self, rows: GroupRows):
         self._rows = rows
-        units = np.array(GROUP_UNITS, np.int32)
-        self._unit_ends = jnp.cumsum(quotient(rows.sizes[:, None] + (units - 1), units), axis=0, dtype=jnp.int32)
-        before = jnp.pad(self._unit_ends[:-1], ((1, 0), (0, 0)))
+        heights = np.array(ROW_BLOCKS, np.int32)
+        self._block_ends = jnp.cumsum(quotient(rows.sizes[:, None] + (heights - 1), heights), axis=0, dtype=jnp.int32)
+        before = jnp.pad(self._block_ends[:-1], ((1, 0), (0, 0)))
         self._table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
 
-    def rows(self, capacity: int) -> Places:
-        """Returns the place of every row of the array."""
+    def rows(self, capacity: int) -> RowPositions:
+        """Returns the position of every row of the array."""
         index = jnp.arange(capacity, dtype=jnp.int32)
         ends = self._rows.starts + self._rows.sizes
         group = _group_of(ends, index)
         start, size, before = self._lookup(group)
-        return Places(group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1]))
+        return RowPositions(
+            group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1])
+        )
 
-    def units(self, unit: int, count: int) -> Places:
-        """Returns the place of each unit's first row, for `count` units, which may be more than exist."""
+    def row_blocks(self, height: int, count: int) -> RowPositions:
+        """Returns the position of each row block's first row, for `count` row blocks, which may be more than exist."""
         index = jnp.arange(count, dtype=jnp.int32)
-        ends = self._unit_ends[:, GROUP_UNITS.index(unit)]
+        ends = self._block_ends[:, ROW_BLOCKS.index(height)]
         group = _group_of(ends, index)
         start, size, before = self._lookup(group)
-        row = unit * (index - before[:, GROUP_UNITS.index(unit)])
-        return Places(group, row, start, size, before, index < ends[-1])
+        row = height * (index - before[:, ROW_BLOCKS.index(height)])
+        return RowPositions(group, row, start, size, before, index < ends[-1])
 
     def _lookup(self, group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         found = self._table.at[group].get(mode="clip", wrap_negative_indices=False)

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.groups import FP8_ALIGNMENT, Places, most_units, quotient, remainder, round_up, stack_sizes
+from jax_grouped.core.groups import (
+    FP8_ALIGNMENT,
+    RowPositions,
+    max_row_blocks,
+    quotient,
+    remainder,
+    round_up,
+    stack_sizes,
+)
 from jax_grouped.fp8.recipes import ScalingMode
 
 #: Elements along each side of a scaling block: of blocks of 128, and of the MX format.
@@ -60,17 +68,17 @@ class QuantizedLayout:
         assert self.stack_rows is not None
         return stack_sizes(self.num_groups, self.stack_rows, batch)
 
-    def units(self, unit: int) -> int:
-        """Returns the most units of `unit` rows that any group sizes can need; no unit crosses a group."""
+    def row_blocks(self, height: int) -> int:
+        """Returns the most row blocks of `height` rows that any group sizes can need; none crosses a group."""
         if self.stack_rows is not None:
-            return self.num_groups * -(-self.stack_rows // unit)
-        return most_units(self.tokens, self.num_groups, unit)
+            return self.num_groups * -(-self.stack_rows // height)
+        return max_row_blocks(self.tokens, self.num_groups, height)
 
     @property
     def data_shape(self) -> tuple[int, ...]:
         """`[T, C]` or flat regions; `[E, K, C]` or `[E, C, round_up(K, 16)]` for a stack."""
         if self.stack_rows is None:
-            flat = (FP8_ALIGNMENT * self.units(FP8_ALIGNMENT) * self.features,)
+            flat = (FP8_ALIGNMENT * self.row_blocks(FP8_ALIGNMENT) * self.features,)
             return flat if self.columnwise else (self.tokens, self.features)
         if self.columnwise:
             return (self.num_groups, self.features, round_up(self.stack_rows, FP8_ALIGNMENT))
@@ -82,107 +90,115 @@ class QuantizedLayout:
         if self.mode == ScalingMode.TENSOR:
             return (self.num_groups,)
         if self.stack_rows is None:
-            return (math.prod(self._region(self.units)),)
+            return (math.prod(self._region(self.row_blocks)),)
         rows = self.stack_rows
-        return (self.num_groups, *self._region(lambda unit: -(-rows // unit)))
+        return (self.num_groups, *self._region(lambda height: -(-rows // height)))
 
-    def _region(self, units: Callable[[int], int]) -> tuple[int, ...]:
-        """Returns the shape of a group's region; `units(h)` is the number of units of `h` rows in the group."""
+    def _region(self, blocks: Callable[[int], int]) -> tuple[int, ...]:
+        """Returns the shape of a group's region; `blocks(h)` is the number of row blocks of `h` rows in the group."""
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
-                return self._feature_blocks, 4 * units(4)
+                return self._feature_blocks, 4 * blocks(4)
             case ScalingMode.BLOCK_1D, True:
-                return units(128), self.features
+                return blocks(128), self.features
             case ScalingMode.BLOCK_2D, False:
-                return units(128), round_up(self._feature_blocks, 4)
+                return blocks(128), round_up(self._feature_blocks, 4)
             case ScalingMode.BLOCK_2D, True:
-                return self._feature_blocks, 4 * units(512)
+                return self._feature_blocks, 4 * blocks(512)
             case _ if self.swizzled_scales:
-                return (512 * self._feature_blocks * units(128),)
+                return (512 * self._feature_blocks * blocks(128),)
             case _, False:
-                return 16 * units(16), -(-self.features // MX_BLOCK)
+                return 16 * blocks(16), -(-self.features // MX_BLOCK)
             case _:
-                return self.features, units(32)
+                return self.features, blocks(32)
 
     @property
     def _feature_blocks(self) -> int:
         return -(-self.features // BLOCK)
 
-    def row_scales(self, places: Places) -> jax.Array:
+    def row_scales(self, positions: RowPositions) -> jax.Array:
         """Returns the positions of the scales of rowwise data in the flat array.
 
         Args:
-            places: places of some rows.
+            positions: positions of some rows.
 
         Returns:
             `int32[n, blocks]`, a position for every block of a row. A block has 32 elements with `MX`, 128 otherwise.
             With `TENSOR` there is one column.
         """
-        places = places.as_column()
+        positions = positions.as_column()
         block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
         match self.mode:
             case ScalingMode.TENSOR:
-                return places.group
+                return positions.group
             case ScalingMode.BLOCK_1D:
-                return self._feature_blocks * 4 * places.before(4) + block * (4 * places.units(4)) + places.row
+                return (
+                    self._feature_blocks * 4 * positions.before(4)
+                    + block * (4 * positions.row_blocks(4))
+                    + positions.row
+                )
             case ScalingMode.BLOCK_2D:
-                return round_up(self._feature_blocks, 4) * places.block(128) + block
+                return round_up(self._feature_blocks, 4) * positions.block(128) + block
             case _ if self.swizzled_scales:
-                tile = self._feature_blocks * places.block(128) + block // 4
-                return _in_tile(tile, remainder(places.row, 128), block % 4)
+                tile = self._feature_blocks * positions.block(128) + block // 4
+                return _in_tile(tile, remainder(positions.row, 128), block % 4)
             case _:
-                return block.shape[0] * (16 * places.before(16) + places.row) + block
+                return block.shape[0] * (16 * positions.before(16) + positions.row) + block
 
-    def column_scales(self, places: Places) -> jax.Array:
+    def column_scales(self, positions: RowPositions) -> jax.Array:
         """Returns the positions of the scales of columnwise data in the flat array.
 
         The blocks are those that hold the given rows. There is one for every feature (`int32[n, C]`), or for every 128
         features with `BLOCK_2D`. Otherwise as `row_scales`.
         """
-        places = places.as_column()
+        positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         match self.mode:
             case ScalingMode.TENSOR:
-                return places.group
+                return positions.group
             case ScalingMode.BLOCK_1D:
-                return self.features * places.block(128) + feature
+                return self.features * positions.block(128) + feature
             case ScalingMode.BLOCK_2D:
                 block = jnp.arange(self._feature_blocks, dtype=jnp.int32)
-                region = self._feature_blocks * places.before(512) + block * places.units(512)
-                return 4 * region + quotient(places.row, 128)
+                region = self._feature_blocks * positions.before(512) + block * positions.row_blocks(512)
+                return 4 * region + quotient(positions.row, 128)
             case _ if self.swizzled_scales:
-                tile = self._feature_blocks * places.before(128) + feature // 128 * places.units(128)
-                inner = quotient(remainder(places.row, 128), MX_BLOCK)
-                return _in_tile(tile + quotient(places.row, 128), feature % 128, inner)
+                tile = self._feature_blocks * positions.before(128) + feature // 128 * positions.row_blocks(128)
+                inner = quotient(remainder(positions.row, 128), MX_BLOCK)
+                return _in_tile(tile + quotient(positions.row, 128), feature % 128, inner)
             case _:
-                return self.features * places.before(32) + feature * places.units(32) + quotient(places.row, MX_BLOCK)
+                return (
+                    self.features * positions.before(32)
+                    + feature * positions.row_blocks(32)
+                    + quotient(positions.row, MX_BLOCK)
+                )
 
-    def column_data(self, places: Places) -> tuple[jax.Array, jax.Array]:
+    def column_data(self, positions: RowPositions) -> tuple[jax.Array, jax.Array]:
         """Returns the positions of every feature of some rows in columnwise data.
 
         A position is the index of a chunk of 16 elements, `int32[n, C]`, and the index of the element in it.
         """
-        places = places.as_column()
-        unit, feature = FP8_ALIGNMENT, jnp.arange(self.features, dtype=jnp.int32)
-        chunk = quotient(places.row, unit) + feature * places.units(unit)
-        return self.features * places.before(unit) + chunk, remainder(places.row, unit)
+        positions = positions.as_column()
+        feature = jnp.arange(self.features, dtype=jnp.int32)
+        chunk = quotient(positions.row, FP8_ALIGNMENT) + feature * positions.row_blocks(FP8_ALIGNMENT)
+        return self.features * positions.before(FP8_ALIGNMENT) + chunk, remainder(positions.row, FP8_ALIGNMENT)
 
-    def column_source(self, chunks: Places) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def column_source(self, chunks: RowPositions) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the source of every element of columnwise data.
 
         Args:
-            chunks: the places of all units of 16 rows.
+            chunks: positions of all row blocks of 16 rows.
 
         Returns:
             The rows, `int32[chunks, C, 16]`, the features, `int32[chunks, C, 1]`, and a mask of rows that exist.
         """
-        # A group of `u` units has `C * u` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
-        units = jnp.maximum(chunks.units(FP8_ALIGNMENT), 1)[:, None]
+        # A group of `n` chunks has `C * n` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
+        count = jnp.maximum(chunks.row_blocks(FP8_ALIGNMENT), 1)[:, None]
         index = quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features
         index += jnp.arange(self.features, dtype=jnp.int32)
-        feature = quotient(index, units)
-        unit = index - feature * units
-        row = FP8_ALIGNMENT * unit[:, :, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
+        feature = quotient(index, count)
+        chunk = index - feature * count
+        row = FP8_ALIGNMENT * chunk[:, :, None] + jnp.arange(FP8_ALIGNMENT, dtype=jnp.int32)
         exists = chunks.valid[:, None, None] & (row < chunks.size[:, None, None])
         return chunks.start[:, None, None] + row, feature[:, :, None], exists
 

@@ -57,11 +57,16 @@ class Fp8State:
     `jax_grouped.config.check`, a ValueError says why.
 
     Attributes:
-        input_amax_history, kernel_amax_history, output_grad_amax_history: `float32[E, H]`, the largest finite absolute
-            values of each group of `x`, `kernel` and the result's gradient, the latest step's first; 0 for none.
-        input_scale, kernel_scale, output_grad_scale: `float32[E]`, the factors of the last multiplication before
-            rounding to FP8.
-        input_amax_mark, kernel_amax_mark, output_grad_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
+        input_amax_history: `float32[E, H]`, the largest finite absolute values of each group of `x`, the latest step's
+            first; 0 for none.
+        input_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
+        input_scale: `float32[E]`, the factor of the last multiplication before rounding to FP8.
+        kernel_amax_history: like `input_amax_history`, of `kernel`.
+        kernel_amax_mark: like `input_amax_mark`.
+        kernel_scale: like `input_scale`.
+        output_grad_amax_history: like `input_amax_history`, of the result's gradient.
+        output_grad_amax_mark: like `input_amax_mark`.
+        output_grad_scale: like `input_scale`.
 
     Example:
         recipe = jg.DelayedScaling(amax_history_len=4)

@@ -5,12 +5,12 @@ Example:
     gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
 
     routing = jg.moe.top_k_routing(logits, 2)
-    places = jg.moe.group_by_expert(routing.experts, num_experts=4)
-    rows = jg.moe.permute(x, places)
-    rows = jg.moe.grouped_mlp(rows, gate_up, down, places.group_sizes)
-    y = jg.moe.unpermute(rows, places, routing.weights)
+    permutation = jg.moe.group_by_expert(routing.experts, num_experts=4)
+    rows = jg.moe.permute(x, permutation)
+    rows = jg.moe.grouped_mlp(rows, gate_up, down, permutation.group_sizes)
+    y = jg.moe.unpermute(rows, permutation, routing.weights)
 
-    assert places.group_sizes.tolist() == [0, 0, 8, 8] and y.shape == x.shape
+    assert permutation.group_sizes.tolist() == [0, 0, 8, 8] and y.shape == x.shape
 """
 
 from jax_grouped.moe.exchange import Exchange as Exchange

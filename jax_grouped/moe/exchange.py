@@ -308,8 +308,8 @@ def _move_padded(axis_name: Hashable, rows: jax.Array, source: _Slices, target: 
     devices, room = source.sizes.shape[0], min(source.num_rows, target.num_rows)
     sent = jax.vmap(functools.partial(_origins, num_rows=room))(_starts(source.sizes), source.sizes, source.starts)
     received = jax.lax.all_to_all(_take(rows, sent), axis_name, 0, 0).reshape(devices * room, -1)
-    places = room * jnp.arange(devices, dtype=jnp.int32)[:, None] + _starts(target.sizes)
-    slices = (x.reshape(-1) for x in (target.starts, target.sizes, places))
+    offsets = room * jnp.arange(devices, dtype=jnp.int32)[:, None] + _starts(target.sizes)
+    slices = (x.reshape(-1) for x in (target.starts, target.sizes, offsets))
     return _take(received, _origins(*slices, num_rows=target.num_rows))
 
 

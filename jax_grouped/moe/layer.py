@@ -134,18 +134,18 @@ def moe_mlp(
     )
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
-    places = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
-    rows, dropped = permute(x, places), places.dropped
+    permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
+    rows, dropped = permute(x, permutation), permutation.dropped
     if devices == 1:
-        rows = grouped_mlp(rows, gate_up, down, places.group_sizes, recipe=recipe, precision=precision)
+        rows = grouped_mlp(rows, gate_up, down, permutation.group_sizes, recipe=recipe, precision=precision)
     else:
         exchange = plan_exchange(
-            places.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
+            permutation.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
         )
         rows = send_rows(rows, exchange)
         rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, recipe=recipe, precision=precision)
         rows, dropped = return_rows(rows, exchange), exchange.dropped
-    y = unpermute(rows, places, routing.weights)
+    y = unpermute(rows, permutation, routing.weights)
     if feature_axis is not None:
         y = jax.lax.psum(y, feature_axis)
     balance_loss = load_balancing_loss(routing, axis_name=batch_axes or None)

@@ -14,7 +14,7 @@ from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
 from jax_grouped.ops import checks
 
-#: Pairs without a row get distinct places past the end, so there are twice as many places as pairs, counted in int32.
+#: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
 _MOST_PAIRS = 2**30
 
 
@@ -32,11 +32,11 @@ class Permutation:
         dropped: `int32[]`, number of pairs without a row.
 
     Example:
-        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
 
-        assert isinstance(places, jg.moe.Permutation)
-        assert places.order.tolist() == [1, 0, 2, 3]  # pairs: token 0's second choice, its first one, ...
-        assert places.inverse.tolist() == [[1, 0], [2, 3]]
+        assert isinstance(permutation, jg.moe.Permutation)
+        assert permutation.order.tolist() == [1, 0, 2, 3]  # pairs: token 0's second choice, its first one, ...
+        assert permutation.inverse.tolist() == [[1, 0], [2, 3]]
     """
 
     order: jax.Array
@@ -63,10 +63,10 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         ValueError: an argument has a shape or value that does not fit.
 
     Example:
-        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
 
-        assert places.group_sizes.tolist() == [1, 2, 1]
-        assert int(places.dropped) == 0
+        assert permutation.group_sizes.tolist() == [1, 2, 1]
+        assert int(permutation.dropped) == 0
     """
     experts = as_array("experts", experts)
     _check_arguments(experts, num_experts, capacity)
@@ -87,12 +87,12 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     else:
         group_sizes = wanted
     used = jnp.sum(group_sizes, dtype=jnp.int32)
-    # Send each pair without a row to a distinct place past the end: the scatter is told that indices are unique.
-    place = jnp.where(row < used, sorted_pairs, pairs + row)
-    nowhere, place, row = vary_alike(jnp.full((pairs,), rows, jnp.int32), place, row)
-    inverse = nowhere.at[place].set(row, mode="drop", unique_indices=True)
+    # Send each pair without a row to a distinct index past the end: the scatter is told that indices are unique.
+    pair = jnp.where(row < used, sorted_pairs, pairs + row)
+    nowhere, pair, row = vary_alike(jnp.full((pairs,), rows, jnp.int32), pair, row)
+    inverse = nowhere.at[pair].set(row, mode="drop", unique_indices=True)
     return Permutation(
-        order=jnp.minimum(place, pairs),
+        order=jnp.minimum(pair, pairs),
         inverse=inverse.reshape(experts.shape),
         group_sizes=group_sizes,
         dropped=pairs - used,
@@ -133,9 +133,9 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
         ValueError: `x` has a shape that does not fit.
 
     Example:
-        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
 
-        rows = jg.moe.permute(jnp.array([[10.0], [20.0]]), places)
+        rows = jg.moe.permute(jnp.array([[10.0], [20.0]]), permutation)
 
         assert rows.tolist() == [[10], [10], [20], [20]]
     """
@@ -164,10 +164,10 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
         ValueError: an argument has a shape that does not fit.
 
     Example:
-        places = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
         rows = jnp.array([[1.0], [2.0], [3.0], [4.0]])
 
-        y = jg.moe.unpermute(rows, places, jnp.array([[1.0, 1.0], [0.5, 0.5]]))
+        y = jg.moe.unpermute(rows, permutation, jnp.array([[1.0, 1.0], [0.5, 0.5]]))
 
         assert y.tolist() == [[3.0], [3.5]]
     """

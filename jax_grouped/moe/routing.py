@@ -162,7 +162,7 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
 
     The loss is `E * sum_e share_e * probability_e`, where `share_e` is the fraction of all choices that fell on expert
     `e` and `probability_e` its mean probability. It is the loss of Switch Transformers (arXiv:2101.03961, equations 4
-    to 6) for any number of choices per token. The shares are constants to the gradient.
+    to 6) for any number of choices per token. The fractions are constants to the gradient.
 
     Args:
         routing: of `T` tokens to `E` experts.
@@ -185,12 +185,12 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
     """
     check_instance("routing", routing, Routing)
     tokens, num_experts = routing.probabilities.shape
-    share = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)
+    fraction = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)
     probability = jnp.sum(routing.probabilities, axis=0) / max(tokens, 1)
     if axis_name is not None:
         axis_size(axis_name)  # Raises where there is no such axis.
-        share, probability = jax.lax.pmean((share, probability), axis_name)
-    return num_experts * jnp.sum(share * probability)
+        fraction, probability = jax.lax.pmean((fraction, probability), axis_name)
+    return num_experts * jnp.sum(fraction * probability)
 
 
 def expert_load(routing: Routing) -> jax.Array:

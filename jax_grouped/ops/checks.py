@@ -1,5 +1,6 @@
 """Checks of public arguments at trace time. Each error names the argument, its value and the rule."""
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import get_args
@@ -20,18 +21,15 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recip
 GroupSizes = ArrayLike | Sequence[int]
 
 _FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-#: JAX's names of precisions and dot algorithms. Each maps to the precision whose float32 products are as exact.
-_PRECISIONS = {
+#: Dot algorithms of 16-bit and 32-bit operands. Each maps to the precision whose float32 products are as exact.
+_DOT_ALGORITHMS = {
+    **dict.fromkeys(["bf16_bf16_bf16", "bf16_bf16_f32"], jax.lax.Precision.DEFAULT),
     **dict.fromkeys(
-        ["default", "fastest", "bfloat16", "bf16_bf16_bf16", "bf16_bf16_f32"],
-        jax.lax.Precision.DEFAULT,
-    ),
-    **dict.fromkeys(
-        ["high", "tensorfloat32", "bfloat16_3x", "f16_f16_f16", "f16_f16_f32", "tf32_tf32_f32", "bf16_bf16_f32_x3"],
+        ["f16_f16_f16", "f16_f16_f32", "tf32_tf32_f32", "bf16_bf16_f32_x3"],
         jax.lax.Precision.HIGH,
     ),
     **dict.fromkeys(
-        ["highest", "float32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f32_f32_f32"],
+        ["tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f32_f32_f32"],
         jax.lax.Precision.HIGHEST,
     ),
 }
@@ -201,8 +199,11 @@ def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> j
     if isinstance(precision, jax.lax.Precision):
         return precision
     name = precision.name if isinstance(precision, jax.lax.DotAlgorithmPreset) else precision
-    if isinstance(name, str) and name.lower() in _PRECISIONS:
-        return _PRECISIONS[name.lower()]
+    if isinstance(name, str) and name.lower() in _DOT_ALGORITHMS:
+        return _DOT_ALGORITHMS[name.lower()]
+    if isinstance(name, str):
+        with contextlib.suppress(ValueError):
+            return jax.lax.Precision(name.lower())
     if source and jnp.dtype(dtype) != jnp.float32:
         # Multiply gradients of another type in full float32.
         return jax.lax.Precision.HIGHEST

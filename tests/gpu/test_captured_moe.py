@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from tests.gpu.captured_moe import PROFILED_STEPS, RECIPES
+from tests.gpu.captured_runs import EVERYTHING, difference, run
 from tests.gpu.replays import occurrences
-from tests.gpu.test_command_buffers import EVERYTHING, difference, run
 
 pytestmark = pytest.mark.gpu
 

@@ -1,44 +1,18 @@
 """A step captured into a CUDA graph gives, launch after launch, what the same step gives uncaptured."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.gpu.captured_runs import EVERYTHING, difference, run
 from tests.gpu.captured_steps import PROFILED_STEPS, VARIANTS
-from tests.gpu.replays import first_difference, occurrences
+from tests.gpu.replays import occurrences
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 5000
-EVERYTHING = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"
-
-
-def run(
-    commands: str,
-    out: pathlib.Path,
-    steps: int,
-    variant: str,
-    *options: str,
-    module: str = "tests.gpu.captured_steps",
-) -> dict[str, Any]:
-    """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
-    xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
-    # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
-    # of XLA's for what surrounds the custom calls.
-    xla_flags += " --xla_gpu_autotune_level=0"
-    settings = {"JAX_GROUPED_AUTOTUNE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment = {**os.environ, **settings, "XLA_FLAGS": xla_flags}
-    root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", module, str(out), str(steps), variant, *options]
-    done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -55,14 +29,6 @@ def captured(variant: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def uncaptured(variant: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run("", tmp_path_factory.mktemp("uncaptured") / "steps.json", STEPS, variant)
-
-
-def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:
-    """Describes the difference of the first steps, as many as both runs have; empty if there is none."""
-    assert run["names"] == expected["names"]
-    steps = min(len(run["digests"]), len(expected["digests"]))
-    got, other = (np.array(of["digests"][:steps]) for of in (run, expected))
-    return first_difference(got, other, run["names"])
 
 
 def count(run: dict[str, Any], *parts: str) -> int:

@@ -180,19 +180,19 @@ class Replays:
             digests[-1].block_until_ready()
         return replays.fetch(digests, NAMES)
 
-    def replay(self, turns: threading.Barrier) -> np.ndarray:
-        """Returns the captured step's digests. Threads launch one replay each per turn; every second is poisoned."""
+    def replay(self, rounds: threading.Barrier) -> np.ndarray:
+        """Returns the captured step's digests. Threads launch one replay each per round; every second is poisoned."""
         digests = []
         try:
             for index in range(len(self._sizes)):
-                turns.wait()
+                rounds.wait()
                 if self._poison is not None and index % 2:
                     self._poison()
                 digests.append(replays.digest(self.launch(index)))
         except threading.BrokenBarrierError:
             return np.zeros(0)  # Another thread has failed and reports it.
         except BaseException:
-            turns.abort()
+            rounds.abort()
             raise
         return replays.fetch(digests, NAMES)
 
@@ -216,10 +216,10 @@ def main(count: int, workspaces: str, executables: int, *, poison: bool) -> int:
     own = workspaces == "own"
     stressed = [Replays(shape, count, own_workspaces=own, poison=poison) for shape in SHAPES[:executables]]
     expected = [one.expected() for one in stressed]
-    turns = threading.Barrier(executables)
+    rounds = threading.Barrier(executables)
     with ThreadPoolExecutor(executables) as threads:
         start = time.perf_counter()
-        got = list(threads.map(lambda one: one.replay(turns), stressed))
+        got = list(threads.map(lambda one: one.replay(rounds), stressed))
         milliseconds = 1e3 * (time.perf_counter() - start) / (count * executables)
     different = sum(int((a != b).any(axis=(1, 2)).sum()) for a, b in zip(got, expected, strict=True))
     launches = [one.graph_launches() for one in stressed]

@@ -24,7 +24,7 @@ constexpr int kMostAlgorithms = 32;
 // Number of rounds in which every algorithm is timed. Algorithms alternate, so that other work on the device during one
 // round does not decide. An algorithm's time in a round is the median of its measurements; its final time is that of
 // its best round.
-constexpr int kTurns = 3;
+constexpr int kRounds = 3;
 constexpr int kMeasurements = 3;
 
 // Target duration of a measurement. One measurement is a graph with as many products as take about this long.
@@ -37,9 +37,9 @@ constexpr float kTie = 1.01f;
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
 // Comparison of a problem's algorithms by their time.
-class Race {
+class AlgorithmTimer {
  public:
-  Race(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem)
+  AlgorithmTimer(const CublasLt& library, cublasLtHandle_t handle, const GemmProblem& problem)
       : library_(library), handle_(handle), problem_(problem) {}
 
   // Times each algorithm; writes kNever for those that do not run.
@@ -53,11 +53,11 @@ class Race {
       graphs[i].reset();
       (void)cudaGetLastError();  // Otherwise CUDA would report it again to the next caller.
     }
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int round = 0; round < kRounds; ++round) {
       for (size_t i = 0; i < algorithms.size(); ++i) {
         if (graphs[i] == nullptr) continue;
         float time = kNever;
-        JAX_GROUPED_RETURN_IF_FAILED(TakeTurn(graphs[i].get(), &time));
+        JAX_GROUPED_RETURN_IF_FAILED(TimeOnce(graphs[i].get(), &time));
         (*times)[i] = std::min((*times)[i], time);
       }
     }
@@ -86,7 +86,7 @@ class Race {
     return stopwatch_.Time(graph->get(), &milliseconds);
   }
 
-  Status TakeTurn(cudaGraphExec_t graph, float* median) const {
+  Status TimeOnce(cudaGraphExec_t graph, float* median) const {
     std::array<float, kMeasurements> milliseconds{};
     for (float& measured : milliseconds) JAX_GROUPED_RETURN_IF_FAILED(stopwatch_.Time(graph, &measured));
     std::sort(milliseconds.begin(), milliseconds.end());
@@ -132,7 +132,7 @@ Status ChooseByTime(const CublasLt& library, const Plans::Key& key, Plan* plan) 
     size_t winner = 0;
     if (algorithms.size() > 1) {
       std::vector<float> times;
-      JAX_GROUPED_RETURN_IF_FAILED(Race(library, plan->handle, problem).Run(algorithms, &times));
+      JAX_GROUPED_RETURN_IF_FAILED(AlgorithmTimer(library, plan->handle, problem).Run(algorithms, &times));
       winner = Winner(times);
       if (times[winner] == kNever) return Status::Failed("None of cuBLASLt's algorithms ran.");
     }

@@ -1,6 +1,7 @@
 #include "csrc/gemm/cublaslt/setup.h"
 
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/launch.cuh"
 #include "csrc/groups/layout.cuh"
@@ -11,10 +12,6 @@ namespace jax_grouped {
 namespace {
 
 constexpr int kThreads = 512;
-
-struct Operands {
-  Operand matrix[GemmScratch::kMatrices];
-};
 
 // Writes the arguments of group `index` of the batch. The group's part of the operand is `rows` of the tokens, or
 // matrix `number`.
@@ -44,47 +41,13 @@ __device__ void WriteScalars(float beta, const GemmScratch& scratch) {
   *scratch.Beta() = beta;
 }
 
-// Writes the arguments of each batch element's groups in block 0 of its row of blocks; the other blocks write zeros.
-// blockIdx.y is the batch element.
-__global__ void __launch_bounds__(kThreads)
-    GemmSetup(Groups batch, Operands operands, int32_t elements_per_weight, float beta, bool zero_rest,
-              Region workspace, GemmScratch scratch) {
-  const auto element = static_cast<int32_t>(blockIdx.y);
-  const Groups groups = batch.At(element);
-  if (blockIdx.x > 0) return ZeroRest(groups, element, operands.matrix[2], zero_rest, workspace);
-  WriteScalars(beta, scratch);
-  const RowRange local = LocalRows<kThreads>(groups);
-  const int64_t first_row = element * groups.capacity;
-  const int64_t first_weight = static_cast<int64_t>(element / elements_per_weight) * groups.num_groups;
-  ForEachGroup<kThreads>(groups, local.begin, [&](int32_t group, RowRange rows) {
-    const int32_t index = element * groups.num_groups + group;
-    rows = {first_row + rows.begin, first_row + rows.end};
-    for (int matrix = 0; matrix < GemmScratch::kMatrices; ++matrix) {
-      WriteGroup(operands.matrix[matrix], matrix, index, rows, first_weight + group, scratch);
-    }
-  });
-}
-
-struct ScaledArguments {
-  Operands operands;
-  OperandScales scales[2];
-  const void** scale_pointers[2];
-  UnitCounts element_units;
-  GroupTable table;  // the first batch element's
-  int32_t elements_per_weight;
-  float beta;
-  bool zero_rest;
-  Region workspace;
-  GemmScratch scratch;
-};
-
 // Writes the pointer and size of a group of columnwise data, whose rows are the group's tokens.
 __device__ void WritePackedGroup(const Operand& operand, int matrix, const Chunk& first, const GemmScratch& scratch) {
   const ScaleLayout layout{operand.columns, false};
-  const int64_t unit = first.group_rows == 0 ? 0 : ColumnDataUnit(layout, first, 0);
+  const int64_t chunk = first.group_rows == 0 ? 0 : ColumnDataChunk(layout, first, 0);
   const auto rows = static_cast<int32_t>(RoundUp(first.group_rows, kFp8Alignment));
   const int32_t index = first.group;
-  scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + unit * kFp8Alignment * operand.element_bytes;
+  scratch.Pointers(matrix)[index] = static_cast<char*>(operand.base) + chunk * kFp8Alignment * operand.element_bytes;
   scratch.Rows(matrix)[index] = rows;
   scratch.Columns(matrix)[index] = operand.columns;
   scratch.LeadingDimensions(matrix)[index] = max(rows, kFp8Alignment);
@@ -105,69 +68,53 @@ __device__ int64_t ScalesBefore(const OperandScales& scales, bool columnwise, co
                                          : FirstScale<ScalingMode::kBlock1D>(scales, columnwise, first);
 }
 
+// Writes the arguments of a batch element's groups in the first block of each row of blocks. The other blocks write
+// zeros. blockIdx.y is the batch element.
+template <bool kScaled>
 __global__ void __launch_bounds__(kThreads)
-    ScaledGemmSetup(Groups batch, const __grid_constant__ ScaledArguments args) {
+    SetUpGemm(Groups batch, const __grid_constant__ GemmSetup setup, GemmScratch scratch) {
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
-    return ZeroRest(batch.At(element), element, args.operands.matrix[2], args.zero_rest, args.workspace);
+    return ZeroRest(batch.At(element), element, setup.matrices[2], setup.zero_rest, setup.workspace);
   }
-  WriteScalars(args.beta, args.scratch);
-  const GroupTable table = args.table.At(element);
-  FillGroupTable<kThreads, AllUnits>(batch, element, args.element_units, table);
-  const int64_t first_weight = static_cast<int64_t>(element / args.elements_per_weight) * batch.num_groups;
+  WriteScalars(setup.beta, scratch);
+  // Without scales, only the first rows are read; LoadChunk takes a group's first chunk from its count.
+  using Blocks = std::conditional_t<kScaled, AllRowBlocks, Counts<RowBlock::k16>>;
+  const GroupTable table = scratch.Table().At(element);
+  FillGroupTable<kThreads, Blocks>(batch, element, setup.element_row_blocks, table);
+  const int64_t first_weight = static_cast<int64_t>(element / setup.elements_per_weight) * batch.num_groups;
   for (int32_t group = threadIdx.x; group < batch.num_groups; group += kThreads) {
-    const Chunk first = LoadChunk(table, element, group, table.UnitsBefore(Unit::k16)[group]);
+    const Chunk first = LoadChunk(table, element, group, table.BlocksBefore(RowBlock::k16)[group]);
     const RowRange rows{first.first_row, int64_t{first.first_row} + first.group_rows};
     const int64_t weight = first_weight + group;
     for (int matrix = 0; matrix < GemmScratch::kMatrices; ++matrix) {
-      const Operand& operand = args.operands.matrix[matrix];
-      if (operand.rows == 0) {
-        WritePackedGroup(operand, matrix, first, args.scratch);
+      const Operand& operand = setup.matrices[matrix];
+      if (kScaled && operand.rows == 0) {
+        WritePackedGroup(operand, matrix, first, scratch);
       } else {
-        WriteGroup(operand, matrix, first.group, rows, weight, args.scratch);
+        WriteGroup(operand, matrix, first.group, rows, weight, scratch);
       }
     }
-    for (int matrix = 0; matrix < 2; ++matrix) {
-      const OperandScales& scales = args.scales[matrix];
-      const bool columnwise = args.operands.matrix[matrix].rows == 0;
-      const int64_t scale_bytes = scales.mode == ScalingMode::kMx ? 1 : sizeof(float);
-      args.scale_pointers[matrix][first.group] =
-          static_cast<const char*>(scales.base) + scale_bytes * ScalesBefore(scales, columnwise, first, weight);
+    if constexpr (kScaled) {
+      for (int matrix = 0; matrix < 2; ++matrix) {
+        const OperandScales& scales = setup.scales[matrix];
+        const bool columnwise = setup.matrices[matrix].rows == 0;
+        const int64_t scale_bytes = scales.mode == ScalingMode::kMx ? 1 : sizeof(float);
+        scratch.ScalePointers(matrix)[first.group] =
+            static_cast<const char*>(scales.base) + scale_bytes * ScalesBefore(scales, columnwise, first, weight);
+      }
     }
   }
-}
-
-dim3 SetupBlocks(const Groups& groups, const Operand& d, bool zero_rest, const Region& workspace) {
-  const int64_t d_bytes = zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
-  return dim3(1 + ZeroingBlocks(workspace.bytes + d_bytes), groups.batch);
 }
 
 }  // namespace
 
-Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_weight, const Operand& a,
-                       const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
-                       const GemmScratch& scratch) {
-  return Launch("Launching the setup of a grouped matmul", stream,
-                {SetupBlocks(groups, d, zero_rest, workspace), kThreads}, GemmSetup, groups, Operands{{a, b, d}},
-                elements_per_weight, beta, zero_rest, workspace, scratch);
-}
-
-Status LaunchScaledGemmSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
-                             int32_t elements_per_weight, const Operand& a, const OperandScales& a_scales,
-                             const Operand& b, const OperandScales& b_scales, const Operand& d, float beta,
-                             bool zero_rest, const Region& workspace, const GemmScratch& scratch) {
-  const ScaledArguments args{{{a, b, d}},
-                             {a_scales, b_scales},
-                             {scratch.ScalePointers(0), scratch.ScalePointers(1)},
-                             element_units,
-                             scratch.Table(),
-                             elements_per_weight,
-                             beta,
-                             zero_rest,
-                             workspace,
-                             scratch};
-  return Launch("Launching the setup of a grouped matmul of scaled operands", stream,
-                {SetupBlocks(groups, d, zero_rest, workspace), kThreads}, ScaledGemmSetup, groups, args);
+Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, const GemmSetup& setup, const GemmScratch& scratch) {
+  const Operand& d = setup.matrices[2];
+  const int64_t d_bytes = setup.zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
+  const dim3 blocks(1 + ZeroingBlocks(setup.workspace.bytes + d_bytes), groups.batch);
+  return Launch("Launching the setup of a grouped product", stream, {blocks, kThreads},
+                setup.scaled ? SetUpGemm<true> : SetUpGemm<false>, groups, setup, scratch);
 }
 
 }  // namespace jax_grouped

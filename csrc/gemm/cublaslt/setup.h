@@ -1,4 +1,4 @@
-// A CUDA kernel that turns group sizes on the device into the arguments of a grouped matmul.
+// A CUDA kernel that makes the arguments of a grouped matmul from group sizes on the device.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_SETUP_H_
 #define JAX_GROUPED_CSRC_GEMM_CUBLASLT_SETUP_H_
@@ -36,19 +36,21 @@ struct Region {
   int64_t bytes;
 };
 
-// Writes the arguments of a grouped matmul and the zeros that it needs, in one launch. `scratch` gets the pointers,
-// sizes and scalars (alpha = 1, beta) of every local group of the batch. `workspace` gets zeros. With `zero_rest`, the
-// tokens of D that belong to no local group get zeros; the row size of D must then be a multiple of 16 bytes. Each run
-// of `elements_per_weight` successive batch elements shares weights.
-Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, int32_t elements_per_weight, const Operand& a,
-                       const Operand& b, const Operand& d, float beta, bool zero_rest, const Region& workspace,
-                       const GemmScratch& scratch);
+// Everything that the setup kernel needs besides the groups.
+struct GemmSetup {
+  Operand matrices[GemmScratch::kMatrices];  // A, B and D
+  bool scaled;
+  OperandScales scales[2];            // of A and B
+  RowBlockCounts element_row_blocks;  // room of a batch element's scaled operands
+  int32_t elements_per_weight;        // successive batch elements that share weights
+  float beta;
+  bool zero_rest;  // writes zeros to the tokens of D outside the local groups; their rows must be multiples of 16 bytes
+  Region workspace;  // gets zeros
+};
 
-// Does the same for scaled operands. A batch element's arrays have room for `element_units` units.
-Status LaunchScaledGemmSetup(cudaStream_t stream, const Groups& groups, const UnitCounts& element_units,
-                             int32_t elements_per_weight, const Operand& a, const OperandScales& a_scales,
-                             const Operand& b, const OperandScales& b_scales, const Operand& d, float beta,
-                             bool zero_rest, const Region& workspace, const GemmScratch& scratch);
+// Writes the arguments of a grouped product, and the zeros that it needs, in one launch. `scratch` gets the pointers,
+// sizes and scalars (alpha = 1, beta) of every local group of the batch, and the pointers to its scales.
+Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, const GemmSetup& setup, const GemmScratch& scratch);
 
 }  // namespace jax_grouped
 

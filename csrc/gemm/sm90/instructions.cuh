@@ -1,6 +1,8 @@
-// Instructions of Hopper (sm_90a) that CUDA C++ has no names for: barriers that count bytes (mbarrier), the tensor
-// memory accelerator (TMA), and matrix products of a warp group (WGMMA). Names and rules are those of the PTX ISA,
-// chapters 9.7.13 (mbarrier), 9.7.9 (cp.async.bulk, tensormap) and 9.7.15 (wgmma).
+// Instructions of Hopper (sm_90a): barriers that count bytes (mbarrier), the tensor memory accelerator (TMA), and
+// matrix products of a warp group (WGMMA). cuda::ptx has most of them. The others are written in PTX: those that it
+// lacks, loads and stores of shared memory by address, and the wait for a barrier, whose loop stays out of the
+// compiler's sight. Names and rules are those of the PTX ISA, chapters 9.7.13 (mbarrier), 9.7.9 (cp.async.bulk,
+// tensormap) and 9.7.15 (wgmma).
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
@@ -8,11 +10,14 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <cuda/ptx>
 
 #include "csrc/common/fp8.cuh"
 
 namespace jax_grouped {
 namespace sm90 {
+
+namespace ptx = cuda::ptx;
 
 constexpr int kWarpGroupThreads = 128;
 
@@ -20,20 +25,25 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Returns a pointer to shared memory, as cuda::ptx takes it.
+template <typename T>
+__device__ T* SharedPointer(uint32_t address) {
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // A barrier. Functions take its address in shared memory. Its phases alternate between two parities.
 using Barrier = uint64_t;
 
 __device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  ptx::mbarrier_init(SharedPointer<Barrier>(barrier), arrivals);
 }
 
-__device__ inline void Arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+__device__ inline void Arrive(uint32_t barrier) { (void)ptx::mbarrier_arrive(SharedPointer<Barrier>(barrier)); }
 
 // Arrives, and makes the phase wait for `bytes` bytes of asynchronous copies.
 __device__ inline void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  (void)ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                       SharedPointer<Barrier>(barrier), bytes);
 }
 
 // Arrives at the same barrier of another block of the cluster.
@@ -64,17 +74,13 @@ __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
 }
 
 // Makes initialised barriers visible to copies and to the cluster.
-__device__ inline void FenceBarrierInit() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void FenceBarrierInit() { ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster); }
 
 // Orders this thread's ordinary accesses to shared memory relative to accesses by the TMA and by matrix products.
 // Covers those that this thread starts, and those that a thread starts which waits for this one.
-__device__ inline void FenceShared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void FenceShared() { ptx::fence_proxy_async(ptx::space_shared); }
 
-__device__ inline uint32_t RankInCluster() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+__device__ inline uint32_t RankInCluster() { return ptx::get_sreg_cluster_ctarank(); }
 
 // Waits for all threads of the cluster.
 __device__ inline void SynchronizeCluster() {
@@ -101,50 +107,39 @@ __device__ void AcquireRegisters() {
 
 // Acquires a tensor map that a kernel has written to global memory. Must precede the first copy through the map.
 __device__ inline void AcquireTensorMap(const CUtensorMap* map) {
-  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+  ptx::fence_proxy_tensormap_generic(ptx::sem_acquire, ptx::scope_gpu, map, ptx::n32_t<sizeof(CUtensorMap)>());
 }
 
 // Releases the tensor maps that this thread has written to global memory. Must follow the writes.
-__device__ inline void ReleaseTensorMaps() { asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory"); }
+__device__ inline void ReleaseTensorMaps() { ptx::fence_proxy_tensormap_generic(ptx::sem_release, ptx::scope_gpu); }
 
 // Sets the address, row length and row stride of a tensor map in shared memory to those of another matrix with the same
 // number of rows.
 __device__ inline void ReplaceMatrix(CUtensorMap* map, const void* base, uint32_t row_length, uint64_t row_bytes) {
-  const uint32_t address = SharedAddress(map);
-  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
-               : "memory");
-  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(address), "r"(row_length)
-               : "memory");
-  asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(address), "l"(row_bytes)
-               : "memory");
+  ptx::tensormap_replace_global_address(ptx::space_shared, map, base);
+  ptx::tensormap_replace_global_dim(ptx::space_shared, map, ptx::n32_t<0>(), row_length);
+  ptx::tensormap_replace_global_stride(ptx::space_shared, map, ptx::n32_t<0>(), row_bytes);
 }
 
 // Sets the address and number of rows of a tensor map in shared memory to those of another matrix with the same row
 // length.
 __device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t rows) {
-  const uint32_t address = SharedAddress(map);
-  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(address), "l"(base)
-               : "memory");
-  asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 1, %1;" ::"r"(address), "r"(rows)
-               : "memory");
+  ptx::tensormap_replace_global_address(ptx::space_shared, map, base);
+  ptx::tensormap_replace_global_dim(ptx::space_shared, map, ptx::n32_t<1>(), rows);
 }
 
 // Copies a box of a matrix to shared memory, to the same address in each of the first `kBlocks` blocks of the cluster.
 // The barrier of each of these blocks counts the bytes. Elements outside the matrix become zero.
 template <int kBlocks>
 __device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, uint32_t barrier) {
+  auto* const destination = SharedPointer<void>(box);
+  auto* const copied = SharedPointer<Barrier>(barrier);
+  const int32_t position[] = {column, row};
   if constexpr (kBlocks == 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            box),
-        "l"(map), "r"(column), "r"(row), "r"(barrier)
-        : "memory");
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied);
   } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(box),
-        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
-        : "memory");
+    constexpr uint16_t kMask = (1 << kBlocks) - 1;
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied, kMask);
   }
 }
 
@@ -157,36 +152,33 @@ __device__ inline void CopyChunk(uint32_t destination, const void* source) {
 // Arrives once the chunks that this thread has begun to copy have landed. The barrier's count includes this arrival
 // like any other.
 __device__ inline void ArriveAfterCopies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  ptx::cp_async_mbarrier_arrive_noinc(SharedPointer<Barrier>(barrier));
 }
 
 // Copies a box from shared memory to a matrix or to one matrix of a stack. Elements outside the matrix are not written.
 __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(box),
-               "r"(column), "r"(row)
-               : "memory");
+  const int32_t position[] = {column, row};
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, position, SharedPointer<void>(box));
 }
 
 __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(box),
-               "r"(column), "r"(row), "r"(matrix)
-               : "memory");
+  const int32_t position[] = {column, row, matrix};
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, position, SharedPointer<void>(box));
 }
 
 // Adds a box from shared memory to a matrix of a stack. Elements outside the matrix are not written.
 __device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(box), "r"(column), "r"(row), "r"(matrix)
-      : "memory");
+  const int32_t position[] = {column, row, matrix};
+  ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, map, position,
+                                   SharedPointer<void>(box));
 }
 
-__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void CommitStores() { ptx::cp_async_bulk_commit_group(); }
 
 // Waits until this thread's stores, except those of the last kLeft groups, have read shared memory.
 template <int kLeft>
 __device__ void WaitForReads() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+  ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLeft>());
 }
 
 __device__ inline float LoadShared(uint32_t address) {
@@ -215,9 +207,16 @@ __device__ inline void StoreMatrices(uint32_t row, uint32_t a, uint32_t b, uint3
 // Returns the descriptor of an operand of a warp group's product. The operand's rows are 128 bytes along the
 // contraction axis. They are swizzled by 128 bytes and start on a 1024-byte boundary.
 __device__ inline uint64_t SwizzledOperand(uint32_t rows) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((rows & 0x3ffff) >> 4);
+  // Fields of the matrix descriptor, by their first bit. Addresses and offsets are multiples of 16 bytes.
+  constexpr int kStartAddress = 0;
+  constexpr int kLeadingOffset = 16;  // not used with swizzled rows of 128 bytes
+  constexpr int kStrideOffset = 32;   // from 8 rows to the next 8
+  constexpr int kSwizzle = 62;
+  constexpr uint64_t kSwizzle128Bytes = 1;
+  constexpr uint64_t kEightRowsBytes = 8 * 128;
+  const uint64_t address = rows & 0x3ffff;
+  return kSwizzle128Bytes << kSwizzle | kEightRowsBytes / 16 << kStrideOffset | uint64_t{1} << kLeadingOffset |
+         address / 16 << kStartAddress;
 }
 
 // The values of a 64 x 128 product that one thread of a warp group holds. They lie in rows r and r + 8 and, for every

@@ -14,6 +14,22 @@
 //
 // Four variants are slower, by 1 to 10 %: math groups that alternate at the tensor cores; math groups that stay half a
 // block or a block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
+//
+// Producer and math threads meet at four kinds of barriers, which every block has in shared memory. Phases of a barrier
+// alternate between parity 0 and 1. A phase ends with the arrivals below and, for `full`, with all bytes of the copies.
+//
+//   barrier         waits, for parity p of     arrivals that end a phase
+//                   its position in the ring
+//   full[stage]     math threads, p            lane 0 of the producer, which announces the bytes; with 1x128 scales
+//                                              also each of the producer's 32 lanes, after its copies of scales
+//   empty[stage]    producer, p ^ 1            every math thread of every block of the cluster, because the producer
+//                                              copies rows to all of them
+//   tile_full[slot]   math threads, p          lane 0 of the producer, which has written the tile
+//   tile_empty[slot]  producer, p ^ 1          every math thread of the block
+//
+// A position in a ring starts with parity 0, which flips at each wrap. The first wait for `full` thus waits for the
+// first phase. The first wait for `empty` is for parity 1, the phase before the first, which counts as ended: the ring
+// starts empty.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_
@@ -36,7 +52,7 @@ namespace sm90 {
 // blocks, which reduces reads of the L2 cache. Clusters of four, and of two by two, are 2 to 6 % slower.
 constexpr int kCluster = 2;
 constexpr int kMathGroups = 2;
-constexpr int kStages = 3;  // the most that fit in shared memory
+constexpr int kStages = 3;
 
 // Products of 64 x 128 that a math group computes per tile, one below the other. The rows of each wave are adjacent, so
 // that no group is idle while the other has two products.
@@ -46,9 +62,12 @@ constexpr int kTileColumns = Fragment::kColumns;
 constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
 constexpr int kMathThreads = kMathGroups * kWarpGroupThreads;
 constexpr int kThreads = kMathThreads + kWarpGroupThreads;
-// Registers per thread, in multiples of 8. All threads together have 64 Ki registers.
+// Registers per thread.
 constexpr int kProducerRegisters = 24;
 constexpr int kMathRegisters = 240;
+static_assert(kProducerRegisters % 8 == 0 && kMathRegisters % 8 == 0, "setmaxnreg takes multiples of 8");
+static_assert(kWarpGroupThreads * kProducerRegisters + kMathThreads * kMathRegisters <= 64 * 1024,
+              "an SM has 64 Ki registers");
 // Rows of tiles in a swath. Tiles follow one another down the rows of a swath, then to the right. The tiles in progress
 // then share most of both operands.
 constexpr int kSwath = 16;
@@ -64,7 +83,7 @@ constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
 constexpr int kTilesAhead = 2;
 
 // A tile, as the producer passes it to the math groups.
-struct alignas(16) Tile {
+struct alignas(16) OutputTile {
   int32_t group = -1;     // index in the batch
   int32_t group_row = 0;  // first row of the group in a result that all groups share
   int32_t row = 0;        // first row, counted in the group's result
@@ -73,6 +92,10 @@ struct alignas(16) Tile {
   int32_t blocks = 0;     // number of blocks of kDepth to sum over
   float scale = 1.0f;     // factor of all products, with one scale per tensor
 };
+
+static_assert(kDepth == 128, "rows of a stage are as long as the swizzled rows of 128 bytes");
+static_assert(kTileRows / kCluster <= 256 && kTileColumns <= 256, "a box of the TMA has at most 256 rows");
+static_assert((kTileRows + kTileColumns) * kDepth < 1 << 20, "a barrier counts fewer than 2^20 bytes");
 
 struct alignas(1024) Shared {
   uint8_t rows[kStages][kTileRows * kDepth];
@@ -83,12 +106,21 @@ struct alignas(1024) Shared {
     float column_scale[kStages][kTileColumns];
     float weight_scale[kStages][4];  // scales of the columns' block, for this stage and its neighbours
   };
-  Tile tiles[kTilesAhead];
+  OutputTile tiles[kTilesAhead];
   Barrier full[kStages];
   Barrier empty[kStages];
   Barrier tile_full[kTilesAhead];
   Barrier tile_empty[kTilesAhead];
 };
+
+constexpr int kMostSharedBytes = 227 * 1024;  // of one block on Hopper
+static_assert(sizeof(Shared) <= kMostSharedBytes);
+static_assert(sizeof(Shared) + sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]) > kMostSharedBytes,
+              "there is room for another stage");
+// A swizzle pattern repeats after 8 rows of 128 bytes, and is a function of the address.
+static_assert(offsetof(Shared, rows) % 1024 == 0 && sizeof(Shared::rows[0]) % 1024 == 0);
+static_assert(offsetof(Shared, columns) % 1024 == 0 && sizeof(Shared::columns[0]) % 1024 == 0);
+static_assert(offsetof(Shared, staging) % 1024 == 0 && kBoxBytes % 1024 == 0);
 
 // Addresses of the members of Shared.
 struct Addresses {
@@ -108,8 +140,8 @@ struct Addresses {
   __device__ uint32_t WeightScale(int stage) const {
     return base + offsetof(Shared, weight_scale) + stage * sizeof(Shared::weight_scale[0]);
   }
-  __device__ Tile* TileSlot(int slot) const {
-    return static_cast<Tile*>(__cvta_shared_to_generic(base + offsetof(Shared, tiles))) + slot;
+  __device__ OutputTile* TileSlot(int slot) const {
+    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(Shared, tiles))) + slot;
   }
   __device__ uint32_t Full(int stage) const { return base + offsetof(Shared, full) + stage * sizeof(Barrier); }
   __device__ uint32_t Empty(int stage) const { return base + offsetof(Shared, empty) + stage * sizeof(Barrier); }
@@ -120,48 +152,49 @@ struct Addresses {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A position in a ring, and the parity of its barriers' current phases.
-template <int kPlaces>
-struct RingPlace {
+template <int kSlots>
+struct RingSlot {
   int index = 0;
   uint32_t parity = 0;
 
   __device__ void Advance() {
-    if (++index < kPlaces) return;
+    if (++index < kSlots) return;
     index = 0;
     parity ^= 1;
   }
 };
-using Stage = RingPlace<kStages>;
+using Stage = RingSlot<kStages>;
 
-// Sets the position of a tile from `turn_in_group`. The group's tiles are `high` rows of tiles, and `wide` cluster
-// widths (kCluster tiles each) across.
-__device__ __forceinline__ void PlaceTile(int32_t turn_in_group, int32_t high, int32_t wide, Tile* tile) {
-  const int32_t swath = turn_in_group / (kSwath * wide);
-  const int32_t in_swath = turn_in_group % (kSwath * wide);
+// Sets the position of a tile from `index_in_group`, the index of its cluster tile in the group. The group's tiles are
+// `high` rows of tiles, and `wide` cluster widths (kCluster tiles each) across.
+__device__ __forceinline__ void SetTilePosition(int32_t index_in_group, int32_t high, int32_t wide, OutputTile* tile) {
+  const int32_t swath = index_in_group / (kSwath * wide);
+  const int32_t in_swath = index_in_group % (kSwath * wide);
   const int32_t swath_rows = min(kSwath, high - swath * kSwath);
   tile->row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
   tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
 }
 
-// Returns the first turn of a cluster. Clusters share out the turns; a turn is a row of kCluster tiles.
-__device__ inline int32_t FirstTurn() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
+// A cluster computes kCluster adjacent tiles at once: a cluster tile. Cluster c of n takes the cluster tiles c, c + n,
+// c + 2 n, ...
+__device__ inline int32_t FirstTileIndex() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
 
 // Queue of tiles from the producer to the math groups of its block. Finding a tile takes divisions and reads of global
 // memory. The tensor cores would wait for these if the math groups did them.
 //
-// The math groups keep their own turn counter all the same. If the end of a loop comes from shared memory, the compiler
-// cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
+// The math groups keep their own index of cluster tiles all the same. If the end of a loop comes from shared memory,
+// the compiler cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
 class TileQueue {
  public:
   __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
 
   // Posts a tile. All lanes of the producer must call it.
-  __device__ void Post(const Tile& tile) {
+  __device__ void Post(const OutputTile& tile) {
     WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
     if (Lane() == 0) {
       // A copy of the whole struct would be made byte by byte.
-      Tile* slot = shared_.TileSlot(slot_.index);
+      OutputTile* slot = shared_.TileSlot(slot_.index);
       slot->group = tile.group;
       slot->group_row = tile.group_row;
       slot->row = tile.row;
@@ -176,9 +209,9 @@ class TileQueue {
   }
 
   // Takes the next tile. Whole warps of the math groups must call it.
-  __device__ Tile Take() {
+  __device__ OutputTile Take() {
     WaitForPhase(shared_.TileFull(slot_.index), slot_.parity);
-    const Tile tile = *shared_.TileSlot(slot_.index);
+    const OutputTile tile = *shared_.TileSlot(slot_.index);
     Arrive(shared_.TileEmpty(slot_.index));
     slot_.Advance();
     return tile;
@@ -186,14 +219,14 @@ class TileQueue {
 
  private:
   Addresses shared_;
-  RingPlace<kTilesAhead> slot_;
+  RingSlot<kTilesAhead> slot_;
 };
 
 // Returns the first row, within a tile, of a math group's product in a wave.
 __device__ inline int FirstRow(int group, int wave) { return (wave * kMathGroups + group) * Fragment::kRows; }
 
 // Position of a thread of a math group within its group's products.
-struct Place {
+struct ThreadPosition {
   int group;
   int warp;
   int lane;
@@ -208,8 +241,8 @@ struct Place {
 struct RowScales {
   float rows[2];
 
-  __device__ __forceinline__ void Load(const Addresses& shared, int stage, const Place& place, int wave) {
-    const uint32_t first = shared.RowScale(stage) + (FirstRow(place.group, wave) + place.Row()) * sizeof(float);
+  __device__ __forceinline__ void Load(const Addresses& shared, int stage, const ThreadPosition& position, int wave) {
+    const uint32_t first = shared.RowScale(stage) + (FirstRow(position.group, wave) + position.Row()) * sizeof(float);
     rows[0] = LoadShared(first);
     rows[1] = LoadShared(first + 8 * sizeof(float));
   }
@@ -240,10 +273,11 @@ __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
 // Writes 64 columns of a fragment to shared memory, as boxes of 32 columns. Odd rows exchange columns that lie 64 bytes
 // apart, so that the lanes of one store cover all banks.
 template <int kFirstColumn>
-__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const Place& place, uint32_t staging) {
-  const bool odd = place.Row() % 2 != 0;
-  const int first_byte = (odd ? 64 : 0) + place.Column() * static_cast<int>(sizeof(float));
-  const uint32_t first = staging + place.Row() * kBoxRowBytes + (first_byte ^ (place.Row() % 8 * 16));
+__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const ThreadPosition& position,
+                                             uint32_t staging) {
+  const bool odd = position.Row() % 2 != 0;
+  const int first_byte = (odd ? 64 : 0) + position.Column() * static_cast<int>(sizeof(float));
+  const uint32_t first = staging + position.Row() * kBoxRowBytes + (first_byte ^ (position.Row() % 8 * 16));
 #pragma unroll
   for (int box = 0; box < kStagedBoxes; ++box) {
 #pragma unroll
@@ -281,12 +315,13 @@ __device__ uint32_t PackPair<__half>(float low, float high) {
 
 // Writes all columns of a fragment to shared memory as 16-bit numbers, in boxes of 64 columns.
 template <typename T>
-__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Place& place, uint32_t staging) {
-  const int row = place.warp * 16 + place.lane % 16;
+__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const ThreadPosition& position,
+                                             uint32_t staging) {
+  const int row = position.warp * 16 + position.lane % 16;
 #pragma unroll
   for (int i = 0; i < Fragment::kColumns / 8; i += 2) {
     const uint32_t box = staging + i / 8 * kBoxBytes;
-    const int byte = (i % 8 + place.lane / 16) * 16;
+    const int byte = (i % 8 + position.lane / 16) * 16;
     const float* value = fragment.value + 4 * i;
     StoreMatrices(box + row * kBoxRowBytes + (byte ^ (row % 8 * 16)), PackPair<T>(value[0], value[1]),
                   PackPair<T>(value[2], value[3]), PackPair<T>(value[4], value[5]), PackPair<T>(value[6], value[7]));
@@ -296,8 +331,8 @@ __device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Pla
 // Shared memory from which a math group's results are copied. The group writes one half while the other half is copied.
 class Staging {
  public:
-  __device__ Staging(const Addresses& shared, const Place& place, cudaDataType_t type)
-      : place_(place), type_(type), memory_(shared.Staging(place.group)) {}
+  __device__ Staging(const Addresses& shared, const ThreadPosition& position, cudaDataType_t type)
+      : position_(position), type_(type), memory_(shared.Staging(position.group)) {}
 
   // Writes 64 rows of a tile, of which `columns` columns lie in the result. Calls store(box, column) for each box of
   // them, with `column` counted in the tile.
@@ -305,26 +340,26 @@ class Staging {
   __device__ __forceinline__ void StoreRows(const Fragment& sum, int columns, const Store& store) {
     if (type_ == CUDA_R_32F) {
       constexpr int kHalf = Fragment::kColumns / 2;
-      Pass([&](uint32_t memory) { WriteBoxes32<0>(sum, place_, memory); }, 0, min(columns, kHalf), store);
-      Pass([&](uint32_t memory) { WriteBoxes32<kHalf>(sum, place_, memory); }, kHalf, columns, store);
+      Pass([&](uint32_t memory) { WriteBoxes32<0>(sum, position_, memory); }, 0, min(columns, kHalf), store);
+      Pass([&](uint32_t memory) { WriteBoxes32<kHalf>(sum, position_, memory); }, kHalf, columns, store);
     } else if (type_ == CUDA_R_16BF) {
-      Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16>(sum, place_, memory); }, 0, columns, store);
+      Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16>(sum, position_, memory); }, 0, columns, store);
     } else {
-      Pass([&](uint32_t memory) { WriteBoxes16<__half>(sum, place_, memory); }, 0, columns, store);
+      Pass([&](uint32_t memory) { WriteBoxes16<__half>(sum, position_, memory); }, 0, columns, store);
     }
   }
 
  private:
   template <typename Write, typename Store>
   __device__ __forceinline__ void Pass(const Write& write, int column, int end_column, const Store& store) {
-    const bool leads = place_.warp == 0 && place_.lane == 0;
+    const bool leads = position_.warp == 0 && position_.lane == 0;
     if (leads) WaitForReads<1>();
-    SynchronizeWarpGroup(place_.group);
+    SynchronizeWarpGroup(position_.group);
     uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
     second_half_ = !second_half_;
     write(memory);
     FenceShared();
-    SynchronizeWarpGroup(place_.group);
+    SynchronizeWarpGroup(position_.group);
     if (!leads) return;
     const int box_columns = kBoxRowBytes / (type_ == CUDA_R_32F ? 4 : 2);
 #pragma unroll
@@ -334,7 +369,7 @@ class Staging {
     CommitStores();
   }
 
-  Place place_;
+  ThreadPosition position_;
   cudaDataType_t type_;
   uint32_t memory_;
   bool second_half_ = false;
@@ -401,10 +436,10 @@ __device__ __forceinline__ bool BecomeProducer() {
 }
 
 // Gives math threads more registers. Returns the thread's position in a tile.
-__device__ __forceinline__ Place BecomeMathThread() {
+__device__ __forceinline__ ThreadPosition BecomeMathThread() {
   AcquireRegisters<kMathRegisters>();
-  return Place{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
-               static_cast<int>(threadIdx.x) % 32};
+  return ThreadPosition{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
+                        static_cast<int>(threadIdx.x) % 32};
 }
 
 // Ends a block. No block may end while another block of its cluster still copies to it or arrives at its barriers.

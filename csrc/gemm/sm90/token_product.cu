@@ -21,7 +21,7 @@ struct TokenSetup {
   CUtensorMap* results;
   void* result_data;
   int64_t result_row_bytes;
-  UnitCounts element_units;
+  RowBlockCounts element_row_blocks;
   GroupTable table;
 };
 
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kSetupThreads)
     return ZeroOtherRows<kSetupThreads>(batch.At(element), element, args.result_data, args.result_row_bytes);
   }
   const GroupTable table = args.table.At(element);
-  FillGroupTable<kSetupThreads, Counts<Unit::k4, kTileUnit>>(batch, element, args.element_units, table);
+  FillGroupTable<kSetupThreads, Counts<RowBlock::k4, kTileRowBlock>>(batch, element, args.element_row_blocks, table);
   // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(kSetupThreads)
 #endif
 }
 
-struct Scratch {
+struct Workspace {
   CUtensorMap* results;
   GroupTable table;
   int64_t bytes;
 
-  Scratch(void* base, int64_t batch, int64_t num_groups) {
+  Workspace(void* base, int64_t batch, int64_t num_groups) {
     results = static_cast<CUtensorMap*>(base);
     table = {reinterpret_cast<int32_t*>(results + batch * num_groups), static_cast<int32_t>(num_groups)};
     const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
@@ -70,18 +70,18 @@ struct Scratch {
 
 }  // namespace
 
-int64_t TokenProductScratchBytes(int64_t batch, int64_t num_groups) {
-  return Scratch(nullptr, batch, num_groups).bytes;
+int64_t TokenProductWorkspaceBytes(int64_t batch, int64_t num_groups) {
+  return Workspace(nullptr, batch, num_groups).bytes;
 }
 
 Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                           const GemmBuffers& buffers) {
-  const Scratch scratch(buffers.workspace, groups.batch, groups.num_groups);
-  const UnitCounts element_units = LayoutOfA(problem, groups).ElementUnits();
+  const Workspace workspace(buffers.workspace, groups.batch, groups.num_groups);
+  const RowBlockCounts element_row_blocks = LayoutOfA(problem, groups).ElementRowBlocks();
   const int64_t depth = Depth(problem);
   const int64_t features = ResultFeatures(problem);
   const int64_t row_bytes = features * ResultBytes(problem.result_type);
-  TokenSetup setup{{}, scratch.results, buffers.d, row_bytes, element_units, scratch.table};
+  TokenSetup setup{{}, workspace.results, buffers.d, row_bytes, element_row_blocks, workspace.table};
   const BoxedTensor result{buffers.d,
                            ResultMapType(problem.result_type),
                            {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(groups.AllRows())},
@@ -92,15 +92,15 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a grouped product", stream, {blocks, kSetupThreads},
                                       SetUpTokenProduct, groups, setup));
 
-  const int32_t row_tiles = element_units.count[static_cast<int>(kTileUnit)];
-  const auto element_turns = static_cast<int32_t>(row_tiles * CeilDiv(features, kCluster * kTileColumns));
+  const int32_t row_tiles = element_row_blocks.count[static_cast<int>(kTileRowBlock)];
+  const auto element_cluster_tiles = static_cast<int32_t>(row_tiles * CeilDiv(features, kCluster * kTileColumns));
   TokenArguments args{{},
                       {},
                       setup.result,
-                      scratch.results,
-                      scratch.table,
-                      element_turns,
-                      groups.batch * element_turns,
+                      workspace.results,
+                      workspace.table,
+                      element_cluster_tiles,
+                      groups.batch * element_cluster_tiles,
                       static_cast<const float*>(buffers.a_scale),
                       static_cast<const float*>(buffers.b_scale),
                       buffers.weight_scales,
@@ -115,7 +115,8 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
     const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
     ClusterLaunch launch;
-    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.turns));
+    JAX_GROUPED_RETURN_IF_FAILED(
+        launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.cluster_tiles));
     return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a grouped product");
   });
 }

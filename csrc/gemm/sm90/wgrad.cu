@@ -18,7 +18,7 @@ struct WgradSetup {
   CUtensorMap maps[2];  // without any group's sizes yet
   const uint8_t* data[2];
   int32_t features[2];
-  UnitCounts element_units;
+  RowBlockCounts element_row_blocks;
   GroupTable table;
   GroupMaps group_maps;
 };
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
   const GroupTable table = args.table.At(element);
-  FillGroupTable<kSetupThreads, Counts<Unit::k16, Unit::k128>>(batch, element, args.element_units, table);
+  FillGroupTable<kSetupThreads, Counts<RowBlock::k16, RowBlock::k128>>(batch, element, args.element_row_blocks, table);
   // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
   if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   map = args.maps[operand];
 #pragma unroll 1  // There are seldom more groups than maps.
   for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
-    const int32_t unit = table.UnitsBefore(Unit::k16)[group];
-    const int32_t units = table.UnitsBefore(Unit::k16)[group + 1] - unit;
+    const int32_t chunk = table.BlocksBefore(RowBlock::k16)[group];
+    const int32_t chunks = table.BlocksBefore(RowBlock::k16)[group + 1] - chunk;
     // Nothing is read for an empty group, but a map without columns would be invalid.
-    const uint32_t tokens = max(units, 1) * kFp8Alignment;
-    const int64_t first = static_cast<int64_t>(args.features[operand]) * unit * kFp8Alignment;
+    const uint32_t tokens = max(chunks, 1) * kFp8Alignment;
+    const int64_t first = static_cast<int64_t>(args.features[operand]) * chunk * kFp8Alignment;
     ReplaceMatrix(&map, args.data[operand] + first, tokens, tokens);
     const int32_t index = element * batch.num_groups + group;
     *(operand == 0 ? args.group_maps.X(index) : args.group_maps.Dy(index)) = map;
@@ -64,12 +64,12 @@ BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int32_t group
           {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
 }
 
-struct Scratch {
+struct Workspace {
   GroupMaps maps;
   GroupTable table;
   int64_t bytes;
 
-  Scratch(void* base, int64_t batch, int64_t num_groups) {
+  Workspace(void* base, int64_t batch, int64_t num_groups) {
     maps = {static_cast<CUtensorMap*>(base)};
     table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
     const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
@@ -79,19 +79,19 @@ struct Scratch {
 
 }  // namespace
 
-int64_t WgradScratchBytes(int64_t batch, int64_t num_groups) { return Scratch(nullptr, batch, num_groups).bytes; }
+int64_t WgradWorkspaceBytes(int64_t batch, int64_t num_groups) { return Workspace(nullptr, batch, num_groups).bytes; }
 
 Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers) {
-  const Scratch scratch(buffers.workspace, groups.batch, groups.num_groups);
+  const Workspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   const auto in_features = static_cast<int32_t>(problem.in_features);
   const auto out_features = static_cast<int32_t>(problem.out_features);
   WgradSetup setup{{},
                    {static_cast<const uint8_t*>(buffers.a), static_cast<const uint8_t*>(buffers.b)},
                    {in_features, out_features},
-                   LayoutOfA(problem, groups).ElementUnits(),
-                   scratch.table,
-                   scratch.maps};
+                   LayoutOfA(problem, groups).ElementRowBlocks(),
+                   workspace.table,
+                   workspace.maps};
   // The maps have the smallest number of tokens until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
@@ -103,8 +103,8 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
 
   const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
   WgradArguments args{{},
-                      scratch.maps,
-                      scratch.table,
+                      workspace.maps,
+                      workspace.table,
                       groups.AllGroups() * static_cast<int32_t>(group_tiles),
                       static_cast<const float*>(buffers.a_scale),
                       static_cast<const float*>(buffers.b_scale),
@@ -116,7 +116,8 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     ClusterLaunch launch;
-    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.turns));
+    JAX_GROUPED_RETURN_IF_FAILED(
+        launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.cluster_tiles));
     return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a weight gradient");
   });
 }

@@ -24,8 +24,8 @@ struct GroupMaps {
 struct WgradArguments {
   CUtensorMap dkernel;
   GroupMaps maps;
-  GroupTable table;  // the first batch element's
-  int32_t turns;     // turns of all clusters
+  GroupTable table;       // the first batch element's
+  int32_t cluster_tiles;  // of all groups
   const float* x_scale;
   const float* dy_scale;
   int32_t in_features;
@@ -36,7 +36,7 @@ struct WgradArguments {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The tiles of a block, one per turn.
+// The tiles of a block, one per cluster tile.
 template <ScalingMode kMode>
 class WgradTiles {
  public:
@@ -45,9 +45,9 @@ class WgradTiles {
         high_(static_cast<int32_t>(CeilDiv(args.in_features, kTileRows))),
         wide_(static_cast<int32_t>(CeilDiv(args.out_features, kCluster * kTileColumns))) {}
 
-  __device__ const Tile& At(int32_t turn) {
-    if (const int32_t group = turn / (high_ * wide_); group != tile_.group) Enter(group);
-    PlaceTile(turn % (high_ * wide_), high_, wide_, &tile_);
+  __device__ const OutputTile& At(int32_t index) {
+    if (const int32_t group = index / (high_ * wide_); group != tile_.group) Enter(group);
+    SetTilePosition(index % (high_ * wide_), high_, wide_, &tile_);
     tile_.rows = args_.in_features - tile_.row;
     return tile_;
   }
@@ -58,7 +58,7 @@ class WgradTiles {
  private:
   __device__ void Enter(int32_t group) {
     const GroupTable& table = args_.table;
-    const int32_t* first = table.At(group / table.num_groups).UnitsBefore(Unit::k128) + group % table.num_groups;
+    const int32_t* first = table.At(group / table.num_groups).BlocksBefore(RowBlock::k128) + group % table.num_groups;
     first_block_ = Uniform(first[0]);
     tile_.group = group;
     tile_.blocks = Uniform(first[1]) - first_block_;
@@ -70,20 +70,21 @@ class WgradTiles {
   const WgradArguments& args_;
   int32_t high_;
   int32_t wide_;
-  Tile tile_;
+  OutputTile tile_;
   int32_t first_block_ = 0;
 };
 
 template <ScalingMode kMode>
 __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared) {
-  constexpr int kShareRows = kTileRows / kCluster;
-  const int32_t share = RankInCluster() * kShareRows;
+  // Each block of the cluster copies one slice of the tile's rows to all blocks.
+  constexpr int kSliceRows = kTileRows / kCluster;
+  const int32_t first_in_slice = RankInCluster() * kSliceRows;
   WgradTiles<kMode> tiles(args);
   TileQueue queue(shared);
   Stage stage;
   int32_t group = -1;
-  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
-    const Tile& tile = tiles.At(turn);
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const OutputTile& tile = tiles.At(index);
     queue.Post(tile);
     if (tile.group != group) {
       group = tile.group;
@@ -98,7 +99,8 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
         const uint32_t full = shared.Full(s);
         const int32_t token = block * kDepth;
         ArriveExpecting(full, kBytes);
-        LoadBox<kCluster>(shared.Rows(s) + share * kDepth, args.maps.X(group), token, tile.row + share, full);
+        LoadBox<kCluster>(shared.Rows(s) + first_in_slice * kDepth, args.maps.X(group), token,
+                          tile.row + first_in_slice, full);
         LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
@@ -141,12 +143,12 @@ __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScal
 }
 
 template <typename XType, typename DyType, ScalingMode kMode>
-__device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const Place& place) {
+__device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging staging(shared, place, args.dkernel_type);
+  Staging staging(shared, position, args.dkernel_type);
   Stage stage;
-  for (int32_t turn = FirstTurn(); turn < args.turns; turn += Clusters()) {
-    const Tile tile = queue.Take();
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const OutputTile tile = queue.Take();
     Fragment sums[kWaves];
     Clear(sums);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
@@ -157,14 +159,15 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
         Fragment product;
-        StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(place.group, wave) * kDepth, shared.Columns(s), product);
+        StartProduct<XType, DyType>(shared.Rows(s) + FirstRow(position.group, wave) * kDepth, shared.Columns(s),
+                                    product);
         // All scales are read during the first product. Shared memory takes hundreds of cycles to answer, because the
         // tensor cores read it, too.
         if constexpr (kMode == ScalingMode::kBlock1D) {
           if (wave == 0) {
-            column_scales.Load(shared.ColumnScale(s) + place.Column() * sizeof(float));
+            column_scales.Load(shared.ColumnScale(s) + position.Column() * sizeof(float));
 #pragma unroll
-            for (int i = 0; i < kWaves; ++i) row_scales[i].Load(shared, s, place, i);
+            for (int i = 0; i < kWaves; ++i) row_scales[i].Load(shared, s, position, i);
           }
         }
         WaitForProducts();
@@ -180,7 +183,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
     if (tile.column >= args.out_features || (args.accumulate && tile.blocks == 0)) continue;
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
-      const int first_row = FirstRow(place.group, wave);
+      const int first_row = FirstRow(position.group, wave);
       if (first_row >= tile.rows) continue;
       if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
       staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
@@ -206,8 +209,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kMathThreads) {
     if (BecomeProducer()) ProduceWgrad<kMode>(args, shared);
   } else {
-    const Place place = BecomeMathThread();
-    MultiplyWgrad<XType, DyType, kMode>(args, shared, place);
+    const ThreadPosition position = BecomeMathThread();
+    MultiplyWgrad<XType, DyType, kMode>(args, shared, position);
     // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
     // arrive.
     WaitForReads<0>();

@@ -11,7 +11,7 @@ from jax_grouped.backends.reference import stack
 from jax_grouped.backends.reference.scales import Scaling, spread
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
 from jax_grouped.backends.spec import QuantizeSpec
-from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, Places, group_rows, round_up
+from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import QuantizedLayout
 
@@ -98,19 +98,23 @@ class _Tokens:
 
     def __init__(self, values: jax.Array, rows: GroupRows):
         self._table = GroupTable(rows)
-        self._places = self._table.rows(values.shape[0])
-        self._valid = self._places.valid[:, None]
+        self._positions = self._table.rows(values.shape[0])
+        self._valid = self._positions.valid[:, None]
         self._values = jnp.where(self._valid, values, 0)
         self._num_groups = rows.sizes.shape[0]
 
     def amax(self) -> jax.Array:
         """Returns the largest absolute value of each group."""
         of_rows = jnp.max(numerics.magnitude(self._values), axis=1)
-        return _maximum(of_rows, self._places.group, self._num_groups)
+        return _maximum(of_rows, self._positions.group, self._num_groups)
 
     def copy(self, scaling: Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
         """Returns the bytes and the inverse scales of one orientation."""
-        chunks = self._table.units(FP8_ALIGNMENT, layout.units(FP8_ALIGNMENT)) if layout.columnwise else self._places
+        chunks = (
+            self._table.row_blocks(FP8_ALIGNMENT, layout.row_blocks(FP8_ALIGNMENT))
+            if layout.columnwise
+            else self._positions
+        )
         scale, scale_inv = self._scales(scaling, layout, chunks)
         data = numerics.cast(self._values, scale, scaling.spec.dtype)
         if not layout.columnwise:
@@ -118,18 +122,18 @@ class _Tokens:
         row, feature, exists = layout.column_source(chunks)
         return jnp.where(exists, _take(data, row, feature), jnp.uint8(0)), scale_inv
 
-    def _scales(self, scaling: Scaling, layout: QuantizedLayout, chunks: Places) -> tuple[jax.Array, jax.Array]:
+    def _scales(self, scaling: Scaling, layout: QuantizedLayout, chunks: RowPositions) -> tuple[jax.Array, jax.Array]:
         """Returns the scales of every row, and the inverse scales in their stored layout."""
         if scaling.of_groups:
             scale, scale_inv = scaling.of_groups
-            return _take(scale, self._places.group)[:, None], scale_inv
+            return _take(scale, self._positions.group)[:, None], scale_inv
         rows, features = layout.block_shape
         amax = _block_features(numerics.magnitude(self._values), features).max(axis=2)
         if rows == 1:
             scale, scale_inv = scaling.of_blocks(amax)
         else:
-            block = self._places.block(rows)
-            amax = _maximum(amax, jnp.where(self._places.valid, block, -1), layout.units(rows))
+            block = self._positions.block(rows)
+            amax = _maximum(amax, jnp.where(self._positions.valid, block, -1), layout.row_blocks(rows))
             scale, scale_inv = scaling.of_blocks(amax)
             scale = _take(scale, block)
         scale = spread(scale, features, layout.features, axis=1)
@@ -139,7 +143,7 @@ class _Tokens:
         if rows > 1:
             scale_inv = _take(scale_inv, chunks.block(rows))
         where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
-        return scale, _place(scale_inv, where, chunks.valid, layout)
+        return scale, _scatter_scales(scale_inv, where, chunks.valid, layout)
 
 
 def dequantize(
@@ -155,17 +159,17 @@ def dequantize(
     if layout.stack_rows is not None:
         return stack.dequantize(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
-    places = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
+    positions = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
     if layout.columnwise:
-        data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(places))
-        where = layout.column_scales(places)
+        data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(positions))
+        where = layout.column_scales(positions)
     else:
-        where = layout.row_scales(places)
+        where = layout.row_scales(positions)
     scale_inv = numerics.stored_scale(_take(scale_inv, where))
     values = numerics.flush(
         data.astype(jnp.float32) * spread(scale_inv, layout.block_shape[1], layout.features, axis=1)
     )
-    return jnp.where(places.valid[:, None], values, 0).astype(out_dtype)
+    return jnp.where(positions.valid[:, None], values, 0).astype(out_dtype)
 
 
 def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
@@ -186,7 +190,7 @@ def _block_features(values: jax.Array, block: int) -> jax.Array:
     return padded.reshape(values.shape[0], -1, block)
 
 
-def _place(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
+def _scatter_scales(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
     """Scatters the inverse scales to their positions in the flat array, zeros elsewhere."""
     size = math.prod(layout.scale_shape)
     where = jnp.where(valid[:, None], where, size)

@@ -15,8 +15,8 @@ def _tile_rows(capacity: Any, num_groups: int) -> int:
     """Returns the rows per tile: about the mean group size, so that few tiles are partial and little is padding."""
     if not isinstance(capacity, int):
         return 1  # In an export the capacity may be symbolic; only one row is sure to fit.
-    share = max(1, capacity // num_groups)
-    return min(capacity, max(16, min(256, 2 ** math.ceil(math.log2(share)))))
+    group_rows = max(1, capacity // num_groups)
+    return min(capacity, max(16, min(256, 2 ** math.ceil(math.log2(group_rows)))))
 
 
 class _Tiles:

@@ -1,0 +1,44 @@
+"""Runs of programs that XLA captures into CUDA graphs, each in a process of its own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.replays import first_difference
+
+EVERYTHING = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"
+
+
+def run(
+    commands: str,
+    out: pathlib.Path,
+    steps: int,
+    variant: str,
+    *options: str,
+    module: str = "tests.gpu.captured_steps",
+) -> dict[str, Any]:
+    """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
+    xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
+    # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
+    # of XLA's for what surrounds the custom calls.
+    xla_flags += " --xla_gpu_autotune_level=0"
+    settings = {"JAX_GROUPED_AUTOTUNE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, **settings, "XLA_FLAGS": xla_flags}
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", module, str(out), str(steps), variant, *options]
+    done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:
+    """Describes the difference of the first steps, as many as both runs have; empty if there is none."""
+    assert run["names"] == expected["names"]
+    steps = min(len(run["digests"]), len(expected["digests"]))
+    got, other = (np.array(of["digests"][:steps]) for of in (run, expected))
+    return first_difference(got, other, run["names"])

@@ -1,0 +1,226 @@
+"""`MoEMlp` in linen and NNX on one device: against a loop over tokens, and in every form of a Flax model."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests import oracle
+from tests.exports import exported
+from tests.meshes import data_mesh, mesh_of
+
+pytestmark = pytest.mark.slow
+
+TOKENS, K, F, E, TOP_K = 24, 16, 32, 6, 2
+OPTIONS = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
+BLOCK = jg.Float8BlockScaling()
+
+Params = dict[str, dict[str, jax.Array]]
+
+
+@functools.cache
+def x() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (TOKENS, K))
+
+
+@functools.cache
+def params() -> Params:
+    """Returns the parameters of all layers here. Biases are not zero: zeros would hide their use."""
+    whole = jax.jit(jg.linen.MoEMlp(**OPTIONS).init)(jax.random.key(1), x())["params"]
+    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), whole)
+
+
+def nnx_layer(**options: Any) -> jg.nnx.MoEMlp:
+    layer = jg.nnx.MoEMlp(K, **(OPTIONS | options), rngs=nnx.Rngs(0))
+    nnx.update(layer, params())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [{}, dict(score="sigmoid", scale=2.5, bias=np.array([9.0, 0, 0, 0, 0, 0]))],
+    ids=["softmax", "sigmoid with bias and scale"],
+)
+def test_every_token_gets_the_weighted_sum_of_its_experts(backend: str, routing: dict[str, Any]) -> None:
+    bias, score, scale = (
+        routing.get(name, default) for name, default in (("bias", None), ("score", "softmax"), ("scale", 1.0))
+    )
+    layer = jg.linen.MoEMlp(**OPTIONS, score=score, weight_scale=scale, precision="highest")
+
+    with jax.default_matmul_precision("highest"):
+        y, metrics = jax.jit(layer.apply)({"params": params()}, x(), selection_bias=bias)
+
+    assert oracle.relative_error(y, oracle.a_loop_over_tokens(params(), x(), TOP_K, score, bias, scale)) < 1e-5
+    assert int(jnp.sum(metrics.expert_load)) == TOKENS * TOP_K
+    assert int(metrics.dropped) == 0
+    if bias is not None:
+        assert int(metrics.expert_load[0]) == TOKENS
+
+
+def test_linen_and_nnx_give_the_same_bits_in_any_leading_shape(backend: str) -> None:
+    layer, model = jg.linen.MoEMlp(**OPTIONS), nnx_layer()
+
+    @jax.jit
+    def linen_gradients(params: Params, x: jax.Array) -> Any:
+        return jax.value_and_grad(lambda p: jnp.sum(layer.apply({"params": p}, x)[0] ** 2))(params)
+
+    @nnx.jit
+    def nnx_gradients(model: jg.nnx.MoEMlp, x: jax.Array) -> Any:
+        return nnx.value_and_grad(lambda model: jnp.sum(model(x)[0] ** 2))(model)
+
+    loss, gradients = linen_gradients(params(), x())
+    other_loss, other = nnx_gradients(model, x().reshape(2, 3, 4, K))
+
+    np.testing.assert_array_equal(loss, other_loss)
+    jax.tree.map(np.testing.assert_array_equal, gradients, nnx.to_pure_dict(other))
+
+
+def test_the_parameters_are_those_of_dense_experts() -> None:
+    def shapes(options: dict[str, Any]) -> Any:
+        layer = jg.linen.MoEMlp(**OPTIONS | options)
+        return jax.tree.map(jnp.shape, jax.eval_shape(layer.init, jax.random.key(0), x())["params"])
+
+    expected = {
+        "router": {"kernel": (K, E)},
+        "gate_up": {"kernel": (E, K, 2, F), "bias": (E, 2, F)},
+        "down": {"kernel": (E, F, K), "bias": (E, K)},
+    }
+    assert shapes({}) == expected
+    assert shapes(dict(expert_axis="no such axis", feature_axis="nor this")) == expected
+    assert nnx.to_pure_dict(jax.tree.map(jnp.shape, nnx.state(nnx_layer()))) == expected
+    kernel = jg.linen.default_kernel_init(jax.random.key(0), (2, 64, 2, 128))
+    np.testing.assert_allclose(kernel.std(), 64**-0.5, rtol=0.05)
+
+
+def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) -> None:
+    model, whole = (jg.linen.MoEMlp(**OPTIONS, capacity_factor=factor) for factor in (0.5, 1.0))
+    # Every token prefers the first two experts.
+    at = params() | {"router": {"kernel": jnp.zeros((K, E)).at[:, :2].set(10 * jnp.sign(x().sum()))}}
+    positive = jnp.abs(x()) * jnp.sign(x().sum())
+
+    y, metrics = jax.jit(model.apply)({"params": at}, positive)
+    expected, nothing_dropped = jax.jit(whole.apply)({"params": at}, positive)
+
+    assert metrics.expert_load.tolist() == [TOKENS, TOKENS, 0, 0, 0, 0]
+    assert (int(metrics.dropped), int(nothing_dropped.dropped)) == (TOKENS, 0)
+    # Both experts lose the last half of their tokens.
+    half = TOKENS // 2
+    np.testing.assert_allclose(y[:half], expected[:half], rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(y[half:], 0)
+
+
+def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
+    layer = jg.linen.MoEMlp(**OPTIONS, expert_axis="data")
+    specs = {"params": {name: P() if name == "router" else P("data") for name in params()}}
+
+    def result(variables: Any, x: jax.Array) -> jax.Array:
+        return layer.apply(variables, x)[0]
+
+    on_one = jax.jit(jax.shard_map(result, mesh=data_mesh(1), in_specs=(specs, P("data")), out_specs=P("data")))
+    assert "all_to_all" not in on_one.lower({"params": params()}, x()).as_text()
+    expected = jax.jit(jg.linen.MoEMlp(**OPTIONS).apply)({"params": params()}, x())[0]
+    np.testing.assert_allclose(on_one({"params": params()}, x()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
+    def gradients(params: Params, x: jax.Array, *, devices: int, **axes: Any) -> Any:
+        def loss(params: Params) -> jax.Array:
+            y, metrics = jg.linen.MoEMlp(**OPTIONS, **axes).apply({"params": params}, x)
+            return jnp.sum(y**2) + metrics.balance_loss / devices
+
+        return jax.grad(loss)(params)
+
+    split = functools.partial(gradients, devices=2, expert_axis="expert", batch_axes=("expert",))
+    specs = {name: P() if name == "router" else P("expert") for name in params()}
+    mesh = mesh_of({"expert": 2, "other": 2})
+    sharded = jax.shard_map(split, mesh=mesh, in_specs=(specs, P("expert")), out_specs=specs, axis_names={"expert"})
+
+    got = jax.jit(sharded)(params(), x())
+
+    expected = jax.jit(functools.partial(gradients, devices=1))(params(), x())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
+
+
+@pytest.fixture(scope="module")
+def cached_step() -> Any:
+    """Gives one compiled step for every microbatch: gradients, and the caches after it."""
+    layer = jg.linen.MoEMlp(**OPTIONS, dtype=jnp.bfloat16, recipe=BLOCK, cache_kernel=True)
+
+    @jax.jit
+    def step(params: Params, cache: Any, x: jax.Array, is_first: jax.Array) -> Any:
+        def loss(params: Params) -> Any:
+            variables = {"params": params, "kernel_cache": cache}
+            (y, _), new = layer.apply(variables, x, is_first_microbatch=is_first, mutable=["kernel_cache"])
+            return jnp.sum(y.astype(jnp.float32) ** 2), new["kernel_cache"]
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    cache = jax.eval_shape(layer.init, jax.random.key(3), x())["kernel_cache"]
+    return step, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+
+
+def test_microbatches_share_the_quantized_kernels(cached_step: Any) -> None:
+    step, initial = cached_step
+    first, later = jnp.array(True), jnp.array(False)
+
+    (loss, cache), gradients = step(params(), initial, x(), first)
+    # Later microbatches read what is stored: kernels of NaN change nothing.
+    unread = {name: part | {"kernel": part["kernel"] * jnp.nan} for name, part in params().items() if name != "router"}
+    (again, same), more = step(params() | unread, cache, x(), later)
+
+    assert jnp.isfinite(loss)
+    np.testing.assert_array_equal(again, loss)
+    jax.tree.map(np.testing.assert_array_equal, (more, same), (gradients, cache))
+    assert set(cache) == {"gate_up", "down"}
+    assert step._cache_size() == 1
+
+
+def test_a_rematerialised_step_is_exported_and_read_back() -> None:
+    def loss(layer: type[nn.Module], params: Params, x: jax.Array) -> jax.Array:
+        y, metrics = layer(**OPTIONS).apply({"params": params}, x)
+        return jnp.mean(y**2) + metrics.balance_loss
+
+    gradients = exported(jax.grad(functools.partial(loss, nn.remat(jg.linen.MoEMlp))), params(), x())(params(), x())
+
+    expected = jax.jit(jax.grad(functools.partial(loss, jg.linen.MoEMlp)))(params(), x())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(capacity_factor=0), "capacity_factor must be a positive number, or None"),
+        (dict(top_k=E + 1), "top_k must be at most the 6 experts"),
+        (dict(score="tanh"), "score must be one of"),
+        (dict(cache_kernel=True), "cache_kernel=True needs a recipe"),
+        (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
+        (dict(expert_axis="expert"), "no mesh axis 'expert' here: call it inside jax.shard_map"),
+        (dict(feature_axis="model"), "no mesh axis 'model' here: call it inside jax.shard_map"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jg.nnx.MoEMlp(K, **(OPTIONS | options), rngs=nnx.Rngs(0))(x())
+    if not message.startswith("no mesh axis"):
+        with pytest.raises(ValueError, match=message):
+            jg.linen.MoEMlp(**OPTIONS | options).init(jax.random.key(0), x())
+        return
+    with pytest.raises(ValueError, match=message):
+        jg.linen.MoEMlp(**OPTIONS | options).apply({"params": params()}, x())
+
+
+def test_a_number_of_tokens_that_is_not_known_is_an_error() -> None:
+    (T,) = export.symbolic_shape("T")
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, 16), (T, 4), (4, 16, 32), (4, 16, 16)))
+    program = jax.jit(lambda *arguments: jg.moe.moe_mlp(*arguments, top_k=2)[0])
+    with pytest.raises(TypeError, match=r"capacity must be an integer, known when the program is traced, got 2\*T"):
+        export.export(program)(*arrays)

@@ -1,0 +1,307 @@
+"""Routing and its balance loss, against loops written from the definitions and gradients of dense formulations."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_grouped.moe import routing
+from jax_grouped.moe.routing import Routing
+from tests.exports import exported
+from tests.meshes import data_mesh
+
+pytestmark = pytest.mark.slow
+
+TOKENS, EXPERTS, TOP_K = 6, 5, 3
+LOGITS = np.random.default_rng(0).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
+BIAS = np.array([0.0, 0.5, -0.5, 0.2, 0.1], np.float32)
+route = jax.jit(routing.top_k_routing, static_argnames=("top_k", "score", "normalize_weights"))
+
+
+@pytest.fixture(autouse=True)
+def _backend(backend: str) -> None:
+    """Runs every test of this module on every backend."""
+
+
+def expected_routing(
+    logits: np.ndarray, top_k: int, score: str, normalize: bool, bias: np.ndarray, scale: float
+) -> Routing:
+    """Computes the definitions, token by token."""
+    experts, weights, probabilities = [], [], []
+    for row in np.asarray(logits, np.float64):
+        scores = np.exp(row) / np.exp(row).sum() if score == "softmax" else 1 / (1 + np.exp(-row))
+        best = sorted(range(len(row)), key=lambda expert: (-(scores + bias)[expert], expert))[:top_k]
+        chosen = scores[best]
+        experts.append(best)
+        weights.append(scale * (chosen / chosen.sum() if normalize else chosen))
+        probabilities.append(scores / scores.sum())
+    return Routing(np.array(experts), np.array(weights), np.array(probabilities))
+
+
+@pytest.mark.parametrize(
+    ("score", "normalize", "top_k", "dtype"),
+    [
+        ("softmax", True, TOP_K, jnp.float32),
+        ("softmax", False, 1, jnp.bfloat16),
+        ("sigmoid", True, EXPERTS, jnp.float16),
+        ("sigmoid", False, TOP_K, jnp.float32),
+    ],
+    ids=["softmax", "softmax as is", "sigmoid of all", "sigmoid as is"],
+)
+def test_tokens_go_where_a_plain_loop_sends_them(score: str, normalize: bool, top_k: int, dtype: Any) -> None:
+    logits = LOGITS.astype(dtype)
+    got = route(logits, top_k, score=score, normalize_weights=normalize, selection_bias=BIAS, weight_scale=2.5)
+    expected = expected_routing(logits, top_k, score, normalize, np.asarray(BIAS, np.float64), 2.5)
+    np.testing.assert_array_equal(got.experts, expected.experts)
+    np.testing.assert_allclose(got.weights, expected.weights, rtol=3e-6)
+    np.testing.assert_allclose(got.probabilities, expected.probabilities, rtol=3e-6)
+    assert [x.dtype for x in (got.experts, got.weights, got.probabilities)] == [jnp.int32, jnp.float32, jnp.float32]
+
+
+def test_of_equal_scores_the_lower_expert_wins() -> None:
+    got = route(jnp.array([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]]), 4)
+    np.testing.assert_array_equal(got.experts, [[1, 2, 4, 0], [0, 1, 2, 3]])
+
+
+def test_no_tokens_are_routed_nowhere() -> None:
+    got = route(LOGITS[:0], TOP_K)
+    assert [x.shape for x in vars(got).values()] == [(0, TOP_K), (0, TOP_K), (0, EXPERTS)]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_logits_that_are_not_finite_choose_different_experts_that_exist(score: str) -> None:
+    inf, nan = jnp.inf, jnp.nan
+    logits = jnp.array(
+        [[nan] * 5, [inf] * 5, [-inf] * 5, [nan, 1, nan, 2, nan], [inf, 1, -inf, nan, 0], [-inf, 1, -inf, 2, -inf]]
+    )
+    got = route(logits, TOP_K, score=score, selection_bias=jnp.array([0, -inf, 0, inf, nan]))
+    for chosen in np.asarray(got.experts).tolist():
+        assert len({expert for expert in chosen if 0 <= expert < EXPERTS}) == TOP_K, chosen
+    # A score of NaN is one of the lowest. A softmax with one has no others.
+    np.testing.assert_array_equal(got.experts[3], [3, 0, 1] if score == "sigmoid" else [0, 1, 2])
+    assert np.isnan(got.weights[0]).all()
+
+
+def test_experts_with_a_logit_of_minus_infinity_come_last_and_get_no_weight() -> None:
+    logits = jnp.array([[-jnp.inf, 1.0, -jnp.inf, 2.0, -jnp.inf]])
+
+    @functools.partial(jax.jit, static_argnames="score")
+    def results(logits: jax.Array, score: str) -> tuple[Routing, jax.Array]:
+        got, transpose = jax.vjp(lambda logits: routing.top_k_routing(logits, TOP_K, score=score), logits)
+        cotangent = Routing(np.zeros((1, TOP_K), jax.dtypes.float0), got.weights, got.probabilities)
+        return got, *transpose(cotangent)
+
+    for score in ("softmax", "sigmoid"):
+        got, gradient = results(logits, score)
+        np.testing.assert_array_equal(got.experts, [[3, 1, 0]])
+        assert float(got.weights[0, 2]) == 0
+        np.testing.assert_allclose(got.weights.sum(), 1, rtol=1e-6)
+        assert np.isfinite(gradient).all(), gradient
+
+
+def test_normalized_weights_of_tiny_scores_have_exact_gradients() -> None:
+    # For these logits, sigmoids equal exponentials in float32. Divided by their sum, they are the logits' softmax.
+    logits = LOGITS - 75
+
+    def loss(weights: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(weights) * jnp.arange(1.0, TOP_K + 1))
+
+    @jax.jit
+    def gradients(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best = jax.lax.top_k(logits, TOP_K)[1]
+        chosen = jnp.take_along_axis(logits, best, axis=1)
+        got = jax.grad(lambda logits: loss(routing.top_k_routing(logits, TOP_K, score="sigmoid").weights))(logits)
+        expected = jax.grad(lambda chosen: loss(jax.nn.softmax(chosen)))(chosen)
+        return jnp.take_along_axis(got, best, axis=1), expected
+
+    np.testing.assert_allclose(*gradients(logits), rtol=1e-4, atol=1e-6)
+
+
+def test_scores_of_zero_get_weights_of_zero_and_finite_gradients() -> None:
+    weights, gradient = jax.jit(
+        jax.value_and_grad(lambda logits: jnp.sum(routing.top_k_routing(logits, TOP_K, score="sigmoid").weights))
+    )(jnp.full((2, EXPERTS), -jnp.inf))
+    assert float(weights) == 0
+    np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize(
+    ("score", "normalize"), [("softmax", True), ("softmax", False), ("sigmoid", True)], ids=lambda value: str(value)
+)
+def test_gradients_match_those_of_one_hot_products(score: str, normalize: bool) -> None:
+    experts = route(LOGITS, TOP_K, score=score, selection_bias=BIAS).experts
+    probe = np.random.default_rng(1).standard_normal((TOKENS, TOP_K + EXPERTS)).astype(np.float32)
+
+    def loss(weights: jax.Array, probabilities: jax.Array) -> jax.Array:
+        return jnp.sum(probe * jnp.sin(jnp.concatenate([weights, probabilities], axis=1)))
+
+    def ours(logits: jax.Array, bias: jax.Array) -> jax.Array:
+        got = routing.top_k_routing(
+            logits, TOP_K, score=score, normalize_weights=normalize, selection_bias=bias, weight_scale=jnp.float32(2.5)
+        )
+        return loss(got.weights, got.probabilities)
+
+    def dense(logits: jax.Array) -> jax.Array:
+        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+        weights = jnp.einsum("te,tke->tk", scores, jax.nn.one_hot(experts, EXPERTS), precision="highest")
+        if normalize:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        return loss(2.5 * weights, scores / scores.sum(axis=1, keepdims=True))
+
+    dlogits, dbias = jax.jit(jax.grad(ours, argnums=(0, 1)))(LOGITS, BIAS)
+    np.testing.assert_allclose(dlogits, jax.jit(jax.grad(dense))(LOGITS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(dbias, 0)
+
+
+def balanced_loss(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+    """Returns a loss with every gradient of a router."""
+    got = routing.top_k_routing(logits, TOP_K, selection_bias=BIAS)
+    return routing.load_balancing_loss(got, axis_name=axis_name)
+
+
+def test_nothing_is_scattered() -> None:
+    def loss(logits: jax.Array) -> jax.Array:
+        return balanced_loss(logits) + jnp.sum(routing.top_k_routing(logits, TOP_K).weights ** 2)
+
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(LOGITS))
+
+
+def test_vmap_routes_each_batch_by_itself() -> None:
+    batch = np.stack([LOGITS, -LOGITS])
+    losses, gradients = jax.jit(jax.vmap(jax.value_and_grad(balanced_loss)))(batch)
+    alone = jax.jit(jax.value_and_grad(balanced_loss))
+    for index in range(2):
+        loss, gradient = alone(batch[index])
+        np.testing.assert_allclose(losses[index], loss, rtol=1e-5)
+        np.testing.assert_allclose(gradients[index], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_routing_is_exported_with_its_program() -> None:
+    got = exported(lambda logits: routing.top_k_routing(logits, TOP_K), LOGITS)(LOGITS)
+    assert isinstance(got, Routing)
+    np.testing.assert_array_equal(got.experts, route(LOGITS, TOP_K).experts)
+
+
+def test_the_balance_loss_and_its_gradient_are_those_of_the_definition() -> None:
+    got = route(LOGITS, TOP_K)
+    loss, gradient = jax.jit(jax.value_and_grad(routing.load_balancing_loss, allow_int=True))(got)
+    fraction = np.zeros(EXPERTS)
+    for expert in np.asarray(got.experts).flat:
+        fraction[expert] += 1 / (TOKENS * TOP_K)
+    probability = np.asarray(got.probabilities, np.float64).mean(axis=0)
+    np.testing.assert_allclose(loss, EXPERTS * sum(fraction * probability), rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient.probabilities, np.broadcast_to(EXPERTS * fraction / TOKENS, (TOKENS, EXPERTS)), rtol=1e-6
+    )
+    np.testing.assert_array_equal(gradient.weights, 0)
+
+
+def test_the_balance_loss_is_1_of_an_even_spread_and_as_many_as_experts_of_the_worst() -> None:
+    ones = np.ones((5, 2), np.float32)
+    even = Routing(np.arange(10, dtype=np.int32).reshape(5, 2) % EXPERTS, ones, np.full((5, EXPERTS), 0.2, np.float32))
+    worst = Routing(np.full((5, 2), 2, np.int32), ones, np.float32(np.arange(EXPERTS) == np.full((5, 1), 2)))
+    loss = jax.jit(routing.load_balancing_loss)
+    np.testing.assert_allclose(loss(even), 1, rtol=1e-6)
+    np.testing.assert_allclose(loss(worst), EXPERTS, rtol=1e-6)
+
+
+def test_the_balance_loss_of_no_tokens_is_zero() -> None:
+    loss = jax.jit(balanced_loss)(LOGITS[:0])
+    assert (float(loss), loss.dtype) == (0.0, jnp.float32)
+
+
+def router_loss(router: jax.Array, x: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+    return balanced_loss(jnp.dot(x, router, precision="highest"), axis_name)
+
+
+def router_operands(devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a router `[8, E]`, and tokens `[devices * T, 8]` that are uneven from device to device."""
+    random = np.random.default_rng(2)
+    x = random.standard_normal((devices * TOKENS, 8)) + np.repeat(np.arange(devices), TOKENS)[:, None]
+    return random.standard_normal((8, EXPERTS)).astype(np.float32), x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((4,), "data"), ((2, 2), ("data", "expert"))], ids=["one axis", "two axes"]
+)
+def test_the_balance_loss_of_sharded_tokens_is_that_of_the_whole_batch(
+    shape: tuple[int, ...], names: str | tuple[str, ...]
+) -> None:
+    devices = data_mesh(4).devices.ravel().tolist()
+    axes = (names,) if isinstance(names, str) else names
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+    operands = router_operands(4)
+
+    # That the result has no axis is checked: it is the same on all devices.
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P(axes)), out_specs=(P(), P()))
+    def sharded(router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(router_loss)(router, x, names)
+
+    expected = jax.jit(jax.value_and_grad(router_loss))(*operands)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sharded(*operands), expected)
+
+
+def test_the_balance_loss_under_pmap_is_that_of_the_whole_batch() -> None:
+    devices = data_mesh(2).devices.ravel().tolist()
+    router, x = router_operands(2)
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(router_loss)(router, x, "data")
+        return loss, jax.lax.pmean(gradient, "data")
+
+    losses, gradients = jax.pmap(step, axis_name="data", devices=devices)(x.reshape(2, TOKENS, 8))
+    expected, expected_gradient = jax.jit(jax.value_and_grad(router_loss))(router, x)
+    for device in range(2):
+        np.testing.assert_allclose(losses[device], expected, rtol=1e-5)
+        np.testing.assert_allclose(gradients[device], expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            dict(logits=LOGITS.astype(np.int32)),
+            TypeError,
+            "logits' type must be bfloat16, float16 or float32, got int32.",
+        ),
+        (dict(logits=LOGITS[0]), ValueError, "logits must have shape [T, E], got (5,)."),
+        (dict(top_k=2.0), TypeError, "top_k must be an integer, known when the program is traced, got 2.0."),
+        (dict(top_k=6), ValueError, "top_k must be at most the 5 experts of logits (6, 5), got 6."),
+        (dict(top_k=0), ValueError, "top_k must be at least 1, got 0."),
+        (dict(score="relu"), ValueError, "score must be one of ('softmax', 'sigmoid'), got 'relu'."),
+        (
+            dict(selection_bias=jnp.ones(5, bool)),
+            TypeError,
+            "selection_bias's type must be bfloat16, float16 or float32, got bool.",
+        ),
+        (dict(selection_bias=jnp.ones(6)), ValueError, "selection_bias must have shape [E] = (5,), got (6,)."),
+        (
+            dict(weight_scale="a"),
+            TypeError,
+            "weight_scale must be a number, known when the program is traced, got 'a'.",
+        ),
+        (dict(weight_scale=jnp.ones(3)), ValueError, "weight_scale must be a scalar, got shape (3,)."),
+        (dict(normalize_weights="no"), TypeError, "normalize_weights must be True or False, got 'no'."),
+        (dict(logits=None), TypeError, "logits must be an array, got None."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_top_k_routing_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        routing.top_k_routing(**(dict(logits=LOGITS, top_k=TOP_K) | arguments))
+
+
+def test_the_balance_loss_rejects_what_is_no_routing_and_no_axis() -> None:
+    with pytest.raises(
+        TypeError, match=r"^routing must be a jax_grouped\.moe\.Routing, got an object of type ndarray\.$"
+    ):
+        routing.load_balancing_loss(LOGITS)
+    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
+        routing.load_balancing_loss(routing.top_k_routing(LOGITS, TOP_K), axis_name="data")

@@ -1,0 +1,128 @@
+"""Code shared by the tests of quantization: inputs that hide nothing, and the comparison of every specified byte."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_grouped as jg
+from benchmarks import shapes
+from jax_grouped import ScalingMode
+from tests import quantize_oracle
+from tests.operands import random_operands
+from tests.quantize_oracle import assert_same_bits
+
+MODES = list(ScalingMode)
+FP8_TYPES = ["float8_e4m3fn", "float8_e5m2"]
+INPUT_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+#: Two blocks of features, the second one short; 300 rows leave most blocks of rows short too.
+SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=1)
+
+each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+each_type = pytest.mark.parametrize("dtype", FP8_TYPES)
+
+T = TypeVar("T")
+
+
+def some(backend: str, choices: Sequence[T], index: int) -> Sequence[T]:
+    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns one choice, by the
+    index: every other one would cost a second of compilation, and shares its code with this one."""
+    return choices if backend == "cuda" else [choices[index % len(choices)]]
+
+
+def tokens(
+    shape: shapes.Shape, sizes: np.ndarray, dtype: str = "bfloat16", *, magnitude: float = 1e3, seed: int = 0
+) -> np.ndarray:
+    """Returns `[T, K]` of magnitudes from 1e-3 to 1e3, `K` rounded up for FP8; poison in the rows of no group."""
+    shape = dataclasses.replace(shape, K=-(-shape.K // 16) * 16, N=1)
+    x = random_operands(shape, sizes, INPUT_TYPES[dtype], magnitude=magnitude, seed=seed).x
+    poison(x[shapes.group_ends(sizes, shape.tokens)[-1] :])
+    return x
+
+
+def poison(tail: np.ndarray) -> None:
+    """Fills rows with NaN, which shows in sums and products, and with the largest number, which shows in scales."""
+    tail[:, ::2] = np.nan
+    tail[:, 1::2] = ml_dtypes.finfo(tail.dtype).max
+
+
+#: Group sizes for `awkward_values`.
+AWKWARD_SIZES = np.full(SHAPE.num_groups, 30, np.int32)
+
+
+def awkward_values() -> dict[str, np.ndarray]:
+    """Returns float32 tokens of SHAPE with `AWKWARD_SIZES`; poison in the rows of no group."""
+    rng = np.random.default_rng(0)
+    rows = int(AWKWARD_SIZES[0])
+    ordinary = rng.standard_normal((AWKWARD_SIZES.sum(), SHAPE.K), np.float32)
+    signs = np.sign(ordinary)
+    tiny, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+    not_finite = ordinary.copy()
+    bits = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF812345, 0x7F800000, 0xFF800000], np.uint32)
+    mask = rng.random(ordinary.shape) < 0.05
+    not_finite[mask] = rng.choice(bits, mask.sum()).view(np.float32)
+    # Two groups and one block without any number that could give a scale.
+    not_finite[rows : 2 * rows] = np.nan
+    not_finite[2 * rows : 3 * rows] = -np.inf
+    not_finite[3 * rows, :128] = np.inf
+
+    only_subnormal = rng.integers(0, 2**23, ordinary.shape, np.uint32).view(np.float32) * signs
+    subnormal = np.where(rng.random(ordinary.shape) < 0.5, only_subnormal, ordinary)
+    subnormal[rows : 2 * rows] = only_subnormal[rows : 2 * rows]
+
+    values = {
+        "not finite": not_finite,
+        "subnormal": subnormal,
+        "around the smallest normal number": tiny * rng.choice([0.5, 1 - 2.0**-23, 1, 1 + 2.0**-23, 2], signs.shape),
+        "zeros of both signs": 0 * signs,
+        # Rows whose scales run from where they are clamped down to the smallest.
+        "every magnitude": np.clip(ordinary, -1, 1) * np.geomspace(tiny, largest, len(ordinary))[:, None],
+        "largest": signs * largest,
+        "where the clamp of scales begins": signs
+        * 448
+        * tiny
+        * rng.choice([1 - 2.0**-23, 1, 1 + 2.0**-23], (1, SHAPE.K)),
+        "halfway between numbers": np.rint(ordinary * 64) / 64,
+    }
+    tail = np.empty((SHAPE.tokens - len(ordinary), SHAPE.K), np.float32)
+    poison(tail)
+    with np.errstate(invalid="ignore"):
+        return {name: np.concatenate([array, tail]).astype(np.float32) for name, array in values.items()}
+
+
+def assert_quantized(
+    label: str, got: jg.GroupedQuantized | jg.KernelCache, expected: quantize_oracle.Quantized
+) -> None:
+    """Compares every specified byte of the existing copies. In flat arrays, bytes past the last group's region are
+    unspecified."""
+    assert_same_bits(f"{label} amax", got.amax, expected.amax)
+    for name in ("rowwise", "columnwise"):
+        copy: jg.ScaledArray | None = getattr(got, name)
+        if copy is not None:
+            assert_copy(f"{label} {name}", copy, getattr(expected, name))
+
+
+def assert_copy(label: str, got: jg.ScaledArray, expected: quantize_oracle.Copy) -> None:
+    scale_type = ml_dtypes.float8_e8m0fnu if got.layout.mode == ScalingMode.MX else np.float32
+    assert got.scale_inv.dtype == scale_type, f"{label} scale_inv has type {got.scale_inv.dtype}"
+    assert_same_bits(f"{label} data", as_bytes(got.data), expected.data, whole=expected.data_is_whole)
+    assert_same_bits(f"{label} scale_inv", as_bytes(got.scale_inv), expected.scale_inv, whole=expected.scales_are_whole)
+
+
+def as_bytes(array: jax.Array) -> np.ndarray:
+    """Reinterprets 8-bit numbers as integers; returns other arrays unchanged."""
+    numbers = np.asarray(array)
+    return numbers.view(np.uint8) if numbers.dtype.itemsize == 1 else numbers
+
+
+def assert_same_trees(got: Any, expected: Any) -> None:
+    """Compares all bytes, and the static fields."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(jax.tree_util.keystr(path), as_bytes(one), as_bytes(other))

@@ -1,0 +1,55 @@
+"""Folders of the library import only from the floors below them."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+import jax_grouped as jg
+
+#: From the ground up: each may import from those before it, and from itself.
+FLOORS = ("core", "fp8", "backends", "ops", "moe", "layers", "examples")
+#: Modules that are not in a folder, and the floor that they belong to. `__init__` and `__main__` may import anything.
+MODULES = {"_layers": "layers", "linen": "layers", "nnx": "layers"}
+
+ROOT = Path(jg.__file__).parent
+SOURCES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in MODULES)
+
+
+def floor(parts: tuple[str, ...]) -> str | None:
+    name = parts[0].removesuffix(".py")
+    return MODULES.get(name, name if name in FLOORS else None)
+
+
+def imported(source: Path) -> set[str]:
+    """Returns the floors that a module imports from, also inside functions."""
+    modules = []
+    for node in ast.walk(ast.parse((ROOT / source).read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "jax_grouped":
+            modules += [f"jax_grouped.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+    parts = (module.split(".")[1:] for module in modules if module.startswith("jax_grouped."))
+    return {name for name in map(floor, map(tuple, filter(None, parts))) if name}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_imports_point_downwards(source: Path) -> None:
+    own = floor(source.parts)
+    assert own is not None, f"{source} belongs to no floor"
+    allowed = set(itertools.takewhile(lambda name: name != own, FLOORS)) | {own}
+    assert imported(source) <= allowed
+
+
+def test_no_test_imports_another() -> None:
+    tests = Path(__file__).parents[1]
+    importing = [
+        f"{path.relative_to(tests)}: {line}"
+        for path in tests.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("from tests") and "test_" in line.split(" import ")[0]
+    ]
+    assert not importing
