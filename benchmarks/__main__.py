@@ -1,64 +1,144 @@
-"""Measures grouped products of this library and of its peers: `python3 -m benchmarks --help`."""
+"""Measures this library and its peers: `python3 -m benchmarks --help`."""
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from benchmarks import cli, cublaslt_rates
-from benchmarks.cases import OPS
-from benchmarks.peers import FP8, LOADERS, OURS, load
+from benchmarks import fidelity, memory
+from benchmarks.cases import OPERATIONS
+from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
-from benchmarks.records import Record, Row
-from benchmarks.runner import Plan, run
+from benchmarks.rows import Record
+from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
-from benchmarks.table import cublaslt_summary, table
+from benchmarks.suites import PAGE, SUITES
+from benchmarks.table import table
+from jax_grouped.backends.extension import cuda_devices
+from jax_grouped.examples.settings import UsageError
 
 _DESCRIPTION = """\
-Measures grouped matmuls: prints a table, and writes the rows as JSON and as a plot.
+Measures grouped products, training steps, quantization and memory: prints a table, and writes rows as JSON and as a
+plot. benchmarks/README.md tells how, and what each suite is about.
 
-Operands are normally distributed bfloat16. A figure is the median of several blocks of back-to-back calls after a
-warm-up. TFLOP/s count useful operations only, 2 K N for every row that belongs to a group."""
+JAX and torch share one GPU, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless the
+environment says otherwise. Variants that cannot be loaded are skipped, and have rows only for what they offer."""
 
-_EPILOG = """\
-JAX and torch share one GPU here, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless
-the environment says otherwise. Peers that cannot be imported are skipped. `fp8` ones and torch._scaled_grouped_mm (one
-scale per row and per column) are given operands that are quantized already, and compute single products only."""
+#: By axis of the grids: options, and the names that they take.
+_AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
+    "shapes": (("--shapes",), list(SHAPES)),
+    "operations": (("--ops", "--layers", "--cases"), list(OPERATIONS)),
+    "kernels": (("--kernels",), ("bfloat16", "float32")),
+    "skews": (("--skews",), SKEWS),
+    "variants": (("--variants", "--peers"), [*VARIANTS, *memory.VARIANTS]),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.new_parser("python3 -m benchmarks", _DESCRIPTION, _EPILOG)
-    cli.add_choices(parser, "shapes", list(SHAPES), cublaslt_rates.SHAPES)
-    cli.add_choices(parser, "skews", SKEWS, ("equal", "lognormal"))
-    cli.add_choices(parser, "ops", list(OPS), ("fprop", "wgrad", "wgrad f32", "backward"))
-    cli.add_choices(parser, "peers", list(LOADERS), [name for name in LOADERS if name not in FP8])
-    parser.add_argument(
-        "--against", choices=list(LOADERS), default=OURS, metavar="PEER", help="give speeds relative to this peer"
-    )
-    parser.add_argument("--verify", action="store_true", help=f"compare every result with that of {OURS} first")
-    cli.add_measurement_options(parser, seconds=1.0, device_clock="each block")
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks", description=_DESCRIPTION, formatter_class=text)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help_, description=help_)
+        added.set_defaults(command=command, parser=added)
+        added.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG")
+        return added
+
+    runs = add("run", _run, "measure suites; several, each in a process of its own")
+    help_ = f"{', '.join(SUITES)} (default: those of README.md)"
+    runs.add_argument("suites", nargs="*", choices=SUITES, metavar="SUITE", help=help_)
+    for axis, (flags, names) in _AXES.items():
+        help_ = f"instead of the suite's: {', '.join(map(repr, names))}"
+        runs.add_argument(*flags, dest=axis, nargs="+", choices=names, metavar="NAME", help=help_)
+    runs.add_argument("--clock", choices=CLOCKS, help="(default: the suite's, but the host's without a GPU)")
+    runs.add_argument("--seconds", type=float, help="budget of one measurement (default: the suite's)")
+    runs.add_argument("--calls", type=int, help="calls per block (default: as many as fit in the budget)")
+    runs.add_argument("--seed", type=int, default=0, help="of operands and group sizes")
+    runs.add_argument("--verify", action="store_true", help="compare every result with that of jax_grouped first")
+    runs.add_argument("--json", type=Path, metavar="FILE", help="write the rows here; {suite} is the suite's name")
+    shows = add("show", _show, "show the rows of an earlier run")
+    shows.add_argument("file", type=Path, metavar="FILE")
+    for added in (runs, shows):
+        added.add_argument("--against", metavar="VARIANT", help="give speeds relative to this variant")
+    losses = add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16")
+    losses.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
+    losses.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
+    losses.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
     return parser
 
 
-def _measure(arguments: argparse.Namespace) -> Record[Row]:
-    peers = cli.load_peers(arguments.peers, LOADERS)
-    plan = Plan(
-        shapes=[SHAPES[name] for name in arguments.shapes],
-        skews=arguments.skews,
-        ops=arguments.ops,
-        peers=peers,
-        **cli.how(arguments),
-        reference=load([OURS], LOADERS)[0][OURS] if arguments.verify else None,
-    )
-    return cli.collect(arguments, run(plan) if peers else ())
+def _run(arguments: argparse.Namespace) -> int:
+    names = arguments.suites or PAGE
+    if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
+        return _run_each(names, arguments)
+    suite = SUITES[names[0]]
+    options = {of: getattr(arguments, of) or getattr(suite, of) for of in ("clock", "seconds", "calls", "verify")}
+    if options["clock"] == "graph":
+        # Read when JAX is first used: every call is one CUDA graph, however few kernels it has.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"
+    if not arguments.clock and options["clock"] != "none" and not cuda_devices():
+        options["clock"] = "host"
+    suite = dataclasses.replace(suite, **options)
+    chosen = {axis: values for axis in _AXES if (values := getattr(arguments, axis))}
+    record = Record.new(names[0], suite.device, {"seed": arguments.seed, **options})
+    for row in run(suite.cases(arguments.seed, chosen), suite):
+        record.rows.append(row)
+        figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate:.2f} {row.unit}")
+        print(f"{row.case}: {figure}", flush=True)
+        if arguments.json:
+            record.write(arguments.json)  # After every row: a run that is cut short leaves what it measured.
+    if not record.rows:
+        raise UsageError("nothing was measured: no variant can run here and offers the chosen cases")
+    return _print(record, arguments)
+
+
+def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Runs each suite in a process of its own; one that fails does not keep the others from running."""
+    if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
+        raise UsageError("the files of several suites need {suite} in their names")
+    options = [word for word in arguments.argv[1:] if word not in arguments.suites]
+    failed = []
+    for name in names:
+        command = ["run", name, *(word.replace("{suite}", name) for word in options)]
+        print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
+        if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    try:
+        record = Record.read(arguments.file)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{arguments.file} holds no rows that can be read: {error}") from None
+    return _print(record, arguments)
+
+
+def _print(record: Record, arguments: argparse.Namespace) -> int:
+    against = arguments.against or SUITES[record.suite].against
+    print(f"\n{table(record, against)}")
+    if arguments.plot:
+        plot(record, against, arguments.plot)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, or those of the command line, and returns its exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    record = cli.obtain(parser, arguments, Row.parse, _measure)
-    texts = table(record, arguments.against), cublaslt_summary(record)
-    cli.show(arguments, record, plot, "\n".join(filter(None, texts)))
-    return 0
+    """Runs the command with these arguments, or those of the command line, and returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    # Read when JAX first looks for devices, which nothing has done yet.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        return arguments.command(arguments)
+    except (OSError, UsageError) as error:
+        return arguments.parser.error(str(error))
 
 
 if __name__ == "__main__":

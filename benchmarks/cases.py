@@ -1,126 +1,220 @@
-"""What is measured: an operation on operands of one shape, with one set of group sizes."""
+"""Cases to measure: their operations, the random arrays that these read, and what they count."""
 
 import dataclasses
+import functools
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.typing import DTypeLike
 
+from benchmarks import memory
 from benchmarks.shapes import Shape, group_ends, group_sizes
+from jax_grouped import ScalingMode
+from jax_grouped.fp8.layout import QuantizedLayout
 
-#: The operations, with how many grouped products each consists of. `backward` is dgrad and wgrad, `step` all three.
-OPS = {"fprop": 1, "dgrad": 1, "wgrad": 1, "wgrad f32": 1, "backward": 2, "step": 3}
-
-#: The layers whose whole steps are measured, with the operation and how many grouped products of `K` by `N` it makes.
-#: An `accumulating` one adds its kernel's gradient to that of earlier steps. An `mlp` has a gated projection of that
-#: size, and one of half of it back to `K`.
-LAYERS = {"dense": ("step", 3), "accumulating": ("accumulating step", 3), "mlp": ("mlp step", 4.5)}
-
-_PRODUCTS: dict[str, float] = {**OPS, **dict(LAYERS.values())}
-
+#: Type of tokens and of their gradients.
 DTYPE = jnp.dtype(jnp.bfloat16)
 
 # Several times the 60 MB of L2 on an H200, so that no input is still there when its turn comes again.
 _BYTES_IN_ROTATION = 256e6
-_MOST_SETS = 8
+_MOST_SETS = 64
 
-
-class Inputs(NamedTuple):
-    """The arrays that an operation reads: `x [T, K]`, `kernel [E, K, N]`, `dy [T, N]`.
-
-    For an `mlp` step `kernel` is a pair, the projections `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
-    """
-
-    x: jax.Array
-    kernel: jax.Array | tuple[jax.Array, jax.Array]
-    dy: jax.Array
-
-    @property
-    def kernels(self) -> tuple[jax.Array, ...]:
-        """One kernel, or the pair."""
-        return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,)
+Arrays = tuple[jax.Array, ...]
+Structs = tuple[jax.ShapeDtypeStruct, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation to measure.
+    """One measurement: an operation on arrays of one shape, computed by one variant, both by name."""
 
-    Attributes:
-        shape: the static sizes.
-        op: one of `OPS`, or that of one of `LAYERS`.
-        sizes: rows per group, `int32[E]`.
-        inputs: sets of operands that calls take in turn.
-    """
-
+    operation: str
     shape: Shape
-    op: str
-    sizes: npt.NDArray[np.int32]
-    inputs: tuple[Inputs, ...]
+    variant: str
+    skew: str = "equal"
+    kernel_dtype: str = "bfloat16"  # Type of the layer's kernel and of its gradient.
+    seed: int = 0  # Origin of the group sizes and of the arrays.
+
+    def __str__(self) -> str:
+        return ", ".join((self.shape.name, self.operation, self.kernel_dtype, self.skew, self.variant))
+
+    @functools.cached_property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """Rows per group, `int32[E]`."""
+        return group_sizes(self.shape, self.skew, self.seed)
 
     @property
     def valid_rows(self) -> int:
-        """How many rows belong to a group."""
+        """Number of rows that belong to a group."""
         return int(group_ends(self.sizes, self.shape.tokens)[-1])
 
-    @property
-    def useful_operations(self) -> int:
-        """Multiplications and additions that the result needs."""
-        return round(_PRODUCTS[self.op] * 2 * self.valid_rows * self.shape.K * self.shape.N)
+    def require_all_rows(self) -> None:
+        """Raises ValueError if rows belong to no group."""
+        if self.valid_rows != self.shape.tokens:
+            raise ValueError("needs every row to belong to a group")
 
-    def tflops(self, milliseconds: float) -> float:
-        """TFLOP/s over the useful operations of a call that takes so long."""
-        return self.useful_operations / milliseconds / 1e9
-
-
-normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    def tokens(self, features: int) -> jax.ShapeDtypeStruct:
+        """Returns an array `[T, features]`."""
+        return jax.ShapeDtypeStruct((self.shape.tokens, features), DTYPE)
 
 
-def sets_in_rotation(elements: int, most: int) -> int:
-    """How many sets of operands it takes, `most` at most, so that calls that read so many elements find none in L2."""
-    return min(most, math.ceil(_BYTES_IN_ROTATION / (elements * DTYPE.itemsize)))
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`."""
+
+    number: float  # Products of `K` by `N` in one call.
+    mlp: bool = False  # There are two kernels, `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
+    kernel_dtype: str | None = None  # The kernel's type, if the operation fixes it.
+    family = "product"
+    unit = "TFLOP/s"
+
+    def arrays(self, case: Case) -> Structs:
+        """Returns `x`, the kernels and `dy`."""
+        E, K, N = case.shape.num_groups, case.shape.K, case.shape.N
+        shapes = [(E, K, N), (E, N // 2, K)] if self.mlp else [(E, K, N)]
+        kernels = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.kernel_dtype)) for shape in shapes)
+        return case.tokens(K), *kernels, case.tokens(K if self.mlp else N)
+
+    def count(self, case: Case) -> int:
+        """Counts the multiplications and additions that the result needs."""
+        return round(self.number * 2 * case.valid_rows * case.shape.K * case.shape.N)
 
 
-def random_inputs(shape: Shape, seed: int, kernel_dtype: DTypeLike = DTYPE, layer: str = "dense") -> tuple[Inputs, ...]:
-    """Normally distributed operands: as many sets as it takes to keep them from being read out of the L2 cache.
+class Quantization:
+    """A quantization of tokens `[T, K]`, as the words of its name say."""
+
+    family = "quantization"
+    unit = "GB/s"
+    kernel_dtype = ""
+
+    def __init__(self, name: str):
+        words = name.split()
+        # None copies the tokens.
+        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)
+        # The copies that are made, or the copy that is read.
+        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)
+        self.given_scale = "delayed" in words
+        self.inverse = "dequantize" in words
+        # The rows of each group are summed as well.
+        self.dbias = "dbias" in words
+        # Applied first: reads `[T, 2 K]` and gives `[T, K]`. `backward`, the gradient of its input is quantized:
+        # reads `[T, K]` and `[T, 2 K]`, and gives `[T, 2 K]`.
+        self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
+        self.backward = "backward" in words
+        # A stack of kernels is quantized, one per group, with `jax_grouped.quantize_kernel`.
+        self.kernels = "kernels" in words
+
+    def arrays(self, case: Case) -> Structs:
+        """Returns the tokens; `backward`, the gradient of the activation's result, and the activation's input."""
+        x, wide = case.tokens(case.shape.K), case.tokens(2 * case.shape.K)
+        return (x,) if self.activation is None else (x, wide) if self.backward else (wide,)
+
+    def count(self, case: Case) -> int:
+        """Counts the bytes that are read or written at least once, whoever does it.
+
+        Read are the rows that belong to a group, twice where the scale of a whole group must be found first. Written is
+        each orientation's data with the padding that its layout has (each group's rows up to a multiple of 16 where it
+        is columnwise), its scales, and the bias gradient. Dequantization reads one orientation and writes every row.
+        Group sizes, the largest value of each group and scales that are given are too small to count.
+        """
+        width = 2 * case.shape.K if self.backward else case.shape.K
+        whole = case.shape.tokens * width * DTYPE.itemsize
+        if self.mode is None:
+            return 2 * whole
+        # The bytes of a group do not depend on the other groups.
+        groups = itertools.product(self.orientations, case.sizes.tolist())
+        layouts = [QuantizedLayout(self.mode, of == "columnwise", rows, width, 1, rows) for of, rows in groups]
+        scale_bytes = 1 if self.mode == ScalingMode.MX else 4
+        quantized = sum(math.prod(of.data_shape) + scale_bytes * math.prod(of.scale_shape) for of in layouts)
+        if self.inverse:
+            return quantized + whole
+        passes = 2 if self.mode == ScalingMode.TENSOR and not self.given_scale else 1
+        read = passes * case.valid_rows * sum(of.shape[1] for of in self.arrays(case)) * DTYPE.itemsize
+        return read + quantized + (case.shape.num_groups * width * 4 if self.dbias else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step that is compiled only, one of `benchmarks.memory.OPERATIONS`."""
+
+    kernel_dtype: str
+    family = "memory"
+    unit = "GiB"
+
+    def arrays(self, _: Case) -> Structs:
+        """Returns nothing."""
+        return ()
+
+    def count(self, case: Case) -> int:
+        """Counts the bytes that XLA plans for."""
+        return memory.planned_bytes(case.shape, case.operation, case.variant)
+
+
+#: Single products; `backward`, dgrad and wgrad; and whole steps of layers. `wgrad f32` gives the float32 gradient of a
+#: float32 kernel. An `accumulating` step adds its kernel's gradient to that of earlier ones. An `mlp` has a gated
+#: projection of `K` by `N`, SwiGLU, and a projection of half of `N` back to `K`.
+PRODUCTS = {
+    "fprop": Products(1),
+    "dgrad": Products(1),
+    "wgrad": Products(1),
+    "wgrad f32": Products(1, kernel_dtype="float32"),
+    "backward": Products(2),
+    "dense": Products(3),
+    "accumulating": Products(3),
+    "mlp": Products(4.5, mlp=True),
+}
+
+_NAMES = (
+    "copy, block_1d rowwise, block_1d columnwise, block_1d both, delayed tensor rowwise, delayed tensor both, "
+    "current tensor rowwise, current tensor both, mx both, block_2d kernels both, dbias block_1d both, "
+    "silu_mul block_1d both, silu_mul backward block_1d both, dequantize block_1d rowwise, "
+    "dequantize block_1d columnwise"
+)
+QUANTIZATIONS = {name: Quantization(name) for name in _NAMES.split(", ")}
+
+OPERATIONS: dict[str, Products | Quantization | Step] = {
+    **PRODUCTS,
+    **QUANTIZATIONS,
+    **{name: Step(kernel_dtype) for name, (_, kernel_dtype) in memory.OPERATIONS.items()},
+}
+
+
+def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Array | None, ...]]:
+    """Returns the group sizes, the scales if they are given, and the arrays of each set."""
+    scale = None
+    if QUANTIZATIONS[case.operation].given_scale:
+        # Scales that bring a normal distribution into the range of FP8.
+        scale = jax.random.uniform(jax.random.key(case.seed), (case.shape.num_groups,), minval=64, maxval=128)
+    return [(jnp.asarray(case.sizes), scale, *arrays) for arrays in sets]
+
+
+_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+def draw(arrays: Structs, seed: int) -> list[Arrays]:
+    """Draws normally distributed arrays, in as many sets as keep calls in rotation from finding any in the L2 cache.
 
     Zeros would draw less power, and the chip would run at a higher clock than it does in training.
     """
-    T, E, K, N = shape.tokens, shape.num_groups, shape.K, shape.N
-    count = sets_in_rotation(min(T * K + E * K * N, T * N + E * K * N, T * (K + N)), _MOST_SETS)
-
-    def one(key: jax.Array) -> Inputs:
-        x, kernel, dy, down = jax.random.split(key, 4)
-        first = normal(kernel, (E, K, N), kernel_dtype)
-        if layer != "mlp":
-            return Inputs(normal(x, (T, K), DTYPE), first, normal(dy, (T, N), DTYPE))
-        return Inputs(
-            normal(x, (T, K), DTYPE), (first, normal(down, (E, N // 2, K), kernel_dtype)), normal(dy, (T, K), DTYPE)
-        )
-
-    return tuple(one(key) for key in jax.random.split(jax.random.key(seed), count))
+    sizes = [of.size * of.dtype.itemsize for of in arrays]
+    # A product leaves out one of several arrays, perhaps the largest.
+    read = sum(sizes) - max(sizes) if len(sizes) > 1 else sum(sizes)
+    count = min(_MOST_SETS, math.ceil(_BYTES_IN_ROTATION / read))
+    keys = jax.random.split(jax.random.key(seed), (count, len(arrays)))
+    return [tuple(_normal(key, of.shape, of.dtype) for key, of in zip(row, arrays, strict=True)) for row in keys]
 
 
-def make_case(shape: Shape, skew: str, op: str, inputs: tuple[Inputs, ...], seed: int) -> Case:
-    """A case whose group sizes follow from the skew and the seed."""
-    return Case(shape, op, group_sizes(shape, skew, seed), inputs)
+def relative_difference(got: Sequence[jax.Array], expected: Sequence[jax.Array], case: Case) -> float:
+    """Returns the largest relative Frobenius norm of the differences between two variants' results."""
 
+    def difference(got: jax.Array, expected: jax.Array) -> float:
+        # The contents of rows outside every group are not defined for all peers.
+        rows = slice(case.valid_rows if got.ndim == 2 else None)
+        got, expected = got[rows].astype(jnp.float32), expected[rows].astype(jnp.float32)
+        return float(jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
 
-@jax.jit
-def _relative_difference(got: jax.Array, expected: jax.Array, valid_rows: jax.Array) -> jax.Array:
-    got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
-    if got.ndim == 2:
-        # What a row outside every group holds is not defined for all peers.
-        valid = jnp.arange(got.shape[0])[:, None] < valid_rows
-        got, expected = jnp.where(valid, got, 0), jnp.where(valid, expected, 0)
-    norm = jnp.sqrt(jnp.sum(expected**2))
-    return jnp.sqrt(jnp.sum((got - expected) ** 2)) / jnp.where(norm == 0, 1, norm)
-
-
-def relative_difference(got: tuple[jax.Array, ...], expected: tuple[jax.Array, ...], case: Case) -> float:
-    """The largest relative Frobenius norm of the differences between two peers' results."""
-    pairs = zip(got, expected, strict=True)
-    return max(float(_relative_difference(mine, other, case.valid_rows)) for mine, other in pairs)
+    return max(map(difference, got, expected))

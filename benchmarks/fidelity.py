@@ -1,34 +1,25 @@
-"""Compares what a model learns in FP8 with what it learns in bfloat16: `python3 -m benchmarks.fidelity --help`."""
+"""Compares what a model learns in FP8 with what it learns in bfloat16."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tabulate
-from matplotlib.figure import Figure
 
-from benchmarks import cli
+from benchmarks import plot
 from jax_grouped.examples.loss_curve import held_out_points, read_losses, train_points
 from jax_grouped.examples.settings import UsageError
 
-_DESCRIPTION = """\
-Compares runs of jax_grouped.examples.train_moe that differ in --recipe, and beside it at most in --seed: prints every
-run's final held-out loss and how far it is from that of the bf16 run of its seed. The exit status is 1 if that is more
-than --within for one of them."""
-
-#: Settings that compared runs need not share: what is compared, the text's path, and what does not shape the curve.
+#: Settings that compared runs need not share: the recipe, the text's path, and those that do not shape the curve.
 _FREE = ("recipe", "seed", "data", "eval_every", "save_every", "parallel", "devices", "expert_devices")
 
 
 class Run(NamedTuple):
-    """A finished run: its settings, with the text's fingerprint, and numbers by step.
+    """A finished run: its settings, with the text's fingerprint; losses in nats per byte, and differences, by step.
 
-    Attributes:
-        label: recipe and seed.
-        train, held_out: losses in nats per byte.
-        differences: how far `held_out` is above that of the bf16 run, in percent.
+    `differences` are percent by which `held_out` is above that of the bf16 run.
     """
 
     label: str
@@ -37,15 +28,9 @@ class Run(NamedTuple):
     held_out: list[tuple[int, float]]
     differences: list[tuple[int, float]]
 
-    def record(self) -> dict[str, Any]:
-        """What is written: all but the path of the text, which says nothing elsewhere, and the training losses."""
-        settings = {name: value for name, value in self.settings.items() if name != "data"}
-        final = {"final_held_out_loss": self.held_out[-1][1], "percent_from_bf16": self.differences[-1][1]}
-        return {"settings": settings, **final, "held_out": dict(self.held_out)}
 
-
-def read_run(folder: Path) -> Run:
-    """The run in a folder, not compared yet; UsageError if there is none that has reached its last step."""
+def _read(folder: Path) -> Run:
+    """Reads the run in a folder, without differences; UsageError if there is none that has reached its last step."""
     try:
         settings = dict(json.loads((folder / "settings.json").read_text()))
         label, steps = f"{settings['recipe']}, seed {settings['seed']}", settings["steps"]
@@ -58,8 +43,8 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def compare(run: Run, runs: Sequence[Run]) -> Run:
-    """The run with its differences; UsageError without one bf16 run to compare with, alike but for what may differ."""
+def _with_differences(run: Run, runs: Sequence[Run]) -> Run:
+    """Compares a run with that of bf16; UsageError without one that is alike but for the settings that may differ."""
     found = [other for other in runs if other.label == f"bf16, seed {run.settings['seed']}"]
     if len(found) != 1:
         raise UsageError(f"{run.label}: one bf16 run of this seed is needed to compare with, got {len(found)}")
@@ -70,41 +55,21 @@ def compare(run: Run, runs: Sequence[Run]) -> Run:
     return run._replace(differences=percent)
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draws the losses, those of training smoothed, and the differences to bf16 into a PNG; one colour per recipe."""
-    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(run.settings["recipe"] for run in runs))}
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    for run in runs:
-        style = {"color": colours[run.settings["recipe"]], "linewidth": 0.8, "markersize": 3}
-        steps, values = np.transpose(run.train)
-        window = max(1, len(values) // 50)
-        losses.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), **style)
-        losses.plot(*np.transpose(run.held_out), "o", label=run.label, **style)
-        differences.plot(*np.transpose(run.differences), "o-", **style)
-    losses.set(ylabel="loss (nats per byte)", yscale="log")
-    losses.legend(title="training, smoothed, and held out (dots)")
-    differences.set(xlabel="step", ylabel="held-out loss, % above bf16")
-    figure.savefig(path, dpi=150)
+def _record(run: Run) -> dict[str, Any]:
+    """Returns all but the path of the text, which says nothing elsewhere, and the training losses."""
+    settings = {name: value for name, value in run.settings.items() if name != "data"}
+    final = {"final_held_out_loss": run.held_out[-1][1], "percent_from_bf16": run.differences[-1][1]}
+    return {"settings": settings, **final, "held_out": dict(run.held_out)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, or those of the command line, and returns its exit status."""
-    parser = cli.new_parser("python3 -m benchmarks.fidelity", _DESCRIPTION, "")
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
-    parser.add_argument("--within", type=cli.positive(float), default=1.0, help="percent of bf16's loss (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves into this PNG")
-    arguments = parser.parse_args(argv)
-    try:
-        runs = [read_run(folder) for folder in arguments.runs]
-        runs = [compare(run, runs) for run in runs]
-        if arguments.json:
-            arguments.json.write_text(json.dumps([run.record() for run in runs], indent=1) + "\n")
-        if arguments.plot:
-            plot(runs, arguments.plot)
-    except (OSError, UsageError) as error:
-        parser.error(str(error))
+def compare(arguments: argparse.Namespace) -> int:
+    """Prints, writes and draws the comparison; returns 1 if a run is further from bf16 than `--within`, else 0."""
+    runs = [_read(folder) for folder in arguments.runs]
+    runs = [_with_differences(run, runs) for run in runs]
+    if arguments.json:
+        arguments.json.write_text(json.dumps([_record(run) for run in runs], indent=1) + "\n")
+    if arguments.plot:
+        plot.losses(runs, arguments.plot)
     rows = [[*run.label.split(", seed "), *run.held_out[-1], run.differences[-1][1]] for run in runs]
     headers = ["recipe", "seed", "steps", "held-out loss", "% from bf16"]
     print(tabulate.tabulate(rows, headers, floatfmt=("", "", "", ".4f", "+.2f")))
@@ -113,7 +78,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if far:
         print(f"The final held-out loss is more than {arguments.within:g} % from that of bf16: {'; '.join(far)}.")
     return 1 if far else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

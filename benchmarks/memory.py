@@ -1,142 +1,109 @@
-"""How much memory training takes beside arguments and results: `python3 -m benchmarks.memory --help`."""
+"""Memory that XLA plans for beside arguments and results of training steps, compiled for an H200 that is not there."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tabulate
+from jax.experimental import topologies
 
 import jax_grouped as jg
-from benchmarks import cli
-from benchmarks.h200 import compile_for_h200, missing
-from benchmarks.records import new_record
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import Shape
+from jax_grouped.backends import extension
 
-_DESCRIPTION = """\
-Prints the GiB that XLA plans for beside arguments and results when it compiles for an H200, which need not be there:
-
-  gradients  of one layer, from x, its kernel and dy to y, dx and the kernel's gradient
-  SGD        as above, but the kernel changes in place
-  pairs      an SGD step of four such layers, each with one back, in sequence, with float32 kernels
-  MLPs       gradients of four MLPs in a scan: such a layer, SwiGLU, and one back from half as many features
-
-A row says what waits for the backward pass: all that it reads, the quantized tokens alone, or nothing."""
-
-_EPILOG = "On a machine without a GPU, JAX_PLATFORMS=cpu is needed, and JAX's plugin for CUDA all the same."
-
+_CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
+_BLOCK = jg.Float8BlockScaling()
+_TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
 
-#: From tokens and what one layer has of the kernels to tokens.
-Layer = Callable[[jax.Array, Any], jax.Array]
-
-_KEPT: dict[str, Callable[[Layer], Layer]] = {
-    "all": lambda layer: layer,
-    "tokens": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("jax_grouped_x")),
-    "nothing": jax.checkpoint,
+#: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, or nothing.
+VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
+    "bf16": (None, lambda layer: layer),
+    "block": (_BLOCK, lambda layer: layer),
+    "block, only tokens are kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
+    "bf16, nothing is kept": (None, jax.checkpoint),
+    "block, nothing is kept": (_BLOCK, jax.checkpoint),
 }
-_RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
-_ROWS = (("bf16", "all"), ("block", "all"), ("block", "tokens"), ("bf16", "nothing"), ("block", "nothing"))
+
+#: Layers of a step, and the type of all kernels: one layer; four pairs of such a layer and one back, in sequence; or
+#: four MLPs in a scan, each of such a layer, SwiGLU and one back. With SGD the kernels change in place; else their
+#: gradients are results.
+OPERATIONS = {
+    "gradients, bfloat16 kernel": ("one", "bfloat16"),
+    "gradients, float32 kernel": ("one", "float32"),
+    "SGD, float32 kernel": ("one", "float32"),
+    "SGD of four pairs": ("pairs", "float32"),
+    "four MLPs": ("mlps", "bfloat16"),
+}
 
 
-def _in_sequence(layer: Layer, x: jax.Array, kernels: Any) -> jax.Array:
-    return functools.reduce(layer, kernels, x)
+def missing() -> str | None:
+    """Returns what has to be installed first, or None if it is all there.
 
-
-def _scanned(layer: Layer, x: jax.Array, kernels: Any) -> jax.Array:
-    return jax.lax.scan(lambda x, kernel: (layer(x, kernel), None), x, kernels)[0]
-
-
-def _dense(x: jax.Array, kernel: jax.Array, sizes: jax.Array, recipe: Any) -> jax.Array:
-    return jg.grouped_dense(x, kernel, sizes, recipe=recipe)
-
-
-def _mlp(x: jax.Array, kernels: tuple[jax.Array, jax.Array], sizes: jax.Array, recipe: Any) -> jax.Array:
-    return jg.moe.grouped_mlp(x, *kernels, sizes, recipe=recipe)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A step of some layers.
-
-    Attributes:
-        kernels: of all layers, a tree of `jax.ShapeDtypeStruct`.
-        dy: of the last layer's result.
-        sgd: whether the kernels change in place; else their gradients are results.
-        layer: a layer, of tokens, kernels, group sizes and a recipe.
-        model: all layers, of one layer, tokens and kernels.
+    On a machine without a GPU, `JAX_PLATFORMS=cpu` is needed as well, or JAX's plugin looks for the GPU's libraries.
     """
-
-    kernels: Any
-    dy: jax.ShapeDtypeStruct
-    sgd: bool = False
-    layer: Callable[..., jax.Array] = _dense
-    model: Callable[[Layer, jax.Array, Any], jax.Array] = _in_sequence
-
-    def gib(self, x: jax.ShapeDtypeStruct, sizes: jax.ShapeDtypeStruct, recipe: str, kept: str) -> float:
-        """The GiB that XLA plans for beside arguments and results."""
-
-        def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
-            layer = _KEPT[kept](lambda x, kernel: self.layer(x, kernel, sizes, _RECIPES[recipe]))
-            y, pullback = jax.vjp(functools.partial(self.model, layer), x, kernels)
-            dx, dkernels = pullback(dy)
-            if not self.sgd:
-                return y, dx, dkernels
-            return y, dx, jax.tree.map(lambda kernel, dkernel: kernel - 1e-3 * dkernel, kernels, dkernels)
-
-        donated = (1,) if self.sgd else ()
-        analysis: Any = compile_for_h200(run, x, self.kernels, sizes, self.dy, donated=donated).memory_analysis()
-        return analysis.temp_size_in_bytes / 2**30
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "JAX's plugin for CUDA (jax-cuda13-plugin and jax-cuda13-pjrt)"
+    if extension.load() is None:
+        return "the CUDA extension, whose handlers XLA asks what they can do"
+    return None
 
 
-def measure(shape: Shape) -> list[dict[str, Any]]:
-    """A row for each choice of a recipe and of what is kept, with the GiB of each program."""
+@functools.cache
+def _sharding() -> jax.sharding.Sharding:
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology="1x1x1")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
-    def struct(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+
+def compile_for_h200(
+    function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = (), options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles the function for arguments like these, of which only shapes and types are read.
+
+    Results may lie in the place of `donated` arguments; `options` are XLA's, by name.
+    """
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()), arguments)
+    return jax.jit(function, out_shardings=_sharding(), donate_argnums=donated).lower(*placed).compile(options)
+
+
+def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
+    """Compiles a step and returns the bytes that XLA plans for beside arguments and results."""
+    if what := missing():
+        raise RuntimeError(f"needs {what}")
+    layers, kernel_dtype = OPERATIONS[operation]
+    sgd = operation.startswith("SGD")
+    recipe, keep = VARIANTS[variant]
+    E, T, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
+
+    def struct(*dims: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
-    groups, tokens, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
-    x, y, sizes = struct("bfloat16", tokens, K), struct("bfloat16", tokens, N), struct("int32", groups)
-    kernel, back = struct("float32", groups, K, N), struct("float32", groups, N, K)
-    mlps = struct("bfloat16", _LAYERS, groups, K, N), struct("bfloat16", _LAYERS, groups, N // 2, K)
-    programs = {
-        "gradients, bfloat16 kernel": _Program([struct("bfloat16", groups, K, N)], y),
-        "gradients, float32 kernel": _Program([kernel], y),
-        "SGD, float32 kernel": _Program([kernel], y, sgd=True),
-        "pairs": _Program([kernel, back] * _LAYERS, x, sgd=True),
-        "MLPs, bfloat16 kernels": _Program(mlps, x, layer=_mlp, model=_scanned),
+    def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
+        def layer(x: jax.Array, kernel: Any) -> jax.Array:
+            if layers == "mlps":
+                return jg.moe.grouped_mlp(x, kernel[0], kernel[1], sizes, recipe=recipe)
+            return jg.grouped_dense(x, kernel, sizes, recipe=recipe)
+
+        def model(x: jax.Array, kernels: Any) -> jax.Array:
+            if layers == "mlps":
+                return jax.lax.scan(lambda x, kernel: (keep(layer)(x, kernel), None), x, kernels)[0]
+            return functools.reduce(keep(layer), kernels, x)
+
+        y, pullback = jax.vjp(model, x, kernels)
+        dx, dkernels = pullback(dy)
+        if not sgd:
+            return y, dx, dkernels
+        return y, dx, jax.tree.map(lambda kernel, dkernel: kernel - 1e-3 * dkernel, kernels, dkernels)
+
+    kernel = functools.partial(struct, dtype=kernel_dtype)
+    kernels: dict[str, Any] = {
+        "one": [kernel(E, K, N)],
+        "pairs": [kernel(E, K, N), kernel(E, N, K)] * _LAYERS,
+        "mlps": (kernel(_LAYERS, E, K, N), kernel(_LAYERS, E, N // 2, K)),
     }
-    return [
-        {"recipe": recipe, "kept": kept}
-        | {name: program.gib(x, sizes, recipe, kept) for name, program in programs.items()}
-        for recipe, kept in _ROWS
-    ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, or those of the command line, and returns its exit status."""
-    parser = cli.new_parser("python3 -m benchmarks.memory", _DESCRIPTION, _EPILOG)
-    parser.add_argument("--shape", choices=SHAPES, default="dsv3 up", metavar="SHAPE", help="(default: dsv3 up)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    arguments = parser.parse_args(argv)
-    if what := missing():
-        parser.error(f"needs {what}")
-    shape = SHAPES[arguments.shape]
-    record = dataclasses.replace(
-        new_record({"shape": shape.name, "dims": shape.dims}), device="NVIDIA H200", rows=measure(shape)
-    )
-    print(tabulate.tabulate(record.rows, headers="keys", floatfmt=".2f"))
-    print(f"\n{shape.name}, {shape.dims}, JAX {record.versions['jax']}")
-    if arguments.json:
-        try:
-            record.write(arguments.json)
-        except OSError as error:
-            parser.error(str(error))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    arguments = struct(T, K), kernels[layers], struct(E, dtype="int32"), struct(T, N if layers == "one" else K)
+    analysis: Any = compile_for_h200(run, *arguments, donated=(1,) if sgd else ()).memory_analysis()
+    return analysis.temp_size_in_bytes

@@ -1,69 +1,162 @@
-"""Results as a picture: one panel per operation, a bar per peer for every shape and skew."""
+"""Results as pictures."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import cublaslt_rates
-from benchmarks.records import Record, Row
+from benchmarks.cases import DTYPE
+from benchmarks.rows import Record, Row
+from benchmarks.shapes import SHAPES, SWEEPS, Shape
+from benchmarks.suites import SUITES
+
+_DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 
 
-def plot(record: Record[Row], path: Path) -> None:
-    """Draws TFLOP/s into a PNG file. On the device they hold for, cuBLASLt's own rates are drawn as well."""
-    ops = list(dict.fromkeys(row.op for row in record.rows))
-    peers = list(dict.fromkeys(row.peer for row in record.rows))
-    figure = panels(record, len(ops), len(peers))
-    on_reference = cublaslt_rates.DEVICE in record.device
-    for axes, op in zip(figure.axes, ops, strict=True):
-        _panel(axes, [row for row in record.rows if row.op == op], peers, on_reference)
-        axes.set_title(op)
+def plot(record: Record, against: str, path: Path) -> None:
+    """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
+    kind = SUITES[record.suite].plot
+    if kind in ("shares", "scaling"):
+        figure = {"shares": _shares, "scaling": _scaling}[kind](record)
+    else:
+        figure = _panels(record, against if kind == "speeds" else None)
+    shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
+    versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
+    figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
     figure.savefig(path, dpi=150)
 
 
-def panels(record: Record[Any], count: int, bars: int) -> Figure:
-    """A figure with that many panels, one above the other, for so many bars for each shape and skew."""
-    groups = len({(row.shape.name, row.skew) for row in record.rows})
+def _variants(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.case.variant for row in rows))
+
+
+def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: list[str]) -> None:
+    """Draws a bar per group, row and height: groups from left to right, each one wide, the first around 0."""
+    groups = list(dict.fromkeys(group for group, *_ in bars))
+    width = 0.8 / len(variants)
+    for index, variant in enumerate(variants):
+        heights = {groups.index(group): height or 0.0 for group, row, height in bars if row.case.variant == variant}
+        places = [place - 0.4 + (index + 0.5) * width for place in heights]
+        axes.bar(places, list(heights.values()), width, label=variant)
+    axes.set_xticks(range(len(groups)), groups, fontsize="small")
+
+
+def _panels(record: Record, against: str | None) -> Figure:
+    """Draws bars in panels: rates by operation, or speeds relative to a variant by the type of the kernel.
+
+    Lines mark cuBLASLt's own rates on the device that they hold for.
+    """
+    panels: dict[str, list[tuple[str, Row, float | None]]] = {}
+    for row in record.rows:
+        layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
+        group = f"{row.case.shape.name}{layer}\n{row.case.skew}"
+        height = record.speed(row, against) if against else row.rate
+        title = f"{row.case.kernel_dtype} kernel" if against else row.case.operation
+        panels.setdefault(title, []).append((group, row, height))
+    variants = _variants(record.rows)
+    groups = len({(row.case.shape.name, row.case.skew) for row in record.rows})
     # Wide enough for the names of the groups, however few their bars are.
-    width = max(6.0, 2 + groups * max(0.95, 0.15 * (bars + 1)))
-    figure = Figure(figsize=(width, 1 + 2.8 * count), layout="constrained")
-    figure.subplots(count)
-    figure.suptitle(heading(record), fontsize="medium")
+    width = max(6.0, 2 + groups * max(0.95, 0.15 * (len(variants) + 1)))
+    figure = Figure(figsize=(width, 1 + 2.8 * len(panels)), layout="constrained")
+    for axes, (title, bars) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        _bars(axes, bars, variants)
+        unit = bars[0][1].unit
+        axes.set(title=title, ylabel=f"speed relative to {against}" if against else unit)
+        if against:
+            axes.axhline(1, **_DASHED)
+        elif unit == "TFLOP/s" and record.on_reference():
+            rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
+            if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
+                starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
+                axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
+            axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def heading(record: Record[Any]) -> str:
-    """What all rows of the record depend on, in one line."""
-    shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
-    versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
-    return f"{record.device}, bfloat16, {versions}, {record.date[:10]}"
+def _shares(record: Record) -> Figure:
+    """Draws shares of the copy's rate: a line per operation, shape and skew, on it a dot per variant."""
+    rows = [row for row in record.rows if record.of_copy(row)]
+    # Like operations together, however the run was ordered.
+    operations = list(dict.fromkeys(row.case.operation for row in rows))
+    names = [(row.case.operation, row.case.shape.name, row.case.skew) for row in rows]
+    lines = sorted(dict.fromkeys(names), key=lambda line: operations.index(line[0]))
+    figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    for variant in _variants(rows):
+        dots = [(row, lines.index(name)) for row, name in zip(rows, names, strict=True) if row.case.variant == variant]
+        axes.scatter([100 * (record.of_copy(row) or 0) for row, _ in dots], [line for _, line in dots], label=variant)
+    axes.axvline(100, **_DASHED, label="copy")
+    axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(y=0.5 / max(len(lines), 1))
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlabel("% of the copy's GB/s")
+    axes.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    return figure
 
 
-def _panel(axes: Axes, rows: list[Row], peers: list[str], on_reference: bool) -> None:
-    groups = draw_bars(axes, [(row.shape.name, row.skew, row.peer, row.tflops or 0.0) for row in rows], peers)
-    if on_reference:
-        compared = {(row.shape.name, row.skew) for row in rows if row.of_cublaslt}
-        marks = {i: cublaslt_rates.RATES[*group, rows[0].op] for i, group in enumerate(groups) if group in compared}
-        if marks:
-            starts, ends = [i - 0.42 for i in marks], [i + 0.42 for i in marks]
-            axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-        axes.axhline(cublaslt_rates.DENSE_BF16, color="gray", linestyle="dashed", label="dense 8192³")
-    axes.set_ylabel("TFLOP/s")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+def _intensity(shape: Shape) -> float:
+    """Returns operations of a step in bfloat16 per byte that it must read or write: each of its six arrays once."""
+    tokens, kernel = shape.tokens * (shape.K + shape.N), shape.num_groups * shape.K * shape.N
+    return 3 * 2 * shape.tokens * shape.K * shape.N / (DTYPE.itemsize * 2 * (tokens + kernel))
 
 
-def draw_bars(axes: Axes, bars: list[tuple[str, str, str, float]], labels: list[str]) -> list[tuple[str, str]]:
-    """Draws a bar per shape, skew, label and height; those of one shape and skew stand together, in the labels' order.
+def _scaling(record: Record) -> Figure:
+    """Draws TFLOP/s by tokens per expert, by experts, by group sizes, and beside the limits of the device."""
+    rows = [row for row in record.rows if row.rate]
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    tokens, experts, skew, roofline = figure.subplots(2, 2).flat
+    _curves(tokens, rows, SWEEPS["tokens"], lambda shape: shape.tokens / shape.num_groups)
+    _curves(experts, rows, SWEEPS["experts"], lambda shape: shape.num_groups)
+    same, other, skewed = SWEEPS["tokens"][0], SWEEPS["experts"][0], SHAPES["dsv3 up"]
+    _curves(roofline, rows, [*SWEEPS["tokens"], *SWEEPS["experts"], skewed], _intensity, style="o")
+    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], _variants(rows))
+    tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
+    experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
+    skew.set(title=f"{skewed.name}, by group sizes")
+    roofline.set(xlabel="operations per byte in bfloat16", yscale="log", title="beside the limits of the device")
+    for axes in (tokens, experts, skew):
+        axes.set_ylabel("TFLOP/s")
+    tokens.legend(fontsize="small")
+    if record.on_reference():
+        intensities = sorted(_intensity(row.case.shape) for row in rows)
+        fp8 = {f"dense FP8, {scales}": rate for scales, rate in cublaslt_rates.DENSE_FP8.items()}
+        limits = {"dense bf16": cublaslt_rates.DENSE_BF16, **fp8}
+        for (name, rate), style in zip(limits.items(), (":", "--", "-."), strict=True):
+            limit = [min(rate, of * cublaslt_rates.COPY / 1e3) for of in intensities]
+            roofline.plot(intensities, limit, style, color="gray", label=name)
+        roofline.legend(fontsize="small")
+    return figure
 
-    Returns:
-        The shapes and skews from left to right, each one wide, the first around 0.
-    """
-    groups = list(dict.fromkeys((shape, skew) for shape, skew, _, _ in bars))
-    width = 0.8 / len(labels)
-    for index, label in enumerate(labels):
-        of_label = {groups.index((shape, skew)): height for shape, skew, name, height in bars if name == label}
-        places = [place - 0.4 + (index + 0.5) * width for place in of_label]
-        axes.bar(places, list(of_label.values()), width, label=label)
-    axes.set_xticks(range(len(groups)), [f"{shape}\n{skew}" for shape, skew in groups], fontsize="small")
-    return groups
+
+def _curves(axes: Axes, rows: list[Row], shapes: list[Shape], x: Callable[[Shape], float], style: str = "o-") -> None:
+    swept = [row for row in rows if row.case.shape in shapes and row.case.skew == "equal"]
+    for index, variant in enumerate(_variants(rows)):
+        points = sorted((x(row.case.shape), row.rate) for row in swept if row.case.variant == variant)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, color=f"C{index}", markersize=3, linewidth=1, label=variant)
+    axes.set_xscale("log", base=2)
+
+
+def losses(runs: Sequence[Any], path: Path) -> None:
+    """Draws `fidelity.Run`s: losses, those of training smoothed, and differences to bf16; a colour per recipe."""
+    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(run.settings["recipe"] for run in runs))}
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    for run in runs:
+        style = {"color": colours[run.settings["recipe"]], "linewidth": 0.8, "markersize": 3}
+        steps, values = np.transpose(run.train)
+        window = max(1, len(values) // 50)
+        losses.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), **style)
+        losses.plot(*np.transpose(run.held_out), "o", label=run.label, **style)
+        differences.plot(*np.transpose(run.differences), "o-", **style)
+    losses.set(ylabel="loss (nats per byte)", yscale="log")
+    losses.legend(title="training, smoothed, and held out (dots)")
+    differences.set(xlabel="step", ylabel="held-out loss, % above bf16")
+    figure.savefig(path, dpi=150)

@@ -1,77 +1,181 @@
-"""Measures every chosen operation with every chosen peer."""
+"""Measures cases one after another: by the host's clock, or by the GPU's own as a profile shows it.
 
-import dataclasses
-from collections.abc import Iterator
+A host's clock also counts dispatching the first call and waiting for the last one, which matters when a block is as
+short as those that the rates in `benchmarks.cublaslt_rates` were measured with. Of calls that take the device less time
+than the host needs to dispatch them, it measures nothing else.
+"""
+
+import contextlib
+import itertools
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
-from benchmarks.cases import DTYPE, Case, make_case, random_inputs, relative_difference
-from benchmarks.device_clock import DeviceClock
-from benchmarks.peers import OURS, Prepare, first_line
-from benchmarks.records import Row, with_timing
-from benchmarks.shapes import Shape
-from benchmarks.timing import measure
+from benchmarks.cases import OPERATIONS, Arrays, Case, draw, relative_difference
+from benchmarks.peers import OURS, VARIANTS, NotOfferedError, Work
+from benchmarks.rows import Row
+from benchmarks.suites import Suite
+from jax_grouped.__main__ import choose_backend
+from jax_grouped.backends.extension import cuda_devices
+
+BLOCKS = 5
+# A call that moves less takes a GPU about as long as the host takes to dispatch it.
+_LEAST_BYTES_FOR_HOST = 100e6
+# A measurement that would take more than this many times its budget is given up.
+_PATIENCE = 10
+
+# A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up run before a product
+# or a quantization and read no more than group sizes. Any other kernel is what XLA adds, such as converting the layer's
+# kernel.
+_WORDS = {
+    "setup": ("setup", "prepare"),
+    "quantize": ("quantize", "findamax", "zeroscales"),
+    "product": ("nvjet", "cutlass", "gemm", "matmul", "wgrad", "product"),
+    "other": ("",),
+}
+
+#: Parts of a call, by the work of its kernels.
+PARTS = ("product", "quantize", "setup", "other")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to measure: the product of shapes, skews, operations and peers, and how.
+def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
+    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length as one block.
 
-    Attributes:
-        shapes, skews, ops, peers: the choices; peers by name, ready to prepare a case.
-        seed: of operands and group sizes.
-        seconds: about how long one measurement may take.
-        calls: calls per block, if not as many as fit in `seconds`.
-        device_clock: whether to time blocks on the GPU itself.
-        reference: prepares the case whose results the others are compared with; None to compare nothing.
+    All blocks together take approximately `seconds`, unless the calls per block are given. TimeoutError if even one
+    call per block takes far longer.
     """
-
-    shapes: list[Shape]
-    skews: list[str]
-    ops: list[str]
-    peers: dict[str, Prepare]
-    seed: int
-    seconds: float
-    calls: int | None
-    device_clock: bool
-    reference: Prepare | None
-
-
-def run(plan: Plan) -> Iterator[Row]:
-    """Yields the rows one by one, as soon as each is measured. A peer that fails gives a row with the reason."""
-    for shape in plan.shapes:
-        inputs = random_inputs(shape, plan.seed)
-        for skew in plan.skews:
-            for op in plan.ops:
-                yield from _rows(plan, make_case(shape, skew, op, inputs, plan.seed), skew)
-        del inputs  # Before the next shape's operands are made.
+    block, most_calls = CLOCKS[row.clock]
+    block(work, 1)  # Compiles.
+    estimate, _ = block(work, 1)
+    if BLOCKS * estimate > _PATIENCE * seconds:
+        raise TimeoutError(f"one call takes {estimate:.3g} s, too long for --seconds {seconds:g}")
+    row.calls = calls or max(1, min(most_calls, int(seconds / (BLOCKS * max(estimate, 1e-9)))))
+    block(work, row.calls)
+    blocks = sorted((block(work, row.calls) for _ in range(BLOCKS)), key=lambda block: block[0])
+    row.fastest, row.milliseconds, row.slowest = (1e3 * blocks[i][0] / row.calls for i in (0, BLOCKS // 2, -1))
+    if parts := blocks[BLOCKS // 2][1]:
+        row.parts = {name: 1e3 * time / row.calls for name, time in parts.items()}
 
 
-def _rows(plan: Plan, case: Case, skew: str) -> Iterator[Row]:
-    device = jax.devices()[0].device_kind
-    expected = _expected(plan, case)
-    for name, prepare in plan.peers.items():
-        row = Row(case.shape, skew, plan.seed, DTYPE.name, case.op, name)
+class Span(NamedTuple):
+    """A kernel or copy on the GPU."""
+
+    name: str
+    start: float  # In nanoseconds.
+    end: float
+
+
+def profile(work: Work, calls: int) -> list[Span]:
+    """Profiles a block of calls; RuntimeError if the profile shows nothing, as on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work.block(calls)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        if spans := read_profile(path):
+            return spans
+    raise RuntimeError("the profiler recorded no kernel on a GPU")
+
+
+def read_profile(path: Path) -> list[Span]:
+    """Reads the kernels and copies on all GPUs from a file of the profiler, in the order in which they start."""
+    spans = [
+        Span(event.name, event.start_ns, event.end_ns)
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _seconds(spans: list[Span]) -> float:
+    """Returns the time from the first start to the last end."""
+    return (max(span.end for span in spans) - min(span.start for span in spans)) / 1e9
+
+
+def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
+    """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
+    spans = profile(work, calls)
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, start, end in spans:
+        found = (part for part, words in _WORDS.items() if any(word in name.lower() for word in words))
+        parts[next(found)] += (end - start) / 1e9
+    return _seconds(spans), parts
+
+
+def _block_of_single_calls(work: Work, calls: int) -> tuple[float, None]:
+    """Times calls one by one, each from the start of its first kernel to the end of its last.
+
+    Time between the kernels of one call counts, time between calls does not. RuntimeError if the kernels in the profile
+    can't be divided evenly among the calls.
+    """
+    spans = profile(work, calls)
+    per_call, rest = divmod(len(spans), calls)
+    if rest:
+        raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
+    return sum(_seconds(spans[i * per_call : (i + 1) * per_call]) for i in range(calls)), None
+
+
+#: Clocks, with the most calls in a block: reading a profile of many single calls takes long. A clock runs a block of
+#: calls and returns its seconds, and those in each of `PARTS` if they were profiled. `host` times blocks of calls back
+#: to back by the host's clock, or by events of the peer's framework, `device` by the GPU's own. `call` times calls one
+#: by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
+CLOCKS: dict[str, tuple[Callable[[Work, int], tuple[float, dict[str, float] | None]], int]] = {
+    "host": (lambda work, calls: (work.block(calls), None), 1000),
+    "device": (_device_block, 1000),
+    "call": (_block_of_single_calls, 100),
+    "graph": (_block_of_single_calls, 100),
+}
+
+
+def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
+    """Yields the rows one by one, as soon as each is measured by the suite's clock, in its budget.
+
+    A case that fails gives a row with the reason. Variants that can't be loaded are skipped, with a line that says why.
+    """
+    skipped = set()
+    for name in dict.fromkeys(case.variant for case in cases if suite.clock != "none"):
         try:
-            work = prepare(case)
-            if expected is not None and name != OURS:
-                row = dataclasses.replace(row, difference=relative_difference(work.results(), expected, case))
-            timed = DeviceClock(work) if plan.device_clock else work
-            row = with_timing(
-                row, measure(timed, plan.seconds, plan.calls), case, device, device_clock=plan.device_clock
-            )
-            if isinstance(timed, DeviceClock):
-                row = dataclasses.replace(row, kernel_share=timed.kernel_share)
-        except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.
-            row = dataclasses.replace(row, reason=first_line(error))
-        yield row
+            VARIANTS[name].load()
+        except Exception as error:  # Libraries fail to import in many ways.
+            print(f"skipped {name}: {_first_line(error)}")
+            skipped.add(name)
+    measured = [case for case in cases if case.variant not in skipped]
+    for arrays, group in itertools.groupby(measured, lambda case: OPERATIONS[case.operation].arrays(case)):
+        sets = draw(arrays, cases[0].seed) if arrays else []
+        for case in group:
+            row = Row(case, suite.clock)
+            try:
+                _fill(row, sets, suite)
+            except NotOfferedError:
+                continue
+            except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.
+                row.note = _first_line(error)
+            yield row
+        del sets  # Before the next ones are drawn.
 
 
-def _expected(plan: Plan, case: Case) -> tuple[jax.Array, ...] | None:
-    """What other peers' results are compared with; None if nothing is, or if the reference itself fails."""
-    if plan.reference is None:
-        return None
-    try:
-        return jax.block_until_ready(plan.reference(case).results())
-    except Exception:  # Its own row tells why.
-        return None
+def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
+    case, operation = row.case, OPERATIONS[row.case.operation]
+    row.count = operation.count(case)
+    if row.clock == "none":
+        return
+    if row.clock == "host" and operation.unit == "GB/s" and row.count < _LEAST_BYTES_FOR_HOST and cuda_devices():
+        row.clock = "call"
+    row.backend = VARIANTS[case.variant].backend or choose_backend()[0]
+    work = VARIANTS[case.variant].prepare(case, sets)
+    if suite.verify and operation.family == "product" and case.variant != OURS:
+        with contextlib.suppress(Exception):  # The failing variant's own row tells why.
+            row.difference = relative_difference(work.results(), VARIANTS[OURS].prepare(case, sets).results(), case)
+    measure(row, work, suite.seconds, suite.calls)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns an error in one line that a table can hold."""
+    lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
+    return textwrap.shorten(lines[0], 120, placeholder=" ...")

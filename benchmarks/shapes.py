@@ -1,8 +1,11 @@
-"""Named shapes, group sizes and operands for the benchmarks and the tests; every value follows from a seed."""
+"""Named shapes, from shapes.toml, and group sizes for the benchmarks and the tests; every value follows from a seed."""
 
 import dataclasses
+import itertools
+import tomllib
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,209 +13,83 @@ import numpy.typing as npt
 INT32 = np.iinfo(np.int32)
 
 
-class Grouped(Protocol):
-    """Anything whose rows are spread over groups."""
-
-    @property
-    def num_groups(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`."""
+    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read."""
 
     name: str
     num_groups: int
     tokens: int
     K: int
-    N: int
+    N: int = 0
 
     @property
     def dims(self) -> str:
-        """The sizes in short, for tables and test ids."""
-        return f"E{self.num_groups} T{self.tokens} K{self.K} N{self.N}"
+        """Returns the sizes in short, for tables and test ids."""
+        return f"E{self.num_groups} T{self.tokens} K{self.K}" + (f" N{self.N}" if self.N else "")
 
 
-#: Layers of published models with the batch sizes that they are trained with.
-MODEL_SHAPES = (
-    Shape("dsv3 up", 32, 32768, 7168, 4096),
-    Shape("dsv3 down", 32, 32768, 2048, 7168),
-    Shape("dsv3 up 8", 8, 32768, 7168, 4096),
-    Shape("mixtral up", 8, 32768, 4096, 28672),
-    Shape("mixtral up 16k", 8, 16384, 4096, 28672),
-    Shape("qwen3", 128, 65536, 2048, 1536),
-    Shape("dsv3 small", 32, 4096, 7168, 4096),
-    # 2880 features: a multiple of 64, but not of the 128 that tiles and scaling blocks have.
-    Shape("gpt-oss 120b up", 128, 65536, 2880, 5760),
-    Shape("gpt-oss 120b down", 128, 65536, 2880, 2880),
-    Shape("gpt-oss 20b up", 32, 32768, 2880, 5760),
-    Shape("gpt-oss 20b down", 32, 32768, 2880, 2880),
-)
+_TABLES = {
+    name: [Shape(shape, *sizes) for shape, sizes in table.items()]
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+}
 
-#: A layer so small that launching a step's kernels takes most of its time.
-LAUNCH_SHAPE = Shape("launch", 8, 1024, 1024, 1024)
+#: Shapes of steps by the number that differs among them.
+SWEEPS = {
+    "tokens": [Shape(f"{2**i} tokens", 32, 32 * 2**i, 7168, 4096) for i in range(4, 14)],
+    "experts": [Shape(f"{2**i} experts", 2**i, 32768, 2048, 1536) for i in range(10)],
+}
 
-#: Small shapes, most of them awkward, that a CPU multiplies in milliseconds.
-TEST_SHAPES = (
-    Shape("single", 1, 1, 1, 1),
-    Shape("aligned", 4, 512, 128, 256),
-    Shape("one group", 1, 130, 37, 257),
-    Shape("two groups", 2, 37, 257, 130),
-    Shape("odd", 3, 257, 130, 37),
-    Shape("one feature", 3, 37, 1, 130),
-    Shape("one result", 3, 130, 257, 1),
-    Shape("one token", 37, 1, 37, 130),
-    Shape("37 groups", 37, 257, 130, 37),
-    Shape("257 groups", 257, 1025, 37, 24),
-    Shape("1025 groups", 1025, 257, 16, 8),
-    Shape("2880 in", 3, 130, 2880, 40),
-    Shape("2880 out", 3, 130, 40, 2880),
-)
+TEST_SHAPES = tuple(_TABLES["tests"])
+SHAPES = {shape.name: shape for shape in itertools.chain(*_TABLES.values(), *SWEEPS.values())}
 
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNCH_SHAPE, *TEST_SHAPES)}
-
-
-def shape(name: str) -> Shape:
-    """The shape of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}; the shapes are {', '.join(map(repr, SHAPES))}.")
-    return SHAPES[name]
-
-
-Weights = npt.NDArray[np.float64]
-
-
-def _without(num_groups: int, empty: list[int] | slice) -> Weights:
-    """Equal weights for all groups but those that `empty` selects."""
-    weights = np.ones(num_groups)
-    weights[empty] = 0
-    return weights
-
-
-def _adjacent(num_groups: int) -> Weights:
-    middle = num_groups // 2
-    return _without(num_groups, slice(max(middle - 1, 0), middle + 1))
-
-
-def _one_hot(num_groups: int, rng: np.random.Generator) -> Weights:
-    weights = np.zeros(num_groups)
-    weights[rng.integers(num_groups)] = 1
-    return weights
-
-
-def _lognormal(num_groups: int, rng: np.random.Generator) -> Weights:
-    return rng.lognormal(sigma=0.6, size=num_groups)
-
-
-_WEIGHTS: dict[str, Callable[[int, np.random.Generator], Weights]] = {
+#: Weights of groups, from their number and a random generator.
+_WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]]] = {
     "equal": lambda groups, _: np.ones(groups),
-    "lognormal": _lognormal,
+    "lognormal": lambda groups, rng: rng.lognormal(sigma=0.6, size=groups),
     "zipf": lambda groups, rng: 1 / rng.permutation(np.arange(1, groups + 1)),
-    "one_hot": _one_hot,
-    "empty_first": lambda groups, _: _without(groups, [0]),
-    "empty_last": lambda groups, _: _without(groups, [-1]),
-    "empty_adjacent": lambda groups, _: _adjacent(groups),
-    "alternate_empty": lambda groups, _: _without(groups, slice(1, None, 2)),
-    "tail": _lognormal,
+    "one_hot": lambda groups, rng: np.eye(groups)[rng.integers(groups)],
+    "empty_first": lambda groups, _: np.arange(groups) != 0,
+    "empty_last": lambda groups, _: np.arange(groups) != groups - 1,
+    "empty_adjacent": lambda groups, _: ~np.isin(np.arange(groups), (groups // 2 - 1, groups // 2)),
+    "alternate_empty": lambda groups, _: np.arange(groups) % 2 == 0,
+    "tail": lambda groups, rng: rng.lognormal(sigma=0.6, size=groups),
     "all_empty": lambda groups, _: np.zeros(groups),
 }
 
-#: How rows can be spread over groups. With `tail`, a quarter of them belongs to no group, with `all_empty` all.
+#: Distributions of rows over groups. `tail` leaves a quarter of the rows in no group, `all_empty` every row.
 SKEWS = tuple(_WEIGHTS)
 
-#: Besides these, sizes that no router should give: negative, and with sums that do not fit 32 bits.
+#: `hostile` adds sizes that no router should give: negative ones, and sums that do not fit 32 bits.
 TEST_SKEWS = (*SKEWS, "hostile")
 
 
-def group_sizes(shape: Grouped, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
-    """Rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out.
-
-    Raises:
-        ValueError: there is no such skew.
-    """
+def group_sizes(shape: Shape, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
+    """Returns rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out."""
     if skew == "hostile":
         return _hostile(shape)
-    if skew not in _WEIGHTS:
-        raise ValueError(f"unknown skew {skew!r}; the skews are {', '.join(TEST_SKEWS)}.")
     rows = shape.tokens * 3 // 4 if skew == "tail" else shape.tokens
     return _split(rows, _WEIGHTS[skew](shape.num_groups, np.random.default_rng(seed)))
 
 
-def _split(rows: int, weights: Weights) -> npt.NDArray[np.int32]:
-    """`rows` in proportion to `weights`; a weight of zero gets none."""
+def _split(rows: int, weights: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Divides `rows` in proportion to `weights`; a weight of zero gets none."""
     ends = np.cumsum(weights)
     if ends[-1] == 0:
         return np.zeros(len(weights), np.int32)
     return np.diff(np.rint(ends / ends[-1] * rows), prepend=0).astype(np.int32)
 
 
-def _hostile(shape: Grouped) -> npt.NDArray[np.int32]:
+def _hostile(shape: Shape) -> npt.NDArray[np.int32]:
     sizes = _split(shape.tokens, np.ones(shape.num_groups))
     sizes[::3] = -7
     sizes[1::6] = INT32.min
     # The first one takes all rows that are left; after the second, a 32-bit sum is negative.
-    sizes[shape.num_groups // 2] = INT32.max
-    sizes[-1] = INT32.max
+    sizes[[shape.num_groups // 2, -1]] = INT32.max
     return sizes
 
 
 def group_ends(group_sizes: npt.NDArray[np.int32], tokens: int) -> npt.NDArray[np.int32]:
-    """One past the last row of each group, `int32[E]`: negative sizes count as 0, rows past `tokens` do not exist."""
+    """Returns the end of each group's rows, `int32[E]`: negative sizes count as 0, rows past `tokens` do not exist."""
     ends = np.cumsum(np.maximum(group_sizes, 0), dtype=np.int64)
     return np.minimum(ends, tokens).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """Everything that the three products read: `x [T, K]`, `kernel [E, K, N]`, `bias [E, N]`, `dy [T, N]`."""
-
-    x: npt.NDArray[np.generic]
-    kernel: npt.NDArray[np.generic]
-    bias: npt.NDArray[np.generic]
-    dy: npt.NDArray[np.generic]
-
-
-def operands(
-    shape: Shape,
-    group_sizes: npt.NDArray[np.int32],
-    dtype: npt.DTypeLike = np.float32,
-    *,
-    seed: int = 0,
-    magnitude: float = 1e2,
-    tail: float = np.nan,
-) -> Operands:
-    """Random operands that hide nothing: a row or a scale that reaches the wrong group shows in the result.
-
-    Args:
-        shape: the sizes.
-        group_sizes: any `int32[E]`.
-        dtype: of every operand. With float16, a `magnitude` of 10 keeps the products of all shapes finite.
-        seed: of the values.
-        magnitude: the experts' standard deviations run from `1 / magnitude` to `magnitude`, in another order for each
-            operand.
-        tail: what the rows of `x` and `dy` that belong to no group hold.
-    """
-    rng = np.random.default_rng(seed)
-    ends = group_ends(group_sizes, shape.tokens)
-    group_of_row = np.searchsorted(ends, np.arange(ends[-1]), side="right")
-
-    def deviations() -> npt.NDArray[np.float32]:
-        return rng.permutation(np.geomspace(1 / magnitude, magnitude, shape.num_groups).astype(np.float32))
-
-    def tokens(features: int) -> npt.NDArray[np.generic]:
-        values = np.full((shape.tokens, features), tail, np.float32)
-        values[: ends[-1]] = rng.standard_normal((ends[-1], features), np.float32) * deviations()[group_of_row, None]
-        return values.astype(dtype)
-
-    def stack(*features: int) -> npt.NDArray[np.generic]:
-        values = rng.standard_normal((shape.num_groups, *features), np.float32)
-        return (values.T * deviations()).T.astype(dtype)
-
-    return Operands(x=tokens(shape.K), kernel=stack(shape.K, shape.N), bias=stack(shape.N), dy=tokens(shape.N))

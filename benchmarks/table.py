@@ -1,96 +1,65 @@
 """Results as text."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import tabulate
 
 from benchmarks import cublaslt_rates
-from benchmarks.peers import OURS
-from benchmarks.records import MeasuredRow, Record, Row
+from benchmarks.rows import Record, Row
+from benchmarks.runner import PARTS
 
-R = TypeVar("R")
-
-
-def number(template: str, value: float | None) -> str:
-    """The number in this format; nothing if there is none."""
-    return "" if value is None else template.format(value)
+_LEFT = ("shape", "sizes", "operation", "kernel", "skew", "variant", "backend", "clock", "note")
 
 
-def spread(row: MeasuredRow[Any]) -> str:
-    """How far the outermost blocks lie apart, as a share of the median."""
-    if not row.milliseconds or row.fastest is None or row.slowest is None:
-        return ""
-    return f"{(row.slowest - row.fastest) / row.milliseconds:.1%}"
+def table(record: Record, against: str) -> str:
+    """Returns a line per row with all that was measured, and two lines about the device and the versions.
 
-
-def render(rows: Sequence[R], columns: dict[str, Callable[[R], str]], right: Collection[str]) -> str:
-    """One line per row.
-
-    Args:
-        rows: what the lines are about.
-        columns: what each column says of a row; one that no row fills is left out.
-        right: the columns that are aligned to the right.
+    Speeds are relative to the variant `against`.
     """
-    lines = [[text(row) for text in columns.values()] for row in rows]
-    shown = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    headers = list(columns)
-    body: str = tabulate.tabulate(
-        [[line[i] for i in shown] for line in lines],
-        headers=[headers[i] for i in shown],
-        disable_numparse=True,
-        colalign=["right" if headers[i] in right else "left" for i in shown],
-    )
-    return body
 
+    def rate(row: Row, unit: str) -> float | None:
+        return row.rate if row.unit == unit else None
 
-def footer(record: Record[Any]) -> str:
-    """Two lines about the device and the versions."""
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    return f"{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"
+    def share(row: Row, unit: str, reference: float | None) -> float | None:
+        value = rate(row, unit)
+        return value / reference if value and reference and record.on_reference() else None
 
+    def part(name: str) -> Callable[[Row], float | None]:
+        return lambda row: row.parts.get(name) if row.parts else None
 
-def table(record: Record[Row], against: str) -> str:
-    """The table of grouped products.
-
-    Args:
-        record: the rows.
-        against: the peer whose time is divided by each row's time.
-    """
-    reference = {row.case: row.milliseconds for row in record.rows if row.peer == against}
-
-    def speed(row: Row) -> str:
-        base = reference.get(row.case)
-        return f"{base / row.milliseconds:.2f}x" if base and row.milliseconds else ""
-
-    columns: dict[str, Callable[[Row], str]] = {
-        "shape": lambda row: row.shape.name,
-        "sizes": lambda row: row.shape.dims,
-        "skew": lambda row: row.skew,
-        "op": lambda row: row.op,
-        "peer": lambda row: row.peer,
-        "ms": lambda row: number("{:.3f}", row.milliseconds),
-        "spread": spread,
-        "TFLOP/s": lambda row: number("{:.4g}", row.tflops),
-        "of dense": lambda row: number("{:.0%}", row.of_dense),
-        "vs cuBLASLt": lambda row: number("{:.1%}", row.of_cublaslt),
-        "in kernel": lambda row: number("{:.1%}", row.kernel_share),
-        f"speed vs {against}": speed,
-        "difference": lambda row: number("{:.1e}", row.difference),
-        "note": lambda row: row.reason or "",
+    columns: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "shape": ("{}", lambda row: row.case.shape.name),
+        "sizes": ("{}", lambda row: row.case.shape.dims),
+        "operation": ("{}", lambda row: row.case.operation),
+        "kernel": ("{}", lambda row: row.case.kernel_dtype),
+        "skew": ("{}", lambda row: row.case.skew),
+        "variant": ("{}", lambda row: row.case.variant),
+        "backend": ("{}", lambda row: row.backend),
+        "clock": ("{}", lambda row: row.clock),
+        "GiB": ("{:.2f}", lambda row: rate(row, "GiB")),
+        "MB": ("{:.4g}", lambda row: row.count / 1e6 if rate(row, "GB/s") else None),
+        "ms": ("{:.4g}", lambda row: row.milliseconds),
+        "spread": ("{:.1%}", lambda row: row.milliseconds and (row.slowest - row.fastest) / row.milliseconds),
+        f"vs {against}": ("{:.2f}x", lambda row: record.speed(row, against)),
+        "TFLOP/s": ("{:.4g}", lambda row: rate(row, "TFLOP/s")),
+        "of dense": ("{:.0%}", lambda row: share(row, "TFLOP/s", cublaslt_rates.DENSE_BF16)),
+        "vs cuBLASLt": ("{:.1%}", lambda row: share(row, "TFLOP/s", record.cublaslt_rate(row))),
+        "GB/s": ("{:.4g}", lambda row: rate(row, "GB/s")),
+        "of copy": ("{:.1%}", record.of_copy),
+        f"of {cublaslt_rates.COPY / 1e3:g} TB/s": ("{:.1%}", lambda row: share(row, "GB/s", cublaslt_rates.COPY)),
+        **{name: ("{:.3f}", part(name)) for name in PARTS},
+        "gaps": ("{:.3f}", lambda row: row.parts and row.milliseconds - sum(row.parts.values())),
+        "in product": ("{:.1%}", lambda row: row.parts and row.parts["product"] / row.milliseconds),
+        "difference": ("{:.1e}", lambda row: row.difference),
+        "note": ("{}", lambda row: row.note),
     }
-    return f"{render(record.rows, columns, right=('ms', 'spread', 'TFLOP/s'))}\n\n{footer(record)}"
-
-
-def cublaslt_summary(record: Record[Row]) -> str | None:
-    """Whether this library keeps the expected share of cuBLASLt's own rate; None if no row can be compared."""
-    fractions = [(row.of_cublaslt, row.case) for row in record.rows if row.peer == OURS and row.of_cublaslt is not None]
-    if not fractions:
-        return None
-    expected = cublaslt_rates.EXPECTED_FRACTION
-    enough = sum(fraction >= expected for fraction, _ in fractions)
-    lowest, case = min(fractions)
-    return (
-        f"{OURS} keeps at least {expected:.0%} of the bare cuBLASLt rate in {enough} of {len(fractions)} rows; "
-        f"the lowest is {lowest:.1%} ({', '.join(case)})."
-    )
+    cells = {
+        name: [template.format(value) if (value := of(row)) is not None else "" for row in record.rows]
+        for name, (template, of) in columns.items()
+    }
+    filled = {name: texts for name, texts in cells.items() if any(texts)}
+    alignment = ["left" if name in _LEFT else "right" for name in filled]
+    body = tabulate.tabulate(filled, headers="keys", disable_numparse=True, colalign=alignment)
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return f"{body}\n\n{record.device}, bfloat16, seed {record.settings['seed']}, {record.date}\n{versions}"

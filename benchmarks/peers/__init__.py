@@ -1,54 +1,100 @@
-"""The implementations that are measured. Each loads its library only when asked for."""
+"""Variants to measure: this library, its recipes, and peers. Each loads its library only when asked for."""
 
-import functools
-import textwrap
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 import jax_grouped as jg
-from benchmarks.cases import Case
-from benchmarks.peers import fp8_peers, jax_peers, torch_peer
-from benchmarks.timing import Work
+from benchmarks.cases import OPERATIONS, Arrays, Case
 
-Prepare = Callable[[Case], Work]
-
+#: The variant that others are verified against.
 OURS = "jax_grouped"
 
-_LINE = 120
 
-#: Products of FP8 operands that are quantized before the clock starts: `fprop`, `dgrad`, `wgrad`, and ours `wgrad f32`.
-FP8: dict[str, Callable[[], Prepare]] = {
-    "jax_grouped fp8 block": functools.partial(fp8_peers.load_ours, jg.Float8BlockScaling()),
-    "jax_grouped fp8 tensor": functools.partial(fp8_peers.load_ours, jg.Float8CurrentScaling()),
-    "torch._scaled_grouped_mm": torch_peer.load_scaled_grouped_mm,
+class NotOfferedError(Exception):
+    """A variant has no such operation at all."""
+
+
+class Work(Protocol):
+    """A variant's program for one case."""
+
+    def results(self) -> Sequence[jax.Array]:
+        """Returns the results of one call on the first set of operands."""
+
+    def block(self, calls: int) -> float:
+        """Runs that many calls back to back and returns the seconds that they took together."""
+
+
+class JaxWork:
+    """Calls of one compiled program, each on the next of several sets of arguments.
+
+    `carried` is a further argument for the first call, if the program takes one that it returns as its last result:
+    each call takes that of the last one and uses its memory again.
+    """
+
+    def __init__(self, program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], carried: Any = None):
+        self._program = jax.jit(program, donate_argnums=() if carried is None else len(sets[0]))
+        self._sets = sets
+        self._carried = carried
+
+    def results(self) -> Sequence[jax.Array]:
+        return jax.tree.leaves(self._call(0))
+
+    def _call(self, index: int) -> Any:
+        arguments = self._sets[index % len(self._sets)]
+        if self._carried is None:
+            return self._program(*arguments)
+        *results, self._carried = self._program(*arguments, self._carried)
+        return results, self._carried
+
+    def block(self, calls: int) -> float:
+        start = time.perf_counter()
+        for call in range(calls):
+            # Only the latest results are kept; the device runs its programs in order.
+            latest = self._call(call)
+        jax.block_until_ready(latest)
+        return time.perf_counter() - start
+
+
+class Variant(NamedTuple):
+    """A module of this package, with a function for each family of operations that it offers."""
+
+    module: str
+    backend: str | None = None  # Backend that its programs run on; None for this library's.
+    prefix: str = ""  # Beginning of its functions' names.
+    options: tuple[Any, ...] = ()  # Further arguments of its functions.
+
+    def load(self) -> ModuleType:
+        """Imports the module; raises if its library can't run here."""
+        return importlib.import_module(f"{__name__}.{self.module}")
+
+    def prepare(self, case: Case, sets: list[Arrays]) -> Work:
+        """Makes the program for a case and sets of its arrays; raises if it can't."""
+        function = getattr(self.load(), f"{self.prefix}{OPERATIONS[case.operation].family}", None)
+        if function is None:
+            raise NotOfferedError
+        return function(case, sets, *self.options)
+
+
+_RECIPES = {"block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling(), "delayed": jg.DelayedScaling()}
+
+VARIANTS = {
+    OURS: Variant("ours"),
+    # Layers by recipe. `cached` ones are given the quantized kernel, as microbatches are after the first.
+    "bf16": Variant("ours", None, "layer_", (None, False)),
+    **{name: Variant("ours", None, "layer_", (recipe, False)) for name, recipe in _RECIPES.items()},
+    **{f"{name} cached": Variant("ours", None, "layer_", (recipe, True)) for name, recipe in _RECIPES.items()},
+    # Products of FP8 operands that are quantized before the clock starts.
+    "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
+    "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
+    "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
+    "torch._grouped_mm": Variant("torch_peer", "torch"),
+    "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
+    "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
+    "jax.numpy": Variant("jax_numpy", "xla"),
+    "jax.numpy.copy": Variant("jax_numpy", "xla"),
 }
-
-#: What loads each peer. A loader raises if the peer can't run here; the message says why.
-LOADERS: dict[str, Callable[[], Prepare]] = {
-    OURS: jax_peers.load_jax_grouped,
-    "jax.lax.ragged_dot": jax_peers.load_lax,
-    "transformer_engine.jax": jax_peers.load_transformer_engine,
-    "torch._grouped_mm": torch_peer.load_grouped_mm,
-    **FP8,
-}
-
-
-P = TypeVar("P")
-
-
-def load(names: list[str], loaders: Mapping[str, Callable[[], P]]) -> tuple[dict[str, P], dict[str, str]]:
-    """The peers that can run here, and for each of the others the reason why it can't."""
-    peers, reasons = {}, {}
-    for name in names:
-        try:
-            peers[name] = loaders[name]()
-        except Exception as error:  # Libraries fail to import in many ways.
-            reasons[name] = first_line(error)
-    return peers, reasons
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line that a table can hold."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return textwrap.shorten(text, _LINE, placeholder=" ...")

@@ -1,36 +1,22 @@
-"""The program that measures: what it prints, writes and draws, and how it fails."""
+"""Timing, by the host's clock and by profiles, and figures that follow from it."""
 
-import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import cublaslt_rates, device_clock, peers
-from benchmarks.__main__ import main
-from benchmarks.cases import OPS, Case, make_case, random_inputs, relative_difference
-from benchmarks.device_clock import CallClock, DeviceClock, Span
-from benchmarks.jax_work import JaxWork
-from benchmarks.records import Record, Row, with_timing
-from benchmarks.runner import Plan, run
+from benchmarks import runner
+from benchmarks.cases import OPERATIONS, Case, draw
+from benchmarks.peers import VARIANTS, JaxWork
+from benchmarks.rows import Record, Row
+from benchmarks.runner import BLOCKS, PARTS, Span, measure
 from benchmarks.shapes import SHAPES
-from benchmarks.table import cublaslt_summary, table
-from benchmarks.timing import BLOCKS, Timing, TooSlowError, measure
-from tests.benchmarks.programs import assert_ends_in_one_line
+from benchmarks.table import table
 
-pytestmark = pytest.mark.slow
-
-FAST = ["--calls", "2", "--shapes", "odd", "--skews", "tail"]
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The program sets it if it isn't set; this undoes that after each test.
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# In profile.txtpb: two calls of two kernels.
+SPANS = [Span("scales", 1000, 1010), Span("cast", 1015, 1040), Span("scales", 2000, 2010), Span("cast", 2011, 2030)]
 
 
 class FakeWork:
@@ -38,268 +24,123 @@ class FakeWork:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self.blocks = []
-
-    def results(self) -> tuple:
-        return ()
+        self.blocks: list[int] = []
 
     def block(self, calls: int) -> float:
         self.blocks.append(calls)
         return calls * self.seconds
 
 
-def a_row(**changes) -> Row:
-    row = Row(SHAPES["qwen3"], "equal", 0, "bfloat16", "fprop", "jax_grouped")
-    return dataclasses.replace(row, **changes)
+def a_row(operation: str = "fprop", variant: str = "jax_grouped", clock: str = "device", **fields: Any) -> Row:
+    return Row(Case(operation, SHAPES["qwen3"], variant), clock, "cuda", **fields)
 
 
-def a_record(*rows: Row, device: str = "NVIDIA H200") -> Record:
-    return Record("2030-01-01T00:00:00+00:00", device, {"jax": "0.0"}, {"seed": 0}, list(rows))
+def test_calls_fill_the_budget_and_a_slow_peer_is_given_up() -> None:
+    row, work = a_row(clock="host"), FakeWork(seconds=0.25)
 
+    measure(row, work, seconds=5)
 
-def test_writes_rows_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    arguments = [*FAST, "--verify", "--peers", "jax_grouped", "jax.lax.ragged_dot", "--ops", *OPS]
-
-    status = main([*arguments, "--json", str(results), "--plot", str(picture)])
-
-    record = json.loads(results.read_text())
-    ours, theirs = record["rows"][:2]
-    assert status == 0
-    assert [row["op"] for row in record["rows"]] == [op for op in OPS for _ in range(2)]
-    assert ours["shape"] == {"name": "odd", "num_groups": 3, "tokens": 257, "K": 130, "N": 37}
-    assert (ours["skew"], ours["seed"], ours["dtype"], ours["peer"]) == ("tail", 0, "bfloat16", "jax_grouped")
-    assert all(row["reason"] is None for row in record["rows"])
-    assert all(row["fastest"] <= row["milliseconds"] <= row["slowest"] for row in record["rows"])
-    assert ours["tflops"] == pytest.approx(2 * 192 * 130 * 37 / ours["milliseconds"] / 1e9)
-    assert ours["difference"] is None
-    assert theirs["difference"] < 1e-2
-    assert {"jax", "jaxlib", "jax_grouped"} <= record["versions"].keys()
-    assert picture.read_bytes().startswith(PNG)
-    assert "E3 T257 K130 N37" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("peer", ["jax_grouped fp8 block", "jax_grouped fp8 tensor"])
-def test_fp8_products_are_those_of_bfloat16_but_for_quantization(peer: str) -> None:
-    shape = SHAPES["aligned"]
-    for op in ("fprop", "dgrad", "wgrad", "wgrad f32"):
-        case = make_case(shape, "lognormal", op, random_inputs(shape, 0), 0)
-        expected = peers.LOADERS["jax_grouped"]()(case).results()
-
-        assert 1e-2 < relative_difference(peers.LOADERS[peer]()(case).results(), expected, case) < 6e-2
-
-
-def test_fp8_peers_have_single_products_only() -> None:
-    case = make_case(SHAPES["aligned"], "equal", "backward", random_inputs(SHAPES["aligned"], 0), 0)
-
-    with pytest.raises(ValueError, match="'backward' is no single product"):
-        peers.LOADERS["jax_grouped fp8 block"]()(case)
-
-
-def test_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    a_record(a_row(milliseconds=1.0, tflops=712.0, of_cublaslt=1.0)).write(results)
-
-    status = main(["--load", str(results), "--plot", str(picture)])
-
-    assert status == 0
-    assert picture.read_bytes().startswith(PNG)
-    assert "NVIDIA H200" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shapes", "qwen4"], "argument --shapes: invalid choice: 'qwen4'"),
-        (["--peers", "cublaslt"], "argument --peers: invalid choice: 'cublaslt'"),
-        (["--skews", "hostile"], "argument --skews: invalid choice: 'hostile'"),
-        (["--ops", "forward"], "argument --ops: invalid choice: 'forward'"),
-        (["--seconds", "0"], "argument --seconds: must be positive, got 0"),
-        (["--calls", "many"], "argument --calls: invalid int value: 'many'"),
-        (["--plot", "nowhere/rows.png"], "nowhere/rows.png: there is no folder nowhere"),
-        (["--load", "nowhere.json"], "--load: "),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_wrong_arguments_end_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_ends_in_one_line(main, "python3 -m benchmarks", arguments, message, capsys)
-
-
-def test_a_peer_that_cannot_be_imported_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing():
-        raise ModuleNotFoundError("No module named 'absent'\nmore")
-
-    monkeypatch.setitem(peers.LOADERS, "torch._grouped_mm", missing)
-
-    with pytest.raises(SystemExit) as exit_:
-        main([*FAST, "--peers", "torch._grouped_mm"])
-
-    captured = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert captured.out == "skipped torch._grouped_mm: ModuleNotFoundError: No module named 'absent'\n"
-    assert "nothing was measured" in captured.err
-
-
-def test_a_peer_that_fails_gives_a_row_with_the_reason() -> None:
-    def fails(case: Case):
-        raise MemoryError("RESOURCE_EXHAUSTED: 56 GiB\nand a long report")
-
-    working = peers.LOADERS["jax_grouped"]()
-    chosen = {"fails": fails, "works": working}
-    plan = Plan(
-        [SHAPES["odd"]], ["equal"], ["fprop"], chosen, seed=0, seconds=1, calls=2, device_clock=False, reference=fails
-    )
-
-    failed, worked = run(plan)
-
-    assert failed.reason == "MemoryError: RESOURCE_EXHAUSTED: 56 GiB"
-    assert failed.milliseconds is None
-    assert worked.milliseconds > 0
-    assert worked.calls == 2
-
-
-def test_calls_fill_the_budget() -> None:
-    work = FakeWork(seconds=0.25)
-
-    timing = measure(work, seconds=5)
-
-    assert timing == Timing(milliseconds=250, fastest=250, slowest=250, calls=4)
+    assert (row.milliseconds, row.fastest, row.slowest, row.calls, row.parts) == (250, 250, 250, 4, None)
     assert work.blocks == [1, 1, 4] + [4] * BLOCKS
+    measure(row, work, seconds=5, calls=7)
+    assert row.calls == 7
+    with pytest.raises(TimeoutError, match=r"one call takes 0\.25 s, too long for --seconds 0\.1"):
+        measure(row, work, seconds=0.1)
 
 
-def test_calls_can_be_given() -> None:
-    assert measure(FakeWork(seconds=0.25), seconds=5, calls=7).calls == 7
+def test_a_profile_is_read_in_the_order_in_which_kernels_start(tmp_path: Path) -> None:
+    file = tmp_path / "a.xplane.pb"
+    text = Path(__file__).with_name("profile.txtpb").read_text()
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+
+    assert runner.read_profile(file) == SPANS
 
 
-def test_a_slow_peer_is_given_up() -> None:
-    with pytest.raises(TooSlowError, match="one call takes 3 s, too long for --seconds 1"):
-        measure(FakeWork(seconds=3), seconds=1)
+@pytest.mark.parametrize(("clock", "nanoseconds"), [("device", 1030 / 2), ("call", (40 + 30) / 2)])
+def test_the_clock_of_calls_leaves_out_what_lies_between_them(
+    clock: str, nanoseconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "profile", lambda _, calls: SPANS[: 2 * calls])
+    row = a_row(clock=clock)
 
+    measure(row, FakeWork(0), seconds=1, calls=2)
 
-@pytest.mark.parametrize(("op", "products"), OPS.items())
-def test_useful_operations_count_rows_of_groups_only(op: str, products: int) -> None:
-    case = make_case(SHAPES["odd"], "tail", op, (), 0)
-
-    assert case.useful_operations == products * 2 * (257 * 3 // 4) * 130 * 37
-
-
-def test_small_operands_rotate_and_differ() -> None:
-    inputs = random_inputs(SHAPES["odd"], 0)
-
-    assert len(inputs) == 8
-    assert not np.array_equal(inputs[0].x, inputs[1].x)
-
-
-def test_the_difference_is_relative_and_ignores_rows_outside_groups() -> None:
-    case = make_case(SHAPES["odd"], "tail", "fprop", (), 0)
-    expected = jnp.ones((257, 4))
-    got = jnp.full((257, 4), 1.1).at[case.valid_rows :].set(jnp.nan)
-
-    assert relative_difference((got,), (expected,), case) == pytest.approx(0.1)
-
-
-def test_fractions_are_given_on_the_device_they_hold_for() -> None:
-    case = make_case(SHAPES["qwen3"], "equal", "fprop", (), 0)
-    took = case.useful_operations / 712e9
-    timing = Timing(took, took, took, 1)
-
-    on_h200 = with_timing(a_row(), timing, case, "NVIDIA H200", device_clock=True)
-    elsewhere = with_timing(a_row(), timing, case, "cpu", device_clock=True)
-    kept_busy = with_timing(a_row(), timing, case, "NVIDIA H200", device_clock=False)
-
-    assert on_h200.tflops == pytest.approx(712)
-    assert on_h200.of_cublaslt == pytest.approx(1)
-    assert on_h200.of_dense == pytest.approx(712 / 798)
-    assert elsewhere.of_cublaslt is None
-    assert kept_busy.of_cublaslt is None
-    assert elsewhere.of_dense is None
-
-
-def test_rates_name_known_shapes_and_operations() -> None:
-    for shape, skew, op in cublaslt_rates.RATES:
-        assert shape in SHAPES
-        assert skew in ("equal", "lognormal")
-        assert op in (*OPS, "wgrad f32 accumulate")
-
-
-def test_summary_names_the_row_farthest_from_cublaslt() -> None:
-    record = a_record(
-        a_row(of_cublaslt=0.97),
-        a_row(op="wgrad", of_cublaslt=0.9),
-        a_row(op="wgrad", peer="torch._grouped_mm", of_cublaslt=0.5),
-        a_row(op="dgrad"),
-    )
-
-    assert cublaslt_summary(record) == (
-        "jax_grouped keeps at least 95% of the bare cuBLASLt rate in 1 of 2 rows; "
-        "the lowest is 90.0% (qwen3, equal, wgrad)."
-    )
-
-
-def test_no_summary_without_a_row_to_compare() -> None:
-    assert cublaslt_summary(a_record(a_row(milliseconds=1.0))) is None
-
-
-def test_speeds_are_relative_to_the_named_peer() -> None:
-    record = a_record(
-        a_row(milliseconds=2.0, fastest=1.9, slowest=2.2),
-        a_row(milliseconds=4.0, peer="torch._grouped_mm"),
-        a_row(peer="jax.lax.ragged_dot", reason="out of memory"),
-    )
-
-    header, _, ours, torch, lax, *_ = table(record, against="torch._grouped_mm").splitlines()
-
-    assert "speed vs torch._grouped_mm" in header
-    assert "difference" not in header
-    assert "15.0%" in ours
-    assert "2.00x" in ours
-    assert "1.00x" in torch
-    assert lax.endswith("out of memory")
-
-
-# Of two calls, as a profile of any work shows them.
-SPANS = [Span("scales", 0, 10), Span("cast", 15, 40), Span("scales", 1000, 1010), Span("cast", 1011, 1030)]
-
-
-def test_the_device_clock_counts_from_the_first_kernel_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
-    clock = DeviceClock(FakeWork(1))
-
-    assert clock.block(2) == pytest.approx(1030e-9)
-    assert clock.kernel_share == pytest.approx(44 / 1030)
-
-
-def test_the_clock_of_calls_leaves_out_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
-
-    assert CallClock(FakeWork(1)).block(2) == pytest.approx((40 + 30) * 1e-9)
-
-
-def test_the_clock_of_calls_refuses_kernels_that_it_cannot_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "profile", lambda *_: SPANS)
-
+    assert row.milliseconds == pytest.approx(nanoseconds / 1e6)
+    assert bool(row.parts) == (clock == "device")
     with pytest.raises(RuntimeError, match="recorded 4 kernels, no multiple of the 3 calls"):
-        CallClock(FakeWork(1)).block(3)
+        runner.CLOCKS["graph"][0](FakeWork(1), 3)
 
 
+@pytest.mark.skipif("jax.default_backend() == 'gpu'", reason="is about a machine without a GPU")
 def test_a_profile_without_a_gpu_is_an_error() -> None:
-    work = JaxWork(lambda x: (x + 1,), [(jnp.ones(3),)])
-    if jax.default_backend() == "gpu":
-        pytest.skip("this is about a machine without a GPU, and JAX sees one")
-
     with pytest.raises(RuntimeError, match="the profiler recorded no kernel on a GPU"):
-        CallClock(work).block(1)
+        runner.profile(JaxWork(lambda x: x + 1, [(jnp.ones(3),)]), 1)
+
+
+def test_parts_are_told_by_the_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_kernel = {
+        "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT": 5000.0,
+        "void jax_grouped::sm90::GroupedWgrad<jax_grouped::E4m3, jax_grouped::E4m3>(jax_grouped::Arguments)": 2500.0,
+        "void jax_grouped::sm90::GroupedTokenProduct<jax_grouped::E4m3, jax_grouped::E4m3>(TokenArguments)": 500.0,
+        "jax_grouped::sm90::(anonymous namespace)::SetUpWgrad(jax_grouped::Groups)": 250.0,
+        "void jax_grouped::(anonymous namespace)::SetUp<__nv_fp8_e4m3>(jax_grouped::QuantizeArguments)": 750.0,
+        "void jax_grouped::QuantizeTiles<(jax_grouped::ScalingMode)1, true, true>(jax_grouped::QuantizeArguments)": 2e3,
+        "void jax_grouped::FindAmaxKernel<jax_grouped::PlainSource>(jax_grouped::QuantizeArguments)": 1000.0,
+        "loop_convert_fusion": 125.0,
+        "MemcpyD2D": 62.5,
+    }
+    # The median block is not the last one.
+    ends = iter([1.1, 1.1, 1.1, 1.4, 1.2, 1.6, 1.3, 1.5])
+    last = [Span(name, 0, time) for name, time in by_kernel.items()]
+    monkeypatch.setattr(runner, "profile", lambda *_: [*last, Span("nvjet", 5e6, 5e6 + next(ends) * 1e6)])
+    row = a_row()
+
+    measure(row, FakeWork(0), seconds=1, calls=2)
+
+    assert row.milliseconds == pytest.approx(6.4 / 2)
+    expected = {"product": (8e-3 + 1.4) / 2, "quantize": 3e-3 / 2, "setup": 1e-3 / 2, "other": 0.1875e-3 / 2}
+    assert row.parts == pytest.approx(expected)
+    assert tuple(row.parts) == PARTS
+
+
+def lines(*rows: Row, device: str = "NVIDIA H200") -> list[list[str]]:
+    """Returns the words of the table's rows."""
+    for row in rows:
+        row.fastest, row.slowest = row.fastest or row.milliseconds, row.slowest or row.milliseconds
+    record = Record("products", "2030-01-01T00:00:00+00:00", device, {"jax": "0.0"}, {"seed": 0}, list(rows))
+    return [line.split() for line in table(record, "jax.numpy").splitlines()[2:]]
+
+
+def test_fractions_are_given_on_the_device_and_clock_that_they_hold_for() -> None:
+    count = OPERATIONS["fprop"].count(a_row().case)
+    row, kept_busy = (a_row(clock=clock, count=count, milliseconds=count / 712e9) for clock in ("device", "host"))
+
+    assert lines(row)[0][-3:] == ["712", "89%", "100.0%"]
+    assert lines(kept_busy)[0][-2:] == ["712", "89%"]
+    assert lines(row, device="cpu")[0][-1] == "712"
+
+
+def test_the_table_shows_speeds_shares_and_reasons() -> None:
+    copy, ours, plain, engine, *_ = lines(
+        a_row("copy", count=4_000_000_000, milliseconds=1.0),
+        a_row("mx both", count=3_600_000_000, milliseconds=1.0, fastest=0.9, slowest=1.05),
+        a_row("mx both", "jax.numpy", count=3_600_000_000, milliseconds=4.0),
+        a_row("mx both", "transformer_engine.jax", note="out of memory"),
+    )
+
+    assert copy[-1] == "93.0%"
+    assert ours[-6:] == ["1", "15.0%", "4.00x", "3600", "90.0%", "83.7%"]
+    assert plain[-4:] == ["1.00x", "900", "22.5%", "20.9%"]
+    assert engine[-3:] == ["out", "of", "memory"]
 
 
 @pytest.mark.gpu
-def test_the_device_clock_finds_the_product_in_a_profile() -> None:
-    shape = SHAPES["aligned"]
-    work = peers.LOADERS["jax_grouped"]()(make_case(shape, "equal", "fprop", random_inputs(shape, 0), 0))
-    clock = DeviceClock(work)
-    seconds = clock.block(5)
-    assert 0 < seconds < work.block(5) + 1
-    assert 0 < clock.kernel_share <= 1
+@pytest.mark.parametrize("variant", ["bf16", "block"])
+def test_a_profile_shows_the_parts_of_a_step(variant: str) -> None:
+    row = Row(Case("dense", SHAPES["aligned"], variant, kernel_dtype="float32"), "device")
+
+    measure(row, VARIANTS[variant].prepare(row.case, draw(OPERATIONS["dense"].arrays(row.case), 0)), 1, calls=5)
+
+    assert row.parts["product"] > 0
+    assert (row.parts["quantize"] > 0) == (variant == "block")
+    assert row.parts["setup" if variant == "block" else "other"] > 0  # Without a recipe the kernel is converted.

@@ -1,144 +1,45 @@
-"""The shapes, group sizes and operands that every other test and every benchmark builds on."""
-
-import dataclasses
+"""The shapes and group sizes that every other test and every benchmark builds on."""
 
 import numpy as np
 import pytest
 
 from benchmarks import shapes
-from benchmarks.shapes import SHAPES, SKEWS, TEST_SHAPES, TEST_SKEWS, Shape
+from benchmarks.shapes import SHAPES, SKEWS, TEST_SKEWS, Shape
 
 FEW_GROUPS = [Shape(f"{groups} groups", groups, 130, 8, 8) for groups in (1, 2, 3, 37)]
 
 
-def skewed(*shapes_: Shape, skews: tuple[str, ...] = SKEWS):
-    cases = [pytest.param(shape, skew, id=f"{shape.name}-{skew}") for shape in shapes_ for skew in skews]
-    return pytest.mark.parametrize(("shape", "skew"), cases)
+@pytest.mark.parametrize("skew", TEST_SKEWS)
+def test_sizes_add_up_and_follow_from_the_seed(skew: str) -> None:
+    for shape in (*FEW_GROUPS, *SHAPES.values()):
+        sizes, same, other = (shapes.group_sizes(shape, skew, seed) for seed in (3, 3, 1))
+
+        np.testing.assert_array_equal(sizes, same)
+        assert (sizes.dtype, sizes.shape) == (np.int32, (shape.num_groups,))
+        if skew in ("lognormal", "zipf", "tail") and min(shape.num_groups, shape.tokens) > 30:
+            assert (sizes != other).any()
+        if skew in SKEWS:
+            # A skew that leaves groups out can leave all of a few out.
+            nothing_left = skew == "all_empty" or (shape.num_groups <= 2 and "empty_" in skew and not sizes.any())
+            expected = 0 if nothing_left else shape.tokens * 3 // 4 if skew == "tail" else shape.tokens
+            assert (sizes.min() >= 0, sizes.sum()) == (True, expected)
 
 
-def test_names_are_unique() -> None:
-    assert len(SHAPES) == len([*shapes.MODEL_SHAPES, shapes.LAUNCH_SHAPE, *TEST_SHAPES])
+def test_the_named_groups_are_empty_and_the_others_equal() -> None:
+    empty = {"empty_first": [0], "empty_last": [6], "empty_adjacent": [2, 3], "alternate_empty": [1, 3, 5]}
+    for skew, groups in {"equal": [], **empty, "all_empty": [0, 1, 2, 3, 4, 5, 6]}.items():
+        sizes = shapes.group_sizes(Shape("seven groups", 7, 130, 8, 8), skew)
 
-
-def test_shape_is_found_by_name() -> None:
-    found = shapes.shape("qwen3")
-
-    assert found.dims == "E128 T65536 K2048 N1536"
-
-
-def test_unknown_shape_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown shape 'qwen4'; the shapes are 'dsv3 up'"):
-        shapes.shape("qwen4")
-
-
-def test_unknown_skew_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown skew 'flat'; the skews are equal, lognormal"):
-        shapes.group_sizes(SHAPES["odd"], "flat")
-
-
-@skewed(*FEW_GROUPS, *SHAPES.values())
-def test_sizes_add_up(shape: Shape, skew: str) -> None:
-    sizes = shapes.group_sizes(shape, skew)
-
-    # A skew that leaves groups out can leave all of a few out.
-    nothing_left = skew == "all_empty" or (shape.num_groups <= 2 and "empty_" in skew and not sizes.any())
-    expected = 0 if nothing_left else shape.tokens * 3 // 4 if skew == "tail" else shape.tokens
-    assert sizes.dtype == np.int32
-    assert sizes.shape == (shape.num_groups,)
-    assert sizes.min() >= 0
-    assert sizes.sum() == expected
-
-
-@skewed(FEW_GROUPS[-1], skews=TEST_SKEWS)
-def test_sizes_follow_from_the_seed(shape: Shape, skew: str) -> None:
-    np.testing.assert_array_equal(shapes.group_sizes(shape, skew, 3), shapes.group_sizes(shape, skew, 3))
-
-
-@pytest.mark.parametrize("skew", ["lognormal", "zipf", "tail"])
-def test_another_seed_gives_other_sizes(skew: str) -> None:
-    shape = FEW_GROUPS[-1]
-
-    assert (shapes.group_sizes(shape, skew, 0) != shapes.group_sizes(shape, skew, 1)).any()
-
-
-@pytest.mark.parametrize(
-    ("skew", "empty"),
-    [
-        ("empty_first", [0]),
-        ("empty_last", [6]),
-        ("empty_adjacent", [2, 3]),
-        ("alternate_empty", [1, 3, 5]),
-        ("all_empty", [0, 1, 2, 3, 4, 5, 6]),
-    ],
-)
-def test_the_named_groups_are_empty(skew: str, empty: list[int]) -> None:
-    sizes = shapes.group_sizes(Shape("seven groups", 7, 130, 8, 8), skew)
-
-    assert np.flatnonzero(sizes == 0).tolist() == empty
-
-
-def test_equal_sizes_differ_by_one_row_at_most() -> None:
-    assert np.ptp(shapes.group_sizes(SHAPES["37 groups"], "equal")) == 1
-
-
-def test_one_hot_has_one_group() -> None:
-    assert np.count_nonzero(shapes.group_sizes(SHAPES["37 groups"], "one_hot")) == 1
-
-
-@pytest.mark.parametrize("shape", FEW_GROUPS, ids=lambda shape: shape.name)
-def test_hostile_sizes_overflow_and_end_at_the_last_row(shape: Shape) -> None:
-    sizes = shapes.group_sizes(shape, "hostile")
-
-    ends = shapes.group_ends(sizes, shape.tokens)
-    assert sizes.max() == shapes.INT32.max
-    assert np.all(np.diff(ends) >= 0)
-    assert ends[-1] == shape.tokens
-
-
-def test_hostile_sizes_include_the_smallest_integer() -> None:
-    assert shapes.group_sizes(SHAPES["37 groups"], "hostile").min() == shapes.INT32.min
+        assert np.flatnonzero(sizes == 0).tolist() == groups
+        assert len({*sizes[sizes > 0] - 130 // max(1, 7 - len(groups))} - {0, 1}) == 0
 
 
 def test_group_ends_skip_negative_sizes_and_rows_that_do_not_exist() -> None:
     ends = shapes.group_ends(np.array([2, -5, 3, shapes.INT32.max, shapes.INT32.max], np.int32), 9)
 
     assert ends.tolist() == [2, 2, 5, 9, 9]
-
-
-@skewed(*TEST_SHAPES, skews=("tail", "hostile"))
-def test_operands_fit_the_shape_and_poison_the_tail(shape: Shape, skew: str) -> None:
-    sizes = shapes.group_sizes(shape, skew)
-
-    operands = shapes.operands(shape, sizes, np.float16)
-
-    end = shapes.group_ends(sizes, shape.tokens)[-1]
-    assert operands.x.shape == (shape.tokens, shape.K)
-    assert operands.kernel.shape == (shape.num_groups, shape.K, shape.N)
-    assert operands.bias.shape == (shape.num_groups, shape.N)
-    assert operands.dy.shape == (shape.tokens, shape.N)
-    assert {array.dtype.name for array in dataclasses.astuple(operands)} == {"float16"}
-    assert all(np.isfinite(array[:end]).all() and np.isnan(array[end:]).all() for array in (operands.x, operands.dy))
-    assert np.isfinite(operands.kernel).all()
-    assert np.isfinite(operands.bias).all()
-
-
-def test_magnitudes_of_experts_differ_by_ten_thousand() -> None:
-    shape = Shape("wide", 5, 500, 200, 200)
-    sizes = shapes.group_sizes(shape, "equal")
-
-    operands = shapes.operands(shape, sizes)
-
-    by_expert = operands.kernel.std(axis=(1, 2))
-    by_rows = np.array([rows.std() for rows in operands.x.reshape(5, 100, 200)])
-    np.testing.assert_allclose(np.sort(by_expert), [1e-2, 1e-1, 1, 1e1, 1e2], rtol=0.05)
-    np.testing.assert_allclose(np.sort(by_rows), [1e-2, 1e-1, 1, 1e1, 1e2], rtol=0.05)
-
-
-def test_operands_follow_from_the_seed() -> None:
-    shape = SHAPES["odd"]
-    sizes = shapes.group_sizes(shape, "tail")
-
-    first, again, other = (shapes.operands(shape, sizes, seed=seed) for seed in (1, 1, 2))
-
-    np.testing.assert_array_equal(first.dy, again.dy)
-    assert not np.array_equal(first.kernel, other.kernel)
+    for shape in FEW_GROUPS:
+        sizes = shapes.group_sizes(shape, "hostile")
+        assert sizes.max() == shapes.INT32.max
+        assert shape.num_groups < 37 or sizes.min() == shapes.INT32.min
+        assert shapes.group_ends(sizes, shape.tokens)[-1] == shape.tokens

@@ -12,7 +12,8 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import memory
-from benchmarks.h200 import compile_for_h200, missing
+from benchmarks.__main__ import main as benchmark
+from benchmarks.memory import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp
@@ -104,40 +105,38 @@ def test_microbatches_add_to_the_gradient_where_it_is() -> None:
 
 def test_memory_beside_arguments_and_results() -> None:
     shape = SHAPES["dsv3 up"]
-    rows = {(row["recipe"], row["kept"]): row for row in memory.measure(shape)}
+    gradients, sgd, pairs = (
+        {variant: memory.planned_bytes(shape, operation, variant) for variant in memory.VARIANTS}
+        for operation in ("gradients, bfloat16 kernel", "SGD, float32 kernel", "SGD of four pairs")
+    )
 
-    x, kernel = shape.tokens * shape.K / 2**30, shape.num_groups * shape.K * shape.N / 2**30  # in FP8
-    workspace = 2**-5
-    gradients = {name: row["gradients, bfloat16 kernel"] for name, row in rows.items()}
-    assert gradients["bf16", "all"] < 1.05 * workspace
+    x, kernel, workspace = shape.tokens * shape.K, shape.num_groups * shape.K * shape.N, 2**25  # in FP8
+    tokens, nothing = "block, only tokens are kept", "bf16, nothing is kept"
+    assert gradients["bf16"] < 1.05 * workspace
     # The other orientations of kernel and tokens use memory that later holds results.
-    assert gradients["block", "all"] < 1.05 * (x + kernel + workspace)
+    assert gradients["block"] < 1.05 * (x + kernel + workspace)
     # Only one orientation of the kernel is in memory at a time.
-    assert gradients["block", "tokens"] < 0.8 * kernel
+    assert gradients[tokens] < 0.8 * kernel
     # Kernels are converted to bf16, and change in place.
-    assert rows["block", "tokens"]["SGD, float32 kernel"] < rows["bf16", "nothing"]["SGD, float32 kernel"]
-    assert rows["block", "tokens"]["pairs"] < rows["bf16", "nothing"]["pairs"] < rows["bf16", "all"]["pairs"]
-    assert rows["block", "all"]["pairs"] < rows["bf16", "all"]["pairs"]
+    assert sgd[tokens] < sgd[nothing]
+    assert pairs[tokens] < pairs[nothing] < pairs["bf16"]
+    assert pairs["block"] < pairs["bf16"]
 
 
 def test_an_mlp_without_a_recipe_keeps_less_than_with_the_derivative_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_ROWS", (("bf16", "all"),))
     shape = SHAPES["dsv3 up"]
-    (ours,) = memory.measure(shape)
+    ours = memory.planned_bytes(shape, "four MLPs", "bf16")
     monkeypatch.setattr(mlp, "swiglu", mlp._swiglu)
-    (of_jax,) = memory.measure(shape)
+    of_jax = memory.planned_bytes(shape, "four MLPs", "bf16")
 
     # JAX's derivative keeps 22 bytes of each number between the products, ours 6.
-    numbers = 4 * shape.tokens * shape.N / 2
-    assert (of_jax["MLPs, bfloat16 kernels"] - ours["MLPs, bfloat16 kernels"]) * 2**30 > 15 * numbers
+    assert of_jax - ours > 15 * 4 * shape.tokens * shape.N / 2
 
 
 def test_memory_is_tabled_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.main(["--shape", "aligned", "--json", str(tmp_path / "memory.json")]) == 0
+    assert benchmark(["run", "memory", "--shapes", "aligned", "--json", str(tmp_path / "memory.json")]) == 0
 
-    header, _, *table = capsys.readouterr().out.splitlines()
     rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert re.split(r"  +", header) == list(rows[0])
-    for line, row in zip(table[: len(rows)], rows, strict=True):
-        recipe, kept, *numbers = row.values()
-        assert line.split() == [recipe, kept, *(f"{number:.2f}" for number in numbers)]
+    assert len(rows) == len(memory.OPERATIONS) * len(memory.VARIANTS)
+    for line, row in zip(capsys.readouterr().out.splitlines(), rows, strict=False):
+        assert line.endswith(f", {row['case']['variant']}: {row['count'] / 2**30:.2f} GiB")

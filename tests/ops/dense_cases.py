@@ -8,6 +8,7 @@ import numpy as np
 import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle
+from tests.operands import random_operands
 from tests.ops.quantize_cases import poison
 from tests.programs import struct
 from tests.states import NAMES, fp8_state
@@ -31,7 +32,7 @@ CACHE = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, BLOCK), KERNEL)
 
 def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]:
     """Returns bfloat16 `x` and `dy`, float32 `kernel` and `bias`; poison in the rows of no group."""
-    at = shapes.operands(SHAPE, sizes, np.float32, magnitude=4.0, seed=seed)
+    at = random_operands(SHAPE, sizes, np.float32, magnitude=4.0, seed=seed)
     x, dy = at.x.astype(ml_dtypes.bfloat16), at.dy.astype(ml_dtypes.bfloat16)
     for array in (x, dy):
         poison(array[shapes.group_ends(sizes, SHAPE.tokens)[-1] :])

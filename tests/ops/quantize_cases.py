@@ -13,6 +13,7 @@ import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
 from tests import quantize_oracle
+from tests.operands import random_operands
 from tests.quantize_oracle import assert_same_bits
 
 MODES = list(ScalingMode)
@@ -39,7 +40,7 @@ def tokens(
 ) -> np.ndarray:
     """Returns `[T, K]` of magnitudes from 1e-3 to 1e3, `K` rounded up for FP8; poison in the rows of no group."""
     shape = dataclasses.replace(shape, K=-(-shape.K // 16) * 16, N=1)
-    x = shapes.operands(shape, sizes, INPUT_TYPES[dtype], magnitude=magnitude, seed=seed).x
+    x = random_operands(shape, sizes, INPUT_TYPES[dtype], magnitude=magnitude, seed=seed).x
     poison(x[shapes.group_ends(sizes, shape.tokens)[-1] :])
     return x
 

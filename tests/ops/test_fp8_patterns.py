@@ -18,6 +18,7 @@ import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped.fp8.recipes import Recipe
 from tests import oracle, quantize_oracle
+from tests.operands import random_operands
 from tests.ops.quantize_cases import assert_same_trees, poison, some
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ class Case:
     @classmethod
     def random(cls, shape: shapes.Shape, sizes: np.ndarray, dtype: str = "float32", seed: int = 0) -> "Case":
         """Draws groups whose magnitudes run from 1e-3 to 1e3."""
-        at = shapes.operands(shape, sizes, DTYPES[dtype], magnitude=1e3, seed=seed)
+        at = random_operands(shape, sizes, DTYPES[dtype], magnitude=1e3, seed=seed)
         for tokens in (at.x, at.dy):
             poison(tokens[shapes.group_ends(sizes, shape.tokens)[-1] :])
         return cls(at.x, at.kernel, np.zeros(at.bias.shape, np.float32), at.dy, sizes)

@@ -14,6 +14,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle
+from tests.operands import random_operands
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def check(backend: str, shape: shapes.Shape, sizes: np.ndarray, dtype: str, offs
     for _, rows in oracle.local_groups(sizes, shape.num_groups, shape.tokens, offset):
         local[rows] = True
     whole = dataclasses.replace(shape, num_groups=len(sizes))
-    at = shapes.operands(whole, sizes, numpy_dtype, magnitude=MAGNITUDE[dtype])
+    at = random_operands(whole, sizes, numpy_dtype, magnitude=MAGNITUDE[dtype])
     x, dy = (np.where(local[:, None], a, np.array(np.nan, numpy_dtype)) for a in (at.x, at.dy))
     kernel, bias = at.kernel[: shape.num_groups], at.bias[: shape.num_groups]
 
@@ -100,9 +101,9 @@ def test_arrays_without_elements(backend: str, tokens: int, in_features: int, fe
 
 
 def test_same_inputs_give_the_same_bits(backend: str) -> None:
-    shape = shapes.shape("aligned")
+    shape = shapes.SHAPES["aligned"]
     sizes = shapes.group_sizes(shape, "lognormal")
-    at = shapes.operands(shape, sizes, ml_dtypes.bfloat16)
+    at = random_operands(shape, sizes, ml_dtypes.bfloat16)
     arrays = [jnp.asarray(a) for a in (at.x, at.kernel, at.bias, at.dy, sizes, np.zeros(1, np.int32))]
     first = _forward_and_backward(backend)(*arrays)
     for _ in range(5):
@@ -125,9 +126,9 @@ def test_ragged_dot_has_the_types_of_jax(backend: str, lhs: str, rhs: str, prefe
 
 @pytest.mark.parametrize("skew", ["equal", "lognormal", "tail", "empty_adjacent"])
 def test_ragged_dot_and_its_gradients_equal_those_of_jax(backend: str, skew: str) -> None:
-    shape = shapes.shape("aligned")
+    shape = shapes.SHAPES["aligned"]
     sizes = jnp.asarray(shapes.group_sizes(shape, skew))
-    at = shapes.operands(shape, np.asarray(sizes), tail=0.0)
+    at = random_operands(shape, np.asarray(sizes), tail=0.0)
 
     def gradients(function) -> tuple[jax.Array, ...]:
         y, vjp = jax.vjp(lambda x, kernel: function(x, kernel, sizes, precision="highest"), at.x, at.kernel)
@@ -138,9 +139,9 @@ def test_ragged_dot_and_its_gradients_equal_those_of_jax(backend: str, skew: str
 
 
 def test_float32_inputs_keep_more_than_bfloat16_would(backend: str) -> None:
-    shape = shapes.shape("aligned")
+    shape = shapes.SHAPES["aligned"]
     sizes = shapes.group_sizes(shape, "equal")
-    at = shapes.operands(shape, sizes, magnitude=1.0)
+    at = random_operands(shape, sizes, magnitude=1.0)
     expected = oracle.fprop(at.x, at.kernel, sizes)
     for precision, bound in [("default", 2e-5), ("highest", 2e-6)]:
         y = jg.ragged_dot(at.x, at.kernel, jnp.asarray(sizes), precision=precision)
@@ -151,9 +152,9 @@ def test_float32_inputs_keep_more_than_bfloat16_would(backend: str) -> None:
 
 @pytest.mark.parametrize("kernel_type", INPUT_TYPES)
 def test_gradients_come_in_each_arguments_own_type(backend: str, kernel_type: str) -> None:
-    shape = shapes.shape("aligned")
+    shape = shapes.SHAPES["aligned"]
     sizes = shapes.group_sizes(shape, "lognormal")
-    at = shapes.operands(shape, sizes, ml_dtypes.bfloat16, magnitude=2.0)
+    at = random_operands(shape, sizes, ml_dtypes.bfloat16, magnitude=2.0)
     kernel = jnp.asarray(at.kernel).astype(kernel_type)
 
     y, vjp = jax.vjp(

@@ -18,6 +18,7 @@ from jax_grouped.core.groups import Groups, gemm_scratch_bytes
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.ops.gemm import gemm
 from tests import oracle, quantize_oracle
+from tests.operands import random_operands
 from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, struct, types
 
@@ -177,7 +178,7 @@ def make_case(
     seed: int = 0,
 ) -> Case:
     whole = dataclasses.replace(shape, num_groups=len(sizes))
-    at = shapes.operands(whole, sizes, np.float32, magnitude=magnitude, seed=seed)
+    at = random_operands(whole, sizes, np.float32, magnitude=magnitude, seed=seed)
     kernel = at.kernel[: shape.num_groups]
     token_mode, kernel_mode = MODES[mode]
 

@@ -1,1 +1,0 @@
-"""Measures quantization: the rate at which it moves the bytes that must move, beside that of a copy."""

@@ -1,1 +1,0 @@
-"""Measures a training step of one layer: forward and backward, quantization included, by recipe."""
