@@ -70,7 +70,7 @@ def test_both_models_start_alike(params: dict[str, Any]) -> None:
 
     def assert_alike(path: Any, a: jax.Array, b: jax.Array) -> None:
         assert a.shape == b.shape, path
-        # Of the smallest kernel's 64 numbers, the deviation is known to about 10 %.
+        # The smallest kernel has 64 numbers, which give the deviation to about 10 %.
         np.testing.assert_allclose(jnp.std(a), jnp.std(b), rtol=0.4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
         np.testing.assert_allclose(jnp.mean(a), jnp.mean(b), atol=0.5 * float(jnp.std(a)) + 1e-6)
 

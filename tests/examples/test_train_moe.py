@@ -64,7 +64,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     folder = tmp_path / "run"
     status, _, err = run("--data", text_file, "--out", folder, "--steps", 6, *TINY)
     assert status == 0, err
-    # What a process leaves that is killed between two checkpoints, while writing a row.
+    # A process that is killed between two checkpoints, while it writes a row, leaves this.
     with (folder / "loss.csv").open("a") as file:
         file.write("7,1.000000,\n8,1.0")
 
