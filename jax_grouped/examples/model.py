@@ -29,7 +29,7 @@ class LanguageModel(NamedTuple):
             `f32[B, S, 256]`, the balance loss `f32[]`, and the cache for the microbatches that follow. As in
             `jax_grouped.linen.MoEMlp`, `is_first_microbatch` may be a boolean on the device, or None to leave the cache
             alone. Without a cache it must be True or None.
-        shares_kernels: whether there is a cache; `is_first_microbatch` must be None if not.
+        shares_kernels: true if there is a cache; `is_first_microbatch` must be None if not.
     """
 
     init: Callable[[jax.Array], Variables]
@@ -37,64 +37,56 @@ class LanguageModel(NamedTuple):
     shares_kernels: bool
 
 
-def language_model(
-    settings: Settings, *, expert_axis: str | None = None, batch_axes: Sequence[str] = ()
-) -> LanguageModel:
-    """The model of a run, for devices along these axes."""
-    recipe = RECIPES[settings.recipe]
-    arguments = dict(
-        d_model=settings.d_model,
-        num_layers=settings.layers,
-        num_heads=settings.heads,
-        num_experts=settings.experts,
-        top_k=settings.top_k,
-        d_ff=settings.d_ff,
-        dtype=jnp.bfloat16,
+def language_model(s: Settings, *, expert_axis: str | None = None, batch_axes: Sequence[str] = ()) -> LanguageModel:
+    """Returns the model of a run, for devices along these axes."""
+    recipe = RECIPES[s.recipe]
+    shares_kernels = recipe is not None and s.microbatches > 1
+    experts = dict(
+        num_experts=s.experts,
+        top_k=s.top_k,
+        hidden_features=s.d_ff,
         recipe=recipe,
-        cache_kernel=recipe is not None and settings.microbatches > 1,
+        cache_kernel=shares_kernels,
         expert_axis=expert_axis,
         batch_axes=tuple(batch_axes),
     )
-    return {"linen": _linen_model, "nnx": _nnx_model}[settings.layer](arguments)
+    sizes = dict(d_model=s.d_model, num_layers=s.layers, num_heads=s.heads, dtype=jnp.bfloat16, experts=experts)
+    return LanguageModel(*(_linen if s.layer == "linen" else _nnx)(sizes), shares_kernels)
 
 
-def _linen_model(arguments: dict[str, Any]) -> LanguageModel:
-    model = moe_lm.MoELanguageModel(**arguments)
+def _linen(sizes: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    model = moe_lm.MoELanguageModel(**sizes)
     collection = jg.linen.KERNEL_CACHE
 
     def init(key: jax.Array) -> Variables:
         variables = model.init(key, jnp.zeros((1, 1), jnp.int32))
         return {name: tree for name, tree in variables.items() if name != collection}
 
-    def apply(
-        variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None
-    ) -> tuple[jax.Array, jax.Array, Cache]:
+    def apply(variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None) -> Any:
         stored = {} if cache is None else {collection: cache}
         (logits, balance_loss), changed = model.apply(
             {**variables, **stored}, tokens, is_first_microbatch=is_first_microbatch, mutable=[collection]
         )
         return logits, balance_loss, changed.get(collection)
 
-    return LanguageModel(init, apply, arguments["cache_kernel"])
+    return init, apply
 
 
-def _nnx_model(arguments: dict[str, Any]) -> LanguageModel:
-    def create(rngs: nnx.Rngs) -> nnx.Module:
-        return moe_lm_nnx.MoELanguageModel(**arguments, rngs=rngs)
-
-    # What the variables are put back into.
-    abstract = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
-    # States are parameters, too, so they are taken first.
+def _nnx(sizes: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # States of delayed scaling are parameters, too, so they are taken first.
     kinds = (jg.nnx.Fp8Variable, nnx.Param, jg.nnx.KernelCacheVariable)
-    graph, *states = nnx.split(abstract, *kinds)
+
+    def create(rngs: nnx.Rngs) -> nnx.Module:
+        return moe_lm_nnx.MoELanguageModel(**sizes, rngs=rngs)
+
+    # The variables are put back into these.
+    graph, *states = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))), *kinds)
 
     def init(key: jax.Array) -> Variables:
         fp8, params, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(nnx.Rngs(key)), *kinds)[1:])
         return {"params": params, **({OVERWRITE_WITH_GRADIENT: fp8} if fp8 else {})}
 
-    def apply(
-        variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None
-    ) -> tuple[jax.Array, jax.Array, Cache]:
+    def apply(variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None) -> Any:
         fp8, params, caches = jax.tree.map(lambda leaf: leaf, states)
         nnx.replace_by_pure_dict(params, variables["params"])
         nnx.replace_by_pure_dict(fp8, variables.get(OVERWRITE_WITH_GRADIENT, {}))
@@ -107,4 +99,4 @@ def _nnx_model(arguments: dict[str, Any]) -> LanguageModel:
         logits, balance_loss = model(tokens, is_first_microbatch=is_first_microbatch)
         return logits, balance_loss, nnx.to_pure_dict(nnx.state(model, jg.nnx.KernelCacheVariable)) or None
 
-    return LanguageModel(init, apply, arguments["cache_kernel"])
+    return init, apply

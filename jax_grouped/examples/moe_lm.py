@@ -1,6 +1,7 @@
 """A causal transformer language model over bytes whose feed-forward layers are mixtures of experts, in Flax linen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,7 +9,32 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 import jax_grouped as jg
-from jax_grouped.examples.transformer import VOCABULARY, causal_attention, embed
+
+#: Every byte is a token.
+VOCABULARY = 256
+
+
+def embed(tokens: jax.Array, table: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns the rows `[B, S, D]` of a table `[256, D]` for bytes `int[B, S]`."""
+    # As a product, because the gradient of a look-up is a scatter-add: with so few rows for all tokens, a GPU's
+    # atomics would queue up there, and add in another order in every run.
+    return jax.nn.one_hot(tokens, VOCABULARY, dtype=dtype) @ table.astype(dtype)
+
+
+def causal_attention(qkv: jax.Array) -> jax.Array:
+    """Returns the attention of every position to itself and the earlier ones, `[B, S, 3, H, C] -> [B, S, H, C]`."""
+    query, key, value = (qkv[:, :, i] for i in range(3))
+    return jax.nn.dot_product_attention(rotate_by_position(query), rotate_by_position(key), value, is_causal=True)
+
+
+def rotate_by_position(x: jax.Array) -> jax.Array:
+    """Applies rotary position embedding (https://arxiv.org/abs/2104.09864) to `[B, S, H, C]`, with an even `C`."""
+    sequence, half = x.shape[1], x.shape[3] // 2
+    frequency = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(sequence, dtype=jnp.float32)[:, None, None] * frequency
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class CausalAttention(nn.Module):
@@ -32,23 +58,15 @@ class MoELanguageModel(nn.Module):
         d_model: `D`, features of a token.
         num_layers: transformer blocks.
         num_heads: attention heads; `d_model` divided by it must be even.
-        num_experts, top_k, d_ff: the mixture of experts of each block, `d_ff` features inside an expert.
         dtype: type of the computation. Parameters are float32, and so are router, norms' statistics and logits.
-        recipe: how the experts' matmuls, and only they, are computed in FP8, or None for `dtype`.
-        cache_kernel, expert_axis, batch_axes: as in `jax_grouped.linen.MoEMlp`.
+        experts: further arguments of each block's `jax_grouped.linen.MoEMlp`.
     """
 
     d_model: int
     num_layers: int
     num_heads: int
-    num_experts: int
-    top_k: int
-    d_ff: int
     dtype: DTypeLike
-    recipe: jg.Recipe | None = None
-    cache_kernel: bool = False
-    expert_axis: str | None = None
-    batch_axes: Sequence[str] = ()
+    experts: Mapping[str, Any]
 
     @nn.compact
     def __call__(
@@ -60,17 +78,7 @@ class MoELanguageModel(nn.Module):
         for layer in range(self.num_layers):
             attention = CausalAttention(self.num_heads, self.dtype, name=f"attention_{layer}")
             x = x + attention(nn.RMSNorm(dtype=self.dtype, name=f"attention_norm_{layer}")(x))
-            experts = jg.linen.MoEMlp(
-                num_experts=self.num_experts,
-                top_k=self.top_k,
-                hidden_features=self.d_ff,
-                dtype=self.dtype,
-                recipe=self.recipe,
-                cache_kernel=self.cache_kernel,
-                expert_axis=self.expert_axis,
-                batch_axes=self.batch_axes,
-                name=f"experts_{layer}",
-            )
+            experts = jg.linen.MoEMlp(**self.experts, dtype=self.dtype, name=f"experts_{layer}")
             normed = nn.RMSNorm(dtype=self.dtype, name=f"experts_norm_{layer}")(x)
             y, metrics = experts(normed, is_first_microbatch=is_first_microbatch)
             x = x + y

@@ -1,6 +1,7 @@
 """The language model of `moe_lm` in Flax NNX: the same layers, initialised from the same distributions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 import jax_grouped as jg
-from jax_grouped.examples.transformer import VOCABULARY, causal_attention, embed
+from jax_grouped.examples.moe_lm import VOCABULARY, causal_attention, embed
 
 
 class CausalAttention(nnx.Module):
@@ -20,12 +21,12 @@ class CausalAttention(nnx.Module):
         self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The attention's result."""
+        """Returns the attention's result."""
         return self.out(causal_attention(self.qkv(x)))
 
 
 class Block(nnx.Module):
-    """Attention and a mixture of experts, each with a norm before it and added to what came in."""
+    """Attention and a mixture of experts, each with a norm before it and added to its input."""
 
     def __init__(self, features: int, num_heads: int, experts: jg.nnx.MoEMlp, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
@@ -34,7 +35,7 @@ class Block(nnx.Module):
         self.experts = experts
 
     def __call__(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-        """`[B, S, D]` and the balance loss."""
+        """Returns `[B, S, D]` and the balance loss."""
         x = x + self.attention(self.attention_norm(x))
         y, metrics = self.experts(self.experts_norm(x), is_first_microbatch=is_first_microbatch)
         return x + y, metrics.balance_loss
@@ -49,30 +50,13 @@ class MoELanguageModel(nnx.Module):
         d_model: int,
         num_layers: int,
         num_heads: int,
-        num_experts: int,
-        top_k: int,
-        d_ff: int,
         dtype: DTypeLike,
-        recipe: jg.Recipe | None = None,
-        cache_kernel: bool = False,
-        expert_axis: str | None = None,
-        batch_axes: Sequence[str] = (),
+        experts: Mapping[str, Any],
         rngs: nnx.Rngs,
     ):
         def block() -> Block:
-            experts = jg.nnx.MoEMlp(
-                d_model,
-                num_experts=num_experts,
-                top_k=top_k,
-                hidden_features=d_ff,
-                dtype=dtype,
-                recipe=recipe,
-                cache_kernel=cache_kernel,
-                expert_axis=expert_axis,
-                batch_axes=batch_axes,
-                rngs=rngs,
-            )
-            return Block(d_model, num_heads, experts, dtype=dtype, rngs=rngs)
+            mlp = jg.nnx.MoEMlp(d_model, **experts, dtype=dtype, rngs=rngs)
+            return Block(d_model, num_heads, mlp, dtype=dtype, rngs=rngs)
 
         self.dtype = dtype
         self.embed = nnx.Embed(VOCABULARY, d_model, rngs=rngs)

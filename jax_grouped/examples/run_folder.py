@@ -1,12 +1,14 @@
-"""The folder of a training run: settings, loss curve and checkpoints, kept so that the run can be continued."""
+"""The folder of a training run: settings, losses and checkpoints, kept so that the run can be continued."""
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import sys
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +21,7 @@ import orbax.checkpoint as ocp
 from filelock import FileLock, Timeout
 from flax.training.train_state import TrainState
 
-from jax_grouped.examples.loss_curve import LossCurve, Losses, replace_file
+from jax_grouped.examples.loss_curve import HEADER, Losses, draw, lines_of, read_losses
 from jax_grouped.examples.settings import Settings, UsageError
 
 #: Older checkpoints are deleted.
@@ -33,9 +35,9 @@ class Start(NamedTuple):
     """A point from which a run goes on.
 
     Attributes:
-        step: how many steps have been taken.
+        step: number of steps that have been taken.
         state: the state after them.
-        unreadable: the later steps whose checkpoints cannot be read, each with the reason.
+        unreadable: reasons why later checkpoints cannot be read, by their steps.
     """
 
     step: int
@@ -44,80 +46,60 @@ class Start(NamedTuple):
 
 
 class RunFolder:
-    """A folder with one run in it, or none, and earlier runs in its subfolders `earlier-1`, `earlier-2`, ..."""
+    """A folder with one run in it, or none.
+
+    Every method that writes raises a UsageError if the system refuses.
+
+    Attributes:
+        path: the folder.
+        csv_path, plot_path: the loss curve, as rows and as a picture.
+        rows: the rows of the loss curve.
+    """
 
     def __init__(self, path: str):
         self.path = Path(path)
-        self.curve = LossCurve(self.path)
-        self._lock_path = self.path / "train_moe.lock"
+        self.csv_path = self.path / "loss.csv"
+        self.plot_path = self.path / "loss.png"
+        self.rows: list[Losses] = []
         self._settings_path = self.path / "settings.json"
         self._checkpoints_path = self.path / "checkpoints"
 
-    def create(self) -> None:
-        """Makes the folder where there is none.
-
-        Raises:
-            UsageError: it cannot be.
-        """
-        with _writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes out of the folder, which is there, until this one leaves or ends in any way.
+        """Makes the folder if there is none, and keeps other processes out of it until this one leaves or ends.
 
         Raises:
-            UsageError: another process is in it, or the folder cannot be written.
+            UsageError: another process is in it.
         """
-        with _writing(self._lock_path), contextlib.ExitStack() as stack:
+        lock = self.path / "train_moe.lock"
+        with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(FileLock(self._lock_path, timeout=0))
+                with _writing(self.path):
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(FileLock(lock, timeout=0))
             except Timeout:
-                holder = self._lock_path.read_text() or "another process"
-                raise UsageError(
-                    f"--out: {self.path} is in use by {holder}, which has locked {self._lock_path}"
-                ) from None
-            # Only for the message above: the system has the lock, and takes it back however the process ends.
+                holder = lock.read_text() or "another process"
+                raise UsageError(f"--out: {self.path} is in use by {holder}, which has locked {lock}") from None
+            # For the message above. The lock itself is the system's, which takes it back however the process ends.
             with contextlib.suppress(OSError):
-                self._lock_path.write_text(f"process {os.getpid()}")
-            unlock = stack.pop_all()
-        with unlock:
+                lock.write_text(f"process {os.getpid()}")
             yield
 
-    def start(self, settings: Settings, text_sha256: str) -> Path | None:
-        """Makes room for a new run in the folder, which is there.
+    def check_empty(self) -> None:
+        """Raises a UsageError if there is a run in the folder, or anything with the name of its files."""
+        for path in (self._settings_path, self._checkpoints_path, self.csv_path, self.plot_path):
+            if os.path.lexists(path):
+                raise UsageError(f"--out: {path} exists already: continue that run with --resume, or name a new folder")
 
-        Returns:
-            Where an earlier run that was in the way is now, or None.
-
-        Raises:
-            UsageError: the folder cannot be written.
-        """
-        run = (self._settings_path, self._checkpoints_path, self.curve.csv_path, self.curve.plot_path)
-        there = [path for path in run if os.path.lexists(path)]
+    def start(self, settings: Settings, text_sha256: str) -> None:
+        """Writes the files of a new run."""
         with _writing(self.path):
-            moved = self._move(there, "earlier") if there else None
             self._checkpoints_path.mkdir()
             self._record(settings, text_sha256)
-            self.curve.write()
-        return moved
-
-    def _move(self, paths: list[Path], name: str) -> Path:
-        """Moves what is in the folder to the first free subfolder `name-1`, `name-2`, ..."""
-        number = 1
-        while os.path.lexists(subfolder := self.path / f"{name}-{number}"):
-            number += 1
-        subfolder.mkdir()
-        for path in paths:
-            path.rename(subfolder / path.name)
-        return subfolder
+            self.extend([])
 
     def latest_step(self) -> int:
-        """The step of the latest checkpoint.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Returns the step of the latest checkpoint. Raises a UsageError if there is none."""
         return self._steps()[-1]
 
     def _steps(self) -> list[int]:
@@ -128,17 +110,13 @@ class RunFolder:
         raise UsageError(f"--resume: there is no checkpoint in {self.path}")
 
     def recorded(self) -> tuple[dict[str, Any], str]:
-        """Returns what the run has recorded as its settings, and its `text_sha256`.
-
-        Raises:
-            UsageError: that cannot be read.
-        """
+        """Returns the recorded settings of the run, and its `text_sha256`. Raises a UsageError if they are damaged."""
         try:
             settings = dict(json.loads(self._settings_path.read_text()))
             return settings, settings.pop("text_sha256")
         except (KeyError, OSError, TypeError, ValueError):
             raise UsageError(
-                f"--resume: {self._settings_path} is missing or damaged: restore it, or start anew without --resume"
+                f"--resume: {self._settings_path} is missing or damaged: restore it, or start anew in another folder"
             ) from None
 
     def restore(self, like: TrainState) -> Start:
@@ -165,57 +143,58 @@ class RunFolder:
                 # Orbax has no error of its own for files that are damaged.
                 unreadable[step] = _reason(error)
             else:
-                self._read_curve(step)
+                self.rows = self._read_rows(step)
                 return Start(step, state, unreadable)
         reasons = "; ".join(f"of step {step}: {reason}" for step, reason in unreadable.items())
         raise UsageError(f"--resume: no checkpoint in {self._checkpoints_path} can be read ({reasons})")
 
-    def _read_curve(self, step: int) -> None:
-        remedy = "restore it, or move it away to continue without the losses so far"
+    def _read_rows(self, step: int) -> list[Losses]:
+        if not self.csv_path.exists():
+            return []
         try:
-            self.curve.read(step)
-        except OSError as error:
-            raise UsageError(f"--resume: cannot read {self.curve.csv_path}: {error.strerror}; {remedy}") from None
-        except UsageError as error:
-            raise UsageError(f"--resume: {error}; {remedy}") from None
+            return read_losses(self.csv_path, step)
+        except (OSError, UsageError) as error:
+            reason = error if isinstance(error, UsageError) else f"cannot read {self.csv_path}: {error.strerror}"
+            remedy = "restore it, or move it away to continue without the losses so far"
+            raise UsageError(f"--resume: {reason}; {remedy}") from None
 
     def resume(self, settings: Settings, text_sha256: str, start: Start) -> Path | None:
-        """Records the settings, and sets checkpoints and loss curve back to the start.
+        """Records the settings, and sets checkpoints and losses back to the start.
 
         Returns:
-            Where the checkpoints that cannot be read are now, or None.
-
-        Raises:
-            UsageError: the folder cannot be written.
+            The new folder of the checkpoints that cannot be read, or None if there are none.
         """
-        unreadable = [self.checkpoint_path(step) for step in start.unreadable]
+        moved = None
         with _writing(self.path):
-            moved = self._move(unreadable, "unreadable") if unreadable else None
+            if start.unreadable:
+                moved = Path(tempfile.mkdtemp(prefix="unreadable-", dir=self.path))
+                for step in start.unreadable:
+                    self.checkpoint_path(step).rename(moved / str(step))
             self._record(settings, text_sha256)
-            self.curve.write()
+            self.extend([])
         return moved
 
     def _record(self, settings: Settings, text_sha256: str) -> None:
         text = json.dumps({**settings.recorded(), "text_sha256": text_sha256}, indent=2)
-        replace_file(self._settings_path, f"{text}\n".encode())
+        _replace(self._settings_path, f"{text}\n".encode())
 
-    def extend_curve(self, rows: list[Losses]) -> None:
-        """Adds losses to the curve.
+    def extend(self, rows: list[Losses]) -> None:
+        """Adds rows to the loss curve."""
+        rows = self.rows + rows
+        with _writing(self.csv_path):
+            _replace(self.csv_path, (HEADER + lines_of(rows)).encode())
+        self.rows = rows
 
-        Raises:
-            UsageError: they cannot be written.
-        """
-        with _writing(self.curve.csv_path):
-            self.curve.extend(rows)
+    def plot(self, title: str) -> None:
+        """Draws the loss curve."""
+        picture = io.BytesIO()
+        draw(self.rows, title).savefig(picture, dpi=150)
+        with _writing(self.plot_path):
+            _replace(self.plot_path, picture.getvalue())
 
-    def plot_curve(self, title: str) -> None:
-        """Draws the curve so far.
-
-        Raises:
-            UsageError: the picture cannot be written.
-        """
-        with _writing(self.curve.plot_path):
-            self.curve.plot(title)
+    def checkpoint_path(self, step: int) -> Path:
+        """Returns the path of the checkpoint of a step."""
+        return self._checkpoints_path / str(step)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Callable[[int, TrainState], None]]:
@@ -245,7 +224,7 @@ class RunFolder:
         try:
             yield
         except (OSError, ValueError) as error:
-            # The latter is how TensorStore reports what the system refuses.
+            # TensorStore reports a refusal of the system as a ValueError.
             raise UsageError(
                 f"--out: cannot save a checkpoint in {self._checkpoints_path}: {_reason(error)}; "
                 "--resume continues from the latest that is there"
@@ -264,27 +243,37 @@ class RunFolder:
 
     def _record_files(self) -> None:
         for unfinished in self._checkpoints_path.glob("*.orbax-checkpoint-tmp*"):
-            replace_file(unfinished / _CHECKSUMS, json.dumps(_checksums(unfinished), indent=2).encode())
+            _replace(unfinished / _CHECKSUMS, json.dumps(_checksums(unfinished), indent=2).encode())
 
-    def checkpoint_path(self, step: int) -> Path:
-        """Returns the path of the checkpoint of a step."""
-        return self._checkpoints_path / str(step)
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file so that an interruption or an error leaves the old one or the new one, never half of it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Raises a UsageError if the system refuses to write."""
     try:
         yield
+    except Timeout:
+        raise
     except OSError as error:
         raise UsageError(f"--out: cannot write {error.filename or path}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what Orbax raises from being printed too.
+    """Keeps errors that Orbax raises from being printed too.
 
     It logs its errors with their tracebacks; so do TensorStore and asyncio for each array that has not been written,
-    some of them while the process ends. After a UsageError, which tells it all, they therefore stay quiet.
+    some of them while the process ends. They stay quiet after a UsageError, which is enough to read.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -303,7 +292,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
-    """The SHA-256 of each file that belongs to the arrays; Orbax still changes those beside their folder."""
+    """Returns the SHA-256 of each file of the arrays. Orbax still changes the files beside their folder."""
 
     def checksum(path: Path) -> str:
         with path.open("rb") as file:
@@ -314,9 +303,9 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
 
 
 def _check(checkpoint: Path, like: TrainState) -> None:
-    """Raises what Orbax may, or ValueError, unless these are the bytes that were saved and the arrays that are wanted.
+    """Raises unless these are the bytes that were saved, and the arrays have the wanted shapes.
 
-    TensorStore does not see every byte that has changed.
+    TensorStore does not see every byte that has changed, and prints errors about arrays that it cannot read.
     """
     saved = checkpoint / _CHECKSUMS
     # Earlier versions kept none.
@@ -333,7 +322,7 @@ def _shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what a library says, in a line of a readable length."""
+    """Returns the message of a library in a line of a readable length."""
     if os_error := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(os_error[1]))
     lines = str(error).splitlines() or [type(error).__name__]

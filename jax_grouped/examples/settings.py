@@ -1,13 +1,16 @@
-"""What one run of `train_moe` does, the rules for it, and the clear lines for what breaks one."""
+"""The settings of a training run: one field per option of the command line, and the rules that they obey."""
 
+import argparse
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 
-#: How the experts' matmuls are computed in FP8, None for bfloat16.
+#: Number formats of the experts' matmuls; None is bfloat16.
 RECIPES: Mapping[str, Recipe | None] = {
     "bf16": None,
     "block": Float8BlockScaling(),
@@ -16,116 +19,226 @@ RECIPES: Mapping[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
 }
 
-#: Flax's APIs in which the model is written.
-LAYERS = ("linen", "nnx")
-
-#: How a step is spread over devices.
-PARALLEL = ("none", "pmap", "expert")
-
-#: Flags that may change when a run is resumed; every other one shapes the loss curve.
+#: Options that may change when a run is resumed; every other one shapes the loss curve.
 CHANGEABLE = ("steps", "eval_every", "save_every", "parallel", "devices", "expert_devices")
 
-#: Flags of one process, which a run's folder does not keep.
-_NOT_RECORDED = ("out", "resume", "scaling")
+_DESCRIPTION = """\
+Train a byte-level transformer whose feed-forward layers are mixtures of experts, each a MoEMlp of jax_grouped.
+
+On a CPU the default sizes train for about a minute. The run's folder receives loss.csv, loss.png, settings.json and
+checkpoints/. A new run never overwrites an earlier one: it ends at once where one of these exists.
+Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint; --resume continues it.
+"""
 
 
 class UsageError(Exception):
     """Something that the user can put right; its text is one line that says what."""
 
 
+def _option(default: Any, text: str, kind: type | None = None, choices: Iterable[str] | None = None) -> Any:
+    """Returns a field of `Settings`; the default None says that others decide, and needs `kind`."""
+    kind = kind or type(default)
+    if kind is bool:
+        return dataclasses.field(metadata={"action": "store_true", "help": text})
+    metavar = None if choices else {int: "N", float: "X", str: "PATH"}[kind]
+    text += "" if default is None else " (default: %(default)s)"
+    return dataclasses.field(
+        metadata={"default": default, "type": kind, "choices": choices, "metavar": metavar, "help": text}
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What one run does; each field is the flag of the same name."""
+    """The settings of one run; each field is the option of the same name."""
 
-    data: str | None
-    out: str
-    resume: bool
-    steps: int
-    eval_every: int
-    save_every: int
-    layer: str
-    recipe: str
-    parallel: str
-    devices: int | None
-    expert_devices: int | None
-    scaling: bool
-    seed: int
-    batch: int
-    microbatches: int
-    sequence: int
-    learning_rate: float
-    cool_down: int
-    d_model: int
-    layers: int
-    heads: int
-    experts: int
-    top_k: int
-    d_ff: int
+    data: str | None = _option(
+        None,
+        "a file, or a folder whose text files are read, hidden ones excepted "
+        "(default: the Python sources of the running interpreter's standard library)",
+        str,
+    )
+    out: str = _option("runs/train_moe", "the run's folder")
+    resume: bool = _option(
+        False,
+        "continue the run in the folder --out from its latest checkpoint, with its settings; only "
+        f"{', '.join(map(_flag, CHANGEABLE))} may differ",
+    )
+    steps: int = _option(250, "optimizer steps, counted from the start of the run")
+    eval_every: int = _option(50, "steps between evaluations of the held-out loss")
+    save_every: int = _option(100, "steps between checkpoints; the last step is always saved")
+    layer: str = _option("linen", "Flax's API of the model: moe_lm.py or moe_lm_nnx.py", choices=("linen", "nnx"))
+    recipe: str = _option(
+        "bf16",
+        "number formats. bf16: matmuls and activations in bfloat16; parameters, Adam, router and loss in float32. "
+        "The others compute the experts' matmuls in FP8, scaled per block of 128, per expert with the current or the "
+        "delayed largest value, or per block of 32",
+        choices=RECIPES,
+    )
+    parallel: str = _option(
+        "none",
+        "none: one device. pmap: every device has the whole model and a part of the batch. expert: every device "
+        "has a part of the experts and of the batch, and tokens travel to their experts and back. The curves are the "
+        "same but for rounding",
+        choices=("none", "pmap", "expert"),
+    )
+    devices: int | None = _option(None, "of --parallel pmap and expert (default: all that there are)", int)
+    expert_devices: int | None = _option(
+        None, "devices that the experts are split over; such groups share the batch (default: --devices)", int
+    )
+    scaling: bool = _option(
+        False,
+        "after training, measure weak scaling: the speed of the same steps, without evaluation and files, on "
+        "--devices and on one device with its part of --batch and all experts; the efficiency is the first divided by "
+        "--devices times the second",
+    )
+    seed: int = _option(0, "of the parameters and the data order")
+    batch: int = _option(16, "sequences per step, on all devices together")
+    microbatches: int = _option(
+        1, "parts of the batch, taken one after another; their gradients add up, and they share quantized kernels"
+    )
+    sequence: int = _option(128, "bytes per sequence")
+    learning_rate: float = _option(None, "after the warm-up (default: 0.25 / d_model)", float)
+    cool_down: int = _option(0, "last steps, over which the learning rate falls to zero; such a run cannot be extended")
+    d_model: int = _option(128, "features per token")
+    layers: int = _option(2, "transformer blocks")
+    heads: int = _option(4, "attention heads per block")
+    experts: int = _option(8, "experts per block")
+    top_k: int = _option(2, "experts that each token uses")
+    d_ff: int = _option(None, "features inside an expert (default: the multiple of 16 nearest to 4/3 * d_model)", int)
 
     def recorded(self) -> dict[str, Any]:
-        """The settings that a run's folder keeps, to resume with."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NOT_RECORDED}
+        """Returns the settings that a run's folder keeps, to resume with: not those of one process."""
+        of_process = ("out", "resume", "scaling")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_process}
 
 
-def check(settings: Settings) -> None:
-    """Raises unless the settings fit one another.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse's own version prints the usage, which fills a screen, and exits.
+        raise UsageError(message)
+
+
+def parse(argv: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Settings:
+    """Returns the settings of a command line, or those to continue a run with.
+
+    Args:
+        argv: the options.
+        recorded: what the folder of the run keeps as its settings. Without it only `out` counts beside `--resume`.
 
     Raises:
-        UsageError: two of them do not.
+        UsageError: an option is unknown, malformed, or does not fit the others or `recorded`, or that is damaged.
+        SystemExit: after `--help`.
     """
-    if settings.top_k > settings.experts:
-        raise UsageError(f"--top-k {settings.top_k} is more than --experts {settings.experts}")
-    if settings.d_model % (2 * settings.heads):
+    settings = _parse(argv)
+    if recorded is not None:
+        settings = _resumed(argv, recorded, settings.out)
+    if recorded is not None or not settings.resume:
+        _check(_rules(settings))
+    return settings
+
+
+def _parse(argv: Iterable[str]) -> Settings:
+    parser = _Parser(
+        prog="python3 -m jax_grouped.examples.train_moe",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(Settings):
+        parser.add_argument(_flag(field.name), **field.metadata)
+    values = vars(parser.parse_args([*argv]))
+    _check(_ranges(values))
+    if values["data"] is not None:
+        values["data"] = os.path.abspath(values["data"])
+    if values["d_ff"] is None:
+        # With a gate, two thirds of the usual features have as many parameters.
+        values["d_ff"] = FP8_ALIGNMENT * max(1, round(4 / 3 * values["d_model"] / FP8_ALIGNMENT))
+    if values["learning_rate"] is None:
+        # The best rate of Adam falls as the width grows (https://arxiv.org/abs/2203.03466); 0.25 suits width 128.
+        values["learning_rate"] = 0.25 / values["d_model"]
+    return Settings(**values)
+
+
+def _resumed(argv: Sequence[str], recorded: Mapping[str, Any], out: str) -> Settings:
+    flags = {name: f"{_flag(name)}={value}" for name, value in recorded.items() if value is not None}
+    try:
+        if _parse(flags.values()).recorded() != recorded:
+            raise UsageError("an option is missing")
+    except UsageError as error:
         raise UsageError(
-            f"--d-model {settings.d_model} must be a multiple of 2 * --heads = {2 * settings.heads}: "
-            "rotary attention needs heads of an even size"
-        )
-    if settings.cool_down > settings.steps:
-        raise UsageError(f"--cool-down {settings.cool_down} is more than --steps {settings.steps}")
-    if RECIPES[settings.recipe] is not None:
-        for flag, features in (("--d-model", settings.d_model), ("--d-ff", settings.d_ff)):
-            if features % FP8_ALIGNMENT:
-                raise UsageError(
-                    f"{flag} {features} must be a multiple of {FP8_ALIGNMENT}: "
-                    f"the FP8 matmuls of --recipe {settings.recipe} need it"
-                )
-    if settings.parallel == "none" and settings.devices not in (None, 1):
-        raise UsageError(f"--devices {settings.devices} needs --parallel pmap or --parallel expert")
-    if settings.parallel != "expert" and settings.expert_devices is not None:
-        raise UsageError(f"--expert-devices {settings.expert_devices} needs --parallel expert")
-    if settings.parallel == "none" and settings.scaling:
-        raise UsageError("--scaling compares several devices with one: it needs --parallel pmap or --parallel expert")
+            f"--resume: settings.json in {out} is damaged or not of this program ({error}): "
+            "restore it, or start anew in another folder"
+        ) from None
+    settings = _parse([*flags.values(), *argv])
+    if settings.parallel != recorded["parallel"]:
+        # Devices that were chosen for another way to use them say nothing.
+        settings = _parse([*(flags[name] for name in flags if not name.endswith("devices")), *argv])
+    # Not the path of the text, which may have moved: its content is compared. The learning rate of a run that cools
+    # down depends on the number of steps.
+    free = {*CHANGEABLE, "data"} - ({"steps"} if settings.cool_down else set())
+    for name, value in settings.recorded().items():
+        if name not in free and value != recorded[name]:
+            raise UsageError(f"--resume: the run in {out} was started with {_flag(name)} {recorded[name]}, not {value}")
+    return settings
+
+
+def _check(rules: Iterable[tuple[Any, str]]) -> None:
+    """Raises a UsageError with the text of the first broken rule."""
+    for broken, text in rules:
+        if broken:
+            raise UsageError(text)
+
+
+def _ranges(values: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:
+    for name, value in values.items():
+        least = 0 if name in ("seed", "cool_down") else 1
+        yield type(value) is int and value < least, f"{_flag(name)} must be at least {least}, got {value}"
+        yield value == "", f"{_flag(name)} must not be empty"
+    rate, seed = values["learning_rate"], values["seed"]
+    yield seed >= 2**31, f"--seed must be at most 2147483647, got {seed}"
+    yield rate is not None and not 0 < rate < math.inf, f"--learning-rate must be a positive number, got {rate}"
+
+
+def _rules(s: Settings) -> Iterable[tuple[Any, str]]:
+    yield s.top_k > s.experts, f"--top-k {s.top_k} is more than --experts {s.experts}"
+    multiple = f"--d-model {s.d_model} must be a multiple of 2 * --heads = {2 * s.heads}"
+    yield s.d_model % (2 * s.heads), f"{multiple}: rotary attention needs heads of an even size"
+    yield s.cool_down > s.steps, f"--cool-down {s.cool_down} is more than --steps {s.steps}"
+    for flag, features in (("--d-model", s.d_model), ("--d-ff", s.d_ff)):
+        multiple = f"{flag} {features} must be a multiple of {FP8_ALIGNMENT}"
+        broken = s.recipe != "bf16" and features % FP8_ALIGNMENT
+        yield broken, f"{multiple}: the FP8 matmuls of --recipe {s.recipe} need it"
+    alone, several = s.parallel == "none", "--parallel pmap or --parallel expert"
+    yield alone and s.devices not in (None, 1), f"--devices {s.devices} needs {several}"
+    yield s.parallel != "expert" and s.expert_devices, f"--expert-devices {s.expert_devices} needs --parallel expert"
+    yield alone and s.scaling, f"--scaling compares several devices with one: it needs {several}"
 
 
 class Devices(NamedTuple):
-    """The devices of a run.
-
-    Attributes:
-        total: how many.
-        expert: over how many of them the experts are split.
-    """
+    """Numbers of devices: of all, and of those that the experts are split over."""
 
     total: int
     expert: int
 
 
-def devices_of(settings: Settings, available: int) -> Devices:
-    """The devices that settings which pass `check` ask for, of so many that there are.
+def devices_of(s: Settings, available: int) -> Devices:
+    """Returns the numbers of devices that settings ask for, of those that are available.
 
     Raises:
         UsageError: there are too few, or something cannot be split evenly over them.
     """
-    count = settings.devices or (1 if settings.parallel == "none" else available)
-    expert = settings.expert_devices or (count if settings.parallel == "expert" else 1)
-    if count > available:
-        raise UsageError(f"--devices {count} is more than the {available} that JAX sees")
-    if count % expert:
-        raise UsageError(f"--devices {count} must be a multiple of --expert-devices {expert}")
-    if settings.experts % expert:
-        raise UsageError(f"--experts {settings.experts} must be a multiple of --expert-devices, here {expert}")
-    if settings.batch % (count * settings.microbatches):
-        raise UsageError(
-            f"--batch {settings.batch} must be a multiple of --devices * --microbatches, here "
-            f"{count} * {settings.microbatches}"
-        )
-    return Devices(count, expert)
+    total = s.devices or (1 if s.parallel == "none" else available)
+    expert = s.expert_devices or (total if s.parallel == "expert" else 1)
+    both = f"--devices * --microbatches, here {total} * {s.microbatches}"
+    rules = [
+        (total > available, f"--devices {total} is more than the {available} that JAX sees"),
+        (total % expert, f"--devices {total} must be a multiple of --expert-devices {expert}"),
+        (s.experts % expert, f"--experts {s.experts} must be a multiple of --expert-devices, here {expert}"),
+        (s.batch % (total * s.microbatches), f"--batch {s.batch} must be a multiple of {both}"),
+    ]
+    _check(rules)
+    return Devices(total, expert)

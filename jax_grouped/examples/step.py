@@ -19,7 +19,7 @@ MAX_GRADIENT_NORM = 1.0
 
 
 def create_state(settings: Settings, model: LanguageModel) -> TrainState:
-    """The state before the first step, with all of the model's variables as `params`.
+    """Returns the state before the first step, with all of the model's variables as `params`.
 
     Adam and the clipping of gradients see the parameters alone: delayed scaling's variables are replaced.
     """
@@ -29,7 +29,7 @@ def create_state(settings: Settings, model: LanguageModel) -> TrainState:
 
 
 def learning_rate(settings: Settings) -> optax.Schedule:
-    """A short warm-up, then a constant rate, so that a run can be continued past its end, unless it is to cool down.
+    """Returns a short warm-up, then a constant rate, so that a run can be extended, unless it is to cool down.
 
     The cool-down is linear (Hägele et al., https://arxiv.org/abs/2405.18392).
     """
@@ -43,7 +43,7 @@ def learning_rate(settings: Settings) -> optax.Schedule:
 
 
 def mean_loss(model: LanguageModel, variables: Variables, windows: jax.Array, **caching: Any) -> tuple[jax.Array, Any]:
-    """The mean loss of predicting each next byte of `uint8[B, S + 1]`, in nats; the balance loss and the cache."""
+    """Returns the mean loss of predicting the bytes of `uint8[B, S + 1]`, in nats; the balance loss and the cache."""
     tokens = windows.astype(jnp.int32)
     logits, *rest = model.apply(variables, tokens[:, :-1], **caching)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])), rest
@@ -52,16 +52,16 @@ def mean_loss(model: LanguageModel, variables: Variables, windows: jax.Array, **
 def gradients_and_loss(
     model: LanguageModel, variables: Variables, microbatches: jax.Array, devices: int
 ) -> tuple[Variables, jax.Array]:
-    """What one of several devices adds to the gradients and the loss of a batch.
+    """Returns one device's part of the gradients and of the loss of a batch.
 
     The loss of a microbatch counts with its part of the whole batch before anything is differentiated. So gradients add
     up over microbatches and devices, and FP8 sees the same numbers on however many.
 
     Args:
-        model: what is trained.
+        model: the model that is trained.
         variables: of the model.
         microbatches: `uint8[M, B, S + 1]`, this device's sequences.
-        devices: how many there are, each with as many sequences.
+        devices: their number, each with as many sequences.
 
     Returns:
         The parameters' gradients, in the places of delayed scaling's states their next values, and `f32[]`, the loss in
@@ -99,5 +99,5 @@ def gradients_and_loss(
 
 
 def mean_held_out_loss(model: LanguageModel, variables: Variables, batches: jax.Array) -> jax.Array:
-    """The loss in nats per byte over this device's `uint8[N, B, S + 1]`, a batch at a time."""
+    """Returns the loss in nats per byte over this device's `uint8[N, B, S + 1]`, a batch at a time."""
     return jnp.mean(jax.lax.map(lambda windows: mean_loss(model, variables, windows)[0], batches))

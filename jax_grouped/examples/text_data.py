@@ -1,11 +1,11 @@
 """Text as bytes: reading it, holding a region out, and cutting windows that depend on seed and step alone."""
 
-import dataclasses
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -18,12 +18,11 @@ HELD_OUT_PART = 20
 _SKIPPED_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """A text in two contiguous regions.
 
     Attributes:
-        name: what was read, in words.
+        name: the place that it was read from, in words.
         train: `uint8[N]`.
         held_out: `uint8[M]`, the bytes after `train`.
         sha256: fingerprint of all of them.
@@ -40,18 +39,21 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
 
     A folder's files follow one another in an order drawn from their names, so that the held-out region at the end is
     a fair sample of them and not the end of the alphabet. Hidden files and files that hold a zero byte are left out.
-
-    Args:
-        path: what to read.
-        sequence: the window length that both regions must be longer than.
+    Both regions must be longer than a window of `sequence` bytes.
 
     Raises:
-        UsageError: the path cannot be read, or holds too little text.
+        OSError: the path cannot be read.
+        UsageError: it is not a file or a folder, or holds too little text.
     """
-    try:
-        name, text = _read(path)
-    except OSError as error:
-        raise UsageError(f"--data: cannot read {error.filename}: {error.strerror}") from None
+    if path is None:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        name, text = f"the standard library in {stdlib}", _read_folder(stdlib, ".py", _SKIPPED_IN_STDLIB)
+    elif os.path.isdir(path):
+        name, text = path, _read_folder(Path(path), "", set())
+    elif os.path.isfile(path):
+        name, text = path, Path(path).read_bytes()
+    else:
+        raise UsageError(f"--data: {path} is not a file or a folder")
     needed = HELD_OUT_PART * (sequence + 1)
     if len(text) < needed:
         raise UsageError(f"--data: {name} holds {len(text)} bytes of text, --sequence {sequence} needs {needed}")
@@ -60,54 +62,32 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
     return Corpus(name, data[:boundary], data[boundary:], hashlib.sha256(text).hexdigest())
 
 
-def _read(path: str | None) -> tuple[str, bytes]:
-    """What is read, in words, and its bytes."""
-    if path is None:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        return f"the standard library in {stdlib}", _read_folder(stdlib, ".py", _SKIPPED_IN_STDLIB)
-    if os.path.isdir(path):
-        return path, _read_folder(Path(path))
-    if os.path.isfile(path):
-        return path, Path(path).read_bytes()
-    raise UsageError(f"--data: {path} is not a file or a folder")
+def _read_folder(root: Path, suffix: str, skipped: set[str]) -> bytes:
+    def fail(error: OSError) -> NoReturn:
+        raise error
 
+    def files() -> Iterator[Path]:
+        for folder, subfolders, names in os.walk(root, onerror=fail):
+            subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+            yield from (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
 
-def _read_folder(root: Path, suffix: str = "", skipped: set[str] | None = None) -> bytes:
-    files = sorted(_files(root, suffix, skipped or set()), key=lambda file: _name_hash(file.relative_to(root)))
-    texts = (file.read_bytes() for file in files)
+    def name_hash(file: Path) -> bytes:
+        return hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
+
+    texts = (file.read_bytes() for file in sorted(files(), key=name_hash) if file.is_file())
     return b"".join(text for text in texts if b"\0" not in text)
 
 
-def _files(root: Path, suffix: str, skipped: set[str]) -> Iterator[Path]:
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-        for name in names:
-            file = Path(folder, name)
-            if name.endswith(suffix) and not name.startswith(".") and file.is_file():
-                yield file
-
-
-def _name_hash(relative: Path) -> bytes:
-    return hashlib.sha256(os.fsencode(relative.as_posix())).digest()
-
-
 def random_windows(data: np.ndarray, sequence: int, batch: int, seed: int, step: int) -> np.ndarray:
-    """`uint8[batch, sequence + 1]`: windows at random places, the same ones for the same arguments.
+    """Returns `uint8[batch, sequence + 1]`, windows at random places, the same ones for the same arguments.
 
     A run that is resumed at some step thus sees the text that it would have seen without the interruption.
     """
     starts = np.random.default_rng((seed, step)).integers(len(data) - sequence, size=batch)
-    return _windows(data, sequence, starts)
+    return data[starts[:, None] + np.arange(sequence + 1)]
 
 
 def even_windows(data: np.ndarray, sequence: int, count: int) -> np.ndarray:
-    """`uint8[count, sequence + 1]`: windows spread evenly over all of `data`."""
+    """Returns `uint8[count, sequence + 1]`, windows spread evenly over all of `data`."""
     starts = np.linspace(0, len(data) - sequence - 1, count).astype(np.int64)
-    return _windows(data, sequence, starts)
-
-
-def _windows(data: np.ndarray, sequence: int, starts: np.ndarray) -> np.ndarray:
     return data[starts[:, None] + np.arange(sequence + 1)]

@@ -1,8 +1,8 @@
 """Trains a byte-level mixture-of-experts language model: `python3 -m jax_grouped.examples.train_moe --help`.
 
-The parts: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`; `step` is what a device computes,
-`parallel` how devices share it, and `training` the loop; `text_data` is the text, `run_folder` and `loss_curve` are the
-files of a run, `stopping` ends it early, and `settings` and `command_line` say what it does.
+The modules: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`. `step` is the work of one device,
+`parallel` divides it between devices, and `training` is the loop. `text_data` reads the text, `run_folder` and
+`loss_curve` keep the files of a run, `stopping` handles signals, and `settings` parses the command line.
 """
 
 import functools
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 
 import jax_grouped as jg
-from jax_grouped.examples.command_line import parse, parse_resumed
-from jax_grouped.examples.settings import Settings, UsageError, devices_of
+from jax_grouped.examples.settings import Settings, UsageError, devices_of, parse
 from jax_grouped.examples.stopping import InterruptionError, Stop, run_until_signal
 from jax_grouped.examples.text_data import Corpus, read_corpus
 
@@ -42,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, stop: Stop) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     settings = parse(argv)
     try:
         # Slow to load, and not needed to reject a flag.
@@ -59,13 +59,14 @@ def _run(argv: Sequence[str] | None, stop: Stop) -> None:
         # Raises where there is no run, and so nothing to lock.
         folder.latest_step()
     else:
-        # Before the folder is made, for what is wrong with flags leaves nothing behind.
+        # Before the folder is made: a wrong option leaves nothing behind.
         corpus = read_corpus(settings.data, settings.sequence)
         devices_of(settings, jax.device_count())
-        folder.create()
     with folder.locked():
         if settings.resume:
             settings, corpus = _resumed(argv, folder)
+        else:
+            folder.check_empty()
         run = training.prepare(settings, devices_of(settings, jax.device_count()))
         print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}, {run.placement}")
         print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
@@ -82,10 +83,10 @@ def _run(argv: Sequence[str] | None, stop: Stop) -> None:
         )
 
 
-def _resumed(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings, Corpus]:
-    """The settings and the text to continue the run in the folder with."""
+def _resumed(argv: Sequence[str], folder: "RunFolder") -> tuple[Settings, Corpus]:
+    """Returns the settings and the text to continue the run in the folder with."""
     step, (recorded, text_sha256) = folder.latest_step(), folder.recorded()
-    settings = parse_resumed(argv, recorded)
+    settings = parse(argv, recorded)
     if settings.steps < step:
         raise UsageError(f"--resume: the run in {folder.path} is at step {step}, past --steps {settings.steps}")
     corpus = read_corpus(settings.data, settings.sequence)
@@ -95,8 +96,8 @@ def _resumed(argv: Sequence[str] | None, folder: "RunFolder") -> tuple[Settings,
 
 
 def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> None:
-    """Prints what the run came to; `bytes_per_second` is None if it had been finished before."""
-    held_out = dict(folder.curve.held_out())
+    """Prints the results of the run; `bytes_per_second` is None if it had been finished before."""
+    held_out = {row.step: row.held_out for row in folder.rows}
     for when, evaluated in (("before", 0), ("after", step)):
         if loss := held_out.get(evaluated):
             print(f"held-out loss {when}: {loss:.3f} nats per byte = {loss / math.log(2):.3f} bits per byte")
@@ -104,7 +105,7 @@ def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> N
         print(f"note: the run was at step {step} already; a larger --steps continues it")
     else:
         print(f"speed: {bytes_per_second:,.0f} bytes (tokens) per second")
-    print(f"curve: {folder.curve.plot_path} and {folder.curve.csv_path}")
+    print(f"curve: {folder.plot_path} and {folder.csv_path}")
     print(f"checkpoint: {folder.checkpoint_path(step)}")
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import jax_grouped as jg
 from jax_grouped.backends import extension
-from jax_grouped.examples.loss_curve import Losses
+from jax_grouped.examples.loss_curve import Losses, train_points
 from jax_grouped.examples.parallel import Programs, programs
 from jax_grouped.examples.run_folder import RunFolder, Start
 from jax_grouped.examples.settings import Devices, Settings, UsageError
@@ -27,7 +27,7 @@ SCALING_STEPS = 20
 
 
 def backend_name() -> str:
-    """Which backend of `jax_grouped` runs on the default device, and that device, in words.
+    """Names the backend of `jax_grouped` on the default device, and that device.
 
     Raises:
         RuntimeError: the kernels cannot run on this machine's GPUs.
@@ -43,8 +43,8 @@ class Run(NamedTuple):
     """A run that is ready to start.
 
     Attributes:
-        settings, devices: what it does, and with how many.
-        programs: what it computes.
+        settings, devices: its settings, and its numbers of devices.
+        programs: its computations.
         step: the training step, lowered.
     """
 
@@ -55,12 +55,12 @@ class Run(NamedTuple):
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the model learns."""
+        """Number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.programs.state.params["params"]))
 
     @property
     def model(self) -> str:
-        """The model that is trained, in words."""
+        """Description of the model."""
         settings = self.settings
         return (
             f"{self.parameter_count:,} parameters, {settings.layers} layers, {settings.top_k} of {settings.experts} "
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """What the step is spread over, in words."""
+        """Description of the devices that a step uses."""
         count, expert = self.devices
         return {
             "none": "one device",
@@ -79,10 +79,10 @@ class Run(NamedTuple):
 
 
 def prepare(settings: Settings, devices: Devices) -> Run:
-    """Plans a run, and finds out whether this machine can compute it.
+    """Plans a run.
 
     Raises:
-        UsageError: its GPUs or their libraries cannot.
+        UsageError: this machine's GPUs or their libraries cannot compute it.
     """
     computed = programs(settings, devices)
     windows = np.zeros((settings.batch, settings.sequence + 1), np.uint8)
@@ -91,7 +91,7 @@ def prepare(settings: Settings, devices: Devices) -> Run:
     except jax.errors.JaxRuntimeError:
         raise
     except RuntimeError as error:
-        # What jax_grouped says where it finds out which GPU a program is for.
+        # jax_grouped raises it when a program is lowered for a GPU that cannot run it.
         raise UsageError(str(error)) from None
     return Run(settings, devices, computed, step)
 
@@ -140,25 +140,24 @@ def _compile(run: Run, corpus: Corpus) -> Compiled:
 
 
 def _open(folder: RunFolder, run: Run, corpus: Corpus, start: Start) -> None:
-    """Prepares the folder for the run, and prints what is worth knowing about it."""
+    """Prepares the folder for the run, and prints what a resumed run lacks."""
     if not run.settings.resume:
-        if moved := folder.start(run.settings, corpus.sha256):
-            print(f"note: the earlier run in {folder.path} has been moved to {moved}")
+        folder.start(run.settings, corpus.sha256)
         return
     moved = folder.resume(run.settings, corpus.sha256, start)
     for step, reason in start.unreadable.items():
         print(f"note: the checkpoint of step {step} cannot be read ({reason}) and has been moved to {moved}")
-    if missing := folder.curve.missing(start.step):
-        print(f"note: {folder.curve.csv_path} lacks {missing} of the {start.step} steps")
+    if missing := start.step - len(train_points(folder.rows)):
+        print(f"note: {folder.csv_path} lacks {missing} of the {start.step} steps")
     print(f"note: resuming at step {start.step}", flush=True)
 
 
 def _train(run: Run, compiled: Compiled, start: Start, corpus: Corpus, folder: RunFolder, stop: Stop) -> float:
-    """Takes the steps; as in `train`."""
+    """Takes the steps, as `train` says."""
     settings, step, state = run.settings, start.step, start.state
     batches = _batches(run, corpus)
     if step == 0:
-        folder.extend_curve([Losses(0, None, compiled.held_out_loss(state))])
+        folder.extend([Losses(0, None, compiled.held_out_loss(state))])
 
     seconds, signal = 0.0, None
     size = settings.batch * settings.sequence
@@ -173,24 +172,24 @@ def _train(run: Run, compiled: Compiled, start: Start, corpus: Corpus, folder: R
             state, losses = _advance(compiled.take_step, state, map(batches, planned), bar, size, stop)
             seconds += time.perf_counter() - started
 
-            # Asked once for all that follows: a signal can come at any time.
+            # Read once for all that follows: a signal can come at any time.
             signal = stop.signal
             rows = [Losses(number, loss, None) for number, loss in enumerate(losses, start=step + 1)]
             step += len(losses)
             if _is_due(step, settings.eval_every, settings):
                 rows[-1] = rows[-1]._replace(held_out=compiled.held_out_loss(state))
                 bar.write(f"step {step}: loss {rows[-1].train:.3f}, held-out loss {rows[-1].held_out:.3f}")
-            folder.extend_curve(rows)
+            folder.extend(rows)
             if signal or _is_due(step, settings.save_every, settings):
                 save(step, state)
-                folder.plot_curve(f"MoE language model: {run.model}\n{run.placement}")
+                folder.plot(f"MoE language model: {run.model}\n{run.placement}")
     if signal:
         raise InterruptionError(signal, step)
     return (step - start.step) * size / seconds
 
 
 def _batches(run: Run, corpus: Corpus) -> Callable[[int], np.ndarray]:
-    """What each step, by its number, trains on."""
+    """Returns a function from the number of a step to its batch."""
     settings = run.settings
     windows = functools.partial(random_windows, corpus.train, settings.sequence, settings.batch, settings.seed)
     return lambda step: run.programs.split(windows(step))
@@ -206,7 +205,7 @@ def _is_due(step: int, every: int, settings: Settings) -> bool:
 
 
 def _next_stop(step: int, settings: Settings) -> int:
-    """The next step after which there is something to evaluate or to save."""
+    """Returns the next step after which there is something to evaluate or to save."""
     return min(settings.steps, *(every * (step // every + 1) for every in (settings.eval_every, settings.save_every)))
 
 
@@ -241,7 +240,7 @@ class Scaling(NamedTuple):
     """Weak scaling: the same work per device on several and on one.
 
     Attributes:
-        devices: how many.
+        devices: their number.
         together: bytes per second on all of them.
         alone: bytes per second on one, with its part of the batch.
     """
@@ -252,7 +251,7 @@ class Scaling(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """How fast a device is beside the others, relative to one alone; 1 if they cost one another nothing."""
+        """Speed of a device beside the others, relative to its speed alone."""
         return self.together / (self.devices * self.alone)
 
 

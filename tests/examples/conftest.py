@@ -1,4 +1,4 @@
-"""What the tests of the examples share: compiled programs, a text, and a finished run."""
+"""Fixtures of the tests of the examples: compiled programs, a text, and a finished run."""
 
 import shutil
 from collections.abc import Iterator

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from jax_grouped.examples import command_line, training
-from jax_grouped.examples.settings import devices_of
+from jax_grouped.examples import training
+from jax_grouped.examples.settings import devices_of, parse
 from jax_grouped.examples.train_moe import main
 
 TINY = shlex.split(
@@ -21,7 +21,7 @@ TINY = shlex.split(
 
 
 def run(*flags: object) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of the program."""
+    """Returns the exit status, standard output and standard error of the program."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(flag) for flag in flags])
@@ -29,8 +29,8 @@ def run(*flags: object) -> tuple[int, str, str]:
 
 
 def prepared(flags: str) -> training.Run:
-    """A tiny run with these flags."""
-    settings = command_line.parse([*TINY, *flags.split()])
+    """Prepares a tiny run with these flags."""
+    settings = parse([*TINY, *flags.split()])
     return training.prepare(settings, devices_of(settings, jax.device_count()))
 
 

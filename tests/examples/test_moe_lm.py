@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_grouped.examples import command_line, moe_lm, moe_lm_nnx
+from jax_grouped.examples import moe_lm, moe_lm_nnx
+from jax_grouped.examples.moe_lm import VOCABULARY
 from jax_grouped.examples.parallel import programs
-from jax_grouped.examples.settings import Devices
-from jax_grouped.examples.transformer import VOCABULARY
+from jax_grouped.examples.settings import Devices, parse
 
-SIZES: dict[str, Any] = dict(d_model=16, num_layers=1, num_heads=2, num_experts=4, top_k=2, d_ff=32, dtype=jnp.float32)
+EXPERTS = dict(num_experts=4, top_k=2, hidden_features=32)
+SIZES: dict[str, Any] = dict(d_model=16, num_layers=1, num_heads=2, dtype=jnp.float32, experts=EXPERTS)
 LINEN = moe_lm.MoELanguageModel(**SIZES)
 
 
@@ -29,7 +30,7 @@ def params(tokens: jax.Array) -> dict[str, Any]:
 
 
 def as_in_nnx(params: dict[str, Any]) -> dict[Any, Any]:
-    """Parameters of the linen model in the places of the NNX model, whose blocks are a list."""
+    """Returns the linen model's parameters as the NNX model has them, whose blocks are a list."""
     blocks: dict[int, Any] = {}
     tree: dict[Any, Any] = {"blocks": blocks}
     for name, layer in params.items():
@@ -69,7 +70,7 @@ def test_both_models_start_alike(params: dict[str, Any]) -> None:
 
     def assert_alike(path: Any, a: jax.Array, b: jax.Array) -> None:
         assert a.shape == b.shape, path
-        # Of the smallest kernel's 64 numbers, the deviation is known to about 10 %.
+        # The smallest kernel has 64 numbers, which give the deviation to about 10 %.
         np.testing.assert_allclose(jnp.std(a), jnp.std(b), rtol=0.4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
         np.testing.assert_allclose(jnp.mean(a), jnp.mean(b), atol=0.5 * float(jnp.std(a)) + 1e-6)
 
@@ -87,7 +88,7 @@ def test_both_models_start_alike(params: dict[str, Any]) -> None:
     ],
 )
 def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8(flags: str, types: set[str]) -> None:
-    settings = command_line.parse([*flags.split(), "--layers", "2"])
+    settings = parse([*flags.split(), "--layers", "2"])
     computed = programs(settings, Devices(1, 1))
     batch = jax.ShapeDtypeStruct((1, 2, 17), "uint8")
 
@@ -100,7 +101,7 @@ def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8(flags: str, types
 
 def test_the_parameters_are_as_many_whatever_computes_them() -> None:
     def count(*flags: str) -> int:
-        params = programs(command_line.parse(flags), Devices(1, 1)).state.params["params"]
+        params = programs(parse(flags), Devices(1, 1)).state.params["params"]
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     assert count() == count("--layer", "nnx") == count("--recipe", "delayed") > 1_000_000

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from jax_grouped.examples.loss_curve import Losses, read_losses
 from jax_grouped.examples.run_folder import RunFolder
-from tests.examples.programs import TINY, files_in, read_rows, run
+from jax_grouped.examples.settings import UsageError
+from tests.examples.programs import TINY, file_size_limit, files_in, read_rows, run
 
 pytestmark = pytest.mark.slow
 
@@ -116,9 +118,10 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_is_taken(
 
     assert status == 0, err
     assert "note: the checkpoint of step 12 cannot be read (" in out
-    assert f") and has been moved to {finished_copy / 'unreadable-1'}\n" in out
+    (moved,) = finished_copy.glob("unreadable-*")
+    assert f") and has been moved to {moved}\n" in out
     assert "note: resuming at step 8\n" in out
-    assert files_in(finished_copy / "unreadable-1" / "12") == damaged
+    assert files_in(moved / "12") == damaged
     assert read_rows(finished_copy) == read_rows(finished[0])
     assert sorted(path.name for path in (finished_copy / "checkpoints").iterdir()) == ["12", "8"]
 
@@ -169,7 +172,7 @@ def test_damaged_settings_are_named_and_nothing_changes(change: Any, finished_co
     assert status == 2
     assert err.startswith("train_moe: error: --resume: ")
     assert "settings.json" in err
-    assert err.endswith("restore it, or start anew without --resume\n")
+    assert err.endswith("restore it, or start anew in another folder\n")
     assert err.count("\n") == 1
     assert files_in(finished_copy) == before
 
@@ -224,17 +227,32 @@ def test_a_curve_that_lacks_steps_goes_on(kept: int, finished: tuple[Path, str],
     assert ("held-out loss before" in out) == bool(kept)
 
 
-def test_a_new_run_keeps_what_is_in_its_folder(text_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    for name in ("checkpoints/mine", "settings.json", "notes.txt"):
-        (folder / name).write_text("mine")
-    (folder / "loss.csv").symlink_to("elsewhere")
+@pytest.mark.parametrize("name", ["settings.json", "checkpoints", "loss.csv", "loss.png"])
+def test_a_new_run_is_refused_by_a_folder_that_has_its_files(name: str, text_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / name).symlink_to("elsewhere")
 
-    status, out, err = run("--data", text_file, "--out", folder, "--steps", 1, *TINY)
+    status, _, err = run("--data", text_file, "--out", tmp_path, "--steps", 1, *TINY)
 
-    assert status == 0, err
-    assert f"has been moved to {folder / 'earlier-1'}" in out
-    for name in ("earlier-1/checkpoints/mine", "earlier-1/settings.json", "notes.txt"):
-        assert (folder / name).read_text() == "mine"
-    assert os.readlink(folder / "earlier-1" / "loss.csv") == "elsewhere"
+    assert status == 2
+    assert err == (
+        f"train_moe: error: --out: {tmp_path / name} exists already: continue that run with --resume, "
+        "or name a new folder\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.txt", name, "train_moe.lock"])
+    assert os.readlink(tmp_path / name) == "elsewhere"
+
+
+def test_losses_that_do_not_fit_on_the_disk_leave_the_file_as_it_was(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.extend([Losses(0, None, 6.0), Losses(1, 5.5, None)])
+    before = folder.csv_path.read_bytes()
+
+    with file_size_limit(len(before) + 5), pytest.raises(UsageError, match="File too large"):
+        folder.extend([Losses(2, 5.0, 4.5)])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.csv"]
+    assert folder.csv_path.read_bytes() == before
+    folder.extend([Losses(2, 5.0, 4.5)])
+    assert folder.rows == read_losses(folder.csv_path)
+    assert len(folder.rows) == 3

@@ -1,4 +1,4 @@
-"""The flags of `train_moe`, and what it says about those that do not fit."""
+"""The options of `train_moe`, and its errors about those that do not fit."""
 
 import json
 import re
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jax_grouped import examples
 from jax_grouped.backends.reference import gemm
-from jax_grouped.examples import command_line, settings, step
+from jax_grouped.examples import settings, step
+from jax_grouped.examples.settings import parse
 from tests.examples.programs import TINY, run
 
 
@@ -16,11 +18,12 @@ from tests.examples.programs import TINY, run
     ("flags", "message"),
     [
         ("--bogus", "unrecognized arguments: --bogus"),
-        ("--steps 0", "argument --steps: must be a positive integer, got '0'"),
-        ("--batch 2.5", "argument --batch: must be a positive integer, got '2.5'"),
-        ("--seed -1", "argument --seed: must be an integer from 0 to 2147483647, got '-1'"),
-        ("--learning-rate nan", "argument --learning-rate: must be a positive number, got 'nan'"),
-        ("--cool-down -1", "argument --cool-down: must be an integer of at least 0, got '-1'"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--batch 2.5", "argument --batch: invalid int value: '2.5'"),
+        ("--seed -1", "--seed must be at least 0, got -1"),
+        ("--seed 2147483648", "--seed must be at most 2147483647, got 2147483648"),
+        ("--learning-rate nan", "--learning-rate must be a positive number, got nan"),
+        ("--cool-down -1", "--cool-down must be at least 0, got -1"),
         ("--cool-down 251", "--cool-down 251 is more than --steps 250"),
         ("--recipe fp4", "argument --recipe: invalid choice: 'fp4' (choose from"),
         ("--top-k 9", "--top-k 9 is more than --experts 8"),
@@ -71,7 +74,7 @@ def test_an_error_is_one_clear_line(flags: str, message: str, tmp_path: Path, mo
 )
 def test_what_is_split_over_devices_is_split_evenly(flags: str, message: str) -> None:
     with pytest.raises(settings.UsageError, match=re.escape(message)):
-        settings.devices_of(command_line.parse(flags.split()), available=8)
+        settings.devices_of(parse(flags.split()), available=8)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +87,14 @@ def test_what_is_split_over_devices_is_split_evenly(flags: str, message: str) ->
     ],
 )
 def test_all_devices_are_used_unless_fewer_are_asked_for(flags: str, devices: tuple[int, int]) -> None:
-    assert settings.devices_of(command_line.parse(flags.split()), available=8) == devices
+    assert settings.devices_of(parse(flags.split()), available=8) == devices
 
 
 def test_the_devices_of_a_run_are_those_of_the_way_it_is_resumed() -> None:
-    recorded = command_line.parse(["--parallel", "expert", "--devices", "4", "--expert-devices", "2"]).recorded()
+    recorded = parse(["--parallel", "expert", "--devices", "4", "--expert-devices", "2"]).recorded()
 
-    same = command_line.parse_resumed(["--resume"], recorded)
-    other = command_line.parse_resumed(["--resume", "--parallel", "pmap"], recorded)
+    same = parse(["--resume"], recorded)
+    other = parse(["--resume", "--parallel", "pmap"], recorded)
 
     assert (same.parallel, same.devices, same.expert_devices) == ("expert", 4, 2)
     assert (other.parallel, other.devices, other.expert_devices) == ("pmap", None, None)
@@ -143,6 +146,10 @@ def test_missing_extras_are_named(module: str, monkeypatch: pytest.MonkeyPatch) 
     for name in list(sys.modules):
         if name.partition(".")[0] == module or name.startswith("jax_grouped.examples."):
             monkeypatch.delitem(sys.modules, name)
+        if name.startswith("jax_grouped.examples."):
+            # An import also sets an attribute of the package, which must be undone as well.
+            child = name.removeprefix("jax_grouped.examples.")
+            monkeypatch.setattr(examples, child, getattr(examples, child))
     monkeypatch.setitem(sys.modules, module, None)
 
     status, _, err = run("--data", "missing")
@@ -156,13 +163,13 @@ def test_settings_are_recorded_in_full(finished: tuple[Path, str]) -> None:
     recorded = json.loads((finished[0] / "settings.json").read_text())
     del recorded["text_sha256"]
 
-    assert command_line.parse_resumed([], recorded).recorded() == recorded
+    assert parse([], recorded).recorded() == recorded
 
 
 def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> None:
     flags = ["--steps", "100", "--cool-down", "40", "--learning-rate", "0.5"]
-    chosen = command_line.parse(flags)
+    chosen = parse(flags)
     rate = step.learning_rate(chosen)
     assert [round(float(rate(number)), 3) for number in (20, 60, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.125, 0.0]
     with pytest.raises(settings.UsageError, match=r"was started with --steps 100, not 200"):
-        command_line.parse_resumed(["--resume", "--steps", "200"], chosen.recorded())
+        parse(["--resume", "--steps", "200"], chosen.recorded())
