@@ -131,6 +131,17 @@ __device__ inline void ZeroOutside(const QuantizeArguments& args, const WorkItem
 constexpr int kBlocksOfSingleLaunch = 3;
 template <typename Element>
 constexpr int kBlocks = sizeof(Element) == 2 ? 5 : 3;
+// Shared memory of that many blocks: tiles, static shared memory, and 1 KiB per block for the system.
+constexpr int SharedBytes(int blocks, int tile_bytes, bool single_launch) {
+  const auto fixed = static_cast<int>(sizeof(WarpExchange) + (single_launch ? sizeof(Window) : 0));
+  return blocks * (tile_bytes + fixed + 1024);
+}
+constexpr int kSharedBytesOfSm = 228 * 1024;  // on Hopper and Blackwell
+static_assert(SharedBytes(kBlocks<__half>, InputTile<__half>::kBytes, false) <= kSharedBytesOfSm);
+static_assert(SharedBytes(kBlocks<float>, InputTile<float>::kBytes, false) <= kSharedBytesOfSm);
+static_assert(SharedBytes(kBlocksOfSingleLaunch, InputTile<float>::kBytes, true) <= kSharedBytesOfSm);
+static_assert(GroupTable::Size(kMostGroupsOfWarp) * sizeof(int32_t) <= InputTile<__half>::kBytes,
+              "the table of a single launch lies where the tile comes later");
 
 // Barrier of all blocks of the grid, in a single launch.
 class GridBarrier {
