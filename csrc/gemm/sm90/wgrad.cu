@@ -112,7 +112,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
                       out_features,
                       problem.result_type,
                       problem.accumulate};
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dkernel));
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     ClusterLaunch launch;

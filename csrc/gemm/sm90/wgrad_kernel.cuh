@@ -22,7 +22,7 @@ struct GroupMaps {
 };
 
 struct WgradArguments {
-  CUtensorMap dkernel;
+  CUtensorMap dweight;
   GroupMaps maps;
   GroupTable table;       // the first batch element's
   int32_t cluster_tiles;  // of all groups
@@ -30,7 +30,7 @@ struct WgradArguments {
   const float* dy_scale;
   int32_t in_features;
   int32_t out_features;
-  cudaDataType_t dkernel_type;
+  cudaDataType_t dweight_type;
   bool accumulate;
 };
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScal
 template <typename XType, typename DyType, ScalingMode kMode>
 __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging staging(shared, position, args.dkernel_type);
+  Staging staging(shared, position, args.dweight_type);
   Stage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();
@@ -188,9 +188,9 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
       if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
       staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
         if (args.accumulate) {
-          AddBox(&args.dkernel, box, tile.column + column, tile.row + first_row, tile.group);
+          AddBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
         } else {
-          StoreBox(&args.dkernel, box, tile.column + column, tile.row + first_row, tile.group);
+          StoreBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
         }
       });
     }
