@@ -142,7 +142,7 @@ def test_a_peer_that_fails_gives_a_row_with_the_reason(
     [
         ("run steps", "argument SUITE: invalid choice: 'steps'"),
         ("run step --shapes qwen4", "argument --shapes: invalid choice: 'qwen4'"),
-        ("run step --variants jax.numpy", "nothing was measured"),
+        ("run step_launch --variants jax.numpy", "nothing was measured"),
         ("run memory --json nowhere/rows.json", "[Errno 2] No such file or directory: 'nowhere/rows.json.part'"),
         ("run step scaling --json rows.json", "the files of several suites need {suite} in their names"),
         ("show nowhere.json", "[Errno 2] No such file or directory: 'nowhere.json'"),
