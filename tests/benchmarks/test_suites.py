@@ -32,7 +32,8 @@ FEW = {
     "bf16_device_clock": "--shapes qwen3 --skews equal",
     "fp8_products": "--shapes qwen3 --skews lognormal --ops fprop dgrad wgrad 'wgrad f32' backward",
     "quantize": "--shapes small --skews equal",
-    "step": "--shapes qwen3 --skews tail --variants bf16 block 'block cached' 'current cached' delayed",
+    "step": "--shapes qwen3 --skews tail --kernels bfloat16 "
+    "--variants bf16 block 'block cached' 'current cached' delayed",
     "step_accumulating": "--shapes qwen3 --variants bf16 block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 current 'delayed cached'",
     "step_launch": "--layers dense --variants bf16",

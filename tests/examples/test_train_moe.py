@@ -147,41 +147,29 @@ def test_delayed_scaling_resumes_with_what_it_remembers(text_file: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "reference"),
+    ("flags", "reference", "tolerance"),
     [
-        ("--parallel pmap --devices 2 --microbatches 2", ""),
-        ("--parallel expert --devices 4 --expert-devices 2 --microbatches 2", ""),
-        (f"{DELAYED} --parallel expert --devices 4 --expert-devices 2", DELAYED),
+        ("--parallel pmap --devices 2", "", 0.03),
+        ("--parallel expert --devices 4 --expert-devices 2", "", 0.03),
+        # Microbatches have balance losses of their own, and those of several devices are of other tokens.
+        (f"{DELAYED} --parallel expert --devices 4 --expert-devices 2", DELAYED, 0.1),
     ],
     ids=["pmap", "expert", "delayed scaling"],
 )
-def test_a_step_is_the_same_on_several_devices(flags: str, reference: str) -> None:
+def test_a_step_is_the_same_on_several_devices(
+    flags: str, reference: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_devices(4)
+    monkeypatch.setattr(step, "BALANCE_WEIGHT", 10.0)  # Most of a router's gradient is then the balance loss's.
     windows = np.random.default_rng(0).integers(97, 105, size=(2, 8, 33), dtype=np.uint8)
 
     expected, actual = (after_steps(prepared(these), windows) for these in (reference, flags))
 
-    # Beside the parameters, Adam's moments: they would show a gradient that is too large. What is left is rounding in
-    # bfloat16, and of what microbatches have as a balance loss of their own.
+    # Beside the parameters, Adam's moments: they would show a gradient that is too large, and a balance loss that is the
+    # mean of the devices' (0.07 in the embedding). Rounding to bfloat16 leaves up to 0.02.
     for (path, a), b in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         assert a.shape == b.shape
-        assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(a), jax.tree_util.keystr(path)
-
-
-def test_the_balance_loss_is_that_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_devices(4)
-    monkeypatch.setattr(step, "BALANCE_WEIGHT", 10.0)
-    windows = np.random.default_rng(0).integers(97, 105, size=(1, 8, 33), dtype=np.uint8)
-
-    def router_gradient(flags: str) -> np.ndarray:
-        state, _ = after_steps(prepared(flags), windows)
-        return state.opt_state[1][0].mu["params"]["experts_0"]["router"]["kernel"]
-
-    expected = router_gradient("")
-
-    for flags in ("--parallel pmap --devices 2", "--parallel expert --devices 4 --expert-devices 2"):
-        difference = np.linalg.norm(router_gradient(flags) - expected) / np.linalg.norm(expected)
-        assert difference < 0.02, flags
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
 
 
 def after_steps(run: training.Run, batches: np.ndarray) -> tuple[TrainState, jax.Array]:

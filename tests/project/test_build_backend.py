@@ -11,6 +11,8 @@ import pathspec
 import pytest
 import scikit_build_core
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CUDA = f"{'cp312-abi3' if sys.version_info >= (3, 12) else 'cp311-cp311'}-linux_{platform.machine()}"
 FFI = {"jaxlib==0.10.0; python_version < '3.15'", "jaxlib==0.11.1; python_version >= '3.15'", "nanobind>=2.5"}
