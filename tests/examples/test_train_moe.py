@@ -165,8 +165,8 @@ def test_a_step_is_the_same_on_several_devices(
 
     expected, actual = (after_steps(prepared(these), windows) for these in (reference, flags))
 
-    # Beside the parameters, Adam's moments: they would show a gradient that is too large, and a balance loss that is the
-    # mean of the devices' (0.07 in the embedding). Rounding to bfloat16 leaves up to 0.02.
+    # Beside the parameters, Adam's moments: they would show a gradient that is too large, and a balance loss that is a
+    # mean over devices (0.07 in the embedding). Rounding to bfloat16 leaves up to 0.02.
     for (path, a), b in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         assert a.shape == b.shape
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
