@@ -25,8 +25,10 @@ struct QuantizeAttributes {
   float amax_epsilon;
   bool swizzled_scales;
   bool given_scale;
+  bool gathered;
   Activation activation;
   bool backward;
+  bool weighted;
   bool cached;
 };
 
@@ -42,14 +44,13 @@ struct DequantizeAttributes {
 }  // namespace jax_grouped
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Activation);
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizeAttributes,
-                                      StructMember<::jax_grouped::ScalingMode>("mode"),
-                                      StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"),
-                                      StructMember<bool>("columnwise"), StructMember<bool>("dbias"),
-                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
-                                      StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"),
-                                      StructMember<::jax_grouped::Activation>("activation"),
-                                      StructMember<bool>("backward"), StructMember<bool>("cached"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_grouped::QuantizeAttributes, StructMember<::jax_grouped::ScalingMode>("mode"),
+    StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
+    StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
+    StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
+    StructMember<::jax_grouped::Activation>("activation"), StructMember<bool>("backward"),
+    StructMember<bool>("weighted"), StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
                                       StructMember<::jax_grouped::ScalingMode>("mode"),
                                       StructMember<int64_t>("num_groups"), StructMember<int64_t>("stack_rows"),
@@ -119,10 +120,26 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   return CheckAlignment(kQuantize, "x", x.untyped_data());
 }
 
+// Decodes `x` and the indices of its rows, and gives the number of rows to quantize.
+ffi::Error DecodeRows(const ffi::AnyBuffer& x, const QuantizeAttributes& attributes, OptionalBuffers* optional,
+                      QuantizeBuffers* buffers, int64_t* rows) {
+  buffers->x = x.untyped_data();
+  buffers->x_rows = x.dimensions()[0];
+  *rows = buffers->x_rows;
+  if (!attributes.gathered) return ffi::Error::Success();
+  if (attributes.activation != Activation::kNone) {
+    return Invalid(kQuantize, "rows are gathered without an activation only.");
+  }
+  JAX_GROUPED_ASSIGN_OR_RETURN(indices, optional->NextArgument());
+  if (indices->element_type() != ffi::S32) return Invalid(kQuantize, "row_indices must be int32.");
+  buffers->row_indices = static_cast<const int32_t*>(indices->untyped_data());
+  *rows = Elements(*indices);
+  return *rows > 0 ? ffi::Error::Success() : Invalid(kQuantize, "row_indices must have entries.");
+}
+
 ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_groups,
                            const QuantizeAttributes& attributes, const QuantizeProblem& problem,
                            OptionalBuffers* optional, QuantizeBuffers* buffers) {
-  buffers->x = x.untyped_data();
   if (attributes.given_scale) {
     JAX_GROUPED_ASSIGN_OR_RETURN(scale, optional->NextArgument());
     if (scale->element_type() != ffi::F32) return Invalid(kQuantize, "scale must be float32.");
@@ -136,6 +153,14 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
                                            x.dimensions()[0] * problem.features));
     JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kQuantize, "activation_input", input->untyped_data()));
     buffers->activation_input = input->untyped_data();
+  }
+  if (attributes.weighted) {
+    if (attributes.activation == Activation::kNone) return Invalid(kQuantize, "weights of rows need an activation.");
+    JAX_GROUPED_ASSIGN_OR_RETURN(weights, optional->NextArgument());
+    if (weights->element_type() != ffi::F32) return Invalid(kQuantize, "row_weights must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(
+        CheckEqual(kQuantize, "the size of row_weights", Elements(*weights), x.dimensions()[0]));
+    buffers->row_weights = static_cast<const float*>(weights->untyped_data());
   }
   if (attributes.cached) {
     JAX_GROUPED_ASSIGN_OR_RETURN(skip, optional->NextArgument());
@@ -243,9 +268,10 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   const int64_t num_groups = Elements(**amax);
   if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
 
+  int64_t rows = 0;
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeRows(x, attributes, &optional, &buffers, &rows));
   Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(
-      DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, x.dimensions()[0], &groups));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, rows, &groups));
   const QuantizedLayout layout{problem.mode,
                                false,
                                problem.swizzled_scales,

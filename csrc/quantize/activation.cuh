@@ -60,6 +60,7 @@ __device__ float ActivationGradient(float x, float gradient) {
 struct ActivationArrays {
   const void* x;
   const void* activation_input;
+  const float* row_weights;  // null for 1
   cudaDataType_t type;
   Activation activation;
   bool backward;
@@ -76,6 +77,7 @@ class ActivatedColumns {
   __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
       : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
     const int64_t row = chunk.first_row + int64_t{first};
+    if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
     const int64_t features = arrays.features;
     if constexpr (kBackward) {
       // With a gate, the first half of the result is the gradient of the gate; the second half is that of the factors.
@@ -102,6 +104,7 @@ class ActivatedColumns {
     inputs_ += rows * stride_;
     factors_ += rows * stride_;
     if constexpr (kBackward) gradients_ += rows * gradient_stride_;
+    if (weights_ != nullptr) weights_ += rows;
   }
 
   // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist.
@@ -112,12 +115,14 @@ class ActivatedColumns {
     Eight inputs[kCount];
     Eight factors[kCount];
     Eight gradients[kCount];
+    float weights[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
       inputs[i].Read(inputs_ + row * stride_);
       if constexpr (kGated) factors[i].Read(factors_ + row * stride_);
       if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
+      weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
     }
     float values[kCount][8];
     WithActivation([&](auto constant) {
@@ -128,10 +133,11 @@ class ActivatedColumns {
         for (int j = 0; j < 8; ++j) {
           const float factor = kGated ? factors[i][j] : 1.0f;
           if constexpr (kBackward) {
-            const float of_gate = ActivationGradient<kActivation>(inputs[i][j], gradients[i][j] * factor);
-            values[i][j] = !kGated || is_gate_ ? of_gate : gradients[i][j] * Activate<kActivation>(inputs[i][j]);
+            const float gradient = gradients[i][j] * weights[i];
+            const float of_gate = ActivationGradient<kActivation>(inputs[i][j], gradient * factor);
+            values[i][j] = !kGated || is_gate_ ? of_gate : gradient * Activate<kActivation>(inputs[i][j]);
           } else {
-            values[i][j] = Activate<kActivation>(inputs[i][j]) * factor;
+            values[i][j] = Activate<kActivation>(inputs[i][j]) * factor * weights[i];
           }
         }
       }
@@ -182,6 +188,7 @@ class ActivatedColumns {
   int64_t stride_;
   const T* gradients_;
   int64_t gradient_stride_;
+  const float* weights_ = nullptr;
   bool is_gate_;  // also true without a gate
 };
 
@@ -256,6 +263,7 @@ inline ActivatedSource MakeActivatedSource(const QuantizeProblem& problem, const
   ActivatedSource source;
   source.x = buffers.x;
   source.activation_input = buffers.activation_input;
+  source.row_weights = buffers.row_weights;
   source.type = problem.input_type;
   source.activation = problem.activation;
   source.backward = problem.backward;

@@ -32,10 +32,15 @@ struct QuantizeProblem {
 // Device memory for all elements of a batch. Results that are not wanted are null. `scale` is null for current scaling,
 // and `skip` is null without a cache.
 struct QuantizeBuffers {
-  const void* x;                 // [tokens, input features], of input_type
+  const void* x;                 // [x_rows, input features], of input_type
   const void* activation_input;  // as x, only for a backward form
   const float* scale;            // [num_groups]
-  const bool* skip;              // [batch]; where it is true, nothing else is read and nothing is written
+  // [tokens], or null if `x` has the tokens in order, and x_rows is their number. Token i is then the row at
+  // row_indices[i], or zeros if there is no such row. Only without an activation.
+  const int32_t* row_indices;
+  int64_t x_rows;
+  const float* row_weights;  // [tokens], factors of the activation's result or its gradient; null for 1
+  const bool* skip;          // [batch]; where it is true, nothing else is read and nothing is written
   void* row_data;
   void* row_scale;
   void* column_data;

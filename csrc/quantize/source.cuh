@@ -162,7 +162,7 @@ __device__ inline void CopyAsync(void* shared, const void* global, bool exists) 
 }
 __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// The input without an activation.
+// The input without an activation, whose rows may be gathered.
 template <typename T>
 struct PlainSource {
   using Element = T;
@@ -170,6 +170,8 @@ struct PlainSource {
   static constexpr int kRowsAtOnce = sizeof(T) == 2 ? kFp8Alignment / 2 : 1;
   const T* x;
   int64_t features;
+  const int32_t* row_indices;  // null if the rows are in order
+  int64_t rows;                // of x
 
   // Loads a chunk's rows into a slot, 128 columns from `first_column` on. Elements that do not exist become zero. Whole
   // warps must call it.
@@ -179,14 +181,25 @@ struct PlainSource {
     const int vector = threadIdx.x % kVectors;
     const int first = threadIdx.x % 32 / kVectors;
     const int64_t column = first_column + vector * static_cast<int>(16 / sizeof(T));
-    const int rows = column < features ? chunk.rows : 0;
-    const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;
+    const int rows_here = column < features ? chunk.rows : 0;
     uint4* to = tile.Vector(slot, first, vector);
+    if (row_indices != nullptr) {
+      const int lane = threadIdx.x % 32;
+      const int32_t index = lane < chunk.rows ? row_indices[chunk.first_row + lane] : 0;
 #pragma unroll
-    for (int row = 0; row < kFp8Alignment; row += kRows) {
-      const bool exists = row + first < rows;
-      CopyAsync(to + row * kVectors, exists ? from : x, exists);
-      from += kRows * features;
+      for (int row = 0; row < kFp8Alignment; row += kRows) {
+        const int32_t from_row = __shfl_sync(kFullWarp, index, row + first);
+        const bool exists = row + first < rows_here && IsRow(from_row);
+        CopyAsync(to + row * kVectors, exists ? x + from_row * features + column : x, exists);
+      }
+    } else {
+      const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;
+#pragma unroll
+      for (int row = 0; row < kFp8Alignment; row += kRows) {
+        const bool exists = row + first < rows_here;
+        CopyAsync(to + row * kVectors, exists ? from : x, exists);
+        from += kRows * features;
+      }
     }
     WaitForCopies();
     __syncwarp();
@@ -194,23 +207,31 @@ struct PlainSource {
 
   // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
-  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&rows)[kCount][4]) const {
+  __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&loaded)[kCount][4]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int row = first + 2 * i;
       if (row >= chunk.rows || column >= features) continue;
-      const auto* from = reinterpret_cast<const uint4*>(x + (chunk.first_row + int64_t{row}) * features + column);
+      int64_t from_row = chunk.first_row + int64_t{row};
+      if (row_indices != nullptr) {
+        from_row = row_indices[from_row];
+        if (!IsRow(from_row)) continue;
+      }
+      const auto* from = reinterpret_cast<const uint4*>(x + from_row * features + column);
 #pragma unroll
       for (int vector = 0; vector < InputTile<T>::kVectorsPer8; ++vector) {
-        reinterpret_cast<uint4*>(rows[i])[vector] = __ldcs(from + vector);
+        reinterpret_cast<uint4*>(loaded[i])[vector] = __ldcs(from + vector);
       }
     }
   }
+
+ private:
+  __device__ bool IsRow(int64_t index) const { return 0 <= index && index < rows; }
 };
 
 template <typename T>
 PlainSource<T> MakePlainSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
-  return {static_cast<const T*>(buffers.x), problem.features};
+  return {static_cast<const T*>(buffers.x), problem.features, buffers.row_indices, buffers.x_rows};
 }
 
 }  // namespace jax_grouped

@@ -223,9 +223,11 @@ def quantize(
     """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
     shape = (x.shape[0] // batch, x.shape[1])
     layout = spec.layout(shape, columnwise=False)
-    scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(shape[0], spec.num_groups),), jnp.uint8)
+    scratch = jax.ShapeDtypeStruct((quantize_scratch_bytes(spec.rows(shape[0]), spec.num_groups),), jnp.uint8)
     partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
+    if spec.gathered_rows is not None and batch > 1:
+        more = (_in_whole_batch(more[0], shape[0], batch), *more[1:])
     operands = (x, group_sizes, group_offset, *more)
     # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
     first = len(operands) - len(results)
@@ -246,11 +248,21 @@ def quantize(
         amax_epsilon=np.float32(spec.amax_epsilon),
         swizzled_scales=spec.swizzled_scales,
         given_scale=spec.given_scale,
+        gathered=spec.gathered_rows is not None,
         activation=np.int32(_ACTIVATIONS.index(spec.activation)),
         backward=spec.backward,
+        weighted=spec.weighted,
         cached=spec.cached,
     )
     return tuple(outputs[: len(results)])
+
+
+def _in_whole_batch(row_indices: jax.Array, x_rows: int, batch: int) -> jax.Array:
+    """Counts indices into the rows of each batch element from the first element's, `[B * R]`; -1 for no row."""
+    of_elements = row_indices.reshape(batch, -1)
+    exist = (of_elements >= 0) & (of_elements < x_rows)
+    first_rows = x_rows * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return jnp.where(exist, of_elements + first_rows, -1).reshape(row_indices.shape)
 
 
 def dequantize(

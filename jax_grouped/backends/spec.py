@@ -88,14 +88,16 @@ class GemmSpec:
 class QuantizeSpec:
     """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
 
-    `more` holds these operands in this order, each only if its flag is set: `scale [G]`, `activation_input`, and `skip`
-    with the previous results, whose bytes are kept if `skip` is true.
+    `more` holds these operands in this order, each only if its flag is set: `row_indices [R]`, `scale [G]`,
+    `activation_input`, `row_weights [T]`, and `skip` with the previous results, whose bytes are kept if `skip` is true.
 
     Attributes:
         mode: which elements share a scale.
         dtype: the FP8 type.
         num_groups: `G`, the number of groups to quantize; `group_sizes` may describe more.
         stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
+        gathered_rows: `R`, the number of rows, if they are gathered: row `i` is `x[row_indices[i]]`, or zero if there
+            is no such row. None if `x` holds the rows themselves.
         rowwise, columnwise: the orientations to make.
         dbias: whether to sum each group's rows.
         pow2_scales: whether scales are rounded down to powers of two.
@@ -104,6 +106,7 @@ class QuantizeSpec:
         given_scale: whether the scales are given, one per group (`TENSOR` only).
         activation: function applied to `x` before quantization, in float32.
         backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
+        weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
         cached: whether `skip` and previous results are given.
     """
 
@@ -111,6 +114,7 @@ class QuantizeSpec:
     dtype: DTypeLike
     num_groups: int
     stack_rows: int | None = None
+    gathered_rows: int | None = None
     rowwise: bool = True
     columnwise: bool = False
     dbias: bool = False
@@ -120,10 +124,15 @@ class QuantizeSpec:
     given_scale: bool = False
     activation: Activation | None = None
     backward: bool = False
+    weighted: bool = False
     cached: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def rows(self, x_rows: int) -> int:
+        """Returns the number of rows of the quantized array, from that of `x`."""
+        return x_rows if self.gathered_rows is None else self.gathered_rows
 
     def features(self, x_features: int) -> int:
         """Returns the number of features of the quantized array, from that of `x`."""
@@ -136,7 +145,7 @@ class QuantizeSpec:
         return QuantizedLayout(
             self.mode,
             columnwise,
-            tokens=x_shape[0],
+            tokens=self.rows(x_shape[0]),
             features=self.features(x_shape[1]),
             num_groups=self.num_groups,
             stack_rows=self.stack_rows,

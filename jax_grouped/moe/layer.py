@@ -1,5 +1,6 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +12,9 @@ from jax_grouped.core.values import as_array, static_number
 from jax_grouped.core.varying import axis_size, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
+from jax_grouped.moe.experts import routed_mlp, weighted_mlp
 from jax_grouped.moe.mlp import as_weights, grouped_mlp
-from jax_grouped.moe.permutation import group_by_expert, permute, unpermute
+from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights
@@ -64,6 +66,10 @@ def moe_mlp(
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
+
+    With a recipe, quantization gathers the tokens from `x`, so that no row is written in a wider type, and the backward
+    pass does so again. It keeps `x`, the input of SwiGLU, the routing and the quantized kernels for that. It computes
+    the routing weights' gradient from the activation's, with the precision of the recipe.
 
     The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
     experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
@@ -135,21 +141,37 @@ def moe_mlp(
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
     permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
-    rows, dropped = permute(x, permutation), permutation.dropped
-    if devices == 1:
-        rows = grouped_mlp(rows, gate_up, down, permutation.group_sizes, recipe=recipe, precision=precision)
+    dropped = permutation.dropped
+    if devices == 1 and recipe is not None:
+        y = routed_mlp(x, gate_up, down, permutation, routing.weights, recipe, precision)
+    elif devices == 1:
+        rows = permute(x, permutation)
+        rows = grouped_mlp(rows, gate_up, down, permutation.group_sizes, precision=precision)
+        y = unpermute(rows, permutation, routing.weights)
     else:
+        rows = permute(x, permutation)
         exchange = plan_exchange(
             permutation.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
         )
         rows = send_rows(rows, exchange)
-        rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, recipe=recipe, precision=precision)
-        rows, dropped = return_rows(rows, exchange), exchange.dropped
-    y = unpermute(rows, permutation, routing.weights)
+        if recipe is None:
+            rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, precision=precision)
+            y = unpermute(return_rows(rows, exchange), permutation, routing.weights)
+        else:
+            row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
+            rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, recipe, precision)
+            y = unpermute(return_rows(rows, exchange), permutation)
+        dropped = exchange.dropped
     if feature_axis is not None:
         y = jax.lax.psum(y, feature_axis)
     balance_loss = load_balancing_loss(routing, axis_name=batch_axes or None)
     return y, MoEMetrics(balance_loss, expert_load(routing), dropped)
+
+
+def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:
+    """Returns the weight of each row, `float32[R, 1]`."""
+    of_pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
+    return permute(weights.reshape(weights.size, 1), of_pairs)
 
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:

@@ -60,22 +60,12 @@ def grouped_mlp(
         assert jnp.allclose(y[:14], 16 * 32 * jax.nn.silu(32.0)) and not y[14:].any()
     """
     x = as_array("x", x)
-    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
-    _check_shapes(gate_up.kernel.shape, down.kernel.shape)
-    if recipe is not None:
-        checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
-    gate_up, up_spec = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
-    hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
-    down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down")
+    gate_up, down, spec = canonical_mlp(x, gate_up, down, recipe, precision)
     if recipe is None:
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
         return dense(swiglu(dense(x, **gate_up._asdict())), **down._asdict())
 
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
-    spec = _MlpSpec(
-        up=dataclasses.replace(up_spec, output_activation="silu_mul"),
-        down=dataclasses.replace(down_spec, input_activation="silu_mul"),
-    )
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
     return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
@@ -107,6 +97,43 @@ def _swiglu_backward(gate_up: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+class MlpSpec(NamedTuple):
+    """The static parts of both products, with SwiGLU as their activation."""
+
+    up: DenseSpec
+    down: DenseSpec
+
+
+def canonical_mlp(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    gate_up: jax.Array | Weights,
+    down: jax.Array | Weights,
+    recipe: Recipe | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Weights, Weights, MlpSpec]:
+    """Returns both weights as arrays, and the static part of their products with tokens such as `x`.
+
+    Raises:
+        TypeError: as `grouped_mlp`.
+        ValueError: likewise.
+    """
+    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
+    _check_shapes(gate_up.kernel.shape, down.kernel.shape)
+    if recipe is not None:
+        checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
+    gate_up, up = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
+    hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
+    down, spec = canonical_weights(hidden, down, recipe, None, precision, "down")
+    return (
+        gate_up,
+        down,
+        MlpSpec(
+            up=dataclasses.replace(up, output_activation="silu_mul"),
+            down=dataclasses.replace(spec, input_activation="silu_mul"),
+        ),
+    )
+
+
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
     """Returns `Weights`, also from a bare kernel. Raises TypeError unless the kernel is an array."""
     if not isinstance(weights, Weights):
@@ -119,11 +146,6 @@ def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:
         raise ValueError(f"gate_up and down must have shapes [E, K, 2 F] and [E, F, N], got {gate_up} and {down}.")
 
 
-class _MlpSpec(NamedTuple):
-    up: DenseSpec
-    down: DenseSpec
-
-
 class _MlpSaved(NamedTuple):
     up: Saved
     hidden: jax.Array
@@ -131,19 +153,19 @@ class _MlpSaved(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _mlp(inputs: tuple[Inputs, Inputs], spec: _MlpSpec) -> jax.Array:
+def _mlp(inputs: tuple[Inputs, Inputs], spec: MlpSpec) -> jax.Array:
     hidden, _ = fprop(inputs[0], spec.up, for_gradients=False)
     return fprop(inputs[1]._replace(x=hidden), spec.down, for_gradients=False)[0]
 
 
-def _forward(primals: Any, spec: _MlpSpec) -> tuple[jax.Array, _MlpSaved]:
+def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
     hidden, of_up = fprop(up, spec.up, for_gradients=True)
     y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
     return y, _MlpSaved(save(up, of_up), checkpoint_name(hidden, _HIDDEN_NAME), save(down, of_down))
 
 
-def _backward(spec: _MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:
+def _backward(spec: MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:
     del spec
     down = gradients(saved.down, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy)
     up = gradients(saved.up, down.x, saved.hidden)

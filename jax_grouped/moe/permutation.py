@@ -192,25 +192,32 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
         raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
 
 
-def _gather(x: jax.Array, indices: jax.Array) -> jax.Array:
+def gather(x: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns `x[indices]`, zero for indices past the end, whatever any other row of `x` holds."""
     if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
         x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
     return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def _tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
+def tokens_of(permutation: Permutation) -> jax.Array:
     """Returns the token of each row, `int32[R]`, and `T` in the tail."""
+    return _tokens_of(permutation.order, permutation.inverse)
+
+
+def _tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
     return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
 
 
-def _sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Sums the existing rows of each token, `[T, C]`."""
+def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> [T, C]`."""
+    if weights is not None:
+        # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
+        weights = jnp.where(inverse < rows.shape[0], weights, 0)
     # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
     # gather of all choices as an array `[T, k, C]`.
     terms = []
     for choice in range(inverse.shape[1]):
-        term = _gather(rows, inverse[:, choice]).astype(jnp.float32)
+        term = gather(rows, inverse[:, choice]).astype(jnp.float32)
         terms.append(term if weights is None else term * weights[:, choice, None])
     return functools.reduce(jnp.add, terms).astype(rows.dtype)
 
@@ -221,7 +228,7 @@ def _sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | No
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return _gather(x, _tokens_of(order, inverse))
+    return gather(x, _tokens_of(order, inverse))
 
 
 def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
@@ -238,7 +245,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 @jax.custom_vjp
 def _unpermute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     del order
-    return _sum_of_choices(rows, inverse, None)
+    return sum_of_choices(rows, inverse)
 
 
 def _unpermute_forward(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
@@ -254,9 +261,8 @@ _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 @jax.custom_vjp
 def _unpermute_weighted(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
-    weights = jnp.where(inverse < order.shape[0], weights, 0)
-    return _sum_of_choices(rows, inverse, weights)
+    del order
+    return sum_of_choices(rows, inverse, weights)
 
 
 def _weighted_forward(
@@ -267,10 +273,10 @@ def _weighted_forward(
 
 def _weighted_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
-    weight_of_row = _gather(weights.reshape(weights.size), order)
+    weight_of_row = gather(weights.reshape(weights.size), order)
     drows = (_permute(dy, order, inverse).astype(jnp.float32) * weight_of_row[:, None]).astype(rows.dtype)
     # Gather the rows, not `dy` again: XLA may materialise a gather that two fusions share.
-    products = dy[:, None].astype(jnp.float32) * _gather(rows, inverse).astype(jnp.float32)
+    products = dy[:, None].astype(jnp.float32) * gather(rows, inverse).astype(jnp.float32)
     dweights = jnp.where(inverse < order.shape[0], jnp.sum(products, axis=2), 0)
     return drows, dweights, None, None
 

@@ -316,6 +316,35 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
     return scale
 
 
+def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
+    """Converts indices of `rows` rows to `int32[R]`, -1 for one outside of `[0, rows)` that int32 does not hold.
+
+    Raises:
+        TypeError: they are not of an integer type.
+        ValueError: they have another shape, or one does not fit into 64 bits.
+    """
+    indices = _integers("row_indices", row_indices)
+    if indices.ndim != 1:
+        raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
+    if indices.dtype == jnp.int32:
+        return indices
+    return jnp.where((indices >= 0) & (indices < rows), indices, -1).astype(jnp.int32)
+
+
+def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:
+    """Converts `row_weights` to `float32[rows]`.
+
+    Raises:
+        TypeError: they are not bfloat16, float16 or float32.
+        ValueError: they have another shape.
+    """
+    row_weights = as_array("row_weights", row_weights)
+    check_dtype("row_weights' type", row_weights.dtype)
+    if row_weights.shape != (rows,):
+        raise ValueError(f"row_weights must have one entry per row of x, shape ({rows},), got {row_weights.shape}.")
+    return row_weights.astype(jnp.float32)
+
+
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
     """Converts `flag` to `bool[1]`.
 

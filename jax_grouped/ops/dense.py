@@ -192,11 +192,17 @@ def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = 
     return Inputs(dx, weights, None)  # type: ignore[arg-type]
 
 
-def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
-    """Returns the result and the residuals, which hold quantized operands only if `for_gradients`."""
-    x, weights, groups = inputs
+def fprop(
+    inputs: Inputs, spec: DenseSpec, *, for_gradients: bool, keep_tokens: bool = True
+) -> tuple[jax.Array, DenseResiduals]:
+    """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
+
+    Without `keep_tokens` they lack the tokens, which the backward pass then quantizes again.
+    """
+    x, weights, groups, row_indices = inputs
     scales = _scales(spec, weights.fp8_state)
-    tokens = _tokens(x, groups, spec, scales, columnwise=for_gradients)
+    keep = for_gradients and keep_tokens
+    tokens = quantized(x, groups, spec, weights.fp8_state, columnwise=keep, row_indices=row_indices)
     kernels = _kernels(weights, spec, scales, rowwise=for_gradients)
     assert tokens.rowwise is not None
     assert kernels.columnwise is not None
@@ -212,16 +218,21 @@ def fprop(inputs: Inputs, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.
 
 
 def dgrad(
-    residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None = None
+    residuals: DenseResiduals,
+    dy: jax.Array,
+    activated: jax.Array | None = None,
+    *,
+    row_indices: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, PendingWgrad]:
     """Returns the gradient of `x`, and the inputs of wgrad.
 
     With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. If the spec has an
     `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the product's result, is the
-    activation's input.
+    activation's input. The last two arguments are those of `jax_grouped.grouped_quantize`.
     """
     spec, groups = residuals.spec, residuals.groups
-    gradient = _gradient(residuals, dy, activated)
+    gradient = _gradient(residuals, dy, activated, row_indices, row_weights)
     assert gradient.rowwise is not None
     assert residuals.kernel is not None
     dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype))
@@ -266,13 +277,29 @@ def _scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
     return state.scales(spec.recipe)
 
 
-def _tokens(
-    x: jax.Array, groups: Groups, spec: DenseSpec, scales: PerTensor | None, *, columnwise: bool
+def quantized(
+    x: jax.Array,
+    groups: Groups,
+    spec: DenseSpec,
+    state: Fp8State | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    row_indices: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
 ) -> Oriented | GroupedQuantized:
+    """Returns the tokens as the products read them. The last two arguments are those of `grouped_quantize`."""
     if spec.recipe is None:
         return Oriented(x, x)
-    given = () if scales is None else (scales.input,)
-    return quantize_tokens(x, groups, *given, spec=spec.x_spec(columnwise=columnwise))
+    scales = _scales(spec, state)
+    options = dict(rowwise=rowwise, columnwise=columnwise, weighted=row_weights is not None)
+    operands = (row_indices, None if scales is None else scales.input, row_weights)
+    return quantize_tokens(
+        x,
+        groups,
+        *(operand for operand in operands if operand is not None),
+        spec=spec.x_spec(gathered_rows=None if row_indices is None else row_indices.shape[0], **options),
+    )
 
 
 def _kernels(
@@ -288,16 +315,26 @@ def _kernels(
     return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
 
 
-def _gradient(residuals: DenseResiduals, dy: jax.Array, activated: jax.Array | None) -> Oriented | GroupedQuantized:
+def _gradient(
+    residuals: DenseResiduals,
+    dy: jax.Array,
+    activated: jax.Array | None,
+    row_indices: jax.Array | None,
+    row_weights: jax.Array | None,
+) -> Oriented | GroupedQuantized:
     spec = residuals.spec
     if spec.recipe is None:
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy)
     scales = _scales(spec, residuals.fp8_state)
-    more = [] if scales is None else [scales.output_grad]
-    if activated is not None:
-        more.append(activated)
-    return quantize_tokens(dy, residuals.groups, *more, spec=spec.dy_spec)
+    operands = (row_indices, None if scales is None else scales.output_grad, activated, row_weights)
+    gathered_rows = None if row_indices is None else row_indices.shape[0]
+    return quantize_tokens(
+        dy,
+        residuals.groups,
+        *(operand for operand in operands if operand is not None),
+        spec=spec.dy_spec(gathered_rows=gathered_rows, weighted=row_weights is not None),
+    )
 
 
 def _named(residuals: DenseResiduals) -> DenseResiduals:

@@ -55,11 +55,13 @@ class Inputs(NamedTuple):
         x: `[T, K]` tokens.
         weights: the weights that the tokens are multiplied by.
         groups: the tokens of each of the weights.
+        row_indices: `int32[R]`, with a recipe only: the tokens are the rows `x[row_indices]` instead.
     """
 
     x: jax.Array
     weights: Weights
     groups: Groups
+    row_indices: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +97,25 @@ class DenseSpec:
         """Returns the spec of one of the three products."""
         return GemmSpec(product, self.num_groups, out_dtype, self.precision)
 
-    def x_spec(self, *, columnwise: bool) -> QuantizeSpec:
-        """Returns the quantization of the tokens."""
+    def x_spec(self, *, rowwise: bool = True, columnwise: bool = True, **options: Any) -> QuantizeSpec:
+        """Returns the quantization of the tokens, with these options of `QuantizeSpec`."""
         assert self.recipe is not None
-        options = dict(rowwise=True, columnwise=columnwise, activation=self.input_activation)
-        return self._token_spec(self.recipe.fwd_dtype, options)
+        orientations = dict(rowwise=rowwise, columnwise=columnwise)
+        return self._token_spec(self.recipe.fwd_dtype, activation=self.input_activation, **orientations, **options)
 
-    @property
-    def dy_spec(self) -> QuantizeSpec:
-        """Quantization of the gradient of the result."""
+    def dy_spec(self, **options: Any) -> QuantizeSpec:
+        """Returns the quantization of the gradient of the result, with these options of `QuantizeSpec`."""
         assert self.recipe is not None
-        options = dict(
-            rowwise=True,
+        return self._token_spec(
+            self.recipe.grad_dtype,
             columnwise=True,
             dbias=self.bias_dtype is not None,
             activation=self.output_activation,
             backward=self.output_activation is not None,
+            **options,
         )
-        return self._token_spec(self.recipe.grad_dtype, options)
 
-    def _token_spec(self, dtype: DTypeLike, options: dict[str, Any]) -> QuantizeSpec:
+    def _token_spec(self, dtype: DTypeLike, **options: Any) -> QuantizeSpec:
         assert self.recipe is not None
         return QuantizeSpec(self.recipe.token_mode, dtype, self.num_groups, **options, **scaling_options(self.recipe))
 
@@ -182,18 +183,21 @@ def canonical_weights(
     return Weights(kernel, bias, cache, state, accumulator), spec
 
 
-def vary_inputs(*inputs: Inputs) -> tuple[Inputs, ...]:
-    """Returns the inputs with all arrays but the states varying over every mesh axis over which any of them varies."""
-    arrays, structure = jax.tree.flatten(inputs)
+def vary_inputs(*inputs: Inputs, more: Any = ()) -> tuple[Any, ...]:
+    """Returns the inputs, and `more` if there is any, varying alike: over every mesh axis over which any array varies.
+
+    States stay as they are: the rule for their gradient combines the devices' next values.
+    """
+    arrays, structure = jax.tree.flatten((inputs, more))
     for one in inputs:
         if one.weights.dkernel_accumulator is not None:
             _check_varying(one.weights.kernel, arrays)
-    varying = jax.tree.unflatten(structure, vary_alike(*arrays))
-    # States stay replicated: the rule for their gradient combines the devices' next values.
-    return tuple(
+    varying, more = jax.tree.unflatten(structure, vary_alike(*arrays))
+    kept = (
         new._replace(weights=new.weights._replace(fp8_state=old.weights.fp8_state))
         for new, old in zip(varying, inputs, strict=True)
     )
+    return (*kept, *more)
 
 
 def _check_recipe(

@@ -38,9 +38,11 @@ def grouped_quantize(
     pow2_scales: bool = False,
     amax_epsilon: float = 0.0,
     scale: jax.Array | None = None,
+    row_indices: jax.Array | None = None,
     dbias: bool = False,
     activation: Activation | None = None,
     activation_input: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
     swizzled_scales: bool = False,
 ) -> GroupedQuantized:
     """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
@@ -64,6 +66,9 @@ def grouped_quantize(
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
         scale: `float32[G]`, with `TENSOR` only: use these scales (delayed scaling). They are brought into
             [2^-126, 2^126].
+        row_indices: `[R]` integers: quantize the rows `x[row_indices]`, which are then never written as such; they are
+            what `group_sizes` counts. The indices may repeat, and one outside of `[0, T)` gives a row of zeros. Not
+            for a stack, and not with an `activation`.
         dbias: also sum each group's rows, in float32 and before quantization, in a fixed order. `cuda` adds 16 rows in
             sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
@@ -71,6 +76,8 @@ def grouped_quantize(
             `silu(gate) * up` (SwiGLU, arXiv:2002.05202).
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
+        row_weights: `float32[T]`, for an `x` with group sizes and an activation: multiply each row of the activation's
+            result by its weight, or with `activation_input` each row of `x`.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
@@ -102,13 +109,23 @@ def grouped_quantize(
     if scale is not None and mode != ScalingMode.TENSOR:
         raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
     checks.check_activation(activation, x, activation_input)
+    if row_indices is not None:
+        if group_sizes is None or activation is not None:
+            raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
+        row_indices = checks.canonical_row_indices(row_indices, x.shape[0])
 
-    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes)
+    if row_weights is not None:
+        if group_sizes is None or activation is None:
+            raise ValueError("row_weights is for x [T, C] with group_sizes and an activation.")
+        row_weights = checks.canonical_row_weights(row_weights, x.shape[0])
+
+    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
     spec = QuantizeSpec(
         mode,
         canonical_fp8("dtype", dtype),
         num_groups=num_groups,
         stack_rows=stack_rows,
+        gathered_rows=None if row_indices is None else row_indices.shape[0],
         rowwise=rowwise,
         columnwise=columnwise,
         dbias=static_bool("dbias", dbias),
@@ -118,20 +135,26 @@ def grouped_quantize(
         given_scale=scale is not None,
         activation=activation,
         backward=activation_input is not None,
+        weighted=row_weights is not None,
     )
     checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
-    operands = []
+    operands = [] if row_indices is None else [row_indices]
     if scale is not None:
         operands.append(checks.canonical_scale(scale, spec.num_groups))
     if activation_input is not None:
         operands.append(activation_input.reshape(x.shape[0], activation_input.shape[-1]))
+    if row_weights is not None:
+        operands.append(row_weights)
     return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *operands, spec=spec)
 
 
-def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int | None, jax.Array, jax.Array]:
+def _as_tokens(
+    x: jax.Array, group_sizes: GroupSizes | None, row_indices: jax.Array | None = None
+) -> tuple[int, int | None, jax.Array, jax.Array]:
     """Returns the number of groups, the rows of each if `x` is a stack, `x` as tokens, and `int32` group sizes."""
     if group_sizes is not None:
-        sizes = checks.canonical_sizes_of(group_sizes, x.shape[0])
+        capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
+        sizes = checks.canonical_sizes_of(group_sizes, capacity)
         return sizes.shape[0], None, x, sizes
     groups, rows, features = x.shape
     return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
@@ -139,8 +162,10 @@ def _as_tokens(x: jax.Array, group_sizes: GroupSizes | None) -> tuple[int, int |
 
 def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
     """Quantizes `x [T, C]` as `spec` says. The further operands are those of `QuantizeSpec`."""
+    if spec.gathered_rows is not None and x.shape[0] == 0:
+        x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
     operands = vary_alike(x, *groups, *more)
-    if 0 in (*x.shape, spec.num_groups):
+    if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
     else:
         made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.static(operands))

@@ -128,7 +128,7 @@ def test_a_python_bool_decides_when_the_program_is_traced(api: str, name: str) -
             return at.apply(trained, at.cache, tokens(), *(flag or [first]))
 
         program = str(jax.make_jaxpr(function)(at.trained, *flag))
-        return re.findall(rf"stack_rows={K}, rowwise=[^)]*cached=(\w+)", program)
+        return re.findall(rf"stack_rows={K}, [^)]*cached=(\w+)", program)
 
     assert quantizations(None, jnp.array(True)) == ["True"]
     for first in (True, np.True_, None):

@@ -21,29 +21,34 @@ def quantize(
 ) -> tuple[jax.Array, ...]:
     """Returns the results that `spec` asks for, in its order."""
     operands = list(more)
+    if spec.gathered_rows is not None:
+        x = x.at[operands.pop(0)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     scale = operands.pop(0) if spec.given_scale else None
     activation_input = operands.pop(0) if spec.backward else None
+    row_weights = operands.pop(0) if spec.weighted else None
+
+    def quantized() -> tuple[jax.Array, ...]:
+        activated = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
+        return _quantize(activated, group_sizes, group_offset, scale, x.shape, spec)
+
     if spec.cached:
         skip, *previous = operands
-        return jax.lax.cond(
-            skip[0], lambda: tuple(previous), lambda: _quantize(x, group_sizes, group_offset, scale, None, spec)
-        )
-    return _quantize(x, group_sizes, group_offset, scale, activation_input, spec)
+        return jax.lax.cond(skip[0], lambda: tuple(previous), quantized)
+    return quantized()
 
 
 def _quantize(
-    x: jax.Array,
+    unflushed: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
     scale: jax.Array | None,
-    activation_input: jax.Array | None,
+    x_shape: tuple[int, ...],
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
-    unflushed = _activate(x.astype(jnp.float32), activation_input, spec)
     values = numerics.flush(unflushed)
     copies: stack.Stack | _Tokens
     if spec.stack_rows is None:
-        copies = _Tokens(values, group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0]))
+        copies = _Tokens(values, group_rows(group_sizes, group_offset, spec.num_groups, values.shape[0]))
     else:
         copies = stack.Stack(values.reshape(spec.num_groups, spec.stack_rows, -1))
     amax = copies.amax()
@@ -52,7 +57,7 @@ def _quantize(
     results: dict[str, jax.Array] = {"amax": amax}
     for name, columnwise, wanted in (("row", False, spec.rowwise), ("column", True, spec.columnwise)):
         if wanted:
-            layout = spec.layout(x.shape, columnwise=columnwise)
+            layout = spec.layout(x_shape, columnwise=columnwise)
             data, scale_inv = copies.copy(scaling, layout)
             results[f"{name}_data"] = numerics.as_type(data, spec.dtype).reshape(layout.data_shape)
             results[f"{name}_scale"] = numerics.as_type(scale_inv, spec.scale_dtype).reshape(layout.scale_shape)
@@ -60,19 +65,22 @@ def _quantize(
         results["dbias"] = grouped_bias_grad(
             unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
         )
-    return tuple(results[name] for name in spec.results(x.shape))
+    return tuple(results[name] for name in spec.results(x_shape))
 
 
 def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
     """Returns the results for an `x` without rows, features or groups."""
     results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
-    scaling = Scaling(spec, results["amax"], more[0] if spec.given_scale else None)
+    given = more[spec.gathered_rows is not None] if spec.given_scale else None
+    scaling = Scaling(spec, results["amax"], given)
     if scaling.of_groups:
         results |= {name: scaling.of_groups[1] for name in results if name.endswith("_scale")}
     return tuple(results.values())
 
 
-def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSpec) -> jax.Array:
+def _activate(
+    x: jax.Array, activation_input: jax.Array | None, row_weights: jax.Array | None, spec: QuantizeSpec
+) -> jax.Array:
     """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
     functions: dict[str, Callable[..., jax.Array]] = {
         "silu_mul": lambda h: jax.nn.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
@@ -85,7 +93,9 @@ def _activate(x: jax.Array, activation_input: jax.Array | None, spec: QuantizeSp
         return x
     function = functions[spec.activation]
     if activation_input is None:
-        return function(x)
+        return function(x) if row_weights is None else function(x) * row_weights[:, None]
+    if row_weights is not None:
+        x = x * row_weights[:, None]
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
     if spec.activation == "relu":
         # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.

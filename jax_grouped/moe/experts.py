@@ -1,0 +1,221 @@
+"""The experts of a layer in FP8, with their routing weights: tokens are gathered while they are quantized.
+
+Between the passes wait the tokens, the first product's result and the routing: no copy per choice of anything else. The
+backward pass quantizes the tokens again, along the rows. It gets the gradient of a routing weight from the activation's
+result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as in SonicMoE
+(arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and `da` after its dgrad.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_grouped.core.groups import count_not_above
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
+from jax_grouped.moe.permutation import Permutation, gather, sum_of_choices, tokens_of
+from jax_grouped.ops import checks
+from jax_grouped.ops.bias import add_bias
+from jax_grouped.ops.dense import Saved, dgrad, fprop, gradients, primal_values, quantized, save, wgrad
+from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES
+
+_HIDDEN_NAME = CHECKPOINT_NAMES[2]
+
+
+def routed_mlp(
+    x: jax.Array,
+    gate_up: Weights,
+    down: Weights,
+    permutation: Permutation,
+    weights: jax.Array,
+    recipe: Recipe,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights)`, with a recipe.
+
+    Args:
+        x: `[T, K]` tokens.
+        gate_up: weights as in `grouped_mlp`.
+        down: weights as in `grouped_mlp`.
+        permutation: of the tokens to `R` rows.
+        weights: `float32[T, k]`, the factor of each choice.
+        recipe: how both products are computed in FP8.
+        precision: None, or an error says that it is not for a recipe.
+
+    Returns:
+        `[T, N]` in the type of `x`.
+
+    Raises:
+        TypeError: as `grouped_mlp`.
+        ValueError: likewise.
+    """
+    rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
+    groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
+    up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation))
+    routing = (weights, permutation.order, permutation.inverse)
+    y = _vary_and_apply(up_inputs, without_bias, routing, spec)
+    if down.bias is None:
+        return y
+    # It is the same for all rows of an expert, so it need not be added to each of them.
+    of_experts = _weights_of_experts(weights, permutation)
+    biases = jnp.matmul(of_experts, down.bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return (y.astype(jnp.float32) + biases).astype(y.dtype)
+
+
+def weighted_mlp(
+    rows: jax.Array,
+    gate_up: Weights,
+    down: Weights,
+    group_sizes: jax.Array,
+    row_weights: jax.Array,
+    recipe: Recipe,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`, with a recipe: `routed_mlp` for rows that are there.
+
+    Args:
+        rows: `[R, K]`, as `x` of `grouped_mlp`.
+        gate_up: as in `routed_mlp`.
+        down: as in `routed_mlp`.
+        group_sizes: `[E]`, as in `grouped_mlp`.
+        row_weights: `float32[R]`.
+        recipe: as in `routed_mlp`.
+        precision: as in `routed_mlp`.
+
+    Returns:
+        `[R, N]` in the type of `rows`.
+
+    Raises:
+        TypeError: as `grouped_mlp`.
+        ValueError: likewise.
+    """
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
+    groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
+    y = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
+    if down.bias is None:
+        return y
+    biases = add_bias(jnp.zeros(y.shape, jnp.float32), down.bias, groups)
+    return (y.astype(jnp.float32) + row_weights[:, None] * biases).astype(y.dtype)
+
+
+def _canonical(
+    rows: jax.Array | jax.ShapeDtypeStruct,
+    gate_up: Weights,
+    down: Weights,
+    recipe: Recipe,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Weights, Weights, MlpSpec]:
+    """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
+    gate_up, down, spec = canonical_mlp(rows, gate_up, down, recipe, precision)
+    return gate_up, down._replace(bias=None), spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
+
+
+def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: MlpSpec) -> jax.Array:
+    # The second product has no tokens yet: the first product computes them.
+    down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
+    return _experts(_Arrays(*vary_inputs(up, down_inputs, more=routing)), spec)
+
+
+def _weights_of_experts(weights: jax.Array, permutation: Permutation) -> jax.Array:
+    """Returns each token's weight of each expert, `float32[T, E]`, zero for an expert that it has no row of."""
+    ends = jnp.cumsum(permutation.group_sizes, dtype=jnp.int32)
+    expert = count_not_above(ends, permutation.inverse)
+    chosen = expert[..., None] == jnp.arange(ends.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+
+
+class _Arrays(NamedTuple):
+    """The arrays of both products, and the routing.
+
+    Attributes:
+        up: with the tokens `[T, K]` and the token of each row, or with the rows `[R, K]`.
+        down: without tokens.
+        weights: `float32[T, k]` with tokens, `float32[R]` with rows.
+        order, inverse: those of the `Permutation`; None with rows.
+    """
+
+    up: Inputs
+    down: Inputs
+    weights: jax.Array
+    order: jax.Array | None
+    inverse: jax.Array | None
+
+    def combined(self, rows: jax.Array) -> jax.Array:
+        """Returns the weighted sum of each token's rows, or the weighted rows."""
+        if self.inverse is not None:
+            return sum_of_choices(rows, self.inverse, self.weights)
+        return (rows.astype(jnp.float32) * self.weights[:, None]).astype(rows.dtype)
+
+    def row_weights(self) -> jax.Array:
+        """Returns the weight of each row, `float32[R]`."""
+        return self.weights if self.order is None else gather(self.weights.reshape(self.weights.size), self.order)
+
+    def gradients(self, drows: jax.Array, dweights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of `up.x` and of `weights` from those of the rows."""
+        if self.inverse is None:
+            return drows, dweights
+        return sum_of_choices(drows, self.inverse), gather(dweights, self.inverse)
+
+
+class _Saved(NamedTuple):
+    arrays: _Arrays
+    hidden: jax.Array
+    up: Saved
+    down: Saved
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _experts(arrays: _Arrays, spec: MlpSpec) -> jax.Array:
+    hidden, _ = fprop(arrays.up, spec.up, for_gradients=False)
+    return arrays.combined(fprop(arrays.down._replace(x=hidden), spec.down, for_gradients=False)[0])
+
+
+def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _Saved]:
+    up, down = primal_values(primals.up), primal_values(primals.down)
+    arrays = _Arrays(up, down, *jax.tree.map(lambda primal: primal.value, tuple(primals[2:])))
+    hidden, of_up = fprop(up, spec.up, for_gradients=True, keep_tokens=False)
+    rows, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True, keep_tokens=False)
+    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
+    return arrays.combined(rows), _Saved(arrays, hidden, save(up, of_up), save(down, of_down))
+
+
+def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
+    arrays, hidden, up, down = saved
+    zero: Any = None
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
+        return (_Arrays(of_up, of_down, zero, zero, zero),)
+    groups, row_indices, row_weights = arrays.up.groups, arrays.up.row_indices, arrays.row_weights()
+
+    activated = quantized(hidden, groups, spec.down, down.residuals.fp8_state, rowwise=False, row_weights=row_weights)
+    residuals = down.residuals
+    if residuals.amax is not None:
+        assert activated.amax is not None
+        largest = jnp.maximum(residuals.amax["input"], activated.amax)
+        residuals = dataclasses.replace(residuals, amax={**residuals.amax, "input": largest})
+    dactivated, pending = dgrad(residuals, dy, row_indices=row_indices)
+    pending = dataclasses.replace(pending, x=activated.columnwise)
+    ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
+    dweights = _inner_products(hidden, dactivated)
+
+    drows, pending = dgrad(up.residuals, dactivated, hidden, row_weights=row_weights)
+    tokens = quantized(arrays.up.x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
+    pending = dataclasses.replace(pending, x=tokens.columnwise)
+    dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
+    dx, dweights = arrays.gradients(drows, dweights)
+    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero),)
+
+
+def _inner_products(hidden: jax.Array, dactivated: jax.Array) -> jax.Array:
+    """Returns the inner product of each row of the activation's result with its gradient, `float32[R]`."""
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+    return jnp.sum(jax.nn.silu(gate) * up * dactivated.astype(jnp.float32), axis=1)
+
+
+_experts.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,169 @@
+"""The experts of `moe_mlp` with a recipe, against its public steps one by one, and what they keep."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_grouped as jg
+from jax_grouped import moe
+from tests import oracle
+from tests.programs import custom_calls, lowered, struct, types
+
+pytestmark = pytest.mark.slow
+
+T, E, TOP_K, K, F = 96, 6, 3, 48, 32
+RECIPES = {
+    "block": jg.Float8BlockScaling(),
+    "current": jg.Float8CurrentScaling(),
+    "delayed": jg.DelayedScaling(amax_history_len=2),
+    "mxfp8": jg.MXFP8BlockScaling(),
+}
+NAMES = ("x", "logits", "gate_up", "gate_up_bias", "down", "down_bias")
+
+Layer = Callable[..., jax.Array]
+
+
+@functools.cache
+def arrays() -> dict[str, jax.Array]:
+    shapes = [(T, K), (T, E), (E, K, 2 * F), (E, 2 * F), (E, F, K), (E, K)]
+    keys = jax.random.split(jax.random.key(0), len(NAMES) + 1)
+    made = {name: jax.random.normal(*of) for name, of in zip(NAMES, zip(keys, shapes, strict=False), strict=True)}
+    made["gate_up"], made["down"] = made["gate_up"] * K**-0.5, made["down"] * F**-0.5
+    return made | {"dy": jax.random.normal(keys[-1], (T, K))}
+
+
+def weights(of: dict[str, Any], states: Any) -> list[moe.Weights]:
+    return [
+        moe.Weights(of[name], of[f"{name}_bias"], fp8_state=state)
+        for name, state in zip(("gate_up", "down"), states, strict=True)
+    ]
+
+
+def by_steps(of: dict[str, Any], states: Any, recipe: Any, capacity: int) -> jax.Array:
+    routing = moe.top_k_routing(of["logits"], TOP_K)
+    permutation = moe.group_by_expert(routing.experts, E, capacity=capacity)
+    rows = moe.permute(of["x"], permutation)
+    rows = moe.grouped_mlp(rows, *weights(of, states), permutation.group_sizes, recipe=recipe)
+    return moe.unpermute(rows, permutation, routing.weights)
+
+
+def whole(of: dict[str, Any], states: Any, recipe: Any, capacity: int) -> jax.Array:
+    factor = capacity / (T * TOP_K)
+    up, down = weights(of, states)
+    return moe.moe_mlp(of["x"], of["logits"], up, down, top_k=TOP_K, recipe=recipe, capacity_factor=factor)[0]
+
+
+def result_and_gradients(layer: Layer, recipe: Any, capacity: int) -> tuple[jax.Array, Any]:
+    states = (None, None)
+    if isinstance(recipe, jg.DelayedScaling):
+        states = (jg.Fp8State.initial(recipe, E), jg.Fp8State.initial(recipe, E))
+
+    def loss(of: dict[str, Any], states: Any) -> tuple[jax.Array, jax.Array]:
+        y = layer(of, states, recipe, capacity)
+        return jnp.sum(y * of["dy"]), y
+
+    (_, y), made = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays(), states)
+    return y, made
+
+
+@pytest.mark.parametrize("capacity", [T * TOP_K, 200], ids=["all rows", "dropped rows"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_result_and_gradients_are_as_near_to_exact_ones_as_those_of_the_steps(
+    backend: str, name: str, capacity: int
+) -> None:
+    recipe = RECIPES[name]
+    exact_y, (exact, _) = result_and_gradients(by_steps, None, capacity)
+    y, (got, states) = result_and_gradients(whole, recipe, capacity)
+    steps_y, (steps, steps_states) = result_and_gradients(by_steps, recipe, capacity)
+
+    # The same rounding to FP8; biases are added after the weighted sum, not before.
+    assert oracle.relative_error(y, steps_y) < 1e-6
+    assert oracle.relative_error(y, exact_y) < 0.1
+    for argument in NAMES:
+        error, of_steps = (oracle.relative_error(one[argument], exact[argument]) for one in (got, steps))
+        # The gradient of a routing weight is that of numbers in the recipe's precision: three bits, or two.
+        assert error < (1.6 if argument == "logits" else 1.3) * of_steps + 1e-6, argument
+    for state, of_steps in zip(jax.tree.leaves(states), jax.tree.leaves(steps_states), strict=True):
+        assert state.shape == of_steps.shape
+        assert np.all(np.isfinite(state))
+
+
+def test_states_have_the_largest_values_of_both_operands_of_every_product(backend: str) -> None:
+    recipe = RECIPES["delayed"]
+    state = jg.Fp8State.initial(recipe, E)
+    # Weights above 1: the activation times its weight, which wgrad reads, is then the largest.
+    up, down = (one._replace(bias=None) for one in weights(arrays(), (state, state)))
+
+    def loss(up: moe.Weights, down: moe.Weights) -> jax.Array:
+        x, logits = arrays()["x"], arrays()["logits"]
+        return jnp.sum(moe.moe_mlp(x, logits, up, down, top_k=TOP_K, recipe=recipe, weight_scale=8.0)[0])
+
+    new_up, new_down = jax.jit(jax.grad(loss, (0, 1), allow_int=True))(up, down)
+
+    routing = moe.top_k_routing(arrays()["logits"], TOP_K, weight_scale=8.0)
+    permutation = moe.group_by_expert(routing.experts, E)
+    hidden = jg.ragged_dot(moe.permute(arrays()["x"], permutation), up.kernel, permutation.group_sizes)
+    gate, linear = jnp.split(hidden, 2, axis=1)
+    weight = routing.weights.reshape(-1)[permutation.order]
+    weighted = jnp.abs(jax.nn.silu(gate) * linear) * jnp.maximum(weight, 1)[:, None]
+    expert = jnp.repeat(jnp.arange(E), permutation.group_sizes, total_repeat_length=T * TOP_K)
+    expected = jax.ops.segment_max(jnp.max(weighted, axis=1), expert, E)
+    np.testing.assert_allclose(new_down.fp8_state.input_amax_history[:, 0], expected, rtol=0.1)
+    tokens = jax.ops.segment_max(jnp.max(jnp.abs(moe.permute(arrays()["x"], permutation)), axis=1), expert, E)
+    np.testing.assert_array_equal(new_up.fp8_state.input_amax_history[:, 0], tokens)
+
+
+def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
+    # The second choice's score underflows to a weight of zero.
+    logits = jnp.where(jnp.arange(E) == 2, 0.0, -200.0) * jnp.ones((T, 1))
+    up, down = weights(arrays(), (None, None))
+
+    def loss(weights: jax.Array) -> jax.Array:
+        permutation = moe.group_by_expert(moe.top_k_routing(logits, 2).experts, E)
+        return jnp.sum(moe.experts.routed_mlp(arrays()["x"], up, down, permutation, weights, RECIPES["block"]))
+
+    gradient = jax.jit(jax.grad(loss))(jnp.tile(jnp.array([1.0, 0.0]), (T, 1)))
+
+    assert jnp.all(gradient[:, 1] != 0)
+
+
+def test_only_tokens_the_input_of_swiglu_and_routing_wait_for_the_backward_pass() -> None:
+    x, logits = struct((T, K)), struct((T, E))
+    up, down = struct((E, K, 2 * F)), struct((E, F, K))
+
+    def layer(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return moe.moe_mlp(x, logits, up, down, top_k=TOP_K, recipe=RECIPES["block"])[0]
+
+    residuals = jax.eval_shape(lambda *arguments: jax.vjp(layer, *arguments)[1], x, logits, up, down)
+
+    features = [
+        leaf for leaf in jax.tree.leaves(residuals) if leaf.shape[:1] in ((T,), (T * TOP_K,)) and leaf.size >= T * K
+    ]
+    assert sorted((leaf.dtype, leaf.shape) for leaf in features) == [
+        (jnp.bfloat16, (T, K)),
+        (jnp.bfloat16, (T * TOP_K, 2 * F)),
+    ]
+
+
+def test_no_row_is_written_but_in_fp8() -> None:
+    x, logits = struct((T, K)), struct((T, E))
+    up, down = struct((E, K, 2 * F)), struct((E, F, K))
+
+    def step(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        def loss(*arguments: jax.Array) -> jax.Array:
+            y = moe.moe_mlp(*arguments, top_k=TOP_K, recipe=RECIPES["block"])[0]
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, (0, 1, 2, 3))(x, logits, up, down)
+
+    calls = custom_calls(lowered(step, x, logits, up, down), "jax_grouped_quantize")
+    gathered = [types(call)[0][0] for call in calls if re.search(r"gathered = true", call)]
+
+    # The tokens forward and backward, and the gradient of the result.
+    assert gathered == 3 * [f"{T}x{K}xbf16"]

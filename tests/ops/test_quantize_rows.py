@@ -1,0 +1,180 @@
+"""Quantization of rows that it gathers, and of rows that it weights: the bits of rows that were written before."""
+
+import operator
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_grouped as jg
+from jax_grouped import ScalingMode
+from tests import quantize_oracle
+from tests.ops.quantize_cases import INPUT_TYPES, assert_quantized, some
+from tests.programs import custom_calls, lowered
+
+TOKENS, FEATURES = 90, 144
+SIZES = jnp.array([130, 0, 1, 60])
+MODES = [ScalingMode.TENSOR, ScalingMode.BLOCK_1D, ScalingMode.MX]
+
+
+def tokens(dtype: str = "bfloat16") -> jax.Array:
+    """Returns tokens with numbers that are not finite in one of them."""
+    return jax.random.normal(jax.random.key(0), (TOKENS, FEATURES)).at[7, ::3].set(jnp.inf).astype(dtype)
+
+
+def row_indices() -> jax.Array:
+    """Returns indices of 200 rows, nine of them too many, with repetitions and with some that are outside."""
+    indices = np.random.default_rng(0).integers(0, TOKENS, 200)
+    indices[[3, 140]] = -1, TOKENS
+    indices[[4, 5]] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    return jnp.asarray(indices, jnp.int32)
+
+
+def assert_gathered(
+    got: jg.GroupedQuantized, x: jax.Array, indices: jax.Array, sizes: jax.Array, mode: ScalingMode, **options: Any
+) -> None:
+    """Compares with the quantization of rows that were written."""
+    exist = (indices >= 0) & (indices < x.shape[0])
+    rows = jnp.where(exist[:, None], x[jnp.where(exist, indices, 0)], 0).astype(jnp.float32)
+    assert_quantized(f"{mode},", got, quantize_oracle.quantize(np.asarray(rows), np.asarray(sizes), mode, **options))
+
+
+@pytest.mark.parametrize("given_scale", [False, True], ids=["own scales", "given scales"])
+@pytest.mark.parametrize("dtype", INPUT_TYPES)
+def test_gathered_rows_have_the_bits_of_written_rows(backend: str, dtype: str, given_scale: bool) -> None:
+    x, indices = tokens(dtype), row_indices()
+    for mode in [ScalingMode.TENSOR] if given_scale else some(backend, MODES, len(dtype)):
+        scale = 2.0 ** jnp.arange(4) if given_scale else None
+
+        got = jg.grouped_quantize(x, SIZES, mode, row_indices=indices, columnwise=True, scale=scale)
+
+        assert_gathered(got, x, indices, SIZES, mode, scale=None if scale is None else np.asarray(scale))
+
+
+def test_sums_of_gathered_rows(backend: str) -> None:
+    x, indices = tokens("float32").at[7].set(0), jnp.arange(200) % TOKENS
+
+    got = jg.grouped_quantize(x, SIZES, ScalingMode.BLOCK_1D, row_indices=indices, dbias=True).dbias
+
+    written = jg.grouped_quantize(x[indices], SIZES, ScalingMode.BLOCK_1D, dbias=True).dbias
+    np.testing.assert_array_equal(got, written)
+
+
+def test_many_rows_of_few_tokens(backend: str) -> None:
+    rows = 40_000 if backend == "cuda" else 700  # More than a single launch takes.
+    indices = jax.random.randint(jax.random.key(1), (rows,), 0, TOKENS)
+    sizes = jnp.array([rows // 2, rows // 2 - 50])
+    for mode in some(backend, MODES, 1):
+        got = jg.grouped_quantize(tokens(), sizes, mode, row_indices=indices, columnwise=True)
+
+        assert_gathered(got, tokens(), indices, sizes, mode)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_indices_of_any_integer_type(backend: str, dtype: str) -> None:
+    indices = jnp.arange(100, dtype=dtype)
+
+    got = jg.grouped_quantize(tokens(), SIZES, ScalingMode.BLOCK_1D, row_indices=indices)
+
+    assert_gathered(got, tokens(), indices.astype(jnp.int32), SIZES, ScalingMode.BLOCK_1D)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 0), (0, None, None)], ids=["all", "other rows", "other tokens"])
+def test_vmap_gathers_from_the_tokens_of_each(backend: str, axes: tuple[int | None, ...]) -> None:
+    xs = jnp.stack([tokens(), 3 * tokens()[::-1]])
+    operands = (xs, jnp.stack([row_indices(), row_indices()[::-1]]), jnp.stack([SIZES, SIZES[::-1]]))
+    operands = tuple(x[0] if axis is None else x for x, axis in zip(operands, axes, strict=True))
+
+    def quantize(x: jax.Array, indices: jax.Array, sizes: jax.Array) -> jg.GroupedQuantized:
+        return jg.grouped_quantize(x, sizes, ScalingMode.BLOCK_1D, row_indices=indices, columnwise=True)
+
+    got = jax.jit(jax.vmap(quantize, axes))(*operands)
+
+    for i in range(2):
+        one = [x if axis is None else x[i] for x, axis in zip(operands, axes, strict=True)]
+        assert_gathered(jax.tree.map(operator.itemgetter(i), got), *one, ScalingMode.BLOCK_1D)
+
+
+@pytest.mark.parametrize("rows", [0, 3], ids=["no rows", "rows of no token"])
+def test_without_tokens(backend: str, rows: int) -> None:
+    x, indices = jnp.zeros((0, 32), jnp.bfloat16), jnp.zeros((rows,), jnp.int32)
+
+    got = jg.grouped_quantize(x, jnp.array([2]), ScalingMode.TENSOR, row_indices=indices, columnwise=True)
+
+    expected = quantize_oracle.quantize(np.zeros((rows, 32), np.float32), np.array([2]), ScalingMode.TENSOR)
+    assert_quantized("", got, expected)
+
+
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu", "relu"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_weights_multiply_the_activation_or_its_gradient(backend: str, activation: str, backward: bool) -> None:
+    x = jax.random.normal(jax.random.key(2), (200, 2 * FEATURES))
+    dy = jax.random.normal(jax.random.key(3), (200, FEATURES if activation == "silu_mul" else 2 * FEATURES))
+    # Powers of two, so that a product by a weight is exact wherever it is taken.
+    weights = jnp.where(jnp.arange(200) < 160, 2.0 ** (jnp.arange(200) % 5 - 2), 0)
+    arguments = dict(x=dy, activation_input=x) if backward else dict(x=x)
+    options = dict(group_sizes=SIZES, activation=activation, columnwise=True, dbias=True)
+    options |= dict(mode=ScalingMode.TENSOR, scale=jnp.ones(4))
+
+    got = jg.grouped_quantize(**arguments, **options, row_weights=weights)
+
+    if backward:
+        expected = jg.grouped_quantize(**(arguments | dict(x=dy * weights[:, None])), **options)
+        for one, other in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
+            np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
+        np.testing.assert_array_equal(got.dbias, expected.dbias)
+        return
+    plain = jg.grouped_quantize(**arguments, **options)
+    # Numbers that are not subnormal in FP8 keep their mantissa.
+    values, of_ones = (np.asarray(jg.grouped_dequantize(one.rowwise)) for one in (got, plain))
+    wanted = of_ones * np.asarray(weights)[:, None]
+    assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
+
+
+def test_the_custom_call_gets_both() -> None:
+    x, indices, weights = tokens(), row_indices(), jnp.ones(TOKENS)
+
+    def gathers(x: jax.Array) -> jg.GroupedQuantized:
+        return jg.grouped_quantize(x, SIZES, ScalingMode.BLOCK_1D, row_indices=indices)
+
+    def weighs(x: jax.Array) -> jg.GroupedQuantized:
+        return jg.grouped_quantize(x, SIZES, ScalingMode.BLOCK_1D, activation="relu", row_weights=weights)
+
+    for function, flags in ((gathers, (True, False)), (weighs, (False, True))):
+        (call,) = custom_calls(lowered(function, x), "jax_grouped_quantize")
+        assert re.findall(r"(?:gathered|weighted) = (\w+)", call) == [str(flag).lower() for flag in flags]
+
+
+def test_wrong_arguments() -> None:
+    x, mode = tokens(), ScalingMode.BLOCK_1D
+    for options, error, message in [
+        (dict(row_indices=jnp.zeros(3)), TypeError, "row_indices must be of an integer type, got float32"),
+        (dict(row_indices=jnp.zeros((3, 1), jnp.int32)), ValueError, r"row_indices must have shape [R], got (3, 1)"),
+        (
+            dict(row_indices=row_indices(), activation="relu"),
+            ValueError,
+            "row_indices is for x [T, C] with group_sizes and without an activation",
+        ),
+        (
+            dict(row_weights=jnp.ones(TOKENS)),
+            ValueError,
+            "row_weights is for x [T, C] with group_sizes and an activation",
+        ),
+        (
+            dict(row_weights=jnp.ones(3), activation="relu"),
+            ValueError,
+            f"row_weights must have one entry per row of x, shape ({TOKENS},), got (3,)",
+        ),
+        (
+            dict(row_weights=jnp.ones(TOKENS, jnp.int32), activation="relu"),
+            TypeError,
+            "row_weights' type must be bfloat16, float16 or float32, got int32",
+        ),
+    ]:
+        with pytest.raises(error, match=re.escape(message)):
+            jg.grouped_quantize(x, SIZES, mode, **options)
+    with pytest.raises(ValueError, match="row_indices is for x"):
+        jg.grouped_quantize(x.reshape(2, -1, FEATURES), None, mode, row_indices=row_indices())
