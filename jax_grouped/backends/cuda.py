@@ -252,6 +252,7 @@ def quantize(
         activation=np.int32(_ACTIVATIONS.index(spec.activation)),
         backward=spec.backward,
         weighted=spec.weighted,
+        inner_products=spec.inner_products,
         cached=spec.cached,
     )
     return tuple(outputs[: len(results)])

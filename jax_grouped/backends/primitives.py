@@ -256,7 +256,8 @@ def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> t
     rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
     if not rowwise and not columnwise:
         rowwise, columnwise = spec.rowwise, not spec.rowwise
-    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, dbias="dbias" in names)
+    more = {name: name in names for name in ("dbias", "inner_products")}
+    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, **more)
     made = [results[name] for name in spec.results(shape)]
     return [True] * len(equation.invars), equation.replace(outvars=made, params={**equation.params, "spec": spec})
 

@@ -20,7 +20,17 @@ from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
 from jax_grouped.moe.permutation import Permutation, gather, sum_of_choices, tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
-from jax_grouped.ops.dense import Saved, dgrad, fprop, gradients, primal_values, quantized, save, wgrad
+from jax_grouped.ops.dense import (
+    Saved,
+    dgrad,
+    fprop,
+    gradients,
+    primal_values,
+    quantized,
+    quantized_gradient,
+    save,
+    wgrad,
+)
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 
@@ -199,23 +209,18 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         assert activated.amax is not None
         largest = jnp.maximum(residuals.amax["input"], activated.amax)
         residuals = dataclasses.replace(residuals, amax={**residuals.amax, "input": largest})
-    dactivated, pending = dgrad(residuals, dy, row_indices=row_indices)
+    dactivated, pending = dgrad(residuals, quantized_gradient(residuals, dy, row_indices=row_indices))
     pending = dataclasses.replace(pending, x=activated.columnwise)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
-    dweights = _inner_products(hidden, dactivated)
 
-    drows, pending = dgrad(up.residuals, dactivated, hidden, row_weights=row_weights)
+    gradient = quantized_gradient(up.residuals, dactivated, hidden, row_weights=row_weights, inner_products=True)
+    drows, pending = dgrad(up.residuals, gradient)
     tokens = quantized(arrays.up.x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
     pending = dataclasses.replace(pending, x=tokens.columnwise)
     dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
-    dx, dweights = arrays.gradients(drows, dweights)
+    assert gradient.inner_products is not None
+    dx, dweights = arrays.gradients(drows, gradient.inner_products)
     return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero),)
-
-
-def _inner_products(hidden: jax.Array, dactivated: jax.Array) -> jax.Array:
-    """Returns the inner product of each row of the activation's result with its gradient, `float32[R]`."""
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    return jnp.sum(jax.nn.silu(gate) * up * dactivated.astype(jnp.float32), axis=1)
 
 
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
