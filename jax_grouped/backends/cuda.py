@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
+from jax_grouped.backends.reference import swiglu as reference_swiglu
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.groups import (
     FEATURE_ALIGNMENT,
@@ -30,6 +31,7 @@ from jax_grouped.fp8.recipes import ScalingMode
 CUSTOM_CALL_TARGETS = (
     "jax_grouped_gemm",
     "jax_grouped_bias_grad",
+    "jax_grouped_swiglu_grad",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
 )
@@ -40,6 +42,9 @@ WORKSPACE_BYTES = 32 * 1024 * 1024
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
+
+#: Features that the kernel of SwiGLU's gradient loads at once: `kSwigluVector` in csrc.
+_SWIGLU_VECTOR = 8
 
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -215,6 +220,16 @@ def grouped_bias_grad(
     tables = jax.ShapeDtypeStruct((batch, group_table_size(num_groups)), jnp.int32)
     call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables], vmap_method=_NO_VMAP)
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
+
+
+def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, batch: int) -> tuple[jax.Array, ...]:
+    """Returns the results of the reference backend, from one kernel if the numbers have 16 bits."""
+    del batch  # It is more rows.
+    if gate_up.dtype == jnp.float32 or da.shape[1] % _SWIGLU_VECTOR != 0:
+        return reference_swiglu.swiglu_grad(gate_up, da, row_weights)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
+    call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results, vmap_method=_NO_VMAP)
+    return tuple(call(gate_up, da, row_weights))
 
 
 def quantize(

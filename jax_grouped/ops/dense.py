@@ -198,7 +198,7 @@ def fprop(
 ) -> tuple[jax.Array, DenseResiduals]:
     """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
 
-    Without `keep_tokens` they lack the tokens, which the backward pass then quantizes again.
+    Without `keep_tokens` they lack the tokens, which the backward pass then provides.
     """
     x, weights, groups, row_indices = inputs
     scales = _scales(spec, weights.fp8_state)
@@ -215,7 +215,8 @@ def fprop(
         assert tokens.amax is not None
         assert kernels.amax is not None
         amax = {"input": tokens.amax, "kernel": kernels.amax}
-    return y, DenseResiduals(tokens.columnwise, kernels.rowwise, groups, weights.fp8_state, amax, spec)
+    kept = tokens.columnwise if keep else None
+    return y, DenseResiduals(kept, kernels.rowwise, groups, weights.fp8_state, amax, spec)
 
 
 def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> tuple[jax.Array, PendingWgrad]:
@@ -326,9 +327,7 @@ def quantized_gradient(
         dy,
         residuals.groups,
         *(operand for operand in operands if operand is not None),
-        spec=spec.dy_spec(
-            gathered_rows=gathered_rows, weighted=row_weights is not None, inner_products=inner_products
-        ),
+        spec=spec.dy_spec(gathered_rows=gathered_rows, weighted=row_weights is not None, inner_products=inner_products),
     )
 
 

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference import stack
 from jax_grouped.backends.reference.scales import Scaling, spread
+from jax_grouped.backends.reference.swiglu import swiglu
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up
@@ -88,7 +89,7 @@ def _activate(
 ) -> jax.Array:
     """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
     functions: dict[str, Callable[..., jax.Array]] = {
-        "silu_mul": _swiglu,
+        "silu_mul": swiglu,
         "silu": jax.nn.silu,
         "gelu": jax.nn.gelu,
         # No maximum: its sign of zero depends on the platform.
@@ -110,13 +111,8 @@ def _activate(
 
 def _inner_products(gradient: jax.Array, activation_input: jax.Array) -> jax.Array:
     """Returns the inner products of the rows of SwiGLU's result with its gradient `[R, F]`, one per 128 features."""
-    products = _swiglu(activation_input.astype(jnp.float32)) * gradient.astype(jnp.float32)
+    products = swiglu(activation_input.astype(jnp.float32)) * gradient.astype(jnp.float32)
     return jnp.sum(_block_features(products, BLOCK), axis=2)
-
-
-def _swiglu(gate_up: jax.Array) -> jax.Array:
-    gate, up = jnp.split(gate_up, 2, axis=1)
-    return jax.nn.silu(gate) * up
 
 
 class _Tokens:
