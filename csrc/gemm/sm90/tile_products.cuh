@@ -409,9 +409,10 @@ __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* so
 // Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it. The warps then divide
 // the registers between them.
 //
-// The producer is one warp that copies operands. One of its lanes begins the copies to a stage. Every lane copies some
-// of the stage's scales, if there are any. The math threads multiply. Every thread releases for itself what it has
-// read: compute-sanitizer does not follow the order through a warp barrier to the arrival of another lane.
+// The producer is one warp. One of its lanes starts the copies of operands to a stage. With 1x128 scales, each of its 32
+// lanes copies some of the stage's scales. The math threads multiply. Each of them arrives at the stage's empty barrier
+// when it has read the stage. One lane could arrive for its warp after __syncwarp(), but compute-sanitizer does not see
+// that the other lanes' reads come first.
 template <ScalingMode kMode>
 __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   if (threadIdx.x == 0) {
