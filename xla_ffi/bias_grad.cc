@@ -29,6 +29,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes
                    groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kOp, "the size of tables", static_cast<int64_t>(tables->element_count()),
                                            GroupTable::Size(groups.num_groups) * groups.batch));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "dy", dy.untyped_data()));
   return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
                                      tables->typed_data(), dbias->typed_data()));
 }

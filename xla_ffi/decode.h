@@ -70,9 +70,10 @@ ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer,
   return CheckEqual(op, std::string("the rank of ") + argument, static_cast<int64_t>(buffer.dimensions().size()), rank);
 }
 
-inline ffi::Error CheckAlignment(const char* op, const std::string& what, const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0) return ffi::Error::Success();
-  return Invalid(op, what + " must start on a 16-byte boundary.");
+inline ffi::Error CheckAlignment(const char* op, const std::string& what, const void* address,
+                                 int64_t bytes = kAlignmentBytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return ffi::Error::Success();
+  return Invalid(op, what + " must start on a " + std::to_string(bytes) + "-byte boundary.");
 }
 
 inline std::optional<cudaDataType_t> FloatType(ffi::DataType type) {
@@ -108,12 +109,12 @@ inline ffi::Error DecodeGroups(const char* op, const S32Buffer& sizes, const S32
                    "tokens, got " +
                        std::to_string(batch) + ".");
   }
-  *groups = Groups{sizes.typed_data(),
-                   offset.typed_data(),
-                   static_cast<int32_t>(total / batch),
-                   static_cast<int32_t>(num_groups / batch),
-                   tokens / batch,
-                   static_cast<int32_t>(batch)};
+  groups->sizes = sizes.typed_data();
+  groups->offset = offset.typed_data();
+  groups->total = static_cast<int32_t>(total / batch);
+  groups->num_groups = static_cast<int32_t>(num_groups / batch);
+  groups->capacity = tokens / batch;
+  groups->batch = static_cast<int32_t>(batch);
   return ffi::Error::Success();
 }
 

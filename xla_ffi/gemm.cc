@@ -160,15 +160,22 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
   return CheckAllFeatures(*problem);
 }
 
+// Checks the accumulator, the last operand.
+ffi::Error CheckAccumulator(const Call& call) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(accumulator, call.more.get<ffi::AnyBuffer>(call.more.size() - 1));
+  if (accumulator->element_type() != call.d.element_type()) {
+    return Invalid(kOp, "the accumulator must have the result's type.");
+  }
+  return CheckEqual(kOp, "the number of elements of the accumulator", Elements(*accumulator), Elements(call.d));
+}
+
 // Decodes the operands that not every call has, and checks scales against their layout.
 ffi::Error DecodeMore(const Call& call, const GemmAttributes& attributes, const Groups& groups,
                       const GemmProblem& problem, GemmBuffers* buffers) {
-  const size_t scales = problem.scaled ? 2 : 0;
-  if (call.more.size() < scales) {
-    return Invalid(kOp,
-                   "scaled operands bring two scales, got " + std::to_string(call.more.size()) + " further operands.");
-  }
-  if (attributes.accumulate && call.more.size() == scales) return Invalid(kOp, "the accumulator is missing.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the number of scales and accumulators",
+                                         static_cast<int64_t>(call.more.size()),
+                                         (problem.scaled ? 2 : 0) + (attributes.accumulate ? 1 : 0)));
+  if (attributes.accumulate) JAX_GROUPED_RETURN_IF_ERROR(CheckAccumulator(call));
   if (!problem.scaled) return ffi::Error::Success();
   JAX_GROUPED_ASSIGN_OR_RETURN(a_scale, call.more.get<ffi::AnyBuffer>(0));
   JAX_GROUPED_ASSIGN_OR_RETURN(b_scale, call.more.get<ffi::AnyBuffer>(1));
@@ -210,7 +217,9 @@ ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProble
   buffers->workspace = call.workspace.untyped_data();
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "a", buffers->a));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "b", buffers->b));
-  return CheckAlignment(kOp, "the result", buffers->d);
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "the result", buffers->d));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "scratch", buffers->scratch));
+  return CheckAlignment(kOp, "workspace", buffers->workspace, kWorkspaceAlignmentBytes);
 }
 
 // Copies the accumulator to the result, unless they are the same buffer. They are, except where XLA makes the call
@@ -218,9 +227,6 @@ ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProble
 ffi::Error LoadAccumulator(cudaStream_t stream, const Call& call) {
   JAX_GROUPED_ASSIGN_OR_RETURN(accumulator, call.more.get<ffi::AnyBuffer>(call.more.size() - 1));
   if (accumulator->untyped_data() == call.d.untyped_data()) return ffi::Error::Success();
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the bytes of the accumulator",
-                                         static_cast<int64_t>(accumulator->size_bytes()),
-                                         static_cast<int64_t>(call.d.size_bytes())));
   return ToError(kOp, Status::FromCuda(cudaMemcpyAsync(call.d.untyped_data(), accumulator->untyped_data(),
                                                        call.d.size_bytes(), cudaMemcpyDeviceToDevice, stream),
                                        "Copying the accumulator"));

@@ -11,14 +11,16 @@ namespace jax_grouped {
 //   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, accumulator])
 //       {product, scaled, a_mode, b_mode, tokens, weight_batch, accumulate, autotune} -> (d, scratch, workspace)
 //
-// Scaled operands are FP8 with their inverse scales, quantized along the contraction axis. The product is added to the
-// accumulator, which is meant to be aliased to d. group_offset has an entry for every element of a batch, whose
-// operands lie one after another. With autotune, cuBLASLt's algorithms are timed once, before the first call.
+// Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
+// With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers; otherwise the
+// accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all batch
+// elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's algorithms
+// are timed once, before the first call.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
 // Computes the gradient of a grouped bias:
-//   jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
+//   jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, group tables)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
 // Computes the gradient of SwiGLU, of the weights of its rows, and the weighted rows:
@@ -30,8 +32,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(SwigluGradExecute);
 //                        [, skip, previous results...]) {...} ->
 //       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias][, inner_products], scratch, partial sums)
 //
-// The attributes say which optional operands and results there are. Previous results are meant to be aliased to the
-// results.
+// The attributes say which optional operands and results there are. The caller should alias the previous results to the
+// results; otherwise they are copied. With stack_rows, every group must have that number of rows: the arrays have no
+// room for groups of other sizes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Dequantizes an array:

@@ -74,17 +74,55 @@ class OptionalBuffers {
  public:
   OptionalBuffers(const ffi::RemainingArgs& args, const ffi::RemainingRets& results) : args_(args), results_(results) {}
 
-  ffi::ErrorOr<ffi::AnyBuffer> NextArgument() { return args_.get<ffi::AnyBuffer>(next_argument_++); }
-  ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> NextResult() { return results_.get<ffi::AnyBuffer>(next_result_++); }
-  size_t ArgumentsLeft() const { return args_.size() - next_argument_; }
+  ffi::ErrorOr<ffi::AnyBuffer> NextArgument() {
+    if (ArgumentsLeft() == 0) return Missing("operands");
+    return args_.get<ffi::AnyBuffer>(next_argument_++);
+  }
+  ffi::ErrorOr<AnyResult> NextResult() {
+    if (ResultsLeft() == 0) return Missing("results");
+    return results_.get<ffi::AnyBuffer>(next_result_++);
+  }
+  int64_t ArgumentsLeft() const { return static_cast<int64_t>(args_.size()) - static_cast<int64_t>(next_argument_); }
+  int64_t ResultsLeft() const { return static_cast<int64_t>(results_.size()) - static_cast<int64_t>(next_result_); }
   size_t ResultsTaken() const { return next_result_; }
 
  private:
+  static ffi::Unexpected<ffi::Error> Missing(const std::string& buffers) {
+    return ffi::Unexpected(Invalid(kQuantize, "the attributes ask for more " + buffers + " than there are."));
+  }
+
   const ffi::RemainingArgs& args_;
   const ffi::RemainingRets& results_;
   size_t next_argument_ = 0;
   size_t next_result_ = 0;
 };
+
+// Fails unless a batch element's tokens can be a stack: groups of `stack_rows` rows each. 0 stands for groups of other
+// sizes. Only the device knows whether group_sizes agree.
+ffi::Error CheckStackRows(const char* op, int64_t stack_rows, const Groups& groups) {
+  const bool is_stack = groups.capacity % groups.num_groups == 0 && stack_rows == groups.capacity / groups.num_groups;
+  if (stack_rows == 0 || is_stack) return ffi::Error::Success();
+  return Invalid(op, "stack_rows must be 0, or the number of rows divided by the number of groups, got " +
+                         std::to_string(stack_rows) + " for " + std::to_string(groups.capacity) + " rows in " +
+                         std::to_string(groups.num_groups) + " groups.");
+}
+
+// Fails if options of the attributes do not fit each other.
+ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
+  const bool activated = attributes.activation != Activation::kNone;
+  if (attributes.given_scale && attributes.mode != ScalingMode::kTensor) {
+    return Invalid(kQuantize, "scales can be given for whole groups only.");
+  }
+  if (attributes.gathered && activated) return Invalid(kQuantize, "rows are gathered without an activation only.");
+  if (attributes.weighted && !activated) return Invalid(kQuantize, "weights of rows need an activation.");
+  if (attributes.backward && !activated) return Invalid(kQuantize, "backward needs an activation.");
+  if (attributes.inner_products && (!attributes.backward || attributes.activation != Activation::kSiluMul)) {
+    return Invalid(kQuantize, "inner products are those of a gated activation's backward form.");
+  }
+  // The sums of dbias do not read `skip`.
+  if (attributes.cached && attributes.dbias) return Invalid(kQuantize, "dbias cannot be cached.");
+  return ffi::Error::Success();
+}
 
 // Returns the number of features that `x` must have, from the features of the result.
 int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
@@ -102,9 +140,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   if (!type) return Invalid(kQuantize, "x must be bfloat16, float16 or float32.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
   if (x.dimensions()[0] == 0) return Invalid(kQuantize, "x must have rows.");
-  if (attributes.given_scale && attributes.mode != ScalingMode::kTensor) {
-    return Invalid(kQuantize, "scales can be given for whole groups only.");
-  }
+  JAX_GROUPED_RETURN_IF_ERROR(CheckOptions(attributes));
   problem->mode = attributes.mode;
   problem->input_type = *type;
   problem->pow2_scales = attributes.pow2_scales;
@@ -128,9 +164,6 @@ ffi::Error DecodeRows(const ffi::AnyBuffer& x, const QuantizeAttributes& attribu
   buffers->x_rows = x.dimensions()[0];
   *rows = buffers->x_rows;
   if (!attributes.gathered) return ffi::Error::Success();
-  if (attributes.activation != Activation::kNone) {
-    return Invalid(kQuantize, "rows are gathered without an activation only.");
-  }
   JAX_GROUPED_ASSIGN_OR_RETURN(indices, optional->NextArgument());
   if (indices->element_type() != ffi::S32) return Invalid(kQuantize, "row_indices must be int32.");
   buffers->row_indices = static_cast<const int32_t*>(indices->untyped_data());
@@ -156,7 +189,6 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
     buffers->activation_input = input->untyped_data();
   }
   if (attributes.weighted) {
-    if (attributes.activation == Activation::kNone) return Invalid(kQuantize, "weights of rows need an activation.");
     JAX_GROUPED_ASSIGN_OR_RETURN(weights, optional->NextArgument());
     if (weights->element_type() != ffi::F32) return Invalid(kQuantize, "row_weights must be float32.");
     JAX_GROUPED_RETURN_IF_ERROR(
@@ -220,9 +252,6 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
     buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
   }
   if (attributes.inner_products) {
-    if (!attributes.backward || attributes.activation != Activation::kSiluMul) {
-      return Invalid(kQuantize, "inner products are those of a gated activation's backward form.");
-    }
     JAX_GROUPED_ASSIGN_OR_RETURN(products, optional->NextResult());
     if ((*products)->element_type() != ffi::F32) return Invalid(kQuantize, "inner_products must be float32.");
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of inner_products", Elements(**products),
@@ -244,15 +273,15 @@ ffi::Error DecodeScratch(const QuantizedLayout& layout, OptionalBuffers* optiona
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckAtLeast(kQuantize, "the size of the partial sums", Elements(**partial_sums), expected));
   buffers->partial_sums = static_cast<float*>((*partial_sums)->untyped_data());
-  return ffi::Error::Success();
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kQuantize, "scratch", buffers->scratch));
+  if (expected > 0) JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kQuantize, "the partial sums", buffers->partial_sums));
+  return CheckEqual(kQuantize, "the number of surplus results", optional->ResultsLeft(), 0);
 }
 
-// Copies the previous results to the results, unless they are the same buffers. They are, except where XLA makes the
-// call write its results straight into a slice of a larger array, as it does in a loop.
+// Copies the previous results, the last arguments, to the results, unless they are the same buffers. They are, except
+// where XLA makes the call write its results straight into a slice of a larger array, as it does in a loop.
 ffi::Error LoadPrevious(cudaStream_t stream, size_t count, const ffi::RemainingRets& results,
                         OptionalBuffers* optional) {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of previous results",
-                                         static_cast<int64_t>(optional->ArgumentsLeft()), static_cast<int64_t>(count)));
   for (size_t i = 0; i < count; ++i) {
     JAX_GROUPED_ASSIGN_OR_RETURN(previous, optional->NextArgument());
     JAX_GROUPED_ASSIGN_OR_RETURN(result, results.get<ffi::AnyBuffer>(i));
@@ -276,6 +305,8 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, attributes, &problem));
   // The number of groups is that of amax's entries, because a call may be for only some of the groups of group_sizes.
   const size_t amax_index = 2 * (static_cast<size_t>(attributes.rowwise) + static_cast<size_t>(attributes.columnwise));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kQuantize, "the number of results", static_cast<int64_t>(results.size()),
+                                           static_cast<int64_t>(amax_index) + 1));
   JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<ffi::AnyBuffer>(amax_index));
   const int64_t num_groups = Elements(**amax);
   if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
@@ -284,18 +315,22 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
   JAX_GROUPED_RETURN_IF_ERROR(DecodeRows(x, attributes, &optional, &buffers, &rows));
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kQuantize, group_sizes, group_offset, num_groups, rows, &groups));
-  const QuantizedLayout layout{problem.mode,
-                               false,
-                               problem.swizzled_scales,
-                               groups.batch,
-                               groups.capacity,
-                               problem.features,
-                               groups.num_groups,
-                               attributes.stack_rows};
+  JAX_GROUPED_RETURN_IF_ERROR(CheckStackRows(kQuantize, attributes.stack_rows, groups));
+  QuantizedLayout layout{};
+  layout.mode = problem.mode;
+  layout.swizzled_scales = problem.swizzled_scales;
+  layout.batch = groups.batch;
+  layout.tokens = groups.capacity;
+  layout.features = problem.features;
+  layout.num_groups = groups.num_groups;
+  layout.stack_rows = attributes.stack_rows;
   JAX_GROUPED_RETURN_IF_ERROR(DecodeArguments(x, groups.batch, num_groups, attributes, problem, &optional, &buffers));
   JAX_GROUPED_RETURN_IF_ERROR(DecodeResults(layout, attributes, &optional, &problem, &buffers));
   const size_t num_results = optional.ResultsTaken();
   JAX_GROUPED_RETURN_IF_ERROR(DecodeScratch(layout, &optional, &buffers));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the number of operands after those of the attributes",
+                                         optional.ArgumentsLeft(),
+                                         attributes.cached ? static_cast<int64_t>(num_results) : 0));
   if (attributes.cached) JAX_GROUPED_RETURN_IF_ERROR(LoadPrevious(stream, num_results, results, &optional));
   return ToError(kQuantize, LaunchQuantize(stream, groups, problem, layout.ElementRowBlocks(), buffers));
 }
@@ -322,12 +357,20 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   const int64_t all_groups = num_groups * static_cast<int64_t>(group_offset.element_count());
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, all_groups, tokens, &groups));
-  const QuantizedLayout layout{attributes.mode,   attributes.columnwise, attributes.swizzled_scales,
-                               groups.batch,      groups.capacity,       out->dimensions()[1],
-                               groups.num_groups, attributes.stack_rows};
+  JAX_GROUPED_RETURN_IF_ERROR(CheckStackRows(kDequantize, attributes.stack_rows, groups));
+  QuantizedLayout layout{};
+  layout.mode = attributes.mode;
+  layout.columnwise = attributes.columnwise;
+  layout.swizzled_scales = attributes.swizzled_scales;
+  layout.batch = groups.batch;
+  layout.tokens = groups.capacity;
+  layout.features = out->dimensions()[1];
+  layout.num_groups = groups.num_groups;
+  layout.stack_rows = attributes.stack_rows;
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kDequantize, layout.features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(kDequantize, layout, data, scale_inv));
   JAX_GROUPED_RETURN_IF_ERROR(CheckTable(kDequantize, *table, groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kDequantize, "the result", out->untyped_data()));
   return ToError(kDequantize,
                  LaunchDequantize(stream, groups, layout, data.untyped_data(), *data_type, scale_inv.untyped_data(),
                                   out->untyped_data(), *type, static_cast<int32_t*>(table->untyped_data())));

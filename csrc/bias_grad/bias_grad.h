@@ -18,7 +18,8 @@ namespace jax_grouped {
 // The order of additions is fixed. A group's rows form tiles of kBiasGradRows. Within a tile, each of 8 lanes adds
 // every eighth row; then the lanes are added in order. The tiles are added last, in order.
 //
-//   dy            [groups.AllRows(), features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F)
+//   dy            [groups.AllRows(), features] of `type` (CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F), from a 16-byte
+//                 boundary on
 //   partial_sums  [batch * BiasGradTiles(groups.capacity, groups.num_groups), features], scratch
 //   tables        [batch, GroupTable::Size(groups.num_groups)], scratch
 Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,

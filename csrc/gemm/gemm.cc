@@ -15,8 +15,9 @@
 namespace jax_grouped {
 namespace {
 
-// Tokens per group from which our kernel accumulates faster than cuBLASLt. The L2 cache performs the additions, at
-// 0.3e12 numbers per second. Fewer tokens therefore take as long as this number does.
+// Smallest number of tokens per group with which our kernel accumulates faster than cuBLASLt. Our kernel's time does
+// not fall below that of the additions to the result, which the L2 cache performs: 0.3e12 numbers per second. With this
+// number of tokens the products take as long as the additions. With fewer, our kernel still waits for the additions.
 constexpr int64_t kTokensToAccumulate = 768;
 
 // Depth up to which our kernel of fprop and dgrad is faster, if its tiles are full: 1.3 times as fast at 1024, 1.1
@@ -49,7 +50,7 @@ bool IsSm90Wgrad(const GemmProblem& problem) {
     if (problem.result_type != CUDA_R_32F) return false;
     if (problem.tokens < kTokensToAccumulate * problem.num_groups) return false;
   }
-  return sm90::WgradWorkspaceBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+  return sm90::MaxWgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
@@ -60,7 +61,7 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   if (problem.tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
   // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
-  return sm90::TokenProductWorkspaceBytes(problem.num_groups, 1) <= static_cast<int64_t>(kWorkspaceBytes);
+  return sm90::MaxTokenProductWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 // Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are FP8 weight

@@ -73,15 +73,15 @@ int64_t ResultFeatures(const GemmProblem& problem) {
 }
 
 QuantizedLayout LayoutOfA(const GemmProblem& problem, const Groups& groups) {
-  const int64_t features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
-  return {problem.a_mode,
-          problem.product == Product::kWgrad,
-          problem.a_mode == ScalingMode::kMx,
-          groups.batch,
-          groups.capacity,
-          features,
-          groups.num_groups,
-          0};
+  QuantizedLayout tokens{};
+  tokens.mode = problem.a_mode;
+  tokens.columnwise = problem.product == Product::kWgrad;
+  tokens.swizzled_scales = problem.a_mode == ScalingMode::kMx;
+  tokens.batch = groups.batch;
+  tokens.tokens = groups.capacity;
+  tokens.features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
+  tokens.num_groups = groups.num_groups;
+  return tokens;
 }
 
 QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups) {
@@ -90,15 +90,16 @@ QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups) {
     tokens.features = problem.out_features;
     return tokens;
   }
-  const int64_t weights = NumWeights(problem);
-  return {problem.b_mode,
-          problem.product == Product::kFprop,
-          problem.b_mode == ScalingMode::kMx,
-          1,
-          weights * problem.in_features,
-          problem.out_features,
-          weights,
-          problem.in_features};
+  QuantizedLayout weights{};
+  weights.mode = problem.b_mode;
+  weights.columnwise = problem.product == Product::kFprop;
+  weights.swizzled_scales = problem.b_mode == ScalingMode::kMx;
+  weights.batch = 1;
+  weights.tokens = NumWeights(problem) * problem.in_features;
+  weights.features = problem.out_features;
+  weights.num_groups = NumWeights(problem);
+  weights.stack_rows = problem.in_features;
+  return weights;
 }
 
 Status CheckCapability(const GemmProblem& problem, int major, int minor) {

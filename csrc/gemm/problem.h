@@ -45,7 +45,7 @@ struct GemmProblem {
 
 bool operator<(const GemmProblem& first, const GemmProblem& second);
 
-// Device memory of one call. `a`, `b`, `d` and the block scales start on 16-byte boundaries.
+// Device memory of one call. `a`, `b`, `d`, the block scales and `scratch` start on 16-byte boundaries.
 struct GemmBuffers {
   const void* a;
   const void* b;
@@ -53,12 +53,16 @@ struct GemmBuffers {
   const void* b_scale;
   int64_t weight_scales;  // inverse scales per weight; 0 for kWgrad and without scales
   void* d;
-  void* scratch;  // GemmScratch::Bytes() is its size
-  void* workspace;
+  void* scratch;    // GemmScratch::Bytes() is its size
+  void* workspace;  // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on
 };
 
 // Size of GemmBuffers::workspace in bytes, as NVIDIA recommends for Hopper.
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+
+// Alignment of GemmBuffers::workspace: that of a CUtensorMap, because our own kernels keep an array of these there. XLA
+// gives all results of a custom call this alignment.
+constexpr int64_t kWorkspaceAlignmentBytes = 128;
 
 // Returns the number of weight matrices.
 int64_t NumWeights(const GemmProblem& problem);

@@ -3,25 +3,22 @@
 import fcntl
 import os
 import pathlib
-import shutil
 import subprocess
 import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
-MOST_BYTES = 4 << 20
-COMPILER = os.environ.get("CXX") or shutil.which("c++")
+from tests.csrc.compiler import COMPILER, compiled
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+MOST_BYTES = 4 << 20
+
+pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     out = tmp_path_factory.mktemp("build") / "append_to_file"
-    sources = ["tests/csrc/append_to_file.cc", "csrc/gemm/cublaslt/text_file.cc"]
-    subprocess.run([COMPILER, "-std=c++17", "-Wall", "-Werror", "-I.", *sources, "-o", out], cwd=ROOT, check=True)
-    return out
+    return compiled(out, "tests/csrc/append_to_file.cc", "csrc/gemm/cublaslt/text_file.cc")
 
 
 def append(program: pathlib.Path, path: pathlib.Path | str, text: str = "line\n") -> int:

@@ -4,6 +4,7 @@
 
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 namespace jax_grouped {
@@ -29,35 +30,41 @@ void* OpenLibrary() {
   return dlopen(kSoname, RTLD_NOW);
 }
 
-template <typename Function>
-bool Resolve(void* handle, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(handle, name));
-  return *function != nullptr;
-}
+// The process's cuBLASLt.
+struct Loaded {
+  CublasLt functions;   // null where the library lacks a function
+  const char* missing;  // the first function that the library lacks, or null
+};
 
-// Loads the functions. Older releases lack some of them, so a missing function is no error here: the version check
-// reports it.
-std::optional<CublasLt> Load() {
+// Loads the functions. Returns nothing if there is no library, or if it cannot tell its version.
+std::optional<Loaded> Load() {
   void* handle = OpenLibrary();
-  CublasLt library{};
-  if (handle == nullptr || !Resolve(handle, "cublasLtGetVersion", &library.GetVersion)) return std::nullopt;
-  Resolve(handle, "cublasLtGetStatusString", &library.GetStatusString);
-  Resolve(handle, "cublasLtCreate", &library.Create);
-  Resolve(handle, "cublasLtMatmul", &library.Matmul);
-  Resolve(handle, "cublasLtMatmulAlgoGetHeuristic", &library.MatmulAlgoGetHeuristic);
-  Resolve(handle, "cublasLtMatmulAlgoCheck", &library.MatmulAlgoCheck);
-  Resolve(handle, "cublasLtMatmulAlgoConfigGetAttribute", &library.MatmulAlgoConfigGetAttribute);
-  Resolve(handle, "cublasLtMatmulDescInit_internal", &library.MatmulDescInit);
-  Resolve(handle, "cublasLtMatmulDescSetAttribute", &library.MatmulDescSetAttribute);
-  Resolve(handle, "cublasLtGroupedMatrixLayoutInit_internal", &library.GroupedMatrixLayoutInit);
-  Resolve(handle, "cublasLtMatmulPreferenceInit_internal", &library.MatmulPreferenceInit);
-  Resolve(handle, "cublasLtMatmulPreferenceSetAttribute", &library.MatmulPreferenceSetAttribute);
-  return library;
+  if (handle == nullptr) return std::nullopt;
+  Loaded loaded{};
+  CublasLt& functions = loaded.functions;
+  const auto resolve = [&](const char* name, auto* function) {
+    *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(handle, name));
+    if (*function == nullptr && loaded.missing == nullptr) loaded.missing = name;
+  };
+  resolve("cublasLtGetVersion", &functions.GetVersion);
+  if (functions.GetVersion == nullptr) return std::nullopt;
+  resolve("cublasLtGetStatusString", &functions.GetStatusString);
+  resolve("cublasLtCreate", &functions.Create);
+  resolve("cublasLtMatmul", &functions.Matmul);
+  resolve("cublasLtMatmulAlgoGetHeuristic", &functions.MatmulAlgoGetHeuristic);
+  resolve("cublasLtMatmulAlgoCheck", &functions.MatmulAlgoCheck);
+  resolve("cublasLtMatmulAlgoConfigGetAttribute", &functions.MatmulAlgoConfigGetAttribute);
+  resolve("cublasLtMatmulDescInit_internal", &functions.MatmulDescInit);
+  resolve("cublasLtMatmulDescSetAttribute", &functions.MatmulDescSetAttribute);
+  resolve("cublasLtGroupedMatrixLayoutInit_internal", &functions.GroupedMatrixLayoutInit);
+  resolve("cublasLtMatmulPreferenceInit_internal", &functions.MatmulPreferenceInit);
+  resolve("cublasLtMatmulPreferenceSetAttribute", &functions.MatmulPreferenceSetAttribute);
+  return loaded;
 }
 
-const std::optional<CublasLt>& LoadedOnce() {
-  static const std::optional<CublasLt> library = Load();
-  return library;
+const std::optional<Loaded>& LoadedOnce() {
+  static const std::optional<Loaded> loaded = Load();
+  return loaded;
 }
 
 std::string VersionString(size_t version) {
@@ -79,7 +86,7 @@ void SetCublasLtPath(std::string path) {
   Path() = std::move(path);
 }
 
-size_t CublasLtVersion() { return LoadedOnce() ? LoadedOnce()->GetVersion() : 0; }
+size_t CublasLtVersion() { return LoadedOnce() ? LoadedOnce()->functions.GetVersion() : 0; }
 
 Status GetCublasLt(const CublasLt** library) {
   const size_t version = CublasLtVersion();
@@ -89,7 +96,13 @@ Status GetCublasLt(const CublasLt** library) {
     return Status::Failed(found + ", " + VersionString(kCublasLtNeeded) +
                           " or newer is needed: python3 -m pip install --upgrade 'nvidia-cublas>=13.8,<14'.");
   }
-  *library = &*LoadedOnce();
+  // Older releases lack functions, too. The error above is then the one that helps.
+  const Loaded& loaded = *LoadedOnce();
+  if (loaded.missing != nullptr) {
+    return Status::Failed("cuBLASLt " + VersionString(version) + " has no function " + loaded.missing +
+                          ": install another release of nvidia-cublas>=13.8,<14.");
+  }
+  *library = &loaded.functions;
   return Status::Ok();
 }
 

@@ -43,7 +43,8 @@ void SetCublasLtPath(std::string path);
 // Returns the library's version, such as 131000 for 13.10.0, or 0 if there is no library.
 size_t CublasLtVersion();
 
-// Points `library` to the process's cuBLASLt. Fails if there is none or if it is older than kCublasLtNeeded.
+// Points `library` to the process's cuBLASLt. Fails if there is none, if it is older than kCublasLtNeeded or if it
+// lacks a function.
 Status GetCublasLt(const CublasLt** library);
 
 }  // namespace jax_grouped

@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads)
     return ZeroRest(batch.At(element), element, setup.matrices[2], setup.zero_rest, setup.workspace);
   }
   WriteScalars(setup.beta, scratch);
-  // Without scales, only the first rows are read; LoadChunk takes a group's first chunk from its count.
+  // Without scales, LoadChunk needs two arrays of the table: the groups' first rows, and the counts of blocks of 16
+  // rows. The other counts are then not written, and nothing uses them.
   using Blocks = std::conditional_t<kScaled, AllRowBlocks, Counts<RowBlock::k16>>;
   const GroupTable table = scratch.Table().At(element);
   FillGroupTable<kThreads, Blocks>(batch, element, setup.element_row_blocks, table);

@@ -14,6 +14,10 @@
 
 #include "csrc/common/fp8.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "sm_90 has no warp-group matmuls, and the kernels for Hopper would be empty: compile for sm_90a (90a-real)."
+#endif
+
 namespace jax_grouped {
 namespace sm90 {
 

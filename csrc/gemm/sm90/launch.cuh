@@ -39,11 +39,13 @@ inline int64_t ResultBytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 
 
 // Returns boxes of kDepth numbers by `box_rows` rows of FP8 numbers.
 inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, uint32_t box_rows) {
-  return {data,
-          CU_TENSOR_MAP_DATA_TYPE_UINT8,
-          {static_cast<cuuint64_t>(row_length), static_cast<cuuint64_t>(rows)},
-          {static_cast<cuuint64_t>(row_length)},
-          {kDepth, box_rows}};
+  BoxedTensor boxes{};
+  boxes.base = data;
+  boxes.type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  boxes.sizes = {static_cast<cuuint64_t>(row_length), static_cast<cuuint64_t>(rows)};
+  boxes.strides = {static_cast<cuuint64_t>(row_length)};
+  boxes.box = {kDepth, box_rows};
+  return boxes;
 }
 
 // Calls launch(type of a, type of b, scaling mode of a) with a problem's values, passed as types.

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
+#include <atomic>
 
 namespace jax_grouped {
 namespace sm90 {
@@ -12,28 +12,42 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 
 // Finds the driver's function through the runtime. Linking the driver would make the module fail to load on a machine
 // without one.
-Encode FindEncode() {
+Status FindEncode(Encode* encode) {
   void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   constexpr unsigned int kFirstVersion = 12000;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found),
+      "Looking for cuTensorMapEncodeTiled"));
+  if (found != cudaDriverEntryPointSuccess) {
+    return Status::Failed("The GPU driver has no tensor maps; CUDA 13 needs driver 580 or newer.");
+  }
+  *encode = reinterpret_cast<Encode>(function);
+  return Status::Ok();
+}
+
+// Points `encode` to the driver's function. Looks for the function once, but again after a failure.
+Status GetEncode(Encode* encode) {
+  static std::atomic<Encode> known{nullptr};
+  *encode = known.load();
+  if (*encode != nullptr) return Status::Ok();
+  JAX_GROUPED_RETURN_IF_FAILED(FindEncode(encode));
+  known.store(*encode);
+  return Status::Ok();
 }
 
 }  // namespace
 
 Status EncodeTensorMap(const BoxedTensor& tensor, CUtensorMap* map) {
-  static const Encode encode = FindEncode();
-  if (encode == nullptr) return Status::Failed("The GPU driver has no tensor maps; CUDA 13 needs driver 580 or newer.");
+  Encode encode = nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(GetEncode(&encode));
   const std::vector<cuuint32_t> steps(tensor.sizes.size(), 1);
   const CUresult result =
       encode(map, tensor.type, static_cast<cuuint32_t>(tensor.sizes.size()), const_cast<void*>(tensor.base),
              tensor.sizes.data(), tensor.strides.data(), tensor.box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return Status::Ok();
-  return Status::Failed("Describing an array to the copy engine failed with CUresult " +
-                        std::to_string(static_cast<int>(result)) + ".");
+  // The runtime's error codes have the numbers of the driver's, and texts.
+  return Status::FromCuda(static_cast<cudaError_t>(result), "Describing an array to the copy engine");
 }
 
 }  // namespace sm90

@@ -70,8 +70,9 @@ struct Workspace {
 
 }  // namespace
 
-int64_t TokenProductWorkspaceBytes(int64_t batch, int64_t num_groups) {
-  return Workspace(nullptr, batch, num_groups).bytes;
+int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups) {
+  // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
+  return Workspace(nullptr, all_groups, 1).bytes;
 }
 
 Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
@@ -81,12 +82,18 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   const int64_t depth = Depth(problem);
   const int64_t features = ResultFeatures(problem);
   const int64_t row_bytes = features * ResultBytes(problem.result_type);
-  TokenSetup setup{{}, workspace.results, buffers.d, row_bytes, element_row_blocks, workspace.table};
-  const BoxedTensor result{buffers.d,
-                           ResultMapType(problem.result_type),
-                           {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(groups.AllRows())},
-                           {static_cast<cuuint64_t>(row_bytes)},
-                           {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(problem.result_type)), Fragment::kRows}};
+  TokenSetup setup{};
+  setup.results = workspace.results;
+  setup.result_data = buffers.d;
+  setup.result_row_bytes = row_bytes;
+  setup.element_row_blocks = element_row_blocks;
+  setup.table = workspace.table;
+  BoxedTensor result{};
+  result.base = buffers.d;
+  result.type = ResultMapType(problem.result_type);
+  result.sizes = {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(groups.AllRows())};
+  result.strides = {static_cast<cuuint64_t>(row_bytes)};
+  result.box = {static_cast<cuuint32_t>(kBoxRowBytes / ResultBytes(problem.result_type)), Fragment::kRows};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(result, &setup.result));
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * row_bytes), groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a grouped product", stream, {blocks, kSetupThreads},
@@ -94,20 +101,19 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
 
   const int32_t row_tiles = element_row_blocks.count[static_cast<int>(kTileRowBlock)];
   const auto element_cluster_tiles = static_cast<int32_t>(row_tiles * CeilDiv(features, kCluster * kTileColumns));
-  TokenArguments args{{},
-                      {},
-                      setup.result,
-                      workspace.results,
-                      workspace.table,
-                      element_cluster_tiles,
-                      groups.batch * element_cluster_tiles,
-                      static_cast<const float*>(buffers.a_scale),
-                      static_cast<const float*>(buffers.b_scale),
-                      buffers.weight_scales,
-                      static_cast<int32_t>(depth),
-                      static_cast<int32_t>(features),
-                      problem.elements_per_weight,
-                      problem.result_type};
+  TokenArguments args{};
+  args.all_results = setup.result;
+  args.results = workspace.results;
+  args.table = workspace.table;
+  args.element_cluster_tiles = element_cluster_tiles;
+  args.cluster_tiles = groups.batch * element_cluster_tiles;
+  args.token_scale = static_cast<const float*>(buffers.a_scale);
+  args.weight_scale = static_cast<const float*>(buffers.b_scale);
+  args.weight_scales = buffers.weight_scales;
+  args.depth = static_cast<int32_t>(depth);
+  args.features = static_cast<int32_t>(features);
+  args.elements_per_weight = problem.elements_per_weight;
+  args.result_type = problem.result_type;
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.a, depth, groups.AllRows(), kTileRows / kCluster), &args.tokens));
   JAX_GROUPED_RETURN_IF_FAILED(

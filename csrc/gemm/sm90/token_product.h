@@ -18,8 +18,8 @@ namespace sm90 {
 constexpr int64_t kTileTokens = 256;
 constexpr int64_t kTileFeatures = 128;
 
-// Returns the bytes of the workspace that the product uses, from a 128-byte boundary on.
-int64_t TokenProductWorkspaceBytes(int64_t batch, int64_t num_groups);
+// Returns the most bytes of the workspace that the product can use with `all_groups` groups in the batch.
+int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups);
 
 // Enqueues a scaled kFprop or kDgrad that does not accumulate. Scaling is kTensor, or kBlock1D for tokens and kBlock2D
 // for weights. Tokens of no local group become zero. Tensor cores accumulate products over 128 of the depth; float32

@@ -57,11 +57,13 @@ BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int32_t group
   const auto in_features = static_cast<cuuint64_t>(problem.in_features);
   const auto out_features = static_cast<cuuint64_t>(problem.out_features);
   const cuuint64_t row_bytes = out_features * number_bytes;
-  return {d,
-          ResultMapType(problem.result_type),
-          {out_features, in_features, static_cast<cuuint64_t>(groups)},
-          {row_bytes, row_bytes * in_features},
-          {kBoxRowBytes / number_bytes, Fragment::kRows, 1}};
+  BoxedTensor boxes{};
+  boxes.base = d;
+  boxes.type = ResultMapType(problem.result_type);
+  boxes.sizes = {out_features, in_features, static_cast<cuuint64_t>(groups)};
+  boxes.strides = {row_bytes, row_bytes * in_features};
+  boxes.box = {kBoxRowBytes / number_bytes, Fragment::kRows, 1};
+  return boxes;
 }
 
 struct Workspace {
@@ -79,19 +81,24 @@ struct Workspace {
 
 }  // namespace
 
-int64_t WgradWorkspaceBytes(int64_t batch, int64_t num_groups) { return Workspace(nullptr, batch, num_groups).bytes; }
+int64_t MaxWgradWorkspaceBytes(int64_t all_groups) {
+  // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
+  return Workspace(nullptr, all_groups, 1).bytes;
+}
 
 Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers) {
   const Workspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   const auto in_features = static_cast<int32_t>(problem.in_features);
   const auto out_features = static_cast<int32_t>(problem.out_features);
-  WgradSetup setup{{},
-                   {static_cast<const uint8_t*>(buffers.a), static_cast<const uint8_t*>(buffers.b)},
-                   {in_features, out_features},
-                   LayoutOfA(problem, groups).ElementRowBlocks(),
-                   workspace.table,
-                   workspace.maps};
+  WgradSetup setup{};
+  setup.data[0] = static_cast<const uint8_t*>(buffers.a);
+  setup.data[1] = static_cast<const uint8_t*>(buffers.b);
+  setup.features[0] = in_features;
+  setup.features[1] = out_features;
+  setup.element_row_blocks = LayoutOfA(problem, groups).ElementRowBlocks();
+  setup.table = workspace.table;
+  setup.group_maps = workspace.maps;
   // The maps have the smallest number of tokens until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
@@ -102,16 +109,16 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
       Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
 
   const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
-  WgradArguments args{{},
-                      workspace.maps,
-                      workspace.table,
-                      groups.AllGroups() * static_cast<int32_t>(group_tiles),
-                      static_cast<const float*>(buffers.a_scale),
-                      static_cast<const float*>(buffers.b_scale),
-                      in_features,
-                      out_features,
-                      problem.result_type,
-                      problem.accumulate};
+  WgradArguments args{};
+  args.maps = workspace.maps;
+  args.table = workspace.table;
+  args.cluster_tiles = groups.AllGroups() * static_cast<int32_t>(group_tiles);
+  args.x_scale = static_cast<const float*>(buffers.a_scale);
+  args.dy_scale = static_cast<const float*>(buffers.b_scale);
+  args.in_features = in_features;
+  args.out_features = out_features;
+  args.dweight_type = problem.result_type;
+  args.accumulate = problem.accumulate;
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;

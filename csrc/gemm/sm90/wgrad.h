@@ -14,8 +14,8 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// Returns the bytes of the workspace that the product uses, from a 128-byte boundary on.
-int64_t WgradWorkspaceBytes(int64_t batch, int64_t num_groups);
+// Returns the most bytes of the workspace that the product can use with `all_groups` groups in the batch.
+int64_t MaxWgradWorkspaceBytes(int64_t all_groups);
 
 // Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits. Empty groups give
 // zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums. May be

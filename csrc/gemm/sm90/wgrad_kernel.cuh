@@ -3,10 +3,13 @@
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_WGRAD_KERNEL_CUH_
 
+#include <library_types.h>
+
 #include <cstdint>
 
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/staging.cuh"
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/groups/layout.h"
 

@@ -1,0 +1,202 @@
+"""The custom calls check their arguments: a program written by hand gets an error, not a fault.
+
+A handler checks before it uses the GPU, so the tests call the handlers on the CPU. They need the CUDA extension and a
+C++ compiler, and no GPU.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_grouped.backends import cuda, extension
+from jax_grouped.core.groups import gemm_scratch_bytes, quantize_scratch_bytes
+from tests.csrc.compiler import COMPILER, compiled
+from tests.custom_calls import BF16, F32, FP8, GROUPS, ROWS, TABLE, TILES, bias_grad, dequantize, gemm, quantize
+
+pytestmark = [
+    pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler"),
+    pytest.mark.skipif(extension.load() is None, reason="the CUDA extension is not built"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _handlers_on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = tmp_path_factory.mktemp("build") / "without_stream.so"
+    options = ("-shared", "-fPIC", "-isystem", jax.ffi.include_dir())
+    library = compiled(out, "tests/csrc/without_stream.cc", options=options)
+    wrap = ctypes.CDLL(str(library)).WithoutStream
+    wrap.argtypes, wrap.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    module = extension.load()
+    assert module is not None
+    for index, (name, stages) in enumerate(module.handlers().items()):
+        wrapped = wrap(index, address(stages["execute"]))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(wrapped), platform="cpu")
+
+
+def address(capsule: object) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    return get(capsule, b"xla._CUSTOM_CALL_TARGET")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def refuses(call: Callable[..., jax.Array], change: dict, message: str) -> None:
+    name = f"jax_grouped_{call.__name__}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(f"{name}: {message}")):
+        jax.block_until_ready(call(**change))
+
+
+def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
+    """Each case changes arguments of a call and has the error's message, which is also the case's id."""
+    return pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=case[1]) for case in cases])
+
+
+@cases(
+    (dict(a=(32, 16, 1)), "the rank of a must be 2, got 3."),
+    (dict(b=(16, 24)), "the rank of b must be 3, got 2."),
+    (dict(a=(32, 8)), "a's shape[1] must be 16, got 8."),
+    (dict(d=(31, 24)), "the result's shape[0] must be 32, got 31."),
+    (dict(d=(32, 16)), "the result's shape[1] must be 24, got 16."),
+    (dict(b=(4, 16, 20), d=(32, 20)), "feature sizes must be positive multiples of 8 below 2^31, got 20."),
+    (dict(b=(0, 16, 24)), "groups and tokens must not be 0."),
+    (dict(a_type=F32), "a must be bfloat16 or float16."),
+    (dict(a_type=jnp.float16), "a and b must have one type."),
+    (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
+    (dict(scratch=16), f"the bytes of scratch must be at least {gemm_scratch_bytes(1, 4)}, got 16."),
+    (dict(workspace=16), f"the bytes of workspace must be at least {cuda.WORKSPACE_BYTES}, got 16."),
+    (dict(product=3), "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got 3."),
+    (dict(scaled=True), "a and b must be float8_e4m3fn or float8_e5m2."),
+    (
+        dict(scaled=True, tokens=32, a_type=FP8, b_type=FP8, b=(4, 32, 16), d=(32, 32)),
+        "the number of scales and accumulators must be 2, got 0.",
+    ),
+    (dict(more=[((32, 24), BF16)]), "the number of scales and accumulators must be 0, got 1."),
+    (dict(accumulate=True), "the number of scales and accumulators must be 1, got 0."),
+    (dict(accumulate=True, more=[((32, 24), F32)]), "the accumulator must have the result's type."),
+    (
+        dict(accumulate=True, more=[((32, 16), BF16)]),
+        "the number of elements of the accumulator must be 768, got 512.",
+    ),
+    (
+        dict(weight_batch=3),
+        "weight_batch must divide the batch size and the number of weights, and be the batch size for wgrad, "
+        "got 3 of 1 and 4 weights.",
+    ),
+    (
+        dict(offset=(3,), scratch=gemm_scratch_bytes(3, 4)),
+        "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and tokens, got 3.",
+    ),
+)
+def test_gemm_refuses(change: dict, message: str) -> None:
+    refuses(gemm, change, message)
+
+
+@cases(
+    (dict(dy=(32, 16, 1)), "the rank of dy must be 2, got 3."),
+    (dict(dy_type=FP8), "dy must be bfloat16, float16 or float32."),
+    (dict(dbias=(64,)), "the rank of dbias must be 2, got 1."),
+    (dict(dbias=(4, 8)), "dbias's shape[1] must be 16, got 8."),
+    (dict(offset=(3,)), "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups"),
+    (
+        dict(partial_sums=(1, 16)),
+        f"the size of partial_sums must be at least {16 * TILES}, got 16.",
+    ),
+    (dict(tables=4), f"the size of tables must be at least {TABLE}, got 4."),
+)
+def test_bias_grad_refuses(change: dict, message: str) -> None:
+    refuses(bias_grad, change, message)
+
+
+BLOCK_1D, MX, SILU = 1, 3, 1
+
+
+@cases(
+    (dict(mode=4), "there is no scaling mode 4."),
+    (dict(activation=5), "there is no activation 5."),
+    (dict(x_type=FP8), "x must be bfloat16, float16 or float32."),
+    (dict(x=(32, 16, 1)), "the rank of x must be 2, got 3."),
+    (dict(x=(0, 16)), "x must have rows."),
+    (dict(x=(32, 24)), "quantized features must be a positive multiple of 16 below 2^31, got 24."),
+    (dict(amax=((0,), F32)), "there must be groups."),
+    (dict(amax=((4,), BF16)), "amax must be float32."),
+    (dict(offset=(3,)), "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups"),
+    (
+        dict(stack_rows=7),
+        "stack_rows must be 0, or the number of rows divided by the number of groups, got 7 for 32 rows in 4 groups.",
+    ),
+    (dict(stack_rows=-8), "stack_rows must be 0, or the number of rows divided by the number of groups, got -8"),
+    (dict(given_scale=True, mode=BLOCK_1D), "scales can be given for whole groups only."),
+    (dict(given_scale=True, more=[((4,), BF16)]), "scale must be float32."),
+    (dict(given_scale=True, more=[((3,), F32)]), "the size of scale must be 4, got 3."),
+    (dict(gathered=True, activation=SILU), "rows are gathered without an activation only."),
+    (dict(gathered=True, more=[((32,), F32)]), "row_indices must be int32."),
+    (dict(gathered=True, more=[((0,), jnp.int32)]), "row_indices must have entries."),
+    (dict(weighted=True), "weights of rows need an activation."),
+    (dict(weighted=True, activation=SILU, more=[((4,), F32)]), "the size of row_weights must be 32, got 4."),
+    (dict(backward=True), "backward needs an activation."),
+    (dict(backward=True, activation=SILU, more=[((32, 16), F32)]), "activation_input must have x's type."),
+    (
+        dict(backward=True, activation=SILU, more=[((32, 32), BF16)]),
+        "the number of elements of activation_input must be 512, got 1024.",
+    ),
+    (dict(rowwise=False), "rowwise or columnwise must be true."),
+    (dict(data=((32, 16), BF16)), "the results must be of one type, float8_e4m3fn or float8_e5m2."),
+    (dict(data=((32, 8), FP8)), "the number of rowwise elements must be 512, got 256."),
+    (dict(scale=((8,), F32)), "the number of rowwise scales must be 4, got 8."),
+    (dict(mode=MX), "the rowwise scales must be float8_e8m0fnu."),
+    (dict(dbias=[((4, 16), BF16)]), "dbias must be float32."),
+    (dict(dbias=[((4, 8), F32)]), "the size of dbias must be 64, got 32."),
+    (dict(dbias=[((4, 16), F32)]), "the size of the partial sums must be at least 64, got 0."),
+    (dict(dbias=[((4, 16), F32)], cached=True), "dbias cannot be cached."),
+    (dict(partial_sums=((0,), BF16)), "the partial sums must be float32."),
+    (dict(scratch=16), f"the bytes of scratch must be at least {quantize_scratch_bytes(ROWS, GROUPS)}, got 16."),
+    (dict(given_scale=True), "the attributes ask for more operands than there are."),
+    (dict(more=[((4,), F32)]), "the number of operands after those of the attributes must be 0, got 1."),
+    (dict(surplus=[((4,), F32)]), "the number of surplus results must be 0, got 1."),
+    (dict(cached=True, more=[((1,), F32)]), "skip must be boolean."),
+    (dict(cached=True, more=[((2,), bool)]), "the size of skip must be 1, got 2."),
+    (
+        dict(cached=True, more=[((1,), bool), ((32, 16), FP8)]),
+        "the number of operands after those of the attributes must be 3, got 1.",
+    ),
+    (
+        dict(cached=True, more=[((1,), bool), ((32, 8), FP8), ((4,), F32), ((4,), F32)]),
+        "the bytes of a previous result must be 512, got 256.",
+    ),
+)
+def test_quantize_refuses(change: dict, message: str) -> None:
+    refuses(quantize, change, message)
+
+
+@cases(
+    (dict(mode=-1), "there is no scaling mode -1."),
+    (dict(num_groups=0), "there must be groups and rows."),
+    (dict(num_groups=2**31), "at most 2^31 - 1 groups are supported, got 2147483648."),
+    (dict(stack_rows=16), "stack_rows must be 0, or the number of rows divided by the number of groups, got 16"),
+    (dict(out=((32, 16, 1), BF16)), "the rank of the result must be 2, got 3."),
+    (dict(out=((32, 16), FP8)), "the result must be bfloat16, float16 or float32."),
+    (dict(out=((32, 8), BF16)), "quantized features must be a positive multiple of 16 below 2^31, got 8."),
+    (dict(data=((32, 16), BF16)), "data must be float8_e4m3fn or float8_e5m2."),
+    (dict(data=((32, 8), FP8)), "the number of rowwise elements must be 512, got 256."),
+    (dict(scale=((4,), BF16)), "the rowwise scales must be float32."),
+    (dict(table=((4,), jnp.int32)), f"the size of the group table must be at least {TABLE}, got 4."),
+    (dict(table=((64,), F32)), "the group table must be int32."),
+)
+def test_dequantize_refuses(change: dict, message: str) -> None:
+    refuses(dequantize, change, message)
+
+
+@pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
+@pytest.mark.parametrize("call", [bias_grad, quantize, dequantize], ids=lambda call: call.__name__)
+def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for the device|Launching the setup .*) failed: "):
+        jax.block_until_ready(call())

@@ -1,0 +1,130 @@
+"""The custom calls as a program written by hand makes them: each argument as the library gives it, or another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped.backends import cuda
+from jax_grouped.core.groups import bias_grad_tiles, gemm_scratch_bytes, group_table_size, quantize_scratch_bytes
+
+BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
+
+#: Every call has 4 groups of 8 rows, and 16 features of tokens.
+GROUPS, ROWS, FEATURES = 4, 32, 16
+TILES, TABLE = bias_grad_tiles(ROWS, GROUPS), group_table_size(GROUPS)
+
+Shape = tuple[int, ...]
+Array = tuple[Shape, jax.typing.DTypeLike]
+
+
+def gemm(
+    a: Shape = (ROWS, FEATURES),
+    b: Shape = (GROUPS, FEATURES, 24),
+    d: Shape = (ROWS, 24),
+    a_type: jax.typing.DTypeLike = BF16,
+    b_type: jax.typing.DTypeLike = BF16,
+    d_type: jax.typing.DTypeLike = BF16,
+    more: Sequence[Array] = (),
+    scratch: int = gemm_scratch_bytes(1, GROUPS),
+    workspace: int = cuda.WORKSPACE_BYTES,
+    offset: Shape = (1,),
+    **attributes: Any,
+) -> jax.Array:
+    defaults = dict(
+        product=np.int32(0),
+        scaled=False,
+        a_mode=np.int32(0),
+        b_mode=np.int32(0),
+        tokens=np.int64(0),
+        weight_batch=np.int64(1),
+        accumulate=False,
+        autotune=False,
+    )
+    operands = [(a, a_type), (b, b_type), *more]
+    results = [(d, d_type), ((scratch,), U8), ((workspace,), U8)]
+    return call("jax_grouped_gemm", operands, results, defaults, attributes, offset)[0]
+
+
+def bias_grad(
+    dy: Shape = (ROWS, FEATURES),
+    dy_type: jax.typing.DTypeLike = BF16,
+    dbias: Shape = (GROUPS, FEATURES),
+    partial_sums: Shape = (TILES, FEATURES),
+    tables: int = TABLE,
+    offset: Shape = (1,),
+) -> jax.Array:
+    results = [(dbias, F32), (partial_sums, F32), ((tables,), I32)]
+    return call("jax_grouped_bias_grad", [(dy, dy_type)], results, {}, {}, offset)[0]
+
+
+def quantize(
+    x: Shape = (ROWS, FEATURES),
+    x_type: jax.typing.DTypeLike = BF16,
+    more: Sequence[Array] = (),
+    data: Array = ((ROWS, FEATURES), FP8),
+    scale: Array = ((GROUPS,), F32),
+    amax: Array = ((GROUPS,), F32),
+    dbias: Sequence[Array] = (),
+    scratch: int = quantize_scratch_bytes(ROWS, GROUPS),
+    partial_sums: Array = ((0, FEATURES), F32),
+    surplus: Sequence[Array] = (),
+    offset: Shape = (1,),
+    **attributes: Any,
+) -> jax.Array:
+    """The first result; `dbias` and `surplus` are lists of the results of these kinds."""
+    defaults = dict(
+        mode=np.int32(0),
+        stack_rows=np.int64(0),
+        rowwise=True,
+        columnwise=False,
+        dbias=bool(dbias),
+        pow2_scales=False,
+        amax_epsilon=np.float32(0),
+        swizzled_scales=False,
+        given_scale=False,
+        gathered=False,
+        activation=np.int32(0),
+        backward=False,
+        weighted=False,
+        cached=False,
+    )
+    results = [data, scale, amax, *dbias, ((scratch,), U8), partial_sums, *surplus]
+    return call("jax_grouped_quantize", [(x, x_type), *more], results, defaults, attributes, offset)[0]
+
+
+def dequantize(
+    data: Array = ((ROWS, FEATURES), FP8),
+    scale: Array = ((GROUPS,), F32),
+    out: Array = ((ROWS, FEATURES), BF16),
+    table: Array = ((TABLE,), I32),
+    offset: Shape = (1,),
+    **attributes: Any,
+) -> jax.Array:
+    defaults = dict(
+        mode=np.int32(0),
+        num_groups=np.int64(GROUPS),
+        stack_rows=np.int64(0),
+        columnwise=False,
+        swizzled_scales=False,
+    )
+    return call("jax_grouped_dequantize", [data, scale], [out, table], defaults, attributes, offset)[0]
+
+
+def call(
+    target: str,
+    operands: Sequence[Array],
+    results: Sequence[Array],
+    defaults: dict[str, Any],
+    attributes: dict[str, Any],
+    offset: Shape,
+) -> Sequence[jax.Array]:
+    """Makes a custom call whose operands are ones; attributes take the types of their defaults."""
+    arguments = [jnp.ones(shape, dtype) for shape, dtype in operands]
+    after = 2 if target in ("jax_grouped_gemm", "jax_grouped_dequantize") else 1
+    arguments[after:after] = [jnp.full(GROUPS, ROWS // GROUPS, I32), jnp.zeros(offset, I32)]
+    typed = {name: type(defaults[name])(value) for name, value in (defaults | attributes).items()}
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*arguments, **typed)
