@@ -89,6 +89,7 @@ def quantize(
         activation=np.int32(0),
         backward=False,
         weighted=False,
+        inner_products=False,
         cached=False,
     )
     results = [data, scale, amax, *dbias, ((scratch,), U8), partial_sums, *surplus]
@@ -111,6 +112,30 @@ def dequantize(
         swizzled_scales=False,
     )
     return call("jax_grouped_dequantize", [data, scale], [out, table], defaults, attributes, offset)[0]
+
+
+def swiglu_grad(
+    gate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+    da: Array = ((ROWS, FEATURES), BF16),
+    row_weights: Shape = (ROWS,),
+    dgate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+    weighted: Array = ((ROWS, FEATURES), BF16),
+    inner_products: Shape = (ROWS,),
+) -> jax.Array:
+    results = [dgate_up, weighted, (inner_products, F32)]
+    return ungrouped_call("jax_grouped_swiglu_grad", [gate_up, da, (row_weights, F32)], results)[2]
+
+
+def gather_rows(
+    x: Array = ((ROWS, FEATURES), BF16), indices: Shape = (3,), rows: Array = ((3, FEATURES), BF16)
+) -> jax.Array:
+    return ungrouped_call("jax_grouped_gather_rows", [x, (indices, I32)], [rows])[0]
+
+
+def ungrouped_call(target: str, operands: Sequence[Array], results: Sequence[Array]) -> Sequence[jax.Array]:
+    """Makes a custom call without groups, whose operands are ones."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*(jnp.ones(*of) for of in operands))
 
 
 def call(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
-from jax_grouped.backends.reference import swiglu as reference_swiglu
+from jax_grouped.backends.reference import rows as reference_rows
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.groups import (
     FEATURE_ALIGNMENT,
@@ -32,6 +32,7 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_gemm",
     "jax_grouped_bias_grad",
     "jax_grouped_swiglu_grad",
+    "jax_grouped_gather_rows",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
 )
@@ -45,6 +46,8 @@ MAX_BATCH = 65535
 
 #: Features that the kernel of SwiGLU's gradient loads at once: `kSwigluVector` in csrc.
 _SWIGLU_VECTOR = 8
+#: Bytes that the copy of rows moves at once: `kGatherVectorBytes` in csrc.
+_GATHER_VECTOR_BYTES = 16
 
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -226,10 +229,21 @@ def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, ba
     """Returns the results of the reference backend, from one kernel if the numbers have 16 bits."""
     del batch  # It is more rows.
     if gate_up.dtype == jnp.float32 or da.shape[1] % _SWIGLU_VECTOR != 0:
-        return reference_swiglu.swiglu_grad(gate_up, da, row_weights)
+        return reference_rows.swiglu_grad(gate_up, da, row_weights)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
     call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results, vmap_method=_NO_VMAP)
     return tuple(call(gate_up, da, row_weights))
+
+
+def gather_rows(x: jax.Array, indices: jax.Array, *, batch: int) -> jax.Array:
+    """Returns the result of the reference backend, from one kernel if the rows are of whole vectors."""
+    if batch > 1:
+        indices = _in_whole_batch(indices, x.shape[0] // batch, batch)
+    if x.shape[1] * x.dtype.itemsize % _GATHER_VECTOR_BYTES != 0:
+        return reference_rows.gather(x, indices)
+    rows = jax.ShapeDtypeStruct((indices.shape[0], x.shape[1]), x.dtype)
+    call = jax.ffi.ffi_call("jax_grouped_gather_rows", rows, vmap_method=_NO_VMAP)
+    return call(x, indices)
 
 
 def quantize(

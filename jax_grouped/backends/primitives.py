@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import cuda, extension
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
-from jax_grouped.backends.reference import swiglu as reference_swiglu
+from jax_grouped.backends.reference import rows as reference_rows
 from jax_grouped.backends.reference import tiles as reference_tiles
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.config import config
@@ -240,6 +240,10 @@ def _swiglu_grad_results(gate_up: Any, da: Any, row_weights: Any) -> Any:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
 
 
+def _gather_rows_results(x: Any, indices: Any) -> Any:
+    return [jax.ShapeDtypeStruct((indices.shape[0], *x.shape[1:]), x.dtype)]
+
+
 def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     del more
     return list(spec.results(x.shape).values())
@@ -286,7 +290,9 @@ BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
 #: `(gate_up, da, row_weights) -> [dgate_up, weighted, inner_products]`.
-SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_swiglu.swiglu_grad, cuda.swiglu_grad)
+SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_rows.swiglu_grad, cuda.swiglu_grad)
+#: `(x, indices) -> [rows]`.
+GATHER_ROWS = _define("gather_rows", _gather_rows_results, _one(reference_rows.gather), _one(cuda.gather_rows))
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read

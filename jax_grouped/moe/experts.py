@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_grouped.backends.reference.rows import gather
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
-from jax_grouped.moe.permutation import Permutation, gather, sum_of_choices, tokens_of
+from jax_grouped.moe.permutation import Permutation, sum_of_choices, tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.dense import (
@@ -37,7 +38,7 @@ from jax_grouped.ops.dense import (
 )
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.swiglu import swiglu, swiglu_grad
+from jax_grouped.ops.rows import gather_rows, swiglu, swiglu_grad
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -218,7 +219,7 @@ def _gathered(
     """Returns the arrays' rows, gathered unless quantization gathers them, and the indices for quantization."""
     if spec.up.recipe is not None or row_indices is None:
         return arrays, row_indices
-    return [gather(array, row_indices) for array in arrays], None
+    return [gather_rows(array, row_indices) for array in arrays], None
 
 
 def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
@@ -228,7 +229,9 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
         return (_Arrays(of_up, of_down, zero, zero, zero),)
     groups = arrays.up.groups
-    (x, dy), row_indices = _gathered([arrays.up.x, dy], arrays.up.row_indices, spec)
+    # Without the barrier, XLA would find that the forward pass has gathered the tokens, and keep them until now.
+    x, dy = jax.lax.optimization_barrier((arrays.up.x, dy))
+    (x, dy), row_indices = _gathered([x, dy], arrays.up.row_indices, spec)
     backward_of_down = _backward_of_down if spec.down.recipe is None else _backward_of_quantized_down
     pending, gradient, dweights = backward_of_down(arrays, hidden, up.residuals, down.residuals, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)

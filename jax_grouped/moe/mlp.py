@@ -14,7 +14,7 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
-from jax_grouped.ops.swiglu import swiglu
+from jax_grouped.ops.rows import swiglu
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 

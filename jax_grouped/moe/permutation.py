@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.backends.reference.rows import gather
 from jax_grouped.core.groups import count_not_above
 from jax_grouped.core.values import as_array, check_instance
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
 from jax_grouped.ops import checks
+from jax_grouped.ops.rows import gather_rows
 
 #: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
 _MOST_PAIRS = 2**30
@@ -192,13 +194,6 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
         raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
 
 
-def gather(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns `x[indices]`, zero for indices past the end, whatever any other row of `x` holds."""
-    if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
-        x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
-    return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
 def tokens_of(permutation: Permutation) -> jax.Array:
     """Returns the token of each row, `int32[R]`, and `T` in the tail."""
     return _tokens_of(permutation.order, permutation.inverse)
@@ -228,7 +223,7 @@ def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | Non
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return gather(x, _tokens_of(order, inverse))
+    return gather_rows(x, _tokens_of(order, inverse))
 
 
 def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:

@@ -15,7 +15,21 @@ import pytest
 from jax_grouped.backends import cuda, extension
 from jax_grouped.core.groups import gemm_scratch_bytes, quantize_scratch_bytes
 from tests.csrc.compiler import COMPILER, compiled
-from tests.custom_calls import BF16, F32, FP8, GROUPS, ROWS, TABLE, TILES, bias_grad, dequantize, gemm, quantize
+from tests.custom_calls import (
+    BF16,
+    F32,
+    FP8,
+    GROUPS,
+    ROWS,
+    TABLE,
+    TILES,
+    bias_grad,
+    dequantize,
+    gather_rows,
+    gemm,
+    quantize,
+    swiglu_grad,
+)
 
 pytestmark = [
     pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler"),
@@ -148,6 +162,7 @@ BLOCK_1D, MX, SILU = 1, 3, 1
         dict(backward=True, activation=SILU, more=[((32, 32), BF16)]),
         "the number of elements of activation_input must be 512, got 1024.",
     ),
+    (dict(inner_products=True), "inner products are those of a gated activation's backward form."),
     (dict(rowwise=False), "rowwise or columnwise must be true."),
     (dict(data=((32, 16), BF16)), "the results must be of one type, float8_e4m3fn or float8_e5m2."),
     (dict(data=((32, 8), FP8)), "the number of rowwise elements must be 512, got 256."),
@@ -195,8 +210,37 @@ def test_dequantize_refuses(change: dict, message: str) -> None:
     refuses(dequantize, change, message)
 
 
+@cases(
+    (dict(gate_up=((32, 32), F32)), "gate_up must be bfloat16 or float16."),
+    (dict(da=((32, 16), F32)), "da must have the type of gate_up."),
+    (dict(da=((32,), BF16)), "the rank of da must be 2, got 1."),
+    (dict(da=((32, 12), BF16)), "da's shape[1] must be a multiple of 8 below 2^31."),
+    (dict(gate_up=((32, 16), BF16)), "gate_up's shape[1] must be 32, got 16."),
+    (dict(row_weights=(31,)), "the size of row_weights must be 32, got 31."),
+    (dict(dgate_up=((31, 32), BF16)), "dgate_up's shape[0] must be 32, got 31."),
+    (dict(weighted=((32, 16), F32)), "weighted must have the type of gate_up."),
+    (dict(inner_products=(1,)), "the size of inner_products must be 32, got 1."),
+)
+def test_swiglu_grad_refuses(change: dict, message: str) -> None:
+    refuses(swiglu_grad, change, message)
+
+
+@cases(
+    (dict(x=((32,), BF16)), "the rank of x must be 2, got 1."),
+    (dict(x=((0, 16), BF16)), "x and indices must have rows."),
+    (dict(x=((32, 12), BF16), rows=((3, 12), BF16)), "the bytes of a row must be a multiple of 16 below 2^31, got 24."),
+    (dict(rows=((3, 16), F32)), "the result must have the type of x."),
+    (dict(rows=((4, 16), BF16)), "the result's shape[0] must be 3, got 4."),
+    (dict(rows=((3, 8), BF16)), "the result's shape[1] must be 16, got 8."),
+)
+def test_gather_rows_refuses(change: dict, message: str) -> None:
+    refuses(gather_rows, change, message)
+
+
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
-@pytest.mark.parametrize("call", [bias_grad, quantize, dequantize], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call", [bias_grad, quantize, dequantize, swiglu_grad, gather_rows], ids=lambda call: call.__name__
+)
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for the device|Launching the setup .*) failed: "):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for|Launching) the .* failed: "):
         jax.block_until_ready(call())

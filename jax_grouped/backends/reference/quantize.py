@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference import stack
+from jax_grouped.backends.reference.rows import swiglu
 from jax_grouped.backends.reference.scales import Scaling, spread
-from jax_grouped.backends.reference.swiglu import swiglu
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up

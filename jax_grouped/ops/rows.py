@@ -1,4 +1,4 @@
-"""SwiGLU without quantization (arXiv:2002.05202), and its gradient for rows that have weights."""
+"""Operations on rows without groups: SwiGLU and its gradient for rows that have weights, and copies of rows."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.reference import swiglu as reference
+from jax_grouped.backends.reference import rows as reference
 from jax_grouped.core.varying import vary_alike
 
 
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Computes `silu(gate) * up` in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
+    """Computes `silu(gate) * up` (arXiv:2002.05202) in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
 
     The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
     """
@@ -61,3 +61,22 @@ def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array) -> tu
 def _swiglu_grad_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     _, derivatives = jax.jvp(reference.swiglu_grad, primals, tangents)
     return swiglu_grad(*primals), derivatives
+
+
+@jax.custom_jvp
+def gather_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """Returns the rows `x[indices]`, zeros for an index outside of `[0, T)`; differentiable any number of times.
+
+    Args:
+        x: `[T, C]`.
+        indices: `int32[R]`.
+    """
+    x, indices = vary_alike(x, indices)
+    if 0 in (*x.shape, *indices.shape):
+        return reference.gather(x, indices)
+    return primitives.GATHER_ROWS.bind(x, indices, **primitives.static((x, indices)))[0]
+
+
+@gather_rows.defjvp
+def _gather_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return gather_rows(*primals), reference.gather(tangents[0], primals[1])

@@ -1,4 +1,4 @@
-#include "csrc/swiglu/swiglu_grad.h"
+#include "csrc/rows/swiglu_grad.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

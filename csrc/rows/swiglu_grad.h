@@ -1,7 +1,7 @@
 // The gradient of SwiGLU without quantization, with what else a backward pass needs of the same numbers.
 
-#ifndef JAX_GROUPED_CSRC_SWIGLU_SWIGLU_GRAD_H_
-#define JAX_GROUPED_CSRC_SWIGLU_SWIGLU_GRAD_H_
+#ifndef JAX_GROUPED_CSRC_ROWS_SWIGLU_GRAD_H_
+#define JAX_GROUPED_CSRC_ROWS_SWIGLU_GRAD_H_
 
 #include <cuda_runtime_api.h>
 #include <library_types.h>
@@ -32,4 +32,4 @@ Status LaunchSwigluGrad(cudaStream_t stream, const SwigluGradBuffers& buffers, c
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_SWIGLU_SWIGLU_GRAD_H_
+#endif  // JAX_GROUPED_CSRC_ROWS_SWIGLU_GRAD_H_

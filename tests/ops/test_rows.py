@@ -1,11 +1,11 @@
-"""The gradient of SwiGLU for rows with weights, against float64."""
+"""Operations on rows without groups: the gradient of SwiGLU against float64, and copies of rows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.ops.swiglu import swiglu, swiglu_grad
+from jax_grouped.ops.rows import gather_rows, swiglu, swiglu_grad
 from tests.programs import custom_calls, lowered, struct
 
 
@@ -21,7 +21,7 @@ def arrays(rows: int, features: int, dtype: str) -> tuple[jax.Array, jax.Array, 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(1, 8), (37, 264), (9, 1536), (5, 12), (0, 16), (3, 0)], ids=str)
-def test_results(backend: str, shape: tuple[int, int], dtype: str) -> None:
+def test_gradient_of_swiglu(backend: str, shape: tuple[int, int], dtype: str) -> None:
     gate_up, da, weights = arrays(*shape, dtype)
 
     dgate_up, weighted, inner_products = swiglu_grad(gate_up, da, weights)
@@ -66,7 +66,45 @@ def test_vmap_and_higher_derivatives(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
-def test_one_kernel_for_numbers_of_16_bits(dtype: str, features: int, calls: int) -> None:
+def test_one_kernel_for_the_gradient_of_swiglu_in_16_bits(dtype: str, features: int, calls: int) -> None:
     text = lowered(swiglu_grad, struct((4, 2 * features), dtype), struct((4, features), dtype), struct((4,), "float32"))
 
     assert len(custom_calls(text, "jax_grouped_swiglu_grad")) == calls
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("features", [8, 264, 2056, 3])
+def test_rows_are_copied(backend: str, features: int, dtype: str) -> None:
+    x = jax.random.normal(jax.random.key(features), (21, features)).astype(dtype).at[4].set(jnp.nan)
+    indices = np.random.default_rng(0).integers(0, 21, 50)
+    indices[[0, 17, 18, 49]] = -1, 21, np.iinfo(np.int32).max, np.iinfo(np.int32).min
+
+    got = gather_rows(x, jnp.asarray(indices, jnp.int32))
+
+    exist = (indices >= 0) & (indices < 21)
+    np.testing.assert_array_equal(got, np.where(exist[:, None], np.asarray(x)[np.where(exist, indices, 0)], 0))
+
+
+@pytest.mark.parametrize(("tokens", "rows", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])
+def test_copies_of_nothing(backend: str, tokens: int, rows: int, features: int) -> None:
+    got = gather_rows(jnp.ones((tokens, features)), jnp.zeros((rows,), jnp.int32))
+
+    np.testing.assert_array_equal(got, jnp.full((rows, features), tokens > 0, jnp.float32))
+
+
+def test_copies_under_vmap_and_their_derivatives(backend: str) -> None:
+    x, indices = jax.random.normal(jax.random.key(0), (3, 10, 8)), jnp.array([[0, 9, 9], [-1, 10, 3], [5, 1, 2]])
+    for x_axis, axis in ((0, 0), (0, None), (None, 0)):
+        got = jax.vmap(gather_rows, (x_axis, axis))(x if x_axis == 0 else x[0], indices if axis == 0 else indices[0])
+        for i in range(3):
+            np.testing.assert_array_equal(got[i], gather_rows(x[i * (x_axis == 0)], indices[i * (axis == 0)]))
+
+    gradient = jax.grad(lambda x: jnp.sum(gather_rows(x, indices[0]) ** 3))(x[0])
+    np.testing.assert_allclose(gradient, jnp.zeros((10, 8)).at[0].set(1).at[9].set(2) * 3 * x[0] ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("features", "calls"), [(8, 1), (12, 0)])
+def test_one_kernel_for_copies_of_whole_vectors(features: int, calls: int) -> None:
+    text = lowered(gather_rows, struct((4, features)), struct((6,), "int32"))
+
+    assert len(custom_calls(text, "jax_grouped_gather_rows")) == calls
