@@ -196,7 +196,8 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     """Computes `data * scale_inv` in float32.
 
     Args:
-        scaled: either orientation of a quantized array.
+        scaled: either orientation of a quantized array, but not from the residuals of a call with a `group_offset`:
+            it does not hold the offset, and nothing would notice where it has as many sizes as groups.
         dtype: type of the result: bfloat16, float16 or float32.
 
     Returns:
@@ -204,6 +205,7 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
 
     Raises:
         TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
+        ValueError: an array of `scaled` has a shape that does not fit its layout.
 
     Example:
         x = 0.3 * jnp.ones((16, 32))
