@@ -89,9 +89,10 @@ def moe_mlp(
         weight_scale: factor that multiplies the final weights.
         selection_bias: `[E]`, added to the scores for the choice only.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
-            experts are chosen equally often. Rows without room are dropped, evenly over experts and sources, and
-            counted. None gives room for the worst case, and drops nothing: `T * top_k`, with an `expert_axis`
-            `D * T * min(top_k, E / D)`.
+            experts are chosen equally often. Rows without room are dropped from the longest groups, which are cut to
+            one length and lose their last rows, and are counted; with an `expert_axis`, a group is the rows of one
+            source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
+            `expert_axis` `D * T * min(top_k, E / D)`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
