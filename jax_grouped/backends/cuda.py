@@ -1,7 +1,8 @@
 """The `cuda` backend: the operations as XLA custom calls.
 
 Operands concatenate `batch` batch elements along their first axis. `T` and `G` are the sizes of one element. The custom
-calls take the batch size from the size of `group_offset`.
+calls take the batch size from the size of `group_offset`. They have no `vmap_method`: the primitives have batching
+rules, so `jax.vmap` never reaches a custom call.
 """
 
 import dataclasses
@@ -45,10 +46,6 @@ MAX_BATCH = 65535
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _MODES = tuple(ScalingMode)
 _ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
-
-
-#: The primitives have batching rules, so `jax.vmap` never reaches a custom call.
-_NO_VMAP = "sequential"
 
 
 def check_batch(batch: int) -> None:
@@ -98,7 +95,6 @@ def grouped_gemm(
         "jax_grouped_gemm",
         [out, scratch, workspace],
         input_output_aliases={len(operands) - 1: 0} if accumulate else None,
-        vmap_method=_NO_VMAP,
     )(
         *operands,
         product=np.int32(_PRODUCTS.index(spec.product)),
@@ -213,7 +209,7 @@ def grouped_bias_grad(
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
     tables = jax.ShapeDtypeStruct((batch, group_table_size(num_groups)), jnp.int32)
-    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables], vmap_method=_NO_VMAP)
+    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables])
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
@@ -236,7 +232,6 @@ def quantize(
         "jax_grouped_quantize",
         [batched(result, batch) for result in (*results, scratch, partial_sums)],
         input_output_aliases=aliases,
-        vmap_method=_NO_VMAP,
     )(
         *operands,
         mode=np.int32(_MODES.index(spec.mode)),
@@ -281,7 +276,6 @@ def dequantize(
     return jax.ffi.ffi_call(
         "jax_grouped_dequantize",
         [batched(out, batch), batched(table, batch)],
-        vmap_method=_NO_VMAP,
     )(
         data,
         scale_inv,

@@ -168,7 +168,7 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
     if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
     else:
-        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.static(operands))
+        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.common_params(operands))
     results = dict(zip(spec.results(x.shape), made, strict=True))
     sizes = groups.sizes if spec.stack_rows is None else None
 
@@ -227,8 +227,8 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
     if 0 in (layout.tokens, layout.features, layout.num_groups):
         return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
-    static = primitives.static(operands)
-    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **static)[0]
+    params = primitives.common_params(operands)
+    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **params)[0]
     return out.reshape(scaled.shape)
 
 
