@@ -196,8 +196,8 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     """Computes `data * scale_inv` in float32.
 
     Args:
-        scaled: either orientation of a quantized array, but not from the residuals of a call with a `group_offset`:
-            it does not hold the offset, and nothing would notice where it has as many sizes as groups.
+        scaled: either orientation of a quantized array. Not one from the residuals of a call with a `group_offset`: it
+            does not hold the offset, and the result would be wrong if it has as many sizes as groups.
         dtype: type of the result: bfloat16, float16 or float32.
 
     Returns:
