@@ -84,6 +84,30 @@ class Products:
         return round(self.number * 2 * case.valid_rows * case.shape.K * case.shape.N)
 
 
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer of experts with its router: tokens `x [T, K]`, the kernels of router, gate and up, and down, and `dy`."""
+
+    number: float  # Products of `K` by `N` and back, counted as those of one forward pass.
+    rows: bool = False  # The experts alone, on rows in the order of experts that are not equally loaded.
+    kernel_dtype = "bfloat16"
+    family = "moe"
+    unit = "TFLOP/s"
+
+    def arrays(self, case: Case) -> Structs:
+        """Returns `x`, the kernels, and the gradient of the result."""
+        shape = case.shape
+        E, K, N = shape.num_groups, shape.K, shape.N
+        x = jax.ShapeDtypeStruct((shape.tokens * (shape.top_k if self.rows else 1), K), DTYPE)
+        kernels = [(E, K, N), (E, N // 2, K)] if self.rows else [(K, E), (E, K, N), (E, N // 2, K)]
+        return x, *(jax.ShapeDtypeStruct(kernel, DTYPE) for kernel in kernels), x
+
+    def count(self, case: Case) -> int:
+        """Counts the multiplications and additions of the experts' products."""
+        shape = case.shape
+        return round(self.number * 3 * shape.tokens * shape.top_k * shape.K * shape.N)
+
+
 class Quantization:
     """A quantization of tokens `[T, K]`, as the words of its name say."""
 
@@ -168,6 +192,9 @@ PRODUCTS = {
     "mlp": Products(4.5, mlp=True),
 }
 
+#: Whole layers: the forward pass, both passes, and both passes of the experts alone.
+LAYERS = {"moe forward": Layer(1), "moe": Layer(3), "moe experts": Layer(3, rows=True)}
+
 _NAMES = (
     "copy, block_1d rowwise, block_1d columnwise, block_1d both, delayed tensor rowwise, delayed tensor both, "
     "current tensor rowwise, current tensor both, mx both, block_2d kernels both, dbias block_1d both, "
@@ -176,8 +203,9 @@ _NAMES = (
 )
 QUANTIZATIONS = {name: Quantization(name) for name in _NAMES.split(", ")}
 
-OPERATIONS: dict[str, Products | Quantization | Step] = {
+OPERATIONS: dict[str, Products | Layer | Quantization | Step] = {
     **PRODUCTS,
+    **LAYERS,
     **QUANTIZATIONS,
     **{name: Step(kernel_dtype) for name, (_, kernel_dtype) in memory.OPERATIONS.items()},
 }

@@ -15,18 +15,23 @@ INT32 = np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read."""
+    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read.
+
+    Where a router sends each token to `top_k` experts, `T` counts tokens, and the matmul has `T * top_k` rows.
+    """
 
     name: str
     num_groups: int
     tokens: int
     K: int
     N: int = 0
+    top_k: int = 0
 
     @property
     def dims(self) -> str:
         """Returns the sizes in short, for tables and test ids."""
-        return f"E{self.num_groups} T{self.tokens} K{self.K}" + (f" N{self.N}" if self.N else "")
+        sizes = {"E": self.num_groups, "T": self.tokens, "K": self.K, "N": self.N, "k": self.top_k}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size)
 
 
 _TABLES = {

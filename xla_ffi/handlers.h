@@ -21,9 +21,14 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 //   jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, starts)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
+// Computes the gradient of SwiGLU, of the weights of its rows, and the weighted rows:
+//   jax_grouped_swiglu_grad(gate_up, da, row_weights) -> (dgate_up, weighted, inner_products)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SwigluGradExecute);
+
 // Quantizes the rows of each group:
-//   jax_grouped_quantize(x, group_sizes, group_offset[, scale][, activation_input][, skip, previous results...])
-//       {...} -> ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias], scratch, partial sums)
+//   jax_grouped_quantize(x, group_sizes, group_offset[, row_indices][, scale][, activation_input][, row_weights]
+//                        [, skip, previous results...]) {...} ->
+//       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias][, inner_products], scratch, partial sums)
 //
 // The attributes say which optional operands and results there are. Previous results are meant to be aliased to the
 // results.

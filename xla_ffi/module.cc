@@ -35,9 +35,12 @@ nb::dict Handlers() {
   quantize["execute"] = Capsule(QuantizeExecute);
   nb::dict dequantize;
   dequantize["execute"] = Capsule(DequantizeExecute);
+  nb::dict swiglu_grad;
+  swiglu_grad["execute"] = Capsule(SwigluGradExecute);
   nb::dict handlers;
   handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
+  handlers["jax_grouped_swiglu_grad"] = swiglu_grad;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;
   return handlers;

@@ -29,6 +29,7 @@ struct QuantizeAttributes {
   Activation activation;
   bool backward;
   bool weighted;
+  bool inner_products;
   bool cached;
 };
 
@@ -50,7 +51,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
     StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
     StructMember<::jax_grouped::Activation>("activation"), StructMember<bool>("backward"),
-    StructMember<bool>("weighted"), StructMember<bool>("cached"));
+    StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
                                       StructMember<::jax_grouped::ScalingMode>("mode"),
                                       StructMember<int64_t>("num_groups"), StructMember<int64_t>("stack_rows"),
@@ -211,12 +212,23 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.batch * layout.num_groups));
   buffers->amax = static_cast<float*>((*amax)->untyped_data());
-  if (!attributes.dbias) return ffi::Error::Success();
-  JAX_GROUPED_ASSIGN_OR_RETURN(dbias, optional->NextResult());
-  if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of dbias", Elements(**dbias),
-                                         layout.batch * layout.num_groups * layout.features));
-  buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
+  if (attributes.dbias) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(dbias, optional->NextResult());
+    if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of dbias", Elements(**dbias),
+                                           layout.batch * layout.num_groups * layout.features));
+    buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
+  }
+  if (attributes.inner_products) {
+    if (!attributes.backward || attributes.activation != Activation::kSiluMul) {
+      return Invalid(kQuantize, "inner products are those of a gated activation's backward form.");
+    }
+    JAX_GROUPED_ASSIGN_OR_RETURN(products, optional->NextResult());
+    if ((*products)->element_type() != ffi::F32) return Invalid(kQuantize, "inner_products must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of inner_products", Elements(**products),
+                                           layout.batch * layout.tokens * CeilDiv(layout.features / 2, kBlock)));
+    buffers->inner_products = static_cast<float*>((*products)->untyped_data());
+  }
   return ffi::Error::Success();
 }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import JaxWork, NotOfferedError
 from jax_grouped.moe import Weights
-from jax_grouped.moe.mlp import swiglu
+from jax_grouped.ops.swiglu import swiglu
 
 #: `(x, weights, group_sizes) -> y`, with the weights of one projection, or of an MLP's two.
 Layer = Callable[[jax.Array, Sequence[Weights], jax.Array], jax.Array]

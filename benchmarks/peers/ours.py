@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_grouped as jg
 from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, quantization_arguments
@@ -61,6 +62,59 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
         return Weights(kernel, None, cache, states[index])
 
     return jax_layers.layer_work(case, sets, layer, make_weights)
+
+
+@functools.cache
+def _moe_program(operation: str, top_k: int, recipe: jg.Recipe | None) -> Callable[..., Any]:
+    def layer(x: jax.Array, router: jax.Array, gate_up: Weights, down: Weights, sizes: jax.Array) -> jax.Array:
+        if operation == "moe experts":
+            return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
+        logits = jnp.dot(x, router, preferred_element_type=jnp.float32)
+        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=top_k, recipe=recipe)[0]
+
+    def run(x: jax.Array, router: Any, weights: Sequence[Weights], dy: jax.Array, sizes: jax.Array) -> Any:
+        def forward(x: jax.Array, router: Any, kernels: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+            parts = zip(weights, kernels, states, strict=True)
+            gate_up, down = (of._replace(kernel=kernel, fp8_state=state) for of, kernel, state in parts)
+            return layer(x, router, gate_up, down, sizes)
+
+        kernels, states = [of.kernel for of in weights], [of.fp8_state for of in weights]
+        if operation == "moe forward":
+            return forward(x, router, kernels, states)
+        y, pullback = jax.vjp(forward, x, router, kernels, states)
+        return y, *pullback(dy)
+
+    return run
+
+
+def layer_moe(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool) -> JaxWork:
+    """Makes `moe_mlp` with a router, or `grouped_mlp` on the rows that a random router would give each expert."""
+    shape = case.shape
+    rng = np.random.default_rng(case.seed)
+    sizes = rng.multinomial(shape.tokens * shape.top_k, np.ones(shape.num_groups) / shape.num_groups)
+    states: list[Any] = [None, None]
+
+    def arguments(x: jax.Array, *kernels: jax.Array) -> tuple[Any, ...]:
+        *router, gate_up, down, dy = kernels
+        scaled_router = router[0] * shape.K**-0.5 if router else None
+        weights = []
+        for kernel, state in zip((gate_up, down), states, strict=True):
+            # Kernels as trained ones: larger ones would make the results of SwiGLU overflow.
+            kernel = kernel * kernel.shape[1] ** -0.5
+            scale = None if state is None else state.scales(recipe).kernel
+            cache = _quantize_kernel(kernel, recipe=recipe, scale=scale) if cached else None
+            weights.append(Weights(kernel, None, cache, state))
+        return x, scaled_router, weights, dy, jnp.asarray(sizes, jnp.int32)
+
+    program = _moe_program(case.operation, shape.top_k, recipe)
+    if isinstance(recipe, jg.DelayedScaling):
+        states = [jg.Fp8State.initial(recipe, shape.num_groups)] * 2
+        step = _moe_program("moe" if case.operation == "moe forward" else case.operation, shape.top_k, recipe)
+        # With caches of scale 1 the numbers would underflow, so this step has none.
+        x, router, weights, dy, counts = arguments(*sets[0])
+        uncached = [of._replace(kernel_cache=None) for of in weights]
+        states = jax.jit(step)(x, router, uncached, dy, counts)[-1]
+    return JaxWork(program, [arguments(*arrays) for arrays in sets])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -11,22 +11,12 @@
 #include <type_traits>
 
 #include "csrc/common/fp8.cuh"
+#include "csrc/common/sigmoid.cuh"
 #include "csrc/groups/layout.cuh"
 #include "csrc/quantize/quantize.h"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
-
-// Returns the sigmoid, computed with the hardware's exponential and reciprocal. Their errors of 1e-6 are far below
-// those of FP8. Instructions bound the kernels with activations; this function takes 4.
-__device__ inline float Sigmoid(float x) {
-  constexpr float kMinusLog2E = -1.4426950408889634f;
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * kMinusLog2E));
-  float sigmoid;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
-  return sigmoid;
-}
 
 // Twice the argument of the hyperbolic tangent in jax.nn.gelu's approximation, and its derivative. (1 + tanh(y)) / 2 is
 // Sigmoid(2 y).
@@ -61,6 +51,7 @@ struct ActivationArrays {
   const void* x;
   const void* activation_input;
   const float* row_weights;  // null for 1
+  float* inner_products;     // [rows, tiles of half the features], or null
   cudaDataType_t type;
   Activation activation;
   bool backward;
@@ -72,6 +63,7 @@ template <typename T, bool kGated, bool kBackward>
 class ActivatedColumns {
  public:
   using Number = T;
+  static constexpr bool kHasInnerProducts = kGated && kBackward;
 
   // Starts at row `first` of the chunk.
   __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
@@ -107,9 +99,10 @@ class ActivatedColumns {
     if (weights_ != nullptr) weights_ += rows;
   }
 
-  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist.
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. If there are
+  // `products`, they become the inner products of the activation's result with its gradient in the columns of the gate.
   template <bool kAllExist, int kCount>
-  __device__ void Compute(PairOf<float> (&rows)[kCount][4]) const {
+  __device__ void Compute(PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
     if (!kAllExist && rows_ <= 0) return;
     // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
     Eight inputs[kCount];
@@ -123,6 +116,15 @@ class ActivatedColumns {
       if constexpr (kGated) factors[i].Read(factors_ + row * stride_);
       if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
       weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
+    }
+    if (kHasInnerProducts && products != nullptr && is_gate_) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          products[i] += Activate<Activation::kSiluMul>(inputs[i][j]) * factors[i][j] * gradients[i][j];
+        }
+      }
     }
     float values[kCount][8];
     WithActivation([&](auto constant) {
@@ -201,15 +203,22 @@ struct ActivatedSource : ActivationArrays {
     const int vector = threadIdx.x % 16;
     const int first = threadIdx.x % 32 / 16;
     WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
-      if (columns.Has(kFp8Alignment)) {
+      // The lanes of a warp add up inner products, so all lanes take the same branch.
+      if (__all_sync(kFullWarp, columns.Has(kFp8Alignment))) {
         // The registers do not suffice for more rows of 32-bit numbers.
         constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
-        LoadSlot<true, kCount>(tile, slot, first, vector, columns);
+        LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {
-        LoadSlot<false, 1>(tile, slot, first, vector, columns);
+        LoadSlot<false, 1>(tile, slot, chunk, first_column, columns);
       }
     });
     __syncwarp();
+  }
+
+  __device__ bool HasInnerProducts() const { return inner_products != nullptr; }
+  // Writes 0 as a row's inner product in the tile that starts at a column.
+  __device__ void ZeroInnerProduct(int64_t row, int64_t first_column) const {
+    if (HasInnerProducts(first_column)) *InnerProduct(row, first_column) = 0.0f;
   }
 
   // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
@@ -219,16 +228,42 @@ struct ActivatedSource : ActivationArrays {
   }
 
  private:
+  // Returns true if a tile has columns of the gate, whose inner products are wanted.
+  __device__ bool HasInnerProducts(int64_t first_column) const {
+    return inner_products != nullptr && first_column < features / 2;
+  }
+
   template <bool kAllExist, int kCount, typename Columns>
-  __device__ static void LoadSlot(const InputTile<float>& tile, int slot, int first, int vector, Columns columns) {
+  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column,
+                           Columns columns) const {
+    const int vector = threadIdx.x % 16;
 #pragma unroll 1
-    for (int row = first; row < kFp8Alignment; row += 2 * kCount) {
+    for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2 * kCount) {
       alignas(16) PairOf<float> rows[kCount][4] = {};
-      columns.template Compute<kAllExist>(rows);
+      if (Columns::kHasInnerProducts && HasInnerProducts(first_column)) {
+        float products[kCount] = {};
+        columns.template Compute<kAllExist>(rows, products);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) StoreInnerProduct(chunk, row + 2 * i, first_column, products[i]);
+      } else {
+        columns.template Compute<kAllExist>(rows);
+      }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
       columns.Skip(2 * kCount);
     }
+  }
+
+  // Adds up the inner products of the 16 lanes of a row, and writes the sum. Whole warps must call it.
+  __device__ void StoreInnerProduct(const Chunk& chunk, int row, int64_t first_column, float product) const {
+#pragma unroll
+    for (int lanes = 8; lanes > 0; lanes /= 2) product += __shfl_xor_sync(kFullWarp, product, lanes);
+    if (threadIdx.x % 16 == 0 && row < chunk.rows)
+      *InnerProduct(chunk.first_row + int64_t{row}, first_column) = product;
+  }
+
+  __device__ float* InnerProduct(int64_t row, int64_t first_column) const {
+    return inner_products + row * CeilDiv(features / 2, kTileColumns) + first_column / kTileColumns;
   }
 
   // Calls `visit` with the ActivatedColumns of the problem.
@@ -264,6 +299,7 @@ inline ActivatedSource MakeActivatedSource(const QuantizeProblem& problem, const
   source.x = buffers.x;
   source.activation_input = buffers.activation_input;
   source.row_weights = buffers.row_weights;
+  source.inner_products = buffers.inner_products;
   source.type = problem.input_type;
   source.activation = problem.activation;
   source.backward = problem.backward;

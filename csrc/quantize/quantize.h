@@ -49,6 +49,9 @@ struct QuantizeBuffers {
   int64_t column_scale_bytes;
   float* amax;          // [num_groups]
   float* dbias;         // [num_groups, features]
+  // [tokens, tiles of 128 of the features / 2], or null: the inner products of each row of the activation's result with
+  // its gradient, without row_weights. Rows of no group stay unwritten. Only for the backward form of kSiluMul.
+  float* inner_products;
   void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
   float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias
 };

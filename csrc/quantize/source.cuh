@@ -205,6 +205,9 @@ struct PlainSource {
     __syncwarp();
   }
 
+  __device__ static constexpr bool HasInnerProducts() { return false; }
+  __device__ void ZeroInnerProduct(int64_t, int64_t) const {}
+
   // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&loaded)[kCount][4]) const {

@@ -114,8 +114,10 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   __syncthreads();
 }
 
-// Zeros a work item's part of the rows outside all groups, in a tile's columns.
-__device__ inline void ZeroOutside(const QuantizeArguments& args, const WorkItem& work, const Window& window) {
+// Zeros a work item's part of the rows outside all groups, in a tile's columns, and their inner products.
+template <typename Source>
+__device__ void ZeroOutside(const QuantizeArguments& args, const Source& source, const WorkItem& work,
+                            const Window& window) {
   constexpr int kRows = kTileThreads / 8;
   const int64_t column = work.first_column + threadIdx.x % 8 * 16;
   if (column >= args.layout.features) return;
@@ -123,7 +125,10 @@ __device__ inline void ZeroOutside(const QuantizeArguments& args, const WorkItem
   for (int32_t i = begin; i < window.outside_end; i += Window::kParts * kRows) {
     const int64_t before = window.first_row + static_cast<int64_t>(i);
     const int64_t row = before < window.groups_begin ? before : before - window.groups_begin + window.groups_end;
-    *reinterpret_cast<uint4*>(args.row_data + row * args.layout.features + column) = uint4{};
+    if (args.row_data != nullptr) {
+      *reinterpret_cast<uint4*>(args.row_data + row * args.layout.features + column) = uint4{};
+    }
+    if (threadIdx.x % 8 == 0) source.ZeroInnerProduct(row, work.first_column);
   }
 }
 
@@ -231,7 +236,9 @@ __global__ void __launch_bounds__(kTileThreads,
     if (kSingleLaunch && pass == work.part) barrier.Wait();
     record_amax();
   }
-  if (args.row_data != nullptr && window->outside_begin < window->outside_end) ZeroOutside(args, work, *window);
+  if ((args.row_data != nullptr || source.HasInnerProducts()) && window->outside_begin < window->outside_end) {
+    ZeroOutside(args, source, work, *window);
+  }
 }
 
 }  // namespace jax_grouped

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
+from jax_grouped.backends.reference import swiglu as reference_swiglu
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.groups import (
     FEATURE_ALIGNMENT,
@@ -31,6 +32,7 @@ from jax_grouped.fp8.recipes import ScalingMode
 CUSTOM_CALL_TARGETS = (
     "jax_grouped_gemm",
     "jax_grouped_bias_grad",
+    "jax_grouped_swiglu_grad",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
 )
@@ -41,6 +43,9 @@ WORKSPACE_BYTES = 32 * 1024 * 1024
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
+
+#: Features that the kernel of SwiGLU's gradient loads at once: `kSwigluVector` in csrc.
+_SWIGLU_VECTOR = 8
 
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -213,6 +218,16 @@ def grouped_bias_grad(
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
+def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, batch: int) -> tuple[jax.Array, ...]:
+    """Returns the results of the reference backend, from one kernel if the numbers have 16 bits."""
+    del batch  # It is more rows.
+    if gate_up.dtype == jnp.float32 or da.shape[1] % _SWIGLU_VECTOR != 0:
+        return reference_swiglu.swiglu_grad(gate_up, da, row_weights)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
+    call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results)
+    return tuple(call(gate_up, da, row_weights))
+
+
 def quantize(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
@@ -247,6 +262,7 @@ def quantize(
         activation=np.int32(_ACTIVATIONS.index(spec.activation)),
         backward=spec.backward,
         weighted=spec.weighted,
+        inner_products=spec.inner_products,
         cached=spec.cached,
     )
     return tuple(outputs[: len(results)])

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import cuda, extension
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
+from jax_grouped.backends.reference import swiglu as reference_swiglu
 from jax_grouped.backends.reference import tiles as reference_tiles
 from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.config import config
@@ -235,6 +236,10 @@ def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_grou
     return [jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype)]
 
 
+def _swiglu_grad_results(gate_up: Any, da: Any, row_weights: Any) -> Any:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
+
+
 def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     del more
     return list(spec.results(x.shape).values())
@@ -256,7 +261,8 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
     if not rowwise and not columnwise:
         rowwise, columnwise = spec.rowwise, not spec.rowwise
-    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, dbias="dbias" in names)
+    more = {name: name in names for name in ("dbias", "inner_products")}
+    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, **more)
     made = [results[name] for name in spec.results(shape)]
     return [True] * len(equation.invars), equation.replace(outvars=made, params={**equation.params, "spec": spec})
 
@@ -279,6 +285,8 @@ GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cu
 BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
+#: `(gate_up, da, row_weights) -> [dgate_up, weighted, inner_products]`.
+SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_swiglu.swiglu_grad, cuda.swiglu_grad)
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -107,6 +107,8 @@ class QuantizeSpec:
         activation: function applied to `x` before quantization, in float32.
         backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
         weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
+        inner_products: whether to make, with `backward` and a gate, the inner products of each row of the activation's
+            result with `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
         cached: whether `skip` and previous results are given.
     """
 
@@ -125,6 +127,7 @@ class QuantizeSpec:
     activation: Activation | None = None
     backward: bool = False
     weighted: bool = False
+    inner_products: bool = False
     cached: bool = False
 
     def __post_init__(self) -> None:
@@ -168,6 +171,8 @@ class QuantizeSpec:
         results["amax"] = jax.ShapeDtypeStruct((self.num_groups,), jnp.float32)
         if self.dbias:
             results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
+        if self.inner_products:
+            results["inner_products"] = jax.ShapeDtypeStruct((x_shape[0], -(-x_shape[1] // BLOCK)), jnp.float32)
         return results
 
 

@@ -1,9 +1,10 @@
-"""The experts of a layer in FP8, with their routing weights: tokens are gathered while they are quantized.
+"""The experts of a layer, with their routing weights.
 
-Between the passes wait the tokens, the first product's result and the routing: no copy per choice of anything else. The
-backward pass quantizes the tokens again, along the rows. It gets the gradient of a routing weight from the activation's
-result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as in SonicMoE
-(arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and `da` after its dgrad.
+The tokens, the first product's result and the routing wait for the backward pass: no copy per choice of anything else.
+That pass gathers the tokens again, with a recipe while it quantizes them. It gets the gradient of a routing weight from
+the activation's result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as
+in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and `da` after its
+dgrad.
 """
 
 import dataclasses
@@ -14,15 +15,29 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.groups import count_not_above
+from jax_grouped.core.groups import Groups, count_not_above
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
 from jax_grouped.moe.permutation import Permutation, gather, sum_of_choices, tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
-from jax_grouped.ops.dense import Saved, dgrad, fprop, gradients, primal_values, quantized, save, wgrad
+from jax_grouped.ops.dense import (
+    Oriented,
+    Saved,
+    dgrad,
+    fprop,
+    gradients,
+    primal_values,
+    quantized,
+    quantized_gradient,
+    save,
+    wgrad,
+)
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
-from jax_grouped.ops.residuals import CHECKPOINT_NAMES
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
+from jax_grouped.ops.swiglu import swiglu, swiglu_grad
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -33,10 +48,10 @@ def routed_mlp(
     down: Weights,
     permutation: Permutation,
     weights: jax.Array,
-    recipe: Recipe,
+    recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights)`, with a recipe.
+    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights)`.
 
     Args:
         x: `[T, K]` tokens.
@@ -44,8 +59,8 @@ def routed_mlp(
         down: weights as in `grouped_mlp`.
         permutation: of the tokens to `R` rows.
         weights: `float32[T, k]`, the factor of each choice.
-        recipe: how both products are computed in FP8.
-        precision: None, or an error says that it is not for a recipe.
+        recipe: as in `grouped_mlp`.
+        precision: likewise.
 
     Returns:
         `[T, N]` in the type of `x`.
@@ -74,10 +89,10 @@ def weighted_mlp(
     down: Weights,
     group_sizes: jax.Array,
     row_weights: jax.Array,
-    recipe: Recipe,
+    recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`, with a recipe: `routed_mlp` for rows that are there.
+    """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already.
 
     Args:
         rows: `[R, K]`, as `x` of `grouped_mlp`.
@@ -100,7 +115,8 @@ def weighted_mlp(
     y = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
     if down.bias is None:
         return y
-    biases = add_bias(jnp.zeros(y.shape, jnp.float32), down.bias, groups)
+    zeros, bias, *of_groups, _ = vary_alike(jnp.zeros(y.shape, jnp.float32), down.bias, *groups, y)
+    biases = add_bias(zeros, bias, Groups(*of_groups))
     return (y.astype(jnp.float32) + row_weights[:, None] * biases).astype(y.dtype)
 
 
@@ -108,7 +124,7 @@ def _canonical(
     rows: jax.Array | jax.ShapeDtypeStruct,
     gate_up: Weights,
     down: Weights,
-    recipe: Recipe,
+    recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Weights, Weights, MlpSpec]:
     """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
@@ -172,17 +188,37 @@ class _Saved(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _experts(arrays: _Arrays, spec: MlpSpec) -> jax.Array:
-    hidden, _ = fprop(arrays.up, spec.up, for_gradients=False)
-    return arrays.combined(fprop(arrays.down._replace(x=hidden), spec.down, for_gradients=False)[0])
+    return arrays.combined(_products(arrays, spec, for_gradients=False)[1])
 
 
 def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _Saved]:
     up, down = primal_values(primals.up), primal_values(primals.down)
     arrays = _Arrays(up, down, *jax.tree.map(lambda primal: primal.value, tuple(primals[2:])))
-    hidden, of_up = fprop(up, spec.up, for_gradients=True, keep_tokens=False)
-    rows, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True, keep_tokens=False)
+    hidden, rows, of_up, of_down = _products(arrays, spec, for_gradients=True)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     return arrays.combined(rows), _Saved(arrays, hidden, save(up, of_up), save(down, of_down))
+
+
+def _products(
+    arrays: _Arrays, spec: MlpSpec, *, for_gradients: bool
+) -> tuple[jax.Array, jax.Array, DenseResiduals, DenseResiduals]:
+    """Returns the results of both products, and the residuals of both without tokens."""
+    up, down = arrays.up, arrays.down
+    options = dict(for_gradients=for_gradients, keep_tokens=False)
+    (rows,), row_indices = _gathered([up.x], up.row_indices, spec)
+    hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, **options)
+    activated = swiglu(hidden) if spec.down.recipe is None else hidden
+    results, of_down = fprop(down._replace(x=activated), spec.down, **options)
+    return hidden, results, of_up, of_down
+
+
+def _gathered(
+    arrays: list[jax.Array], row_indices: jax.Array | None, spec: MlpSpec
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Returns the arrays' rows, gathered unless quantization gathers them, and the indices for quantization."""
+    if spec.up.recipe is not None or row_indices is None:
+        return arrays, row_indices
+    return [gather(array, row_indices) for array in arrays], None
 
 
 def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
@@ -191,31 +227,52 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
         return (_Arrays(of_up, of_down, zero, zero, zero),)
-    groups, row_indices, row_weights = arrays.up.groups, arrays.up.row_indices, arrays.row_weights()
-
-    activated = quantized(hidden, groups, spec.down, down.residuals.fp8_state, rowwise=False, row_weights=row_weights)
-    residuals = down.residuals
-    if residuals.amax is not None:
-        assert activated.amax is not None
-        largest = jnp.maximum(residuals.amax["input"], activated.amax)
-        residuals = dataclasses.replace(residuals, amax={**residuals.amax, "input": largest})
-    dactivated, pending = dgrad(residuals, dy, row_indices=row_indices)
-    pending = dataclasses.replace(pending, x=activated.columnwise)
+    groups = arrays.up.groups
+    (x, dy), row_indices = _gathered([arrays.up.x, dy], arrays.up.row_indices, spec)
+    backward_of_down = _backward_of_down if spec.down.recipe is None else _backward_of_quantized_down
+    pending, gradient, dweights = backward_of_down(arrays, hidden, up.residuals, down.residuals, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
-    dweights = _inner_products(hidden, dactivated)
-
-    drows, pending = dgrad(up.residuals, dactivated, hidden, row_weights=row_weights)
-    tokens = quantized(arrays.up.x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
+    drows, pending = dgrad(up.residuals, gradient)
+    tokens = quantized(x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
     pending = dataclasses.replace(pending, x=tokens.columnwise)
     dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
     dx, dweights = arrays.gradients(drows, dweights)
     return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero),)
 
 
-def _inner_products(hidden: jax.Array, dactivated: jax.Array) -> jax.Array:
-    """Returns the inner product of each row of the activation's result with its gradient, `float32[R]`."""
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    return jnp.sum(jax.nn.silu(gate) * up * dactivated.astype(jnp.float32), axis=1)
-
-
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _backward_of_down(
+    arrays: _Arrays,
+    hidden: jax.Array,
+    up: DenseResiduals,
+    down: DenseResiduals,
+    dy: jax.Array,
+    row_indices: jax.Array | None,
+) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
+    """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
+    del row_indices  # The rows of `dy` are gathered already.
+    dactivated, pending = dgrad(down, quantized_gradient(down, dy))
+    dhidden, activated, dweights = swiglu_grad(hidden, dactivated, arrays.row_weights())
+    return dataclasses.replace(pending, x=activated), quantized_gradient(up, dhidden), dweights
+
+
+def _backward_of_quantized_down(
+    arrays: _Arrays,
+    hidden: jax.Array,
+    up: DenseResiduals,
+    down: DenseResiduals,
+    dy: jax.Array,
+    row_indices: jax.Array | None,
+) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
+    """Returns the same with a recipe, whose quantization gathers the rows of `dy`."""
+    row_weights = arrays.row_weights()
+    activated = quantized(hidden, down.groups, down.spec, down.fp8_state, rowwise=False, row_weights=row_weights)
+    if down.amax is not None:
+        assert activated.amax is not None
+        down = dataclasses.replace(down, amax={**down.amax, "input": jnp.maximum(down.amax["input"], activated.amax)})
+    dactivated, pending = dgrad(down, quantized_gradient(down, dy, row_indices=row_indices))
+    gradient = quantized_gradient(up, dactivated, hidden, row_weights=row_weights, inner_products=True)
+    assert gradient.inner_products is not None
+    return dataclasses.replace(pending, x=activated.columnwise), gradient, gradient.inner_products

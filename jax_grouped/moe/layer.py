@@ -14,7 +14,7 @@ from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
-from jax_grouped.moe.mlp import as_weights, grouped_mlp
+from jax_grouped.moe.mlp import as_weights
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
 from jax_grouped.ops import checks
@@ -68,9 +68,9 @@ def moe_mlp(
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
 
-    With a recipe, quantization gathers the tokens from `x`, so that no row is written in a wider type, and the backward
-    pass does so again. It keeps `x`, the input of SwiGLU, the routing and the quantized kernels for that. It computes
-    the routing weights' gradient from the activation's, with the precision of the recipe.
+    The backward pass gathers the tokens again. Only `x`, the input of SwiGLU, the routing and the kernels are kept for
+    it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The routing
+    weights' gradient is computed from the activation's, with the precision of the recipe.
 
     The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
     experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
@@ -146,25 +146,17 @@ def moe_mlp(
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
     permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
     dropped = permutation.dropped
-    if devices == 1 and recipe is not None:
+    if devices == 1:
         y = routed_mlp(x, gate_up, down, permutation, routing.weights, recipe, precision)
-    elif devices == 1:
-        rows = permute(x, permutation)
-        rows = grouped_mlp(rows, gate_up, down, permutation.group_sizes, precision=precision)
-        y = unpermute(rows, permutation, routing.weights)
     else:
         rows = permute(x, permutation)
         exchange = plan_exchange(
             permutation.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
         )
         rows = send_rows(rows, exchange)
-        if recipe is None:
-            rows = grouped_mlp(rows, gate_up, down, exchange.group_sizes, precision=precision)
-            y = unpermute(return_rows(rows, exchange), permutation, routing.weights)
-        else:
-            row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
-            rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, recipe, precision)
-            y = unpermute(return_rows(rows, exchange), permutation)
+        row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
+        rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, recipe, precision)
+        y = unpermute(return_rows(rows, exchange), permutation)
         dropped = exchange.dropped
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)

@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.core.values import as_array
@@ -15,6 +14,7 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
+from jax_grouped.ops.swiglu import swiglu
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -69,32 +69,6 @@ def grouped_mlp(
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
     return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
-
-
-@jax.custom_vjp
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Computes `silu(gate) * up` in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
-
-    The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
-    """
-    return _swiglu(gate_up)
-
-
-def _swiglu(gate_up: jax.Array) -> jax.Array:
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-
-
-def _swiglu_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return swiglu(gate_up), gate_up
-
-
-def _swiglu_backward(gate_up: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    _, pull_back = jax.vjp(_swiglu, gate_up)
-    return pull_back(dy)
-
-
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 class MlpSpec(NamedTuple):

@@ -121,6 +121,7 @@ class Oriented(NamedTuple):
     columnwise: Operand | None
     amax: jax.Array | None = None
     dbias: jax.Array | None = None
+    inner_products: jax.Array | None = None
 
 
 class Saved(NamedTuple):
@@ -192,13 +193,13 @@ def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = 
     Args:
         saved: from the forward pass.
         dy: the gradient of the result; None if the result does not reach the loss.
-        activated: as in `dgrad`.
+        activated: as in `quantized_gradient`.
     """
     residuals, accumulator = saved
     if dy is None:
         dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
     else:
-        dx, pending = dgrad(residuals, dy, activated)
+        dx, pending = dgrad(residuals, quantized_gradient(residuals, dy, activated))
         weights = Weights(wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
     # None stands for a zero gradient, even of arguments that are never None.
     return Inputs(dx, weights, None)  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ def fprop(
 ) -> tuple[jax.Array, DenseResiduals]:
     """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
 
-    Without `keep_tokens` they lack the tokens, which the backward pass then quantizes again.
+    Without `keep_tokens` they lack the tokens, which the backward pass then provides.
     """
     x, weights, groups, row_indices = inputs
     scales = _scales(spec, weights.fp8_state)
@@ -226,34 +227,17 @@ def fprop(
         assert tokens.amax is not None
         assert kernels.amax is not None
         amax = {"input": tokens.amax, "kernel": kernels.amax}
-    return y, DenseResiduals(tokens.columnwise, kernels.rowwise, groups, weights.fp8_state, amax, spec)
+    kept = tokens.columnwise if keep else None
+    return y, DenseResiduals(kept, kernels.rowwise, groups, weights.fp8_state, amax, spec)
 
 
-def dgrad(
-    residuals: DenseResiduals,
-    dy: jax.Array,
-    activated: jax.Array | None = None,
-    *,
-    row_indices: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
-) -> tuple[jax.Array, PendingWgrad]:
-    """Returns the gradient of `x`, and the inputs of wgrad.
-
-    With a recipe, `dy` is quantized here, once for both, and its rows are summed in the same pass. If the spec has an
-    `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the product's result, is the
-    activation's input. The last two arguments are those of `jax_grouped.grouped_quantize`.
-    """
+def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> tuple[jax.Array, PendingWgrad]:
+    """Returns the gradient of `x`, and the inputs of wgrad, from the result of `quantized_gradient`."""
     spec, groups = residuals.spec, residuals.groups
-    gradient = _gradient(residuals, dy, activated, row_indices, row_weights)
     assert gradient.rowwise is not None
     assert residuals.kernel is not None
     dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype))
-    dbias = None
-    if spec.bias_dtype is not None:
-        dbias = gradient.dbias
-        if dbias is None:
-            dbias = bias_grad(dy, groups, spec.num_groups, jnp.dtype(spec.bias_dtype))
-        dbias = dbias.astype(spec.bias_dtype)
+    dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)
     return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
 
@@ -327,17 +311,27 @@ def _kernels(
     return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
 
 
-def _gradient(
+def quantized_gradient(
     residuals: DenseResiduals,
     dy: jax.Array,
-    activated: jax.Array | None,
-    row_indices: jax.Array | None,
-    row_weights: jax.Array | None,
+    activated: jax.Array | None = None,
+    *,
+    row_indices: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+    inner_products: bool = False,
 ) -> Oriented | GroupedQuantized:
+    """Returns the gradient of the result as dgrad and wgrad read it, and the sums of its rows for a bias.
+
+    If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the
+    product's result, is the activation's input. The last three arguments are those of `jax_grouped.grouped_quantize`.
+    """
     spec = residuals.spec
     if spec.recipe is None:
+        dbias = None
+        if spec.bias_dtype is not None:
+            dbias = bias_grad(dy, residuals.groups, spec.num_groups, jnp.dtype(spec.bias_dtype))
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
-        return Oriented(dy, dy)
+        return Oriented(dy, dy, dbias=dbias)
     scales = _scales(spec, residuals.fp8_state)
     operands = (row_indices, None if scales is None else scales.output_grad, activated, row_weights)
     gathered_rows = None if row_indices is None else row_indices.shape[0]
@@ -345,7 +339,7 @@ def _gradient(
         dy,
         residuals.groups,
         *(operand for operand in operands if operand is not None),
-        spec=spec.dy_spec(gathered_rows=gathered_rows, weighted=row_weights is not None),
+        spec=spec.dy_spec(gathered_rows=gathered_rows, weighted=row_weights is not None, inner_products=inner_products),
     )
 
 

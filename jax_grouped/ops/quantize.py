@@ -43,6 +43,7 @@ def grouped_quantize(
     activation: Activation | None = None,
     activation_input: jax.Array | None = None,
     row_weights: jax.Array | None = None,
+    inner_products: bool = False,
     swizzled_scales: bool = False,
 ) -> GroupedQuantized:
     """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
@@ -78,6 +79,9 @@ def grouped_quantize(
             result, and the gradient of its input is quantized and summed into `dbias`.
         row_weights: `float32[T]`, for an `x` with group sizes and an activation: multiply each row of the activation's
             result by its weight, or with `activation_input` each row of `x`.
+        inner_products: with `"silu_mul"`, an `activation_input` and group sizes, also return the inner product of each
+            row of the activation's result with its gradient `x`, in float32, before `row_weights`: 0 for rows of no
+            group.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
@@ -118,6 +122,10 @@ def grouped_quantize(
         if group_sizes is None or activation is None:
             raise ValueError("row_weights is for x [T, C] with group_sizes and an activation.")
         row_weights = checks.canonical_row_weights(row_weights, x.shape[0])
+    if static_bool("inner_products", inner_products) and (
+        group_sizes is None or activation != "silu_mul" or activation_input is None
+    ):
+        raise ValueError('inner_products is for x [T, C] with group_sizes, activation="silu_mul" and activation_input.')
 
     num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
     spec = QuantizeSpec(
@@ -136,6 +144,7 @@ def grouped_quantize(
         activation=activation,
         backward=activation_input is not None,
         weighted=row_weights is not None,
+        inner_products=inner_products,
     )
     checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
     operands = [] if row_indices is None else [row_indices]
@@ -183,6 +192,7 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
         columnwise=scaled_array("column", columnwise=True),
         amax=results["amax"],
         dbias=results.get("dbias"),
+        inner_products=jnp.sum(results["inner_products"], axis=1) if spec.inner_products else None,
     )
 
 

@@ -11,7 +11,7 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.dense import dgrad, fprop, wgrad
+from jax_grouped.ops.dense import dgrad, fprop, quantized_gradient, wgrad
 from jax_grouped.ops.inputs import Weights, canonical_inputs, check_accumulator
 from jax_grouped.ops.residuals import DenseResiduals, PendingWgrad
 
@@ -107,7 +107,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     checks.check_dtype("dy's type", dy.dtype)
     if dy.shape != residuals.spec.out_shape:
         raise ValueError(f"dy must have the result's shape {residuals.spec.out_shape}, got {dy.shape}.")
-    return dgrad(residuals, vary_alike(dy, residuals.groups.sizes)[0])
+    return dgrad(residuals, quantized_gradient(residuals, vary_alike(dy, residuals.groups.sizes)[0]))
 
 
 def grouped_dense_wgrad(

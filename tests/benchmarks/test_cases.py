@@ -148,4 +148,7 @@ def test_transformer_engine_gets_a_quantizer_for_each_group(monkeypatch: pytest.
         results("current tensor both", "transformer_engine.jax")
     with pytest.raises(NotOfferedError):
         results("block_1d both", "transformer_engine.jax")
-    np.testing.assert_array_equal(results("fprop", "transformer_engine.jax")[0], results("fprop", "jax_grouped")[0])
+    got, ours = (
+        results("fprop", variant)[0].astype(jnp.float32) for variant in ("transformer_engine.jax", "jax_grouped")
+    )
+    np.testing.assert_allclose(got, ours, rtol=2.0**-7, atol=1e-3)

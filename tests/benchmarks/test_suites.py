@@ -36,6 +36,7 @@ FEW = {
     "--variants bf16 block 'block cached' 'current cached' delayed",
     "step_accumulating": "--shapes qwen3 --variants bf16 block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 current 'delayed cached'",
+    "layer": "--shapes 'qwen3 layer' --variants bf16 block 'delayed cached'",
     "step_launch": "--layers dense --variants bf16",
     "scaling": "--variants bf16",
 }
@@ -44,7 +45,9 @@ FEW = {
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every shape small."""
-    tiny = {name: Shape(name, 2, 256, 128, 128 if shape.N else 0) for name, shape in SHAPES.items()}
+    tiny = {
+        name: Shape(name, 2, 256, 128, 128 if shape.N else 0, min(shape.top_k, 2)) for name, shape in SHAPES.items()
+    }
     for module in (suites, plot):
         monkeypatch.setattr(module, "SHAPES", tiny)
     monkeypatch.setattr(plot, "SWEEPS", {name: [tiny[of.name] for of in sweep] for name, sweep in SWEEPS.items()})

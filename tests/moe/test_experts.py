@@ -1,4 +1,4 @@
-"""The experts of `moe_mlp` with a recipe, against its public steps one by one, and what they keep."""
+"""The experts of `moe_mlp` against its public steps one by one, and what they keep."""
 
 import functools
 import re
@@ -94,6 +94,40 @@ def test_result_and_gradients_are_as_near_to_exact_ones_as_those_of_the_steps(
         assert np.all(np.isfinite(state))
 
 
+@pytest.mark.parametrize("capacity", [T * TOP_K, 200], ids=["all rows", "dropped rows"])
+def test_without_a_recipe_gradients_of_both_orders_are_those_of_the_steps(backend: str, capacity: int) -> None:
+    def first_and_second(layer: Layer) -> Any:
+        def loss(of: dict[str, Any]) -> jax.Array:
+            with jax.default_matmul_precision("highest"):
+                return jnp.sum(jnp.sin(layer(of, (None, None), None, capacity)) * of["dy"])
+
+        def of_gradient(of: dict[str, Any]) -> tuple[jax.Array, Any]:
+            gradient = jax.grad(loss)(of)
+            return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(gradient)), gradient
+
+        return jax.jit(jax.grad(of_gradient, has_aux=True))(arrays())
+
+    for got, expected in zip(first_and_second(whole), first_and_second(by_steps), strict=True):
+        for name in NAMES:
+            assert oracle.relative_error(got[name], expected[name]) < 1e-4 * (backend == "cuda") + 3e-6, name
+
+
+def test_in_bfloat16_gradients_are_as_near_to_exact_ones_as_those_of_the_steps(backend: str) -> None:
+    def gradients(layer: Layer, dtype: Any) -> Any:
+        rounded = {name: array.astype(jnp.bfloat16).astype(dtype) for name, array in arrays().items()}
+
+        def loss(of: dict[str, Any]) -> jax.Array:
+            return jnp.sum((layer(of, (None, None), None, T * TOP_K) * rounded["dy"]).astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss))(rounded)
+
+    exact, got, steps = gradients(by_steps, "float32"), gradients(whole, "bfloat16"), gradients(by_steps, "bfloat16")
+    for name in NAMES:
+        assert got[name].dtype == jnp.bfloat16
+        errors = [oracle.relative_error(one[name].astype(jnp.float32), exact[name]) for one in (got, steps)]
+        assert errors[0] < 1.3 * errors[1], (name, errors)
+
+
 def test_states_have_the_largest_values_of_both_operands_of_every_product(backend: str) -> None:
     recipe = RECIPES["delayed"]
     state = jg.Fp8State.initial(recipe, E)
@@ -133,12 +167,13 @@ def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
     assert jnp.all(gradient[:, 1] != 0)
 
 
-def test_only_tokens_the_input_of_swiglu_and_routing_wait_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["bfloat16", "block"])
+def test_only_tokens_the_input_of_swiglu_and_routing_wait_for_the_backward_pass(recipe: Any) -> None:
     x, logits = struct((T, K)), struct((T, E))
     up, down = struct((E, K, 2 * F)), struct((E, F, K))
 
     def layer(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return moe.moe_mlp(x, logits, up, down, top_k=TOP_K, recipe=RECIPES["block"])[0]
+        return moe.moe_mlp(x, logits, up, down, top_k=TOP_K, recipe=recipe)[0]
 
     residuals = jax.eval_shape(lambda *arguments: jax.vjp(layer, *arguments)[1], x, logits, up, down)
 

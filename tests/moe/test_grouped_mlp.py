@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.moe.mlp import swiglu
+from jax_grouped.ops.swiglu import swiglu
 from tests import oracle
 from tests.meshes import data_mesh
 from tests.ops.quantize_cases import some

@@ -78,8 +78,11 @@ def test_every_attribute_is_there_with_its_type() -> None:
         "amax_epsilon": "5.000000e-01 : f32",
         "swizzled_scales": "true",
         "given_scale": "false",
+        "gathered": "false",
         "activation": "4 : i32",
         "backward": "true",
+        "weighted": "false",
+        "inner_products": "false",
         "cached": "false",
         "stack_rows": "0 : i64",
     }

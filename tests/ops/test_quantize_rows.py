@@ -134,6 +134,42 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str, activatio
     assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("features", [256, 336, 48])
+@pytest.mark.parametrize("mode", [ScalingMode.BLOCK_1D, ScalingMode.TENSOR], ids=lambda mode: mode.name)
+def test_inner_products(backend: str, mode: ScalingMode, features: int, dtype: Any) -> None:
+    keys = jax.random.split(jax.random.key(4), 3)
+    hidden = jax.random.normal(keys[0], (200, 2 * features)).astype(dtype)
+    dy = jax.random.normal(keys[1], (200, features)).astype(dtype)
+    weights = jax.random.normal(keys[2], (200,))
+    arguments = (dy, SIZES, mode)
+    options = dict(activation="silu_mul", activation_input=hidden, row_weights=weights, columnwise=True)
+
+    got = jg.grouped_quantize(*arguments, **options, inner_products=True)
+
+    gate, up = np.split(np.asarray(hidden, np.float64), 2, axis=1)
+    terms = gate / (1 + np.exp(-gate)) * up * np.asarray(dy, np.float64)
+    expected = np.where(np.arange(200) < SIZES.sum(), terms.sum(axis=1), 0)
+    np.testing.assert_allclose(got.inner_products, expected, rtol=0, atol=1e-5 * np.abs(terms).sum(axis=1).max())
+    without = jg.grouped_quantize(*arguments, **options)
+    assert without.inner_products is None
+    for one, other in ((got.rowwise, without.rowwise), (got.columnwise, without.columnwise)):
+        np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
+
+
+def test_inner_products_under_vmap(backend: str) -> None:
+    hidden, dy = jax.random.normal(jax.random.key(5), (2, 200, 96)), jax.random.normal(jax.random.key(6), (2, 200, 48))
+
+    def inner_products(dy: jax.Array, hidden: jax.Array) -> jax.Array:
+        options = dict(activation="silu_mul", activation_input=hidden, inner_products=True)
+        return jg.grouped_quantize(dy, SIZES, ScalingMode.BLOCK_1D, **options).inner_products
+
+    got = jax.vmap(inner_products)(dy, hidden)
+
+    for i in range(2):
+        np.testing.assert_array_equal(got[i], inner_products(dy[i], hidden[i]))
+
+
 def test_the_custom_call_gets_both() -> None:
     x, indices, weights = tokens(), row_indices(), jnp.ones(TOKENS)
 
@@ -172,6 +208,11 @@ def test_wrong_arguments() -> None:
             dict(row_weights=jnp.ones(TOKENS, jnp.int32), activation="relu"),
             TypeError,
             "row_weights' type must be bfloat16, float16 or float32, got int32",
+        ),
+        (
+            dict(inner_products=True, activation="silu_mul"),
+            ValueError,
+            'inner_products is for x [T, C] with group_sizes, activation="silu_mul" and activation_input',
         ),
     ]:
         with pytest.raises(error, match=re.escape(message)):

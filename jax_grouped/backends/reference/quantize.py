@@ -9,11 +9,12 @@ from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference import stack
 from jax_grouped.backends.reference.scales import Scaling, spread
+from jax_grouped.backends.reference.swiglu import swiglu
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up
 from jax_grouped.fp8 import numerics
-from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 
 
 def quantize(
@@ -29,7 +30,12 @@ def quantize(
 
     def quantized() -> tuple[jax.Array, ...]:
         activated = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
-        return _quantize(activated, group_sizes, group_offset, scale, x.shape, spec)
+        made = _quantize(activated, group_sizes, group_offset, scale, x.shape, spec)
+        if spec.inner_products:
+            assert activation_input is not None
+            rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
+            made["inner_products"] = jnp.where(rows.valid[:, None], _inner_products(x, activation_input), 0)
+        return tuple(made[name] for name in spec.results(x.shape))
 
     if spec.cached:
         skip, *previous = operands
@@ -44,7 +50,7 @@ def _quantize(
     scale: jax.Array | None,
     x_shape: tuple[int, ...],
     spec: QuantizeSpec,
-) -> tuple[jax.Array, ...]:
+) -> dict[str, jax.Array]:
     values = numerics.flush(unflushed)
     copies: stack.Stack | _Tokens
     if spec.stack_rows is None:
@@ -65,7 +71,7 @@ def _quantize(
         results["dbias"] = grouped_bias_grad(
             unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
         )
-    return tuple(results[name] for name in spec.results(x_shape))
+    return results
 
 
 def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
@@ -83,7 +89,7 @@ def _activate(
 ) -> jax.Array:
     """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
     functions: dict[str, Callable[..., jax.Array]] = {
-        "silu_mul": lambda h: jax.nn.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+        "silu_mul": swiglu,
         "silu": jax.nn.silu,
         "gelu": jax.nn.gelu,
         # No maximum: its sign of zero depends on the platform.
@@ -101,6 +107,12 @@ def _activate(
         # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
         return jnp.where(activation_input > 0, x, 0)
     return jax.vjp(function, activation_input)[1](x)[0]
+
+
+def _inner_products(gradient: jax.Array, activation_input: jax.Array) -> jax.Array:
+    """Returns the inner products of the rows of SwiGLU's result with its gradient `[R, F]`, one per 128 features."""
+    products = swiglu(activation_input.astype(jnp.float32)) * gradient.astype(jnp.float32)
+    return jnp.sum(_block_features(products, BLOCK), axis=2)
 
 
 class _Tokens:
