@@ -88,8 +88,11 @@ def choose_backend() -> list[str]:
         return ["none: JAX does not start", *missing, "To have JAX choose a platform, unset JAX_PLATFORMS."]
     if setting == "xla":
         return ["xla", "JAX_GROUPED_BACKEND is xla.", "To use the custom calls on a GPU, unset it."]
-    if not extension.cuda_devices():
+    gpus = extension.cuda_devices()
+    if not gpus:
         return ["xla", "JAX sees no NVIDIA GPU.", _find_missing()]
+    if jax.devices()[0] not in gpus:
+        return ["xla", "JAX's default device is not the GPU.", "To use it by default, unset JAX_PLATFORMS."]
     if problem := extension.find_problem():
         return ["none: operations on the GPU raise an error", problem.found, problem.remedy]
     return ["cuda"]

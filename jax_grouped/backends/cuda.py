@@ -1,7 +1,8 @@
 """The `cuda` backend: the operations as XLA custom calls.
 
 Operands concatenate `batch` batch elements along their first axis. `T` and `G` are the sizes of one element. The custom
-calls take the batch size from the size of `group_offset`.
+calls take the batch size from the size of `group_offset`. They have no `vmap_method`: the primitives have batching
+rules, so `jax.vmap` never reaches a custom call.
 """
 
 import dataclasses
@@ -55,10 +56,6 @@ _MODES = tuple(ScalingMode)
 _ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
 
 
-#: The primitives have batching rules, so `jax.vmap` never reaches a custom call.
-_NO_VMAP = "sequential"
-
-
 def check_batch(batch: int) -> None:
     """Raises ValueError if the batch is too large for one custom call."""
     if isinstance(batch, int) and batch > MAX_BATCH:  # In an export, the batch may be symbolic.
@@ -106,7 +103,6 @@ def grouped_gemm(
         "jax_grouped_gemm",
         [out, scratch, workspace],
         input_output_aliases={len(operands) - 1: 0} if accumulate else None,
-        vmap_method=_NO_VMAP,
     )(
         *operands,
         product=np.int32(_PRODUCTS.index(spec.product)),
@@ -221,7 +217,7 @@ def grouped_bias_grad(
     out = jax.ShapeDtypeStruct((batch * num_groups, features), jnp.float32)
     partial_sums = jax.ShapeDtypeStruct((batch * tiles, features), jnp.float32)
     tables = jax.ShapeDtypeStruct((batch, group_table_size(num_groups)), jnp.int32)
-    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables], vmap_method=_NO_VMAP)
+    call = jax.ffi.ffi_call("jax_grouped_bias_grad", [out, partial_sums, tables])
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
@@ -231,7 +227,7 @@ def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, ba
     if gate_up.dtype == jnp.float32 or da.shape[1] % _SWIGLU_VECTOR != 0:
         return reference_rows.swiglu_grad(gate_up, da, row_weights)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
-    call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results, vmap_method=_NO_VMAP)
+    call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results)
     return tuple(call(gate_up, da, row_weights))
 
 
@@ -265,7 +261,6 @@ def quantize(
         "jax_grouped_quantize",
         [batched(result, batch) for result in (*results, scratch, partial_sums)],
         input_output_aliases=aliases,
-        vmap_method=_NO_VMAP,
     )(
         *operands,
         mode=np.int32(_MODES.index(spec.mode)),
@@ -311,7 +306,6 @@ def dequantize(
     return jax.ffi.ffi_call(
         "jax_grouped_dequantize",
         [batched(out, batch), batched(table, batch)],
-        vmap_method=_NO_VMAP,
     )(
         data,
         scale_inv,

@@ -44,7 +44,7 @@ def _define(
     shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Returns a primitive with a list of results. Bind it with the parameters from `static` and its own.
+    """Returns a primitive with a list of results. Bind it with the parameters from `common_params` and its own.
 
     Args:
         name: name of the primitive in a jaxpr.
@@ -159,7 +159,7 @@ def _define(
     return primitive
 
 
-def static(operands: Sequence[jax.Array]) -> dict[str, Any]:
+def common_params(operands: Sequence[jax.Array]) -> dict[str, Any]:
     """Returns the parameters that all primitives have, for operands without a batch."""
     return dict(backend=config.backend, batches=(1,) * len(operands))
 
@@ -249,7 +249,7 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     return list(spec.results(x.shape).values())
 
 
-def _quantize_what_is_read(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
+def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
     """Drops orientations and sums that no product reads.
 
     Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
@@ -295,7 +295,7 @@ SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_rows.swiglu
 GATHER_ROWS = _define("gather_rows", _gather_rows_results, _one(reference_rows.gather), _one(cuda.gather_rows))
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
-    "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_quantize_what_is_read
+    "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results
 )
 #: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
 DEQUANTIZE = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))

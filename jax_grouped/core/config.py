@@ -72,8 +72,9 @@ class Config:
     Attributes:
         backend: `"auto"` picks the `cuda` backend when lowering for CUDA and the `xla` backend for any other
             platform; `"xla"` picks the `xla` backend everywhere. Initial value: `JAX_GROUPED_BACKEND`, or `"auto"`.
-        check: whether `group_sizes` that are negative or reach past the rows raise an error on the host. This costs a
-            host callback in every operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`.
+        check: whether `group_sizes` that are negative or reach past the rows raise an error on the host, and so does
+            an `Fp8State` that something other than its gradient has changed. This costs a host callback in every
+            operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`.
         autotune: whether matmuls on a GPU time cuBLASLt's algorithms the first time, and use the fastest from then on,
             instead of the first that cuBLASLt names; see `jax_grouped.autotune`. Initial value: `JAX_GROUPED_AUTOTUNE`.
 

@@ -29,12 +29,6 @@ def as_array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} must be an array, got {shown(value)}.") from error
 
 
-def check_instance(name: str, value: object, cls: type) -> None:
-    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
-    if not isinstance(value, cls):
-        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")
-
-
 def static_number(name: str, value: Any) -> float:
     """Converts `value` to a float.
 

@@ -21,6 +21,14 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def is_tracked(axis_name: Hashable) -> bool:
+    """Tells whether JAX tracks which values vary over the axis: inside `jax.shard_map` with its checks on.
+
+    There the transpose of a sum over the axis is the identity. Elsewhere, also under `jax.pmap`, it is a sum again.
+    """
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Marks all arrays as varying over every mesh axis over which any of them varies.
 

@@ -42,24 +42,30 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
     Both regions must be longer than a window of `sequence` bytes.
 
     Raises:
-        OSError: the path cannot be read.
-        UsageError: it is not a file or a folder, or holds too little text.
+        UsageError: the path cannot be read, is not a file or a folder, or holds too little text.
     """
-    if path is None:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        name, text = f"the standard library in {stdlib}", _read_folder(stdlib, ".py", _SKIPPED_IN_STDLIB)
-    elif os.path.isdir(path):
-        name, text = path, _read_folder(Path(path), "", set())
-    elif os.path.isfile(path):
-        name, text = path, Path(path).read_bytes()
-    else:
-        raise UsageError(f"--data: {path} is not a file or a folder")
+    try:
+        name, text = _read(path)
+    except OSError as error:
+        raise UsageError(f"--data: cannot read {error.filename or path}: {error.strerror or error}") from None
     needed = HELD_OUT_PART * (sequence + 1)
     if len(text) < needed:
         raise UsageError(f"--data: {name} holds {len(text)} bytes of text, --sequence {sequence} needs {needed}")
     data = np.frombuffer(text, np.uint8)
     boundary = len(data) - len(data) // HELD_OUT_PART
     return Corpus(name, data[:boundary], data[boundary:], hashlib.sha256(text).hexdigest())
+
+
+def _read(path: str | None) -> tuple[str, bytes]:
+    """Returns the name and the bytes of the text at the path."""
+    if path is None:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        return f"the standard library in {stdlib}", _read_folder(stdlib, ".py", _SKIPPED_IN_STDLIB)
+    if os.path.isdir(path):
+        return path, _read_folder(Path(path), "", set())
+    if os.path.isfile(path):
+        return path, Path(path).read_bytes()
+    raise UsageError(f"--data: {path} is not a file or a folder")
 
 
 def _read_folder(root: Path, suffix: str, skipped: set[str]) -> bytes:

@@ -49,10 +49,7 @@ def _run(argv: Sequence[str] | None, stop: Stop) -> None:
         import jax_grouped.examples.training as training
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is missing: python3 -m pip install 'jax_grouped[examples]'") from None
-    try:
-        backend = training.backend_name()
-    except RuntimeError as error:
-        raise UsageError(str(error)) from None
+    backend = training.backend_name()
 
     folder = run_folder.RunFolder(settings.out)
     if settings.resume:

@@ -11,8 +11,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from tqdm import tqdm
 
-import jax_grouped as jg
-from jax_grouped.backends import extension
+from jax_grouped.__main__ import choose_backend
 from jax_grouped.examples.loss_curve import Losses, train_points
 from jax_grouped.examples.parallel import Programs, programs
 from jax_grouped.examples.run_folder import RunFolder, Start
@@ -30,13 +29,12 @@ def backend_name() -> str:
     """Names the backend of `jax_grouped` on the default device, and that device.
 
     Raises:
-        RuntimeError: the kernels cannot run on this machine's GPUs.
+        UsageError: there is no backend: JAX does not start, or the kernels cannot run on this machine's GPUs.
     """
-    device = jax.devices()[0]
-    cuda = jg.config.backend == "auto" and device in extension.cuda_devices()
-    if cuda:
-        extension.require_usable()
-    return f"{'cuda' if cuda else 'xla'} backend on {device.device_kind}"
+    backend, *reasons = choose_backend()
+    if backend.startswith("none"):
+        raise UsageError(f"{backend.removeprefix('none: ')}: {' '.join(reasons)}")
+    return f"{backend} backend on {jax.devices()[0].device_kind}"
 
 
 class Run(NamedTuple):

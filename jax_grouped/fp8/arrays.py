@@ -71,7 +71,8 @@ class ScaledArray:
     Attributes:
         data: float8, laid out as `QuantizedLayout` says.
         scale_inv: float32, or float8_e8m0fnu with `ScalingMode.MX`.
-        group_sizes: `int32[G]`, rows per group; None for a stack of equal groups.
+        group_sizes: `int32[G]`, rows per group; None for a stack of equal groups. In the residuals of a call with a
+            `group_offset` it has the sizes of all `E` groups, and the offset is not in the array.
         layout: positions of each group's data and scales; static.
 
     Example:

@@ -107,7 +107,7 @@ class Fp8State:
         return cls(**fields)
 
     def astype(self, dtype: DTypeLike) -> Self:
-        """Converts the arrays to another type, one whose sum is the maximum."""
+        """Returns the state in another type: Flax's `fp32_max_grad`, whose sum is the maximum, or back in float32."""
         return jax.tree.map(lambda x: jax.lax.convert_element_type(x, dtype), self)
 
     def scales(self, recipe: DelayedScaling) -> PerTensor:

@@ -1,15 +1,16 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.values import as_array, static_number
-from jax_grouped.core.varying import axis_size, varying_axes
+from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
@@ -74,7 +75,8 @@ def moe_mlp(
     The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
     experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
     inside an expert: each device has a part of the gate's features, then a part of up's, and the results are summed
-    over the axis. Axes that split only tokens are named in `batch_axes` alone, for the balance loss.
+    over the axis; their gradients need the checks of `jax.shard_map` on (`check_vma=True`). Axes that split only tokens
+    are named in `batch_axes` alone, for the balance loss.
 
     Args:
         x: `[T, K]` tokens of this device, bfloat16, float16 or float32.
@@ -87,9 +89,10 @@ def moe_mlp(
         weight_scale: factor that multiplies the final weights.
         selection_bias: `[E]`, added to the scores for the choice only.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
-            experts are chosen equally often. Rows without room are dropped, evenly over experts and sources, and
-            counted. None gives room for the worst case, and drops nothing: `T * top_k`, with an `expert_axis`
-            `D * T * min(top_k, E / D)`.
+            experts are chosen equally often. Rows without room are dropped from the longest groups, which are cut to
+            one length and lose their last rows, and are counted; with an `expert_axis`, a group is the rows of one
+            source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
+            `expert_axis` `D * T * min(top_k, E / D)`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
@@ -102,7 +105,8 @@ def moe_mlp(
 
     Raises:
         TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape or value that does not fit, or an axis is not there.
+        ValueError: an argument has a shape or value that does not fit, an axis is not there, or the result is
+            differentiated with a `feature_axis` that JAX does not track.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -155,9 +159,33 @@ def moe_mlp(
         y = unpermute(return_rows(rows, exchange), permutation)
         dropped = exchange.dropped
     if feature_axis is not None:
-        y = jax.lax.psum(y, feature_axis)
+        y = _sum_over_features(y, feature_axis)
     balance_loss = load_balancing_loss(routing, axis_name=batch_axes or None)
     return y, MoEMetrics(balance_loss, expert_load(routing), dropped)
+
+
+def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:
+    """Returns the sum over the devices of the axis, with a gradient where JAX knows that all devices get the same."""
+    if axis_size(axis_name) == 1 or is_tracked(axis_name):
+        return jax.lax.psum(y, axis_name)
+    return _sum_without_gradient(axis_name, y)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_without_gradient(axis_name: str, y: jax.Array) -> jax.Array:
+    return jax.lax.psum(y, axis_name)
+
+
+def _refuse_gradient(axis_name: str, *_: Any) -> NoReturn:
+    # Without tracking, JAX transposes a psum to a psum. It adds up the gradients of all devices, as if each had a loss
+    # of its own: those of split kernels would be too large by the size of the axis, those of the router incomplete.
+    raise ValueError(
+        f"feature_axis {axis_name!r} has gradients only inside jax.shard_map with its checks on (check_vma=True), "
+        "because without them, and under jax.pmap, JAX counts the loss once per device of the axis."
+    )
+
+
+_sum_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:
@@ -182,8 +210,7 @@ def _check_split(name: str, kernel: jax.Array, axis_name: str) -> None:
 
     Each device would compute with all features, and the sum over the devices would count them once per device.
     """
-    checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
-    if checked and axis_name not in varying_axes(kernel):
+    if is_tracked(axis_name) and axis_name not in varying_axes(kernel):
         raise ValueError(
             f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {kernel.shape}, "
             "the same on every device."

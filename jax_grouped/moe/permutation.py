@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jax_grouped.backends.reference.rows import gather
 from jax_grouped.core.groups import count_not_above
-from jax_grouped.core.values import as_array, check_instance
+from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
+from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.rows import gather_rows
 

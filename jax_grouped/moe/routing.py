@@ -6,9 +6,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.values import as_array, check_instance, static_bool, static_number
+from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size
 from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
 
 #: Function from a router's logits to scores.

@@ -44,8 +44,8 @@ def bias_grad(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) 
     operands = vary_alike(dy, *groups)
     if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
         return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
-    static = primitives.static(operands)
-    return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=jnp.dtype(dtype), **static)[0]
+    params = primitives.common_params(operands)
+    return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=jnp.dtype(dtype), **params)[0]
 
 
 def _bias_grad_forward(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> tuple[jax.Array, Any]:

@@ -279,7 +279,10 @@ def check_scaled(scaled: ScaledArray) -> None:
         ("group_sizes", scaled.group_sizes, (layout.num_groups,)),
     ):
         if array is not None and array.shape != shape:
-            raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}.")
+            hint = ""
+            if name == "group_sizes" and array.ndim == 1 and array.size > layout.num_groups:
+                hint = " (residuals of a call with group_offset cannot be dequantized: they hold no offset)"
+            raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}{hint}.")
 
 
 def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:

@@ -6,6 +6,7 @@ and `jax_grouped.moe.mlp` builds another differentiation rule from them.
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from jax_grouped.ops.gemm import Operand, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
 from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
+
+#: Packages and modules whose frames lie between a line of the user and a differentiation rule.
+_LIBRARIES = {"jax_grouped", "jax", "flax", "contextlib"}
 
 
 def grouped_dense(
@@ -160,9 +164,17 @@ def primal_values(primals: Any) -> Inputs:
         warnings.warn(
             "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in linen "
             "all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
-            stacklevel=2,
+            stacklevel=_stacklevel_of_user(),
         )
     return jax.tree.map(lambda primal: primal.value, primals)
+
+
+def _stacklevel_of_user() -> int:
+    """Returns the `stacklevel` with which the caller's warning names the innermost line outside of `_LIBRARIES`."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:

@@ -26,29 +26,35 @@ def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: ja
     Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
     number of times. Quantized products and products with an accumulator have no derivative here.
     """
-    further: tuple[jax.Array, ...] = () if accumulator is None else (accumulator,)
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
-        further = (a.scale_inv, b.scale_inv, *further)
-        a, b = a.data, b.data
-    else:
-        assert not isinstance(a, ScaledArray)
-        assert not isinstance(b, ScaledArray)
-        dtype = jnp.promote_types(a.dtype, b.dtype)
-        a, b = a.astype(dtype), b.astype(dtype)
-        if accumulator is None:
-            return _differentiable(a, b, groups, spec)
-    operands = vary_alike(a, b, *groups, *further)
+        return _bind(a.data, b.data, groups, spec, (a.scale_inv, b.scale_inv), accumulator)
+    assert not isinstance(a, ScaledArray)
+    assert not isinstance(b, ScaledArray)
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    a, b = a.astype(dtype), b.astype(dtype)
+    if accumulator is None:
+        return _differentiable(a, b, groups, spec)
+    return _bind(a, b, groups, spec, accumulator=accumulator)
+
+
+def _bind(
+    a: jax.Array,
+    b: jax.Array,
+    groups: Groups,
+    spec: GemmSpec,
+    scales: Sequence[jax.Array] = (),
+    accumulator: jax.Array | None = None,
+) -> jax.Array:
+    """Binds the primitive, unless there is nothing to multiply."""
+    accumulators = () if accumulator is None else (accumulator,)
+    operands = vary_alike(a, b, *groups, *scales, *accumulators)
     if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
-        return _empty(spec, operands) if accumulator is None else operands[-1]
+        out = spec.out(a.shape, b.shape)
+        nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
+        return vary_alike(nothing, operands[0])[0]
     spec = dataclasses.replace(spec, autotune=config.autotune)
-    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
-
-
-def _empty(spec: GemmSpec, operands: Sequence[jax.Array]) -> jax.Array:
-    """Returns the result of a product without operations."""
-    out = spec.out(operands[0].shape, operands[1].shape)
-    return vary_alike(jnp.zeros(out.shape, out.dtype), operands[0])[0]
+    return primitives.GEMM.bind(*operands, spec=spec, **primitives.common_params(operands))[0]
 
 
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
@@ -63,11 +69,7 @@ def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _differentiable(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> jax.Array:
     # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
-    operands = vary_alike(a, b, *groups)
-    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
-        return _empty(spec, operands)
-    spec = dataclasses.replace(spec, autotune=config.autotune)
-    return primitives.GEMM.bind(*operands, spec=spec, **primitives.static(operands))[0]
+    return _bind(a, b, groups, spec)
 
 
 def _forward(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:

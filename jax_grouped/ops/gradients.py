@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.varying import axis_size, varying_axes
+from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.state import Fp8State
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     for axis in axes:
         axis_size(axis)  # Raises where there is no such axis.
-    # JAX knows that an axis's index varies over the axis only if the checks are on.
-    checked = {axis for axis in axes if axis in varying_axes(jax.lax.axis_index(axis))}
+    checked = {axis for axis in axes if is_tracked(axis)}
     for path, leaf in jax.tree.leaves_with_path(gradients):
         if missing := checked - varying_axes(leaf):
             name = f"The gradient {jax.tree_util.keystr(path)}".rstrip()  # A bare one has no path.

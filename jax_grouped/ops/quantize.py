@@ -177,7 +177,7 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
     if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
     else:
-        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.static(operands))
+        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.common_params(operands))
     results = dict(zip(spec.results(x.shape), made, strict=True))
     sizes = groups.sizes if spec.stack_rows is None else None
 
@@ -206,7 +206,8 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     """Computes `data * scale_inv` in float32.
 
     Args:
-        scaled: either orientation of a quantized array.
+        scaled: either orientation of a quantized array. Not one from the residuals of a call with a `group_offset`: it
+            does not hold the offset, and the result would be wrong if it has as many sizes as groups.
         dtype: type of the result: bfloat16, float16 or float32.
 
     Returns:
@@ -214,6 +215,7 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
 
     Raises:
         TypeError: `scaled` is no ScaledArray, or `dtype` is not supported.
+        ValueError: an array of `scaled` has a shape that does not fit its layout.
 
     Example:
         x = 0.3 * jnp.ones((16, 32))
@@ -235,8 +237,8 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
     if 0 in (layout.tokens, layout.features, layout.num_groups):
         return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
-    static = primitives.static(operands)
-    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **static)[0]
+    params = primitives.common_params(operands)
+    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **params)[0]
     return out.reshape(scaled.shape)
 
 

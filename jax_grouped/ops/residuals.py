@@ -23,6 +23,8 @@ CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
 class DenseResiduals:
     """Residuals between the forward pass and dgrad.
 
+    Quantized arrays in it that come from a call with a `group_offset` cannot be dequantized, see `ScaledArray`.
+
     Attributes:
         x: the tokens, as wgrad reads them.
         kernel: the kernel, as dgrad reads it.
@@ -50,7 +52,7 @@ class DenseResiduals:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingWgrad:
-    """Residuals between dgrad and wgrad, FP8 with a recipe.
+    """Residuals between dgrad and wgrad, FP8 with a recipe. On dequantization see `DenseResiduals`.
 
     Attributes:
         x, dy: the operands that wgrad reads.

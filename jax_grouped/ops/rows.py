@@ -53,7 +53,7 @@ def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array) -> tu
     operands = vary_alike(gate_up, da, row_weights)
     if 0 in da.shape:
         return reference.swiglu_grad(*operands)
-    dgate_up, weighted, inner_products = primitives.SWIGLU_GRAD.bind(*operands, **primitives.static(operands))
+    dgate_up, weighted, inner_products = primitives.SWIGLU_GRAD.bind(*operands, **primitives.common_params(operands))
     return dgate_up, weighted, inner_products
 
 

@@ -80,7 +80,8 @@ def grouped_dense_fwd(
 def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
     """Computes the gradient of `x`, and returns the residuals for the gradient of `kernel`.
 
-    With a recipe, `dy` is quantized here, once for both halves. `residuals` and `dy` can be freed afterwards.
+    With a recipe, `dy` is quantized here, once for both halves. The second half reads FP8 copies: `dy`, and what else
+    `residuals` hold, can be freed. Without a recipe, it reads `x` and `dy` themselves.
 
     Args:
         residuals: from `grouped_dense_fwd`.

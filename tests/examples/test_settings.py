@@ -1,10 +1,13 @@
 """The options of `train_moe`, and its errors about those that do not fit."""
 
+import errno
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_grouped import examples
@@ -113,6 +116,40 @@ def test_a_machine_that_cannot_run_the_step_is_told_in_one_line(
 
     assert (status, out) == (2, "")
     assert err == "train_moe: error: Products of blocks of 128 need a Hopper GPU, got another: use another recipe.\n"
+
+
+@pytest.mark.parametrize("data", ["text", "text/part.txt"], ids=["folder", "file"])
+def test_a_text_that_cannot_be_read_is_told_in_one_line(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text" / "part.txt"
+    file.parent.mkdir()
+    file.write_text("text " * 1000)
+
+    def refuse(path: Path) -> bytes:
+        # The tests may run as root, who can read every file.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+
+    status, out, err = run("--data", tmp_path / data, "--out", tmp_path / "run", *TINY)
+
+    assert (status, out) == (2, "")
+    assert err == f"train_moe: error: --data: cannot read {file}: Permission denied\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_jax_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices() -> None:
+        raise AssertionError  # As with JAX_PLATFORMS=cuda and no GPU.
+
+    monkeypatch.setattr(jax, "devices", devices)
+
+    status, out, err = run(*TINY)
+
+    assert (status, out) == (2, "")
+    assert err.startswith("train_moe: error: JAX does not start: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ import jax_grouped as jg
 from tests.gpu import replays
 
 PROFILED_STEPS = 20
-TOKENS, FEATURES, MICROBATCHES = 1000, 256, 4
+TOKENS, FEATURES = 1000, 256
+#: Number of different batches, and of steps that share the quantized kernels. They have no common factor.
+BATCHES, MICROBATCHES = 7, 4
 RECIPES = {"block": jg.Float8BlockScaling(), "delayed": jg.DelayedScaling(amax_history_len=4)}
 
 
@@ -35,7 +37,9 @@ class Steps:
             cache_kernel=True,
         )
         # Tokens are far from each other, so that experts are chosen unequally and often not at all.
-        self._batches = [3 * jax.random.normal(jax.random.key(i), (TOKENS, FEATURES), jnp.bfloat16) for i in range(7)]
+        self._batches = [
+            3 * jax.random.normal(jax.random.key(seed), (TOKENS, FEATURES), jnp.bfloat16) for seed in range(BATCHES)
+        ]
         variables = layer.init(jax.random.key(100), self._batches[0])
         self._cache = variables.pop("kernel_cache")
         self._variables = variables
@@ -58,7 +62,7 @@ class Steps:
 
     def run(self, index: int) -> Any:
         """Returns the results of one step without waiting for the device."""
-        x, is_first = self._batches[index % len(self._batches)], self._flags[index % MICROBATCHES]
+        x, is_first = self._batches[index % BATCHES], self._flags[index % MICROBATCHES]
         self._variables, self._cache, results = self._step(self._variables, self._cache, x, is_first)
         return results
 

@@ -61,21 +61,26 @@ def gradients(recipe: Recipe | None, groups: int) -> Job:
     return Job(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (kernel, x, state))
 
 
-def recipes(*groups: int) -> list[Job]:
-    """Returns steps of every recipe, with these numbers of groups in turn."""
-    all_recipes = [None, jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.DelayedScaling(amax_history_len=4)]
-    return [gradients(recipe, groups[i % len(groups)]) for i, recipe in enumerate(all_recipes)]
-
-
 CASES: dict[str, Callable[[], list[Job]]] = {
     # Setups of one kernel with more and with less shared memory.
     "tables": lambda: [quantization(8192, 4096, 1000), quantization(8192, 4096, 2)],
     "large_tables": lambda: [quantization(8192, 1024, 8000), quantization(8192, 1024, 2000)],
-    "recipes": lambda: recipes(4, 64),
-    "recipes_of_many_groups": lambda: recipes(300, 17),
+    "recipes": lambda: [
+        gradients(None, 4),
+        gradients(jg.Float8BlockScaling(), 64),
+        gradients(jg.Float8CurrentScaling(), 4),
+        gradients(jg.DelayedScaling(amax_history_len=4), 64),
+    ],
+    "recipes_of_many_groups": lambda: [
+        gradients(None, 300),
+        gradients(jg.Float8BlockScaling(), 17),
+        gradients(jg.Float8CurrentScaling(), 300),
+        gradients(jg.DelayedScaling(amax_history_len=4), 17),
+    ],
     # Grids whose blocks wait for each other.
     "single_launches": lambda: [
-        *(quantization(1024, 768, groups, jg.ScalingMode.TENSOR) for groups in (8, 200)),
+        quantization(1024, 768, 8, jg.ScalingMode.TENSOR),
+        quantization(1024, 768, 200, jg.ScalingMode.TENSOR),
         quantization(1024, 768, 16),
         gradients(jg.Float8CurrentScaling(), 8),
     ],

@@ -141,7 +141,8 @@ def test_a_kernel_that_is_trained_without_its_state_is_warned_of() -> None:
         return jg.moe.grouped_mlp(x, up, down, SIZES, recipe=RECIPE).sum()
 
     for train in (jax.grad(loss), jax.jit(jax.grad(jax.jit(loss))), jax.grad(jax.checkpoint(loss)), jax.grad(mlp_loss)):
-        with pytest.warns(UserWarning, match="fp8_state is not differentiated with the kernel"):
+        with pytest.warns(UserWarning, match="fp8_state is not differentiated with the kernel") as warned:
             jax.eval_shape(train, kernel, x)
+        assert {warning.filename for warning in warned} == {__file__}
     # A frozen layer passes gradients on, and keeps its state.
     assert jnp.all(jnp.isfinite(jax.jit(jax.grad(loss, argnums=1))(kernel, x)))

@@ -182,6 +182,26 @@ def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whol
         jax.eval_shape(sharded, X, gate_up, down)
 
 
+@pytest.mark.parametrize("name", ["pmap", "shard_map"])
+def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: str) -> None:
+    mesh = data_mesh(2)
+    x, gate_up, down = jnp.ones((2, 8, K)), jnp.ones((2, E, K, F)), jnp.ones((2, E, F // 2, K))
+
+    def loss(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data")[0].sum()
+
+    def each(function: Callable[..., Any]) -> Callable[..., Any]:
+        if name == "pmap":
+            return jax.pmap(function, axis_name="data", devices=mesh.devices.ravel().tolist())
+        return jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+
+    assert jax.eval_shape(each(loss), x, gate_up, down).shape == (2,)
+    message = "feature_axis 'data' has gradients only inside jax.shard_map with its checks on (check_vma=True), because"
+    for argument in range(3):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            jax.eval_shape(each(jax.grad(loss, argnums=argument)), x, gate_up, down)
+
+
 def test_one_axis_of_the_batch_is_no_sequence_of_letters() -> None:
     layer = LAYERS["nnx.MoEMlp"](batch_axes="data")
     with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here"):

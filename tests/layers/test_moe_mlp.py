@@ -149,6 +149,43 @@ def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
+@pytest.mark.parametrize("name", ["pmap", "shard_map"])
+def test_gradients_of_split_experts_without_checks_are_those_of_one_device(name: str) -> None:
+    devices = 2
+    mesh = data_mesh(devices)
+    split = jg.linen.MoEMlp(**OPTIONS, expert_axis="data", batch_axes=("data",))
+    own = {name: name != "router" for name in params()}
+
+    def gradients(layer: Any, params: Params, x: jax.Array, *, devices: int) -> Params:
+        def loss(params: Params) -> jax.Array:
+            y, metrics = layer.apply({"params": params}, x)
+            return jnp.sum(y**2) + metrics.balance_loss / devices
+
+        return jax.grad(loss)(params)
+
+    def local(params: Params, x: jax.Array) -> Params:
+        local = gradients(split, params, x, devices=devices)
+        return local | {"router": jg.reduce_gradients(local["router"], "data", mean=False)}
+
+    def parts(array: jax.Array) -> jax.Array:
+        return array.reshape(devices, -1, *array.shape[1:])
+
+    if name == "pmap":
+        axes = {name: 0 if is_own else None for name, is_own in own.items()}
+        step = jax.pmap(
+            local, axis_name="data", in_axes=(axes, 0), out_axes=axes, devices=mesh.devices.ravel().tolist()
+        )
+        given = {name: jax.tree.map(parts, part) if own[name] else part for name, part in params().items()}
+        got = step(given, parts(x()))
+    else:
+        specs = {name: P("data") if is_own else P() for name, is_own in own.items()}
+        step = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False)
+        got = jax.jit(step)(params(), x())
+
+    expected = jax.jit(functools.partial(gradients, jg.linen.MoEMlp(**OPTIONS), devices=1))(params(), x())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-4), got, expected)
+
+
 @pytest.fixture(scope="module")
 def cached_step() -> Any:
     """Gives one compiled step for every microbatch: gradients, and the caches after it."""

@@ -177,6 +177,12 @@ def test_grouped_dequantize_rejects(arguments: dict[str, Any], message: str) -> 
             ValueError,
             "scaled.group_sizes must have shape (2,) for its layout, got (1,).",
         ),
+        (
+            dict(group_sizes=jnp.tile(SIZES, 2)),
+            ValueError,
+            "scaled.group_sizes must have shape (2,) for its layout, got (4,) (residuals of a call with group_offset "
+            "cannot be dequantized: they hold no offset).",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

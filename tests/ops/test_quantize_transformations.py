@@ -207,7 +207,7 @@ def test_shard_map_quantizes_each_devices_kernels(recipe: Any) -> None:
     assert_same_trees(sharded(kernels(1), first, jnp.array(False)), second)
 
 
-def test_shard_map_over_some_axes_of_adata_mesh() -> None:
+def test_shard_map_over_some_axes_of_a_mesh() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     sharded = jax.shard_map(
         quantized_contents, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"), axis_names={"data"}

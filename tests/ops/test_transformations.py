@@ -145,7 +145,7 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
 
 
-def test_shard_map_over_some_axes_of_adata_mesh() -> None:
+def test_shard_map_over_some_axes_of_a_mesh() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     sharded = jax.shard_map(
         dense, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"), axis_names={"data"}

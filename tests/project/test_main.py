@@ -116,6 +116,15 @@ def test_the_xla_setting_wins_over_a_gpu():
 
 
 @pytest.mark.usefixtures("gpus")
+def test_a_gpu_that_is_not_the_default_device_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    cpu = SimpleNamespace(device_kind="cpu", platform="cpu")
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [GPU] if platform == "cuda" else [cpu])
+    monkeypatch.setattr(extension, "find_problem", lambda: extension.Problem("The extension is missing.", "Build it."))
+
+    assert main.choose_backend()[:2] == ["xla", "JAX's default device is not the GPU."]
+
+
+@pytest.mark.usefixtures("gpus")
 def test_a_problem_is_shown_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
     problem = extension.Problem("cuBLAS 13.4.0 is loaded.", "Run: upgrade")
     monkeypatch.setattr(extension, "find_problem", lambda: problem)
