@@ -126,10 +126,14 @@ def swiglu_grad(
     return ungrouped_call("jax_grouped_swiglu_grad", [gate_up, da, (row_weights, F32)], results)[2]
 
 
-def gather_rows(
-    x: Array = ((ROWS, FEATURES), BF16), indices: Shape = (3,), rows: Array = ((3, FEATURES), BF16)
+def permute_rows(
+    x: Array = ((ROWS, FEATURES), BF16),
+    order: Shape = (2 * ROWS,),
+    inverse: Shape = (ROWS, 2),
+    rows: Array = ((2 * ROWS, FEATURES), BF16),
 ) -> jax.Array:
-    return ungrouped_call("jax_grouped_gather_rows", [x, (indices, I32)], [rows])[0]
+    """Copies every token to row 1."""
+    return ungrouped_call("jax_grouped_permute_rows", [x, (order, I32), (inverse, I32)], [rows])[0]
 
 
 def ungrouped_call(target: str, operands: Sequence[Array], results: Sequence[Array]) -> Sequence[jax.Array]:

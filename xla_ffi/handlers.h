@@ -27,9 +27,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 //   jax_grouped_swiglu_grad(gate_up, da, row_weights) -> (dgate_up, weighted, inner_products)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SwigluGradExecute);
 
-// Copies rows of x in another order, and zeros for an index that is outside of x:
-//   jax_grouped_gather_rows(x, indices) -> (rows)
-XLA_FFI_DECLARE_HANDLER_SYMBOL(GatherRowsExecute);
+// Copies each token of x to the rows of its choices, and zeros to rows of no token:
+//   jax_grouped_permute_rows(x, order, inverse) -> (rows)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
 
 // Quantizes the rows of each group:
 //   jax_grouped_quantize(x, group_sizes, group_offset[, row_indices][, scale][, activation_input][, row_weights]

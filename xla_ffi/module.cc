@@ -37,13 +37,13 @@ nb::dict Handlers() {
   dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict swiglu_grad;
   swiglu_grad["execute"] = Capsule(SwigluGradExecute);
-  nb::dict gather_rows;
-  gather_rows["execute"] = Capsule(GatherRowsExecute);
+  nb::dict permute_rows;
+  permute_rows["execute"] = Capsule(PermuteRowsExecute);
   nb::dict handlers;
   handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_swiglu_grad"] = swiglu_grad;
-  handlers["jax_grouped_gather_rows"] = gather_rows;
+  handlers["jax_grouped_permute_rows"] = permute_rows;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;
   return handlers;

@@ -2,7 +2,7 @@
 #include <limits>
 #include <string>
 
-#include "csrc/rows/gather_rows.h"
+#include "csrc/rows/permute_rows.h"
 #include "csrc/rows/swiglu_grad.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
@@ -12,7 +12,7 @@ namespace jax_grouped {
 namespace {
 
 constexpr char kSwigluGrad[] = "jax_grouped_swiglu_grad";
-constexpr char kGatherRows[] = "jax_grouped_gather_rows";
+constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
 
 using F32 = ffi::Buffer<ffi::F32>;
 
@@ -57,27 +57,38 @@ ffi::Error SwigluGrad(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::AnyBuffe
 }
 JAX_GROUPED_CATCH(kSwigluGrad)
 
-ffi::Error GatherRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer indices, AnyResult rows) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kGatherRows, "x", x, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kGatherRows, "the result", *rows, 2));
-  if (rows->element_type() != x.element_type()) return Invalid(kGatherRows, "the result must have the type of x.");
-  const int64_t x_rows = x.dimensions()[0];
-  const auto num_rows = static_cast<int64_t>(indices.element_count());
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kGatherRows, "the result's shape[0]", rows->dimensions()[0], num_rows));
+ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S32Buffer inverse, AnyResult rows) try {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "x", x, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "inverse", inverse, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "the result", *rows, 2));
+  if (rows->element_type() != x.element_type()) return Invalid(kPermuteRows, "the result must have the type of x.");
+  const int64_t tokens = x.dimensions()[0];
+  const int64_t choices = inverse.dimensions()[1];
+  const auto num_rows = static_cast<int64_t>(order.element_count());
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "inverse's shape[0]", inverse.dimensions()[0], tokens));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "the result's shape[0]", rows->dimensions()[0], num_rows));
   JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kGatherRows, "the result's shape[1]", rows->dimensions()[1], x.dimensions()[1]));
-  if (x_rows == 0 || num_rows == 0) return Invalid(kGatherRows, "x and indices must have rows.");
-  const int64_t row_bytes = static_cast<int64_t>(x.size_bytes()) / x_rows;
-  if (row_bytes % kGatherVectorBytes != 0 || row_bytes > std::numeric_limits<int32_t>::max()) {
-    return Invalid(kGatherRows, "the bytes of a row must be a multiple of " + std::to_string(kGatherVectorBytes) +
-                                    " below 2^31, got " + std::to_string(row_bytes) + ".");
+      CheckEqual(kPermuteRows, "the result's shape[1]", rows->dimensions()[1], x.dimensions()[1]));
+  if (tokens == 0 || num_rows == 0) return Invalid(kPermuteRows, "x and the result must have rows.");
+  if (tokens * choices > kLimit || num_rows > kLimit)
+    return Invalid(kPermuteRows, "there must be fewer than 2^31 rows.");
+  const int64_t token_bytes = static_cast<int64_t>(x.size_bytes()) / tokens;
+  if (token_bytes % kPermuteVectorBytes != 0 || token_bytes > kLimit) {
+    return Invalid(kPermuteRows, "the bytes of a token must be a multiple of " + std::to_string(kPermuteVectorBytes) +
+                                     " below 2^31, got " + std::to_string(token_bytes) + ".");
   }
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kGatherRows, "x", x.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kGatherRows, "the result", rows->untyped_data()));
-  return ToError(kGatherRows, LaunchGatherRows(stream, x.untyped_data(), x_rows, row_bytes, indices.typed_data(),
-                                               num_rows, rows->untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "x", x.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "the result", rows->untyped_data()));
+  PermuteRowsBuffers buffers{};
+  buffers.x = x.untyped_data();
+  buffers.order = order.typed_data();
+  buffers.inverse = inverse.typed_data();
+  buffers.rows = rows->untyped_data();
+  return ToError(kPermuteRows,
+                 LaunchPermuteRows(stream, buffers, tokens, static_cast<int>(choices), num_rows, token_bytes));
 }
-JAX_GROUPED_CATCH(kGatherRows)
+JAX_GROUPED_CATCH(kPermuteRows)
 
 }  // namespace
 
@@ -92,10 +103,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SwigluGradExecute, SwigluGrad,
                                   .Ret<F32>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GatherRowsExecute, GatherRows,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
                                   .Arg<S32Buffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -33,7 +33,7 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_gemm",
     "jax_grouped_bias_grad",
     "jax_grouped_swiglu_grad",
-    "jax_grouped_gather_rows",
+    "jax_grouped_permute_rows",
     "jax_grouped_quantize",
     "jax_grouped_dequantize",
 )
@@ -47,8 +47,8 @@ MAX_BATCH = 65535
 
 #: Features that the kernel of SwiGLU's gradient loads at once: `kSwigluVector` in csrc.
 _SWIGLU_VECTOR = 8
-#: Bytes that the copy of rows moves at once: `kGatherVectorBytes` in csrc.
-_GATHER_VECTOR_BYTES = 16
+#: Bytes that the copies of tokens move at once: `kPermuteVectorBytes` in csrc.
+_PERMUTE_VECTOR_BYTES = 16
 
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -231,15 +231,18 @@ def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, ba
     return tuple(call(gate_up, da, row_weights))
 
 
-def gather_rows(x: jax.Array, indices: jax.Array, *, batch: int) -> jax.Array:
-    """Returns the result of the reference backend, from one kernel if the rows are of whole vectors."""
+def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, batch: int) -> jax.Array:
+    """Returns the result of the reference backend, from one kernel if the tokens are of whole vectors."""
     if batch > 1:
-        indices = _in_whole_batch(indices, x.shape[0] // batch, batch)
-    if x.shape[1] * x.dtype.itemsize % _GATHER_VECTOR_BYTES != 0:
-        return reference_rows.gather(x, indices)
-    rows = jax.ShapeDtypeStruct((indices.shape[0], x.shape[1]), x.dtype)
-    call = jax.ffi.ffi_call("jax_grouped_gather_rows", rows, vmap_method=_NO_VMAP)
-    return call(x, indices)
+        pairs, of_element = inverse.size, inverse.size // batch
+        inverse = _in_whole_batch(inverse.reshape(-1), order.shape[0] // batch, batch).reshape(inverse.shape)
+        order = _in_whole_batch(order, of_element, batch)
+        order = jnp.where(order < 0, pairs, order)
+    if x.shape[1] * x.dtype.itemsize % _PERMUTE_VECTOR_BYTES != 0:
+        return reference_rows.permute(x, order, inverse)
+    rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
+    call = jax.ffi.ffi_call("jax_grouped_permute_rows", rows)
+    return call(x, order, inverse)
 
 
 def quantize(

@@ -240,8 +240,9 @@ def _swiglu_grad_results(gate_up: Any, da: Any, row_weights: Any) -> Any:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
 
 
-def _gather_rows_results(x: Any, indices: Any) -> Any:
-    return [jax.ShapeDtypeStruct((indices.shape[0], *x.shape[1:]), x.dtype)]
+def _permute_rows_results(x: Any, order: Any, inverse: Any) -> Any:
+    del inverse
+    return [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)]
 
 
 def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
@@ -291,8 +292,8 @@ BIAS_GRAD = _define(
 )
 #: `(gate_up, da, row_weights) -> [dgate_up, weighted, inner_products]`.
 SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_rows.swiglu_grad, cuda.swiglu_grad)
-#: `(x, indices) -> [rows]`.
-GATHER_ROWS = _define("gather_rows", _gather_rows_results, _one(reference_rows.gather), _one(cuda.gather_rows))
+#: `(x, order, inverse) -> [rows]`.
+PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results

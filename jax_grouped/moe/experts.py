@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.backends.reference.rows import gather
+from jax_grouped.backends.reference.rows import gather, tokens_of
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
-from jax_grouped.moe.permutation import Permutation, sum_of_choices, tokens_of
+from jax_grouped.moe.permutation import Permutation, sum_of_choices
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.dense import (
@@ -38,7 +38,7 @@ from jax_grouped.ops.dense import (
 )
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.rows import gather_rows, swiglu, swiglu_grad
+from jax_grouped.ops.rows import permute_rows, swiglu, swiglu_grad
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -73,7 +73,7 @@ def routed_mlp(
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
-    up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation))
+    up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     routing = (weights, permutation.order, permutation.inverse)
     y = _vary_and_apply(up_inputs, without_bias, routing, spec)
     if down.bias is None:
@@ -206,20 +206,18 @@ def _products(
     """Returns the results of both products, and the residuals of both without tokens."""
     up, down = arrays.up, arrays.down
     options = dict(for_gradients=for_gradients, keep_tokens=False)
-    (rows,), row_indices = _gathered([up.x], up.row_indices, spec)
+    (rows,), row_indices = _gathered([up.x], arrays, spec)
     hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, **options)
     activated = swiglu(hidden) if spec.down.recipe is None else hidden
     results, of_down = fprop(down._replace(x=activated), spec.down, **options)
     return hidden, results, of_up, of_down
 
 
-def _gathered(
-    arrays: list[jax.Array], row_indices: jax.Array | None, spec: MlpSpec
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """Returns the arrays' rows, gathered unless quantization gathers them, and the indices for quantization."""
-    if spec.up.recipe is not None or row_indices is None:
-        return arrays, row_indices
-    return [gather_rows(array, row_indices) for array in arrays], None
+def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tuple[list[jax.Array], jax.Array | None]:
+    """Returns the rows of arrays of tokens; with a recipe the arrays, and the indices by which quantization gathers."""
+    if spec.up.recipe is not None or arrays.order is None or arrays.inverse is None:
+        return of_tokens, arrays.up.row_indices
+    return [permute_rows(x, arrays.order, arrays.inverse) for x in of_tokens], None
 
 
 def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
@@ -231,7 +229,7 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     groups = arrays.up.groups
     # Without the barrier, XLA would find that the forward pass has gathered the tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy))
-    (x, dy), row_indices = _gathered([x, dy], arrays.up.row_indices, spec)
+    (x, dy), row_indices = _gathered([x, dy], arrays, spec)
     backward_of_down = _backward_of_down if spec.down.recipe is None else _backward_of_quantized_down
     pending, gradient, dweights = backward_of_down(arrays, hidden, up.residuals, down.residuals, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)

@@ -15,7 +15,7 @@ from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.capacity import fit_to_capacity
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
-from jax_grouped.ops.rows import gather_rows
+from jax_grouped.ops.rows import permute_rows
 
 #: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
 _MOST_PAIRS = 2**30
@@ -195,15 +195,6 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
         raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
 
 
-def tokens_of(permutation: Permutation) -> jax.Array:
-    """Returns the token of each row, `int32[R]`, and `T` in the tail."""
-    return _tokens_of(permutation.order, permutation.inverse)
-
-
-def _tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
-
-
 def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> [T, C]`."""
     if weights is not None:
@@ -224,7 +215,7 @@ def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | Non
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return gather_rows(x, _tokens_of(order, inverse))
+    return permute_rows(x, order, inverse)
 
 
 def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:

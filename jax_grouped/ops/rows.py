@@ -64,19 +64,24 @@ def _swiglu_grad_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 @jax.custom_jvp
-def gather_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns the rows `x[indices]`, zeros for an index outside of `[0, T)`; differentiable any number of times.
+def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Copies each token to the rows of its choices; differentiable any number of times.
 
     Args:
         x: `[T, C]`.
-        indices: `int32[R]`.
+        order: `int32[R]`, the pair of a token and a choice in each row, `T * k` in the tail, as in
+            `jax_grouped.moe.Permutation`.
+        inverse: `int32[T, k]`, the row of each pair; `R` or more, or a negative number, for one that has none.
+
+    Returns:
+        `[R, C]`, zeros in the tail.
     """
-    x, indices = vary_alike(x, indices)
-    if 0 in (*x.shape, *indices.shape):
-        return reference.gather(x, indices)
-    return primitives.GATHER_ROWS.bind(x, indices, **primitives.static((x, indices)))[0]
+    operands = vary_alike(x, order, inverse)
+    if 0 in (*x.shape, *order.shape):
+        return reference.permute(*operands)
+    return primitives.PERMUTE_ROWS.bind(*operands, **primitives.common_params(operands))[0]
 
 
-@gather_rows.defjvp
-def _gather_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return gather_rows(*primals), reference.gather(tangents[0], primals[1])
+@permute_rows.defjvp
+def _permute_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return permute_rows(*primals), reference.permute(tangents[0], *primals[1:])

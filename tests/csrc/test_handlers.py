@@ -25,8 +25,8 @@ from tests.custom_calls import (
     TILES,
     bias_grad,
     dequantize,
-    gather_rows,
     gemm,
+    permute_rows,
     quantize,
     swiglu_grad,
 )
@@ -227,19 +227,24 @@ def test_swiglu_grad_refuses(change: dict, message: str) -> None:
 
 @cases(
     (dict(x=((32,), BF16)), "the rank of x must be 2, got 1."),
-    (dict(x=((0, 16), BF16)), "x and indices must have rows."),
-    (dict(x=((32, 12), BF16), rows=((3, 12), BF16)), "the bytes of a row must be a multiple of 16 below 2^31, got 24."),
-    (dict(rows=((3, 16), F32)), "the result must have the type of x."),
-    (dict(rows=((4, 16), BF16)), "the result's shape[0] must be 3, got 4."),
-    (dict(rows=((3, 8), BF16)), "the result's shape[1] must be 16, got 8."),
+    (dict(inverse=(32,)), "the rank of inverse must be 2, got 1."),
+    (dict(inverse=(31, 2)), "inverse's shape[0] must be 32, got 31."),
+    (dict(x=((0, 16), BF16), inverse=(0, 2)), "x and the result must have rows."),
+    (
+        dict(x=((32, 12), BF16), rows=((64, 12), BF16)),
+        "the bytes of a token must be a multiple of 16 below 2^31",
+    ),
+    (dict(rows=((64, 16), F32)), "the result must have the type of x."),
+    (dict(rows=((4, 16), BF16)), "the result's shape[0] must be 64, got 4."),
+    (dict(rows=((64, 8), BF16)), "the result's shape[1] must be 16, got 8."),
 )
-def test_gather_rows_refuses(change: dict, message: str) -> None:
-    refuses(gather_rows, change, message)
+def test_permute_rows_refuses(change: dict, message: str) -> None:
+    refuses(permute_rows, change, message)
 
 
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize(
-    "call", [bias_grad, quantize, dequantize, swiglu_grad, gather_rows], ids=lambda call: call.__name__
+    "call", [bias_grad, quantize, dequantize, swiglu_grad, permute_rows], ids=lambda call: call.__name__
 )
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for|Launching) the .* failed: "):

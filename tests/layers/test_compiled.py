@@ -17,6 +17,7 @@ from benchmarks.memory import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp
+from jax_grouped.ops import rows
 from tests.programs import struct
 
 if what := missing():
@@ -126,11 +127,44 @@ def test_memory_beside_arguments_and_results() -> None:
 def test_an_mlp_without_a_recipe_keeps_less_than_with_the_derivative_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["dsv3 up"]
     ours = memory.planned_bytes(shape, "four MLPs", "bf16")
-    monkeypatch.setattr(mlp, "swiglu", mlp._swiglu)
+    monkeypatch.setattr(mlp, "swiglu", rows._swiglu)
     of_jax = memory.planned_bytes(shape, "four MLPs", "bf16")
 
     # JAX's derivative keeps 22 bytes of each number between the products, ours 6.
     assert of_jax - ours > 15 * 4 * shape.tokens * shape.N / 2
+
+
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
+def test_a_layer_of_experts_keeps_its_tokens_the_input_of_swiglu_and_the_routing(recipe: Recipe | None) -> None:
+    tokens, experts, top_k, features, hidden = 8192, 16, 8, 1024, 256
+    dtype = jnp.bfloat16
+
+    def norm(x: jax.Array) -> jax.Array:
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def planned(layers: int) -> int:
+        def loss(x: Any, router: Any, gate_up: Any, down: Any) -> jax.Array:
+            for of in range(layers):
+                weights = [jg.moe.Weights(stack[of]) for stack in (gate_up, down)]
+                x = x + jg.moe.moe_mlp(x, x @ router[of], *weights, top_k=top_k, recipe=recipe)[0]
+            return norm(x)
+
+        def norms(*arguments: Any) -> Any:
+            # No gradient is a result, in whose memory XLA would keep what waits.
+            return jax.tree.map(norm, jax.grad(loss, (0, 1, 2, 3))(*arguments))
+
+        shapes = [(features, experts), (experts, features, 2 * hidden), (experts, hidden, features)]
+        stacks = [struct((layers, *shape), dtype) for shape in shapes]
+        compiled = compile_for_h200(norms, struct((tokens, features), dtype), *stacks)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    per_layer = (planned(10) - planned(4)) / 6
+    rows = tokens * top_k
+    # Logits in the type of x, probabilities, experts and weights, and the order of the rows with its inverse.
+    routing = tokens * experts * (2 + 4) + 4 * rows * (2 + 2)
+    kernels = 0 if recipe is None else experts * 3 * features * hidden * 1.1  # Quantized rowwise, and scales.
+    expected = 2 * tokens * features + 2 * rows * 2 * hidden + routing + kernels
+    assert per_layer < 1.03 * expected
 
 
 def test_memory_is_tabled_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

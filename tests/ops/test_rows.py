@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.ops.rows import gather_rows, swiglu, swiglu_grad
+from jax_grouped.ops.rows import permute_rows, swiglu, swiglu_grad
 from tests.programs import custom_calls, lowered, struct
 
 
@@ -72,39 +72,56 @@ def test_one_kernel_for_the_gradient_of_swiglu_in_16_bits(dtype: str, features: 
     assert len(custom_calls(text, "jax_grouped_swiglu_grad")) == calls
 
 
+def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the order and the inverse of a permutation that drops pairs or has a tail."""
+    pairs = np.random.default_rng(rows).permutation(tokens * choices).astype(np.int32)
+    order, inverse = np.full(rows, pairs.size, np.int32), np.full(pairs.size, rows, np.int32)
+    kept = min(rows, pairs.size)
+    order[:kept] = pairs[:kept]
+    inverse[pairs[:kept]] = np.arange(kept)
+    return jnp.asarray(order), jnp.asarray(inverse.reshape(tokens, choices))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [63, 40, 100], ids=["all", "dropped", "tail"])
 @pytest.mark.parametrize("features", [8, 264, 2056, 3])
-def test_rows_are_copied(backend: str, features: int, dtype: str) -> None:
+def test_tokens_are_copied(backend: str, features: int, rows: int, dtype: str) -> None:
     x = jax.random.normal(jax.random.key(features), (21, features)).astype(dtype).at[4].set(jnp.nan)
-    indices = np.random.default_rng(0).integers(0, 21, 50)
-    indices[[0, 17, 18, 49]] = -1, 21, np.iinfo(np.int32).max, np.iinfo(np.int32).min
+    order, inverse = permutation(21, 3, rows)
 
-    got = gather_rows(x, jnp.asarray(indices, jnp.int32))
+    got = permute_rows(x, order, inverse)
 
-    exist = (indices >= 0) & (indices < 21)
-    np.testing.assert_array_equal(got, np.where(exist[:, None], np.asarray(x)[np.where(exist, indices, 0)], 0))
+    exist = np.asarray(order) < 63
+    expected = np.where(exist[:, None], np.asarray(x, np.float32)[np.where(exist, order, 0) // 3], 0)
+    np.testing.assert_array_equal(got.astype(jnp.float32), expected)
 
 
 @pytest.mark.parametrize(("tokens", "rows", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])
 def test_copies_of_nothing(backend: str, tokens: int, rows: int, features: int) -> None:
-    got = gather_rows(jnp.ones((tokens, features)), jnp.zeros((rows,), jnp.int32))
+    got = permute_rows(jnp.ones((tokens, features)), *permutation(tokens, 2, rows))
 
     np.testing.assert_array_equal(got, jnp.full((rows, features), tokens > 0, jnp.float32))
 
 
-def test_copies_under_vmap_and_their_derivatives(backend: str) -> None:
-    x, indices = jax.random.normal(jax.random.key(0), (3, 10, 8)), jnp.array([[0, 9, 9], [-1, 10, 3], [5, 1, 2]])
+@pytest.mark.parametrize("rows", [20, 13, 26], ids=["all", "dropped", "tail"])
+def test_copies_under_vmap_and_their_derivatives(backend: str, rows: int) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 10, 8))
+    orders, inverses = (jnp.stack([of, of[::-1], of]) for of in permutation(10, 2, rows))
+    inverses = inverses.at[1].set(jnp.where(inverses[0] < rows, rows - 1 - inverses[0], rows))
     for x_axis, axis in ((0, 0), (0, None), (None, 0)):
-        got = jax.vmap(gather_rows, (x_axis, axis))(x if x_axis == 0 else x[0], indices if axis == 0 else indices[0])
+        arguments = x if x_axis == 0 else x[0], *(of if axis == 0 else of[0] for of in (orders, inverses))
+        got = jax.vmap(permute_rows, (x_axis, axis, axis))(*arguments)
         for i in range(3):
-            np.testing.assert_array_equal(got[i], gather_rows(x[i * (x_axis == 0)], indices[i * (axis == 0)]))
+            one = i * (axis == 0)
+            np.testing.assert_array_equal(got[i], permute_rows(x[i * (x_axis == 0)], orders[one], inverses[one]))
 
-    gradient = jax.grad(lambda x: jnp.sum(gather_rows(x, indices[0]) ** 3))(x[0])
-    np.testing.assert_allclose(gradient, jnp.zeros((10, 8)).at[0].set(1).at[9].set(2) * 3 * x[0] ** 2, rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(permute_rows(x, orders[0], inverses[0]) ** 3))(x[0])
+    copies = jnp.sum(inverses[0] < rows, axis=1)
+    np.testing.assert_allclose(gradient, copies[:, None] * 3 * x[0] ** 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("features", "calls"), [(8, 1), (12, 0)])
 def test_one_kernel_for_copies_of_whole_vectors(features: int, calls: int) -> None:
-    text = lowered(gather_rows, struct((4, features)), struct((6,), "int32"))
+    text = lowered(permute_rows, struct((4, features)), struct((6,), "int32"), struct((4, 2), "int32"))
 
-    assert len(custom_calls(text, "jax_grouped_gather_rows")) == calls
+    assert len(custom_calls(text, "jax_grouped_permute_rows")) == calls

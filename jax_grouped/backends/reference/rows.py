@@ -24,3 +24,13 @@ def gather(x: jax.Array, indices: jax.Array) -> jax.Array:
     if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
         x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
     return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns the token of each row, `int32[R]`, and `T` or more in the tail."""
+    return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
+
+
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns each row's token, zeros in the tail: `[T, C] -> [R, C]`."""
+    return gather(x, tokens_of(order, inverse))
