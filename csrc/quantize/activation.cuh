@@ -58,34 +58,33 @@ struct ActivationArrays {
   int64_t features;  // the result's
 };
 
+// What a column of the result is. The gradient of SwiGLU's input has that of the gate first, then that of the factors
+// that the gate's activation is multiplied by.
+enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
+
 // Reader of 8 columns of the result, in every other row of a chunk.
-template <typename T, bool kGated, bool kBackward>
+template <typename T, Form kForm>
 class ActivatedColumns {
+  static constexpr bool kOfGated = kForm == Form::kGated || kForm >= Form::kGradientOfGate;
+  static constexpr bool kBackward = kForm >= Form::kGradient;
+  static constexpr bool kHasFactors = kForm == Form::kGated || kForm == Form::kGradientOfGate;
+
  public:
   using Number = T;
-  static constexpr bool kHasInnerProducts = kGated && kBackward;
+  static constexpr bool kHasInnerProducts = kForm == Form::kGradientOfGate;
 
   // Starts at row `first` of the chunk.
   __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
       : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
     const int64_t row = chunk.first_row + int64_t{first};
     if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
-    const int64_t features = arrays.features;
-    if constexpr (kBackward) {
-      // With a gate, the first half of the result is the gradient of the gate; the second half is that of the factors.
-      const int64_t half = kGated ? features / 2 : features;
-      is_gate_ = column < half;
-      if (!is_gate_) column -= half;
-      stride_ = features;
-      inputs_ = static_cast<const T*>(arrays.activation_input) + row * features + column;
-      factors_ = is_gate_ ? inputs_ + half : inputs_;
-      gradient_stride_ = half;
-      gradients_ = static_cast<const T*>(arrays.x) + row * half + column;
-    } else {
-      stride_ = kGated ? 2 * features : features;
-      inputs_ = static_cast<const T*>(arrays.x) + row * stride_ + column;
-      factors_ = inputs_ + features;
-    }
+    stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
+    gradient_stride_ = kOfGated ? arrays.features / 2 : arrays.features;
+    if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_stride_;
+    const void* inputs = kBackward ? arrays.activation_input : arrays.x;
+    inputs_ = static_cast<const T*>(inputs) + row * stride_ + column;
+    if constexpr (kHasFactors) factors_ = inputs_ + stride_ / 2;
+    if constexpr (kBackward) gradients_ = static_cast<const T*>(arrays.x) + row * gradient_stride_ + column;
   }
 
   // Returns true if the next `rows` rows exist, of which every other one is read.
@@ -94,14 +93,14 @@ class ActivatedColumns {
   __device__ void Skip(int rows) {
     rows_ -= rows;
     inputs_ += rows * stride_;
-    factors_ += rows * stride_;
+    if constexpr (kHasFactors) factors_ += rows * stride_;
     if constexpr (kBackward) gradients_ += rows * gradient_stride_;
     if (weights_ != nullptr) weights_ += rows;
   }
 
-  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. If there are
-  // `products`, they become the inner products of the activation's result with its gradient in the columns of the gate.
-  template <bool kAllExist, int kCount>
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. With kProducts,
+  // adds the inner products of the activation's result with its gradient to `products`.
+  template <bool kAllExist, bool kProducts = false, int kCount>
   __device__ void Compute(PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
     if (!kAllExist && rows_ <= 0) return;
     // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
@@ -113,18 +112,9 @@ class ActivatedColumns {
     for (int i = 0; i < kCount; ++i) {
       const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
       inputs[i].Read(inputs_ + row * stride_);
-      if constexpr (kGated) factors[i].Read(factors_ + row * stride_);
+      if constexpr (kHasFactors) factors[i].Read(factors_ + row * stride_);
       if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
       weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
-    }
-    if (kHasInnerProducts && products != nullptr && is_gate_) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          products[i] += Activate<Activation::kSiluMul>(inputs[i][j]) * factors[i][j] * gradients[i][j];
-        }
-      }
     }
     float values[kCount][8];
     WithActivation([&](auto constant) {
@@ -133,14 +123,9 @@ class ActivatedColumns {
       for (int i = 0; i < kCount; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float factor = kGated ? factors[i][j] : 1.0f;
-          if constexpr (kBackward) {
-            const float gradient = gradients[i][j] * weights[i];
-            const float of_gate = ActivationGradient<kActivation>(inputs[i][j], gradient * factor);
-            values[i][j] = !kGated || is_gate_ ? of_gate : gradient * Activate<kActivation>(inputs[i][j]);
-          } else {
-            values[i][j] = Activate<kActivation>(inputs[i][j]) * factor * weights[i];
-          }
+          values[i][j] = Value<kActivation>(inputs[i][j], kHasFactors ? factors[i][j] : 1.0f,
+                                            kBackward ? gradients[i][j] : 1.0f, weights[i]);
+          if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * factors[i][j] * gradients[i][j];
         }
       }
     });
@@ -167,12 +152,20 @@ class ActivatedColumns {
     __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
   };
 
+  // Returns the result in one column of a row.
+  template <Activation kActivation>
+  __device__ static float Value(float input, float factor, float gradient, float weight) {
+    if constexpr (kForm == Form::kGradientOfFactor) return gradient * weight * Activate<kActivation>(input);
+    if constexpr (kBackward) return ActivationGradient<kActivation>(input, gradient * weight * factor);
+    return Activate<kActivation>(input) * factor * weight;
+  }
+
   template <Activation kActivation>
   using Constant = std::integral_constant<Activation, kActivation>;
 
   template <typename Visit>
   __device__ void WithActivation(Visit visit) const {
-    if constexpr (kGated) {
+    if constexpr (kOfGated) {
       visit(Constant<Activation::kSiluMul>());
     } else if (activation_ == Activation::kGelu) {
       visit(Constant<Activation::kGelu>());
@@ -186,12 +179,11 @@ class ActivatedColumns {
   Activation activation_;
   int rows_;
   const T* inputs_;
-  const T* factors_;  // multiply the activation's result; in the second half of a gradient, any
-  int64_t stride_;
+  const T* factors_;  // multiply the activation's result
+  int64_t stride_;    // of both
   const T* gradients_;
   int64_t gradient_stride_;
   const float* weights_ = nullptr;
-  bool is_gate_;  // also true without a gate
 };
 
 // An activation of the input, or its backward form, in float32.
@@ -203,8 +195,7 @@ struct ActivatedSource : ActivationArrays {
     const int vector = threadIdx.x % 16;
     const int first = threadIdx.x % 32 / 16;
     WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
-      // The lanes of a warp add up inner products, so all lanes take the same branch.
-      if (__all_sync(kFullWarp, columns.Has(kFp8Alignment))) {
+      if (columns.Has(kFp8Alignment)) {
         // The registers do not suffice for more rows of 32-bit numbers.
         constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
@@ -218,7 +209,7 @@ struct ActivatedSource : ActivationArrays {
   __device__ bool HasInnerProducts() const { return inner_products != nullptr; }
   // Writes 0 as a row's inner product in the tile that starts at a column.
   __device__ void ZeroInnerProduct(int64_t row, int64_t first_column) const {
-    if (HasInnerProducts(first_column)) *InnerProduct(row, first_column) = 0.0f;
+    if (InnerProductColumns(first_column) > 0) *InnerProduct(row, first_column) = 0.0f;
   }
 
   // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
@@ -228,9 +219,10 @@ struct ActivatedSource : ActivationArrays {
   }
 
  private:
-  // Returns true if a tile has columns of the gate, whose inner products are wanted.
-  __device__ bool HasInnerProducts(int64_t first_column) const {
-    return inner_products != nullptr && first_column < features / 2;
+  // Returns the number of a tile's columns that have inner products: those of the gate.
+  __device__ int InnerProductColumns(int64_t first_column) const {
+    if (inner_products == nullptr) return 0;
+    return static_cast<int>(max(min(features / 2 - first_column, int64_t{kTileColumns}), int64_t{0}));
   }
 
   template <bool kAllExist, int kCount, typename Columns>
@@ -240,9 +232,9 @@ struct ActivatedSource : ActivationArrays {
 #pragma unroll 1
     for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2 * kCount) {
       alignas(16) PairOf<float> rows[kCount][4] = {};
-      if (Columns::kHasInnerProducts && HasInnerProducts(first_column)) {
+      if (Columns::kHasInnerProducts && inner_products != nullptr) {
         float products[kCount] = {};
-        columns.template Compute<kAllExist>(rows, products);
+        columns.template Compute<kAllExist, Columns::kHasInnerProducts>(rows, products);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) StoreInnerProduct(chunk, row + 2 * i, first_column, products[i]);
       } else {
@@ -254,12 +246,18 @@ struct ActivatedSource : ActivationArrays {
     }
   }
 
-  // Adds up the inner products of the 16 lanes of a row, and writes the sum. Whole warps must call it.
+  // Adds up the inner products of the lanes of a row, which each have 8 columns, and writes the sum. All lanes of the
+  // row that have columns of the gate must call it.
   __device__ void StoreInnerProduct(const Chunk& chunk, int row, int64_t first_column, float product) const {
+    const int lane = threadIdx.x % 16;
+    const int lanes = InnerProductColumns(first_column) / 8;
+    const uint32_t mask = (kFullWarp >> (32 - lanes)) << (threadIdx.x % 32 - lane);
 #pragma unroll
-    for (int lanes = 8; lanes > 0; lanes /= 2) product += __shfl_xor_sync(kFullWarp, product, lanes);
-    if (threadIdx.x % 16 == 0 && row < chunk.rows)
-      *InnerProduct(chunk.first_row + int64_t{row}, first_column) = product;
+    for (int distance = 8; distance > 0; distance /= 2) {
+      const float other = __shfl_down_sync(mask, product, distance, 16);
+      if (lane + distance < lanes) product += other;
+    }
+    if (lane == 0 && row < chunk.rows) *InnerProduct(chunk.first_row + int64_t{row}, first_column) = product;
   }
 
   __device__ float* InnerProduct(int64_t row, int64_t first_column) const {
@@ -280,16 +278,16 @@ struct ActivatedSource : ActivationArrays {
 
   template <typename T, typename Visit>
   __device__ void WithColumnsOf(const Chunk& chunk, int first, int64_t column, Visit visit) const {
-    if (activation == Activation::kSiluMul) {
-      if (backward) {
-        visit(ActivatedColumns<T, true, true>(*this, chunk, first, column));
-      } else {
-        visit(ActivatedColumns<T, true, false>(*this, chunk, first, column));
-      }
+    if (activation == Activation::kSiluMul && !backward) {
+      visit(ActivatedColumns<T, Form::kGated>(*this, chunk, first, column));
+    } else if (activation == Activation::kSiluMul && column < features / 2) {
+      visit(ActivatedColumns<T, Form::kGradientOfGate>(*this, chunk, first, column));
+    } else if (activation == Activation::kSiluMul) {
+      visit(ActivatedColumns<T, Form::kGradientOfFactor>(*this, chunk, first, column));
     } else if (backward) {
-      visit(ActivatedColumns<T, false, true>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kGradient>(*this, chunk, first, column));
     } else {
-      visit(ActivatedColumns<T, false, false>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kActivated>(*this, chunk, first, column));
     }
   }
 };
