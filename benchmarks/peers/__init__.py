@@ -93,7 +93,6 @@ VARIANTS = {
     "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
-    "sonicmoe": Variant("sonicmoe_peer", "torch"),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
     "jax.numpy": Variant("jax_numpy", "xla"),

@@ -41,7 +41,7 @@ class TorchWork:
         return start.elapsed_time(end) / 1e3
 
 
-def tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
+def _tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
     """Returns the sets of arrays as tensors, and the end of each group."""
     # Memory that earlier cases left in torch's pool is lost to everyone else.
     torch.cuda.empty_cache()
@@ -52,7 +52,7 @@ def tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
 
 def product(case: Case, sets: list[Arrays]) -> TorchWork:
     """Makes `torch._grouped_mm`. A float32 kernel is converted first; its gradient after the product, in bfloat16."""
-    inputs, ends = tensors(case, sets)
+    inputs, ends = _tensors(case, sets)
     grouped_mm = functools.partial(torch._grouped_mm, offs=ends)
     accumulator = torch.zeros_like(inputs[0][1]) if case.operation == "accumulating" else None
 
@@ -110,7 +110,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
     """
     if case.operation not in ("fprop", "dgrad", "wgrad"):
         raise NotOfferedError
-    inputs, offs = tensors(case, sets)
+    inputs, offs = _tensors(case, sets)
     ends = offs.tolist()
 
     def operands(x: Any, kernel: Any, dy: Any) -> Tensors:
