@@ -58,7 +58,7 @@ struct ActivationArrays {
   int64_t features;  // the result's
 };
 
-// What a column of the result is. The gradient of SwiGLU's input has that of the gate first, then that of the factors
+// The kinds of columns of a result. The gradient of SwiGLU's input has that of the gate first, then that of the factors
 // that the gate's activation is multiplied by.
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 

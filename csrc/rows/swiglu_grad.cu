@@ -32,7 +32,7 @@ struct alignas(16) Vector {
   __device__ void Store(Pair* to) const { *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4&>(*this); }
 };
 
-// What one feature of a row has in the results.
+// One feature of a row in the results.
 struct Feature {
   float dgate;
   float dup;
