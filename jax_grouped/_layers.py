@@ -122,6 +122,8 @@ def apply_moe(
         normalize_weights=layer.normalize_weights,
         weight_scale=layer.weight_scale,
         selection_bias=selection_bias,
+        expert_groups=layer.expert_groups,
+        top_groups=layer.top_groups,
         capacity_factor=layer.capacity_factor,
         recipe=layer.recipe,
         precision=layer.precision,

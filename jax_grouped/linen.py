@@ -258,6 +258,7 @@ class MoEMlp(nn.Module):
         recipe: how the experts compute in FP8; None to compute in `dtype`.
         cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method: as in `jg.moe.moe_mlp`.
+        expert_groups, top_groups: likewise.
 
     Example:
         layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
@@ -295,6 +296,8 @@ class MoEMlp(nn.Module):
     feature_axis: str | None = None
     batch_axes: Sequence[str] = ()
     exchange_method: Method = "auto"
+    expert_groups: int | None = None
+    top_groups: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

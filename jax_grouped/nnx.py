@@ -279,7 +279,7 @@ class MoEMlp(nnx.Module):
         score, normalize_weights, weight_scale, capacity_factor: as in linen.
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method: as in linen.
+        expert_axis, feature_axis, batch_axes, exchange_method, expert_groups, top_groups: as in linen.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -318,6 +318,8 @@ class MoEMlp(nnx.Module):
         feature_axis: str | None = None,
         batch_axes: Sequence[str] = (),
         exchange_method: Method = "auto",
+        expert_groups: int | None = None,
+        top_groups: int | None = None,
         rngs: nnx.Rngs,
     ):
         counts = dict(num_experts=num_experts, top_k=top_k)
@@ -360,6 +362,8 @@ class MoEMlp(nnx.Module):
         self.feature_axis = feature_axis
         self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
         self.exchange_method = exchange_method
+        self.expert_groups = expert_groups
+        self.top_groups = top_groups
 
     def __call__(
         self,

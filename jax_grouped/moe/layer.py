@@ -55,6 +55,8 @@ def moe_mlp(
     normalize_weights: bool = True,
     weight_scale: float = 1.0,
     selection_bias: jax.Array | None = None,
+    expert_groups: int | None = None,
+    top_groups: int | None = None,
     capacity_factor: float | None = None,
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -88,6 +90,8 @@ def moe_mlp(
         normalize_weights: whether a token's weights are divided by their sum.
         weight_scale: factor that multiplies the final weights.
         selection_bias: `[E]`, added to the scores for the choice only.
+        expert_groups: groups of experts, see `top_k_routing`.
+        top_groups: the number of groups that a token's experts may come from.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
             experts are chosen equally often. Rows without room are dropped from the longest groups, which are cut to
             one length and lose their last rows, and are counted; with an `expert_axis`, a group is the rows of one
@@ -141,6 +145,8 @@ def moe_mlp(
         normalize_weights=normalize_weights,
         selection_bias=selection_bias,
         weight_scale=weight_scale,
+        expert_groups=expert_groups,
+        top_groups=top_groups,
     )
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))

@@ -47,8 +47,13 @@ def top_k_routing(
     normalize_weights: bool = True,
     selection_bias: jax.Array | None = None,
     weight_scale: float = 1.0,
+    expert_groups: int | None = None,
+    top_groups: int | None = None,
 ) -> Routing:
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
+
+    With `expert_groups` and `top_groups`, a token's experts come from few groups, as if the groups were nodes of a
+    cluster (DeepSeek-V3, section 2.1.2): the groups with the highest sum of the scores of their two best experts.
 
     Everything is computed in float32. Gradients reach the logits through the weights and the probabilities, the same
     bits in every run. With `score="sigmoid"` and a bias that is moved after each step against the experts' loads, this
@@ -63,6 +68,8 @@ def top_k_routing(
             Scores that are all 0 stay 0.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only. It has no gradient.
         weight_scale: factor that multiplies the final weights.
+        expert_groups: the number of groups of successive experts, a divisor of `E`; None for no groups.
+        top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
 
     Returns:
         The routing. Its probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
@@ -81,10 +88,11 @@ def top_k_routing(
     """
     logits = as_array("logits", logits)
     _check_arguments(logits, top_k, score, weight_scale)
+    groups = _checked_groups(expert_groups, top_groups, logits.shape[1], top_k)
     normalize_weights = static_bool("normalize_weights", normalize_weights)
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
-    experts = _best(scores, top_k, selection_bias)
+    experts = _best(scores, top_k, selection_bias, groups)
     weights = _scores_of(scores, experts)
     return Routing(
         experts=experts,
@@ -107,8 +115,30 @@ def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: fl
         raise ValueError(f"weight_scale must be a scalar, got shape {weight_scale.shape}.")
 
 
-def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
-    """Returns the indices of the highest sums of score and bias, `int32[T, top_k]`."""
+def _checked_groups(
+    expert_groups: int | None, top_groups: int | None, num_experts: int, top_k: int
+) -> tuple[int, int] | None:
+    """Returns the number of groups and how many of them a token may use; None if it may use all experts."""
+    if expert_groups is None and top_groups is None:
+        return None
+    if expert_groups is None or top_groups is None:
+        raise ValueError(f"expert_groups and top_groups need each other, got {expert_groups} and {top_groups}.")
+    expert_groups = checks.static_size("expert_groups", expert_groups, least=1)
+    top_groups = checks.static_size("top_groups", top_groups, least=1)
+    if num_experts % expert_groups:
+        raise ValueError(f"expert_groups must divide the {num_experts} experts, got {expert_groups}.")
+    if top_groups > expert_groups:
+        raise ValueError(f"top_groups must be at most the {expert_groups} groups, got {top_groups}.")
+    if top_groups * (num_experts // expert_groups) < top_k:
+        raise ValueError(
+            f"top_groups must be groups of at least top_k = {top_k} experts together, got {top_groups} groups of "
+            f"{num_experts // expert_groups}."
+        )
+    return expert_groups, top_groups
+
+
+def _best(scores: jax.Array, top_k: int, bias: jax.Array | None, groups: tuple[int, int] | None) -> jax.Array:
+    """Returns the indices of the highest sums of score and bias, `int32[T, top_k]`, in the best groups."""
     scores = jax.lax.stop_gradient(scores)
     if bias is not None:
         bias = as_array("selection_bias", bias)
@@ -118,7 +148,21 @@ def _best(scores: jax.Array, top_k: int, bias: jax.Array | None) -> jax.Array:
         scores = scores + jax.lax.stop_gradient(bias).astype(jnp.float32)
     # Replace NaN and -inf: the order of NaN depends on the device, and an implementation may pad with -inf of no index.
     lowest = jnp.finfo(jnp.float32).min
-    return jax.lax.top_k(jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest), top_k)[1]
+    scores = jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest)
+    if groups is not None:
+        scores = _in_best_groups(scores, *groups)
+    return jax.lax.top_k(scores, top_k)[1]
+
+
+def _in_best_groups(scores: jax.Array, expert_groups: int, top_groups: int) -> jax.Array:
+    """Replaces the scores of experts outside of a token's best groups by -inf, which is below every score."""
+    of_groups = scores.reshape(scores.shape[0], expert_groups, scores.shape[1] // expert_groups)
+    two_best = jax.lax.top_k(of_groups, min(2, of_groups.shape[2]))[0]
+    # Halves, whose sum does not overflow.
+    best = jax.lax.top_k(jnp.sum(two_best * 0.5, axis=2), top_groups)[1]
+    return jnp.where(jnp.any(_chosen(best, expert_groups), axis=1)[..., None], of_groups, -jnp.inf).reshape(
+        scores.shape
+    )
 
 
 @jax.custom_vjp

@@ -65,6 +65,20 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(backend: str, routing:
         assert int(metrics.expert_load[0]) == TOKENS
 
 
+def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
+    groups = dict(expert_groups=3, top_groups=1)
+    logits = jnp.matmul(x(), params()["router"]["kernel"], precision="highest")
+    chosen = jg.moe.top_k_routing(logits, TOP_K, **groups).experts
+    expected = jnp.zeros(E, jnp.int32).at[chosen].add(1)
+
+    _, metrics = jg.linen.MoEMlp(**OPTIONS, **groups).apply({"params": params()}, x())
+    _, of_nnx = nnx_layer(**groups)(x())
+
+    np.testing.assert_array_equal(chosen[:, 0] // 2, chosen[:, 1] // 2)
+    np.testing.assert_array_equal(metrics.expert_load, expected)
+    np.testing.assert_array_equal(of_nnx.expert_load, expected)
+
+
 def test_linen_and_nnx_give_the_same_bits_in_any_leading_shape(backend: str) -> None:
     layer, model = jg.linen.MoEMlp(**OPTIONS), nnx_layer()
 

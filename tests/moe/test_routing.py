@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 TOKENS, EXPERTS, TOP_K = 6, 5, 3
 LOGITS = np.random.default_rng(0).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 BIAS = np.array([0.0, 0.5, -0.5, 0.2, 0.1], np.float32)
-route = jax.jit(routing.top_k_routing, static_argnames=("top_k", "score", "normalize_weights"))
+STATIC = ("top_k", "score", "normalize_weights", "expert_groups", "top_groups")
+route = jax.jit(routing.top_k_routing, static_argnames=STATIC)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,36 @@ def test_tokens_go_where_a_plain_loop_sends_them(score: str, normalize: bool, to
     np.testing.assert_allclose(got.weights, expected.weights, rtol=3e-6)
     np.testing.assert_allclose(got.probabilities, expected.probabilities, rtol=3e-6)
     assert [x.dtype for x in (got.experts, got.weights, got.probabilities)] == [jnp.int32, jnp.float32, jnp.float32]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups", "top_k"), [(4, 2, 5), (4, 1, 3), (12, 3, 3), (1, 1, 4), (4, 4, 6)])
+def test_experts_come_from_the_groups_with_the_best_pairs(score: str, groups: int, top_groups: int, top_k: int) -> None:
+    logits = jax.random.normal(jax.random.key(3), (40, 12)).at[0].set(0).at[1, :3].set(-jnp.inf).at[2, 4].set(jnp.nan)
+    bias = 0.1 * jax.random.normal(jax.random.key(4), (12,))
+
+    got = route(logits, top_k, score=score, selection_bias=bias, expert_groups=groups, top_groups=top_groups)
+
+    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    biased = np.nan_to_num(np.asarray(scores + bias, np.float32), nan=np.finfo(np.float32).min)
+    for token, row in enumerate(biased):
+        pairs = [
+            np.sort(row[first : first + 12 // groups].astype(np.float64))[-2:].sum()
+            for first in range(0, 12, 12 // groups)
+        ]
+        best = np.argsort(-np.asarray(pairs), kind="stable")[:top_groups]
+        allowed = [expert for expert in range(12) if expert // (12 // groups) in best]
+        expected = sorted(allowed, key=lambda expert: (-row[expert], expert))[:top_k]
+        assert got.experts[token].tolist() == expected, token
+    np.testing.assert_array_equal(got.probabilities, route(logits, top_k, score=score).probabilities)
+
+
+def test_an_expert_outside_of_the_best_groups_is_not_chosen_even_for_the_lowest_scores() -> None:
+    logits = jnp.array([[5.0, -jnp.inf, 1.0, 1.0]])
+
+    got = route(logits, 2, expert_groups=2, top_groups=1)
+
+    np.testing.assert_array_equal(got.experts, [[0, 1]])
 
 
 def test_of_equal_scores_the_lower_expert_wins() -> None:
@@ -288,6 +319,31 @@ def test_the_balance_loss_under_pmap_is_that_of_the_whole_batch() -> None:
             "weight_scale must be a number, known when the program is traced, got 'a'.",
         ),
         (dict(weight_scale=jnp.ones(3)), ValueError, "weight_scale must be a scalar, got shape (3,)."),
+        (
+            dict(expert_groups=1),
+            ValueError,
+            "expert_groups and top_groups need each other, got 1 and None.",
+        ),
+        (
+            dict(expert_groups=2, top_groups=1),
+            ValueError,
+            "expert_groups must divide the 5 experts, got 2.",
+        ),
+        (
+            dict(expert_groups=5, top_groups=6),
+            ValueError,
+            "top_groups must be at most the 5 groups, got 6.",
+        ),
+        (
+            dict(expert_groups=5, top_groups=1),
+            ValueError,
+            f"top_groups must be groups of at least top_k = {TOP_K} experts together, got 1 groups of 1.",
+        ),
+        (
+            dict(expert_groups=1.5, top_groups=1),
+            TypeError,
+            "expert_groups must be an integer, known when the program is traced, got 1.5.",
+        ),
         (dict(normalize_weights="no"), TypeError, "normalize_weights must be True or False, got 'no'."),
         (dict(logits=None), TypeError, "logits must be an array, got None."),
     ],
