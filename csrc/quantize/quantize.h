@@ -47,8 +47,8 @@ struct QuantizeBuffers {
   void* column_scale;
   int64_t row_scale_bytes;
   int64_t column_scale_bytes;
-  float* amax;          // [num_groups]
-  float* dbias;         // [num_groups, features]
+  float* amax;   // [num_groups]
+  float* dbias;  // [num_groups, features]
   // [tokens, tiles of 128 of the features / 2], or null: the inner products of each row of the activation's result with
   // its gradient, without row_weights. Rows of no group stay unwritten. Only for the backward form of kSiluMul.
   float* inner_products;
