@@ -221,7 +221,7 @@ def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tup
 
 
 def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
-    arrays, hidden, up, down = saved
+    arrays, _, up, down = saved
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
@@ -230,8 +230,10 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     # Without the barrier, XLA would find that the forward pass has gathered the tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy))
     (x, dy), row_indices = _gathered([x, dy], arrays, spec)
-    backward_of_down = _backward_of_down if spec.down.recipe is None else _backward_of_quantized_down
-    pending, gradient, dweights = backward_of_down(arrays, hidden, up.residuals, down.residuals, dy, row_indices)
+    if spec.down.recipe is None:
+        pending, gradient, dweights = _backward_of_down(saved, dy)
+    else:
+        pending, gradient, dweights = _backward_of_quantized_down(saved, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
     drows, pending = dgrad(up.residuals, gradient)
     tokens = quantized(x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
@@ -244,36 +246,25 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _backward_of_down(
-    arrays: _Arrays,
-    hidden: jax.Array,
-    up: DenseResiduals,
-    down: DenseResiduals,
-    dy: jax.Array,
-    row_indices: jax.Array | None,
-) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
+def _backward_of_down(saved: _Saved, dy: jax.Array) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
     """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
-    del row_indices  # The rows of `dy` are gathered already.
-    dactivated, pending = dgrad(down, quantized_gradient(down, dy))
+    arrays, hidden, up, down = saved
+    dactivated, pending = dgrad(down.residuals, quantized_gradient(down.residuals, dy))
     dhidden, activated, dweights = swiglu_grad(hidden, dactivated, arrays.row_weights())
-    return dataclasses.replace(pending, x=activated), quantized_gradient(up, dhidden), dweights
+    return dataclasses.replace(pending, x=activated), quantized_gradient(up.residuals, dhidden), dweights
 
 
 def _backward_of_quantized_down(
-    arrays: _Arrays,
-    hidden: jax.Array,
-    up: DenseResiduals,
-    down: DenseResiduals,
-    dy: jax.Array,
-    row_indices: jax.Array | None,
+    saved: _Saved, dy: jax.Array, row_indices: jax.Array | None
 ) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
-    """Returns the same with a recipe, whose quantization gathers the rows of `dy`."""
-    row_weights = arrays.row_weights()
+    """Returns the same with a recipe, whose quantization gathers the rows of `dy` by indices, if there are any."""
+    arrays, hidden, up, _ = saved
+    down, row_weights = saved.down.residuals, arrays.row_weights()
     activated = quantized(hidden, down.groups, down.spec, down.fp8_state, rowwise=False, row_weights=row_weights)
     if down.amax is not None:
         assert activated.amax is not None
         down = dataclasses.replace(down, amax={**down.amax, "input": jnp.maximum(down.amax["input"], activated.amax)})
     dactivated, pending = dgrad(down, quantized_gradient(down, dy, row_indices=row_indices))
-    gradient = quantized_gradient(up, dactivated, hidden, row_weights=row_weights, inner_products=True)
+    gradient = quantized_gradient(up.residuals, dactivated, hidden, row_weights=row_weights, inner_products=True)
     assert gradient.inner_products is not None
     return dataclasses.replace(pending, x=activated.columnwise), gradient, gradient.inner_products
