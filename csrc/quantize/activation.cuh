@@ -14,6 +14,7 @@
 #include "csrc/common/sigmoid.cuh"
 #include "csrc/groups/layout.cuh"
 #include "csrc/quantize/quantize.h"
+#include "csrc/quantize/register_tile.cuh"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
@@ -62,7 +63,7 @@ struct ActivationArrays {
 // that the gate's activation is multiplied by.
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 
-// Reader of 8 columns of the result, in every other row of a chunk.
+// Reader of 8 columns of the result, in the rows of a chunk.
 template <typename T, Form kForm>
 class ActivatedColumns {
   static constexpr bool kOfGated = kForm == Form::kGated || kForm >= Form::kGradientOfGate;
@@ -73,10 +74,9 @@ class ActivatedColumns {
   using Number = T;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradientOfGate;
 
-  // Starts at row `first` of the chunk.
-  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
-      : activation_(arrays.activation), rows_(column < arrays.features ? chunk.rows - first : 0) {
-    const int64_t row = chunk.first_row + int64_t{first};
+  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int64_t column)
+      : activation_(arrays.activation), last_row_(chunk.rows - 1) {
+    const int64_t row = chunk.first_row;
     if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
     stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
     gradient_stride_ = kOfGated ? arrays.features / 2 : arrays.features;
@@ -87,54 +87,40 @@ class ActivatedColumns {
     if constexpr (kBackward) gradients_ = static_cast<const T*>(arrays.x) + row * gradient_stride_ + column;
   }
 
-  // Returns true if the next `rows` rows exist, of which every other one is read.
-  __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
-
-  __device__ void Skip(int rows) {
-    rows_ -= rows;
-    inputs_ += rows * stride_;
-    if constexpr (kHasFactors) factors_ += rows * stride_;
-    if constexpr (kBackward) gradients_ += rows * gradient_stride_;
-    if (weights_ != nullptr) weights_ += rows;
-  }
-
-  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. With kProducts,
-  // adds the inner products of the activation's result with its gradient to `products`.
-  template <bool kAllExist, bool kProducts = false, int kCount>
-  __device__ void Compute(PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
-    if (!kAllExist && rows_ <= 0) return;
-    // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
+  // Computes successive rows of the chunk, from `first` on; in place of rows that do not exist, its last row. With
+  // kProducts, adds the inner products of the activation's result with its gradient to `products`.
+  template <bool kProducts = false, int kCount>
+  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
+    // All rows are loaded before any is computed.
     Eight inputs[kCount];
     Eight factors[kCount];
     Eight gradients[kCount];
     float weights[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
+      const int64_t row = min(first + i, last_row_);
       inputs[i].Read(inputs_ + row * stride_);
       if constexpr (kHasFactors) factors[i].Read(factors_ + row * stride_);
       if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
       weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
     }
-    float values[kCount][8];
     WithActivation([&](auto constant) {
       constexpr Activation kActivation = decltype(constant)::value;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          values[i][j] = Value<kActivation>(inputs[i][j], kHasFactors ? factors[i][j] : 1.0f,
-                                            kBackward ? gradients[i][j] : 1.0f, weights[i]);
+        const auto value = [&](int j) {
           if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * factors[i][j] * gradients[i][j];
+          return Value<kActivation>(inputs[i][j], kHasFactors ? factors[i][j] : 1.0f,
+                                    kBackward ? gradients[i][j] : 1.0f, weights[i]);
+        };
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float low = value(2 * j);
+          const float high = value(2 * j + 1);
+          rows[i][j].values = {low, high};
         }
       }
     });
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (!kAllExist && 2 * i >= rows_) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) rows[i][j].values = {values[i][2 * j], values[i][2 * j + 1]};
-    }
   }
 
  private:
@@ -177,7 +163,7 @@ class ActivatedColumns {
   }
 
   Activation activation_;
-  int rows_;
+  int last_row_;
   const T* inputs_;
   const T* factors_;  // multiply the activation's result
   int64_t stride_;    // of both
@@ -188,22 +174,22 @@ class ActivatedColumns {
 
 // An activation of the input, or its backward form, in float32.
 struct ActivatedSource : ActivationArrays {
-  using Element = float;
+  using Tile = RegisterTile;
   static constexpr int kRowsAtOnce = 2;
 
-  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
-    const int vector = threadIdx.x % 16;
-    const int first = threadIdx.x % 32 / 16;
-    WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
-      if (columns.Has(kFp8Alignment)) {
-        // The registers do not suffice for more rows of 32-bit numbers.
-        constexpr int kCount = sizeof(typename decltype(columns)::Number) == 2 ? kRowsAtOnce : 1;
-        LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
+  // Fills the rows of the warp's slot, 128 columns from `first_column` on. Rows and columns that do not exist repeat
+  // others of the slot. Whole warps must call it.
+  __device__ void LoadSlot(RegisterTile& tile, int, const Chunk& chunk, int64_t first_column) const {
+    float products[RegisterTile::kLaneRows] = {};
+    WithColumns(chunk, first_column + threadIdx.x % 16 * 8, [&](auto columns) {
+      using Columns = decltype(columns);
+      if (Columns::kHasInnerProducts && inner_products != nullptr) {
+        Fill<Columns::kHasInnerProducts>(columns, tile.rows, products);
       } else {
-        LoadSlot<false, 1>(tile, slot, chunk, first_column, columns);
+        Fill<false>(columns, tile.rows, products);
       }
     });
-    __syncwarp();
+    if (InnerProductColumns(first_column) > 0) StoreInnerProducts(chunk, first_column, products);
   }
 
   __device__ bool HasInnerProducts() const { return inner_products != nullptr; }
@@ -212,10 +198,10 @@ struct ActivatedSource : ActivationArrays {
     if (InnerProductColumns(first_column) > 0) *InnerProduct(row, first_column) = 0.0f;
   }
 
-  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
+  // Loads 8 columns of successive rows of a chunk, starting at row `first`. Those that do not exist repeat others.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
-    WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
+    WithColumns(chunk, column, [&](const auto& columns) { columns.Compute(first, rows); });
   }
 
  private:
@@ -225,69 +211,66 @@ struct ActivatedSource : ActivationArrays {
     return static_cast<int>(max(min(features / 2 - first_column, int64_t{kTileColumns}), int64_t{0}));
   }
 
-  template <bool kAllExist, int kCount, typename Columns>
-  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column,
-                           Columns columns) const {
-    const int vector = threadIdx.x % 16;
-#pragma unroll 1
-    for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2 * kCount) {
-      alignas(16) PairOf<float> rows[kCount][4] = {};
-      if (Columns::kHasInnerProducts && inner_products != nullptr) {
-        float products[kCount] = {};
-        columns.template Compute<kAllExist, Columns::kHasInnerProducts>(rows, products);
+  template <bool kProducts, typename Columns>
+  __device__ static void Fill(const Columns& columns, PairOf<float> (&rows)[RegisterTile::kLaneRows][4],
+                              float* products) {
+    // Rows whose loads are all issued before the first use: as many as the registers have room for.
+    constexpr int kCount = sizeof(typename Columns::Number) == 2 ? 4 : 2;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) StoreInnerProduct(chunk, row + 2 * i, first_column, products[i]);
-      } else {
-        columns.template Compute<kAllExist>(rows);
+    for (int row = 0; row < RegisterTile::kLaneRows; row += kCount) {
+      PairOf<float> loaded[kCount][4];
+      columns.template Compute<kProducts>(RegisterTile::FirstRow() + row, loaded, products + row);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) rows[row + i][j] = loaded[i][j];
       }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
-      columns.Skip(2 * kCount);
     }
   }
 
-  // Adds up the inner products of the lanes of a row, which each have 8 columns, and writes the sum. All lanes of the
-  // row that have columns of the gate must call it.
-  __device__ void StoreInnerProduct(const Chunk& chunk, int row, int64_t first_column, float product) const {
-    const int lane = threadIdx.x % 16;
-    const int lanes = InnerProductColumns(first_column) / 8;
-    const uint32_t mask = (kFullWarp >> (32 - lanes)) << (threadIdx.x % 32 - lane);
+  // Adds up the inner products of the lanes of a row, and writes the sums.
+  __device__ void StoreInnerProducts(const Chunk& chunk, int64_t first_column,
+                                     float (&products)[RegisterTile::kLaneRows]) const {
+    // Lanes without columns of the gate have repeated columns of others or have other columns.
+    if (threadIdx.x % 16 * 8 >= InnerProductColumns(first_column)) {
 #pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2) {
-      const float other = __shfl_down_sync(mask, product, distance, 16);
-      if (lane + distance < lanes) product += other;
+      for (float& product : products) product = 0.0f;
     }
-    if (lane == 0 && row < chunk.rows) *InnerProduct(chunk.first_row + int64_t{row}, first_column) = product;
+    const int row = RegisterTile::RowOfStep(ReduceSteps<16>(products, [](float a, float b) { return a + b; }));
+    if (threadIdx.x % 2 == 0 && row < chunk.rows) {
+      *InnerProduct(chunk.first_row + int64_t{row}, first_column) = products[0];
+    }
   }
 
   __device__ float* InnerProduct(int64_t row, int64_t first_column) const {
     return inner_products + row * CeilDiv(features / 2, kTileColumns) + first_column / kTileColumns;
   }
 
-  // Calls `visit` with the ActivatedColumns of the problem.
+  // Calls `visit` with the ActivatedColumns of the problem, or of the last 8 columns if the given ones do not exist.
   template <typename Visit>
-  __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
+  __device__ void WithColumns(const Chunk& chunk, int64_t column, Visit visit) const {
+    column = min(column, features - 8);
     if (type == CUDA_R_16BF) {
-      WithColumnsOf<__nv_bfloat16>(chunk, first, column, visit);
+      WithColumnsOf<__nv_bfloat16>(chunk, column, visit);
     } else if (type == CUDA_R_16F) {
-      WithColumnsOf<__half>(chunk, first, column, visit);
+      WithColumnsOf<__half>(chunk, column, visit);
     } else {
-      WithColumnsOf<float>(chunk, first, column, visit);
+      WithColumnsOf<float>(chunk, column, visit);
     }
   }
 
   template <typename T, typename Visit>
-  __device__ void WithColumnsOf(const Chunk& chunk, int first, int64_t column, Visit visit) const {
+  __device__ void WithColumnsOf(const Chunk& chunk, int64_t column, Visit visit) const {
     if (activation == Activation::kSiluMul && !backward) {
-      visit(ActivatedColumns<T, Form::kGated>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kGated>(*this, chunk, column));
     } else if (activation == Activation::kSiluMul && column < features / 2) {
-      visit(ActivatedColumns<T, Form::kGradientOfGate>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kGradientOfGate>(*this, chunk, column));
     } else if (activation == Activation::kSiluMul) {
-      visit(ActivatedColumns<T, Form::kGradientOfFactor>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kGradientOfFactor>(*this, chunk, column));
     } else if (backward) {
-      visit(ActivatedColumns<T, Form::kGradient>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kGradient>(*this, chunk, column));
     } else {
-      visit(ActivatedColumns<T, Form::kActivated>(*this, chunk, first, column));
+      visit(ActivatedColumns<T, Form::kActivated>(*this, chunk, column));
     }
   }
 };

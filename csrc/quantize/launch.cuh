@@ -29,7 +29,7 @@ Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers
 
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  constexpr int kBytes = InputTile<typename Source::Element>::kBytes;
+  constexpr int kBytes = Source::Tile::kBytes;
   const auto kernel =
       args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
   JAX_GROUPED_RETURN_IF_FAILED(

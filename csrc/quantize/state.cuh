@@ -16,16 +16,16 @@ struct WarpExchange {
   uint32_t amax[kSlots];  // bits
 };
 
-template <ScalingMode kScalingMode, typename Fp8Type, typename T>
+template <ScalingMode kScalingMode, typename Fp8Type, typename TileType>
 struct TileState {
   static constexpr ScalingMode kMode = kScalingMode;
   using Fp8 = Fp8Type;
-  using Element = T;
+  using Tile = TileType;
   // True if all rows of a slot have one scale in a tile.
   static constexpr bool kSlotScales = kMode == ScalingMode::kTensor || kMode == ScalingMode::kBlock2D;
 
   const QuantizeArguments& args;
-  const InputTile<Element>& tile;
+  Tile tile;
   WarpExchange& exchange;
   uint32_t first_column;
   int count;  // chunks in the pass
