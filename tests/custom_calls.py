@@ -8,13 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped.backends import cuda
-from jax_grouped.core.groups import bias_grad_tiles, gemm_scratch_bytes, group_table_size, quantize_scratch_bytes
+from jax_grouped.core.groups import (
+    bias_grad_tiles,
+    gemm_scratch_bytes,
+    group_table_size,
+    max_row_blocks,
+    quantize_scratch_bytes,
+)
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
 TILES, TABLE = bias_grad_tiles(ROWS, GROUPS), group_table_size(GROUPS)
+#: Scales of two rows per token, in blocks of 1 x 128.
+BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
 
 Shape = tuple[int, ...]
 Array = tuple[Shape, jax.typing.DTypeLike]
@@ -96,6 +104,20 @@ def quantize(
     return call("jax_grouped_quantize", [(x, x_type), *more], results, defaults, attributes, offset)[0]
 
 
+def quantize_permuted(
+    x: Array = ((ROWS, FEATURES), BF16),
+    inverse: Shape = (ROWS, 2),
+    data: Array = ((2 * ROWS, FEATURES), FP8),
+    scale: Array = ((BLOCK_SCALES,), F32),
+    table: Shape = (TABLE,),
+    offset: Shape = (1,),
+    **attributes: Any,
+) -> jax.Array:
+    defaults = dict(num_groups=np.int64(GROUPS), pow2_scales=False, amax_epsilon=np.float32(0))
+    operands, results = [x, (inverse, I32)], [data, scale, (table, I32)]
+    return call("jax_grouped_quantize_permuted", operands, results, defaults, attributes, offset)[0]
+
+
 def dequantize(
     data: Array = ((ROWS, FEATURES), FP8),
     scale: Array = ((GROUPS,), F32),
@@ -152,7 +174,7 @@ def call(
 ) -> Sequence[jax.Array]:
     """Makes a custom call whose operands are ones; attributes take the types of their defaults."""
     arguments = [jnp.ones(shape, dtype) for shape, dtype in operands]
-    after = 2 if target in ("jax_grouped_gemm", "jax_grouped_dequantize") else 1
+    after = 1 if target in ("jax_grouped_bias_grad", "jax_grouped_quantize") else 2
     arguments[after:after] = [jnp.full(GROUPS, ROWS // GROUPS, I32), jnp.zeros(offset, I32)]
     typed = {name: type(defaults[name])(value) for name, value in (defaults | attributes).items()}
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]

@@ -41,6 +41,11 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
 // room for groups of other sizes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
+// Quantizes each token of x rowwise in blocks of 1 x 128, and copies it to the rows of its choices:
+//   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset) {num_groups, pow2_scales, amax_epsilon} ->
+//       (data, scales, group tables)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizePermutedExecute);
+
 // Dequantizes an array:
 //   jax_grouped_dequantize(data, scale_inv, group_sizes, group_offset) {...} -> (out, group table)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(DequantizeExecute);

@@ -33,6 +33,8 @@ nb::dict Handlers() {
   bias_grad["execute"] = Capsule(BiasGradExecute);
   nb::dict quantize;
   quantize["execute"] = Capsule(QuantizeExecute);
+  nb::dict quantize_permuted;
+  quantize_permuted["execute"] = Capsule(QuantizePermutedExecute);
   nb::dict dequantize;
   dequantize["execute"] = Capsule(DequantizeExecute);
   nb::dict swiglu_grad;
@@ -45,6 +47,7 @@ nb::dict Handlers() {
   handlers["jax_grouped_swiglu_grad"] = swiglu_grad;
   handlers["jax_grouped_permute_rows"] = permute_rows;
   handlers["jax_grouped_quantize"] = quantize;
+  handlers["jax_grouped_quantize_permuted"] = quantize_permuted;
   handlers["jax_grouped_dequantize"] = dequantize;
   return handlers;
 }

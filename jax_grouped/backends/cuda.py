@@ -35,6 +35,7 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_swiglu_grad",
     "jax_grouped_permute_rows",
     "jax_grouped_quantize",
+    "jax_grouped_quantize_permuted",
     "jax_grouped_dequantize",
 )
 
@@ -281,6 +282,34 @@ def quantize(
         weighted=spec.weighted,
         inner_products=spec.inner_products,
         cached=spec.cached,
+    )
+    return tuple(outputs[: len(results)])
+
+
+def quantize_permuted(
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *,
+    spec: QuantizeSpec,
+    batch: int,
+) -> tuple[jax.Array, ...]:
+    """Returns the rowwise data and scales of `BLOCK_1D`. Reads each token once."""
+    del order
+    results = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
+    table = jax.ShapeDtypeStruct((group_table_size(spec.num_groups),), jnp.int32)
+    outputs = jax.ffi.ffi_call(
+        "jax_grouped_quantize_permuted", [batched(result, batch) for result in (*results, table)]
+    )(
+        x,
+        inverse,
+        group_sizes,
+        group_offset,
+        num_groups=np.int64(batch * spec.num_groups),
+        pow2_scales=spec.pow2_scales,
+        amax_epsilon=np.float32(spec.amax_epsilon),
     )
     return tuple(outputs[: len(results)])
 

@@ -250,6 +250,11 @@ def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     return list(spec.results(x.shape).values())
 
 
+def _quantize_permuted_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
+    del more
+    return spec.permuted_results(x.shape)
+
+
 def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
     """Drops orientations and sums that no product reads.
 
@@ -297,6 +302,10 @@ PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_row
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results
+)
+#: `(x, order, inverse, group_sizes, group_offset) -> [row_data, row_scale]` with a `QuantizeSpec`.
+QUANTIZE_PERMUTED = _define(
+    "quantize_permuted", _quantize_permuted_results, reference_quantize.quantize_permuted, cuda.quantize_permuted
 )
 #: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
 DEQUANTIZE = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))

@@ -175,6 +175,11 @@ class QuantizeSpec:
             results["inner_products"] = jax.ShapeDtypeStruct((x_shape[0], -(-x_shape[1] // BLOCK)), jnp.float32)
         return results
 
+    def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes and types of the results of `quantize_permuted`: rowwise data and scales."""
+        results = self.results(x_shape)
+        return [results["row_data"], results["row_scale"]]
+
 
 def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of `batch` such arrays concatenated along their first axis: `[L, ...] -> [B * L, ...]`."""

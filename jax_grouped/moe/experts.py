@@ -19,7 +19,7 @@ from jax_grouped.backends.reference.rows import gather, tokens_of
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
-from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
 from jax_grouped.moe.permutation import Permutation, sum_of_choices
 from jax_grouped.ops import checks
@@ -37,6 +37,7 @@ from jax_grouped.ops.dense import (
     wgrad,
 )
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
+from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
 from jax_grouped.ops.rows import permute_rows, swiglu, swiglu_grad
 
@@ -205,9 +206,10 @@ def _products(
 ) -> tuple[jax.Array, jax.Array, DenseResiduals, DenseResiduals]:
     """Returns the results of both products, and the residuals of both without tokens."""
     up, down = arrays.up, arrays.down
-    options = dict(for_gradients=for_gradients, keep_tokens=False)
+    options: dict[str, Any] = dict(for_gradients=for_gradients, keep_tokens=False)
     (rows,), row_indices = _gathered([up.x], arrays, spec)
-    hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, **options)
+    tokens = _quantized_once(arrays, spec)
+    hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, tokens=tokens, **options)
     activated = swiglu(hidden) if spec.down.recipe is None else hidden
     results, of_down = fprop(down._replace(x=activated), spec.down, **options)
     return hidden, results, of_up, of_down
@@ -218,6 +220,15 @@ def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tup
     if spec.up.recipe is not None or arrays.order is None or arrays.inverse is None:
         return of_tokens, arrays.up.row_indices
     return [permute_rows(x, arrays.order, arrays.inverse) for x in of_tokens], None
+
+
+def _quantized_once(arrays: _Arrays, spec: MlpSpec) -> Oriented | None:
+    """Returns the first product's tokens where the scales of a token do not depend on its expert, else None."""
+    recipe, order, inverse = spec.up.recipe, arrays.order, arrays.inverse
+    if recipe is None or recipe.token_mode != ScalingMode.BLOCK_1D or order is None or inverse is None:
+        return None
+    of_rows = spec.up.x_spec(columnwise=False, gathered_rows=order.shape[0])
+    return Oriented(quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, of_rows), None)
 
 
 def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:

@@ -206,16 +206,23 @@ def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = 
 
 
 def fprop(
-    inputs: Inputs, spec: DenseSpec, *, for_gradients: bool, keep_tokens: bool = True
+    inputs: Inputs,
+    spec: DenseSpec,
+    *,
+    for_gradients: bool,
+    keep_tokens: bool = True,
+    tokens: Oriented | GroupedQuantized | None = None,
 ) -> tuple[jax.Array, DenseResiduals]:
     """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
 
-    Without `keep_tokens` they lack the tokens, which the backward pass then provides.
+    Without `keep_tokens` they lack the tokens, which the backward pass then provides. `tokens` are those of the inputs
+    as the product reads them, if the caller has quantized them already.
     """
     x, weights, groups, row_indices = inputs
     scales = _scales(spec, weights.fp8_state)
     keep = for_gradients and keep_tokens
-    tokens = quantized(x, groups, spec, weights.fp8_state, columnwise=keep, row_indices=row_indices)
+    if tokens is None:
+        tokens = quantized(x, groups, spec, weights.fp8_state, columnwise=keep, row_indices=row_indices)
     kernels = _kernels(weights, spec, scales, rowwise=for_gradients)
     assert tokens.rowwise is not None
     assert kernels.columnwise is not None

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends import primitives
 from jax_grouped.backends.reference.quantize import quantize_nothing
+from jax_grouped.backends.reference.rows import tokens_of
 from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import Groups, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool
@@ -194,6 +195,27 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
         dbias=results.get("dbias"),
         inner_products=jnp.sum(results["inner_products"], axis=1) if spec.inner_products else None,
     )
+
+
+def quantize_permuted(
+    x: jax.Array, groups: Groups, order: jax.Array, inverse: jax.Array, spec: QuantizeSpec
+) -> ScaledArray:
+    """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Quantizes each token once.
+
+    Args:
+        x: `[T, C]` tokens.
+        groups: the groups of the `R` rows.
+        order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
+        inverse: `int32[T, k]`, the row of each pair, likewise.
+        spec: of `BLOCK_1D`, rowwise alone, with `gathered_rows`; no further operands.
+    """
+    operands = vary_alike(x, order, inverse, *groups)
+    if 0 in (*x.shape, *order.shape, spec.num_groups):
+        rowwise = quantize_tokens(x, groups, tokens_of(order, inverse), spec=spec).rowwise
+        assert rowwise is not None
+        return rowwise
+    data, scale_inv = primitives.QUANTIZE_PERMUTED.bind(*operands, spec=spec, **primitives.common_params(operands))
+    return ScaledArray(data, scale_inv, groups.sizes, spec.layout(x.shape, columnwise=False))
 
 
 def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:

@@ -17,6 +17,7 @@ from jax_grouped.core.groups import gemm_scratch_bytes, quantize_scratch_bytes
 from tests.csrc.compiler import COMPILER, compiled
 from tests.custom_calls import (
     BF16,
+    BLOCK_SCALES,
     F32,
     FP8,
     GROUPS,
@@ -28,6 +29,7 @@ from tests.custom_calls import (
     gemm,
     permute_rows,
     quantize,
+    quantize_permuted,
     swiglu_grad,
 )
 
@@ -242,9 +244,36 @@ def test_permute_rows_refuses(change: dict, message: str) -> None:
     refuses(permute_rows, change, message)
 
 
+@cases(
+    (dict(x=((32, 16), I32)), "x must be bfloat16, float16 or float32."),
+    (dict(x=((32, 16, 1), BF16)), "the rank of x must be 2, got 3."),
+    (dict(inverse=(32,)), "the rank of inverse must be 2, got 1."),
+    (dict(inverse=(31, 2)), "inverse's shape[0] must be 32, got 31."),
+    (dict(data=((64, 16), BF16)), "the data must be float8_e4m3fn or float8_e5m2."),
+    (dict(data=((64, 32), FP8)), "the data's shape[1] must be 16, got 32."),
+    (dict(x=((0, 16), BF16), inverse=(0, 2)), "x and the data must have rows."),
+    (
+        dict(x=((32, 24), BF16), data=((64, 24), FP8)),
+        "quantized features must be a positive multiple of 16 below 2^31, got 24.",
+    ),
+    (dict(num_groups=0), "num_groups must be positive."),
+    (
+        dict(x=((31, 16), BF16), inverse=(31, 2), offset=(2,)),
+        "the remainder of tokens by the batch size must be 0, got 1.",
+    ),
+    (dict(scale=((4,), F32)), f"the number of rowwise scales must be {BLOCK_SCALES}, got 4."),
+    (dict(scale=((BLOCK_SCALES,), BF16)), "the rowwise scales must be float32."),
+    (dict(table=(4,)), f"the size of the group table must be at least {TABLE}, got 4."),
+)
+def test_quantize_permuted_refuses(change: dict, message: str) -> None:
+    refuses(quantize_permuted, change, message)
+
+
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize(
-    "call", [bias_grad, quantize, dequantize, swiglu_grad, permute_rows], ids=lambda call: call.__name__
+    "call",
+    [bias_grad, quantize, quantize_permuted, dequantize, swiglu_grad, permute_rows],
+    ids=lambda call: call.__name__,
 )
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for|Launching) the .* failed: "):

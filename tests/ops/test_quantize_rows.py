@@ -11,8 +11,11 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
+from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.core.groups import Groups
+from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import quantize_oracle
-from tests.ops.quantize_cases import INPUT_TYPES, assert_quantized, some
+from tests.ops.quantize_cases import INPUT_TYPES, as_bytes, assert_quantized, some
 from tests.programs import custom_calls, lowered
 
 TOKENS, FEATURES = 90, 144
@@ -52,6 +55,54 @@ def test_gathered_rows_have_the_bits_of_written_rows(backend: str, dtype: str, g
         got = jg.grouped_quantize(x, SIZES, mode, row_indices=indices, columnwise=True, scale=scale)
 
         assert_gathered(got, x, indices, SIZES, mode, scale=None if scale is None else np.asarray(scale))
+
+
+def permutation(rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the order and the inverse of a permutation of two choices per token, which drops pairs or has a tail."""
+    pairs = np.random.default_rng(rows).permutation(2 * TOKENS).astype(np.int32)[:rows]
+    order, inverse = np.full(rows, 2 * TOKENS, np.int32), np.full(2 * TOKENS, rows, np.int32)
+    order[: pairs.size] = pairs
+    inverse[pairs] = np.arange(pairs.size)
+    return jnp.asarray(order), jnp.asarray(inverse.reshape(TOKENS, 2))
+
+
+def permuted_spec(rows: int, dtype: str = "float8_e4m3fn", **options: Any) -> QuantizeSpec:
+    return QuantizeSpec(ScalingMode.BLOCK_1D, dtype, SIZES.shape[0], gathered_rows=rows, **options)
+
+
+@pytest.mark.parametrize("rows", [180, 170, 210], ids=["all", "dropped", "tail"])
+@pytest.mark.parametrize("dtype", INPUT_TYPES)
+def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str, dtype: str, rows: int) -> None:
+    x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
+    order, inverse = permutation(rows)
+    sizes = jnp.array([110, 0, 1, 50])  # Fewer than all rows, none of them a multiple of 4.
+    fp8, pow2_scales = ("float8_e5m2", True) if rows == 170 else ("float8_e4m3fn", False)
+    spec = permuted_spec(rows, fp8, pow2_scales=pow2_scales)
+
+    got = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec)
+
+    expected = quantize_tokens(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order // 2, spec=spec).rowwise
+    assert got.layout == expected.layout
+    np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.data))
+    written = sum(-(-int(size) // 4) * 4 for size in sizes) * -(-x.shape[1] // 128)
+    np.testing.assert_array_equal(got.scale_inv[:written], expected.scale_inv[:written])
+
+
+def test_tokens_quantized_once_under_vmap(backend: str) -> None:
+    order, inverse = permutation(180)
+    x = jnp.stack([tokens(), 3 * tokens()[::-1]])
+    sizes = jnp.stack([SIZES - 10, SIZES[::-1]])
+    spec = permuted_spec(180)
+
+    def quantize(x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        got = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec)
+        return got.data, jg.grouped_dequantize(got)
+
+    got = jax.vmap(quantize)(x, sizes)
+
+    for i in range(2):
+        for batched, one in zip(got, quantize(x[i], sizes[i]), strict=True):
+            np.testing.assert_array_equal(as_bytes(batched[i]), as_bytes(one))
 
 
 def test_sums_of_gathered_rows(backend: str) -> None:

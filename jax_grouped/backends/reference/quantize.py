@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference import stack
-from jax_grouped.backends.reference.rows import swiglu
+from jax_grouped.backends.reference.rows import swiglu, tokens_of
 from jax_grouped.backends.reference.scales import Scaling, spread
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
 from jax_grouped.backends.spec import QuantizeSpec
@@ -166,6 +166,19 @@ class _Tokens:
             scale_inv = _take(scale_inv, chunks.block(rows))
         where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
         return scale, _scatter_scales(scale_inv, where, chunks.valid, layout)
+
+
+def quantize_permuted(
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *,
+    spec: QuantizeSpec,
+) -> tuple[jax.Array, ...]:
+    """Returns the rowwise data and scales of the rows that `spec` gathers, each of the token of its pair."""
+    return quantize(x, group_sizes, group_offset, tokens_of(order, inverse), spec=spec)[:2]
 
 
 def dequantize(

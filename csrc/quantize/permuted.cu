@@ -1,0 +1,221 @@
+#include "csrc/quantize/permuted.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "csrc/common/launch.cuh"
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/table.cuh"
+#include "csrc/groups/zero_rows.cuh"
+#include "csrc/quantize/source.cuh"
+
+namespace jax_grouped {
+namespace {
+
+constexpr int kSetUpThreads = 512;
+constexpr int kWarps = 8;
+// Columns of a lane in one step, lanes of a scaling block, and columns of a warp in one step.
+constexpr int kLaneColumns = 8;
+constexpr int kBlockLanes = kBlock / kLaneColumns;
+constexpr int kStepColumns = 32 * kLaneColumns;
+
+struct PermutedArguments {
+  PermutedBuffers buffers;
+  Groups groups;
+  GroupTable table;  // the first batch element's
+  RowBlockCounts element_row_blocks;
+  int64_t tokens;  // of all elements
+  int64_t element_tokens;
+  int choices;
+  int32_t features;
+  int32_t feature_blocks;
+  bool pow2_scales;
+  float amax_epsilon;
+};
+
+// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups, and zeros the scales
+// that pad each group's rows to a multiple of 4. The other blocks zero the rows that belong to no group.
+__global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_constant__ PermutedArguments args) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (blockIdx.x > 0) {
+    return ZeroOtherRows<kSetUpThreads>(args.groups.At(element), element, args.buffers.data, args.features);
+  }
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kSetUpThreads, Counts<RowBlock::k4>>(args.groups, element, args.element_row_blocks, table);
+  const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
+  for (int64_t i = threadIdx.x; i < scale_rows; i += kSetUpThreads) {
+    const auto group = static_cast<int32_t>(i / args.feature_blocks);
+    const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
+    const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
+    float* scales = args.buffers.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
+    for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
+  }
+}
+
+// The row of one choice, and where its scales are.
+struct Destination {
+  int32_t row = -1;        // counted in the array; -1 for none
+  int64_t scale = 0;       // position of its first scale
+  int32_t scale_step = 0;  // from one scale to the next
+};
+
+__device__ Destination FindDestination(const PermutedArguments& args, int64_t token, int choice) {
+  Destination found;
+  if (choice >= args.choices) return found;
+  const auto element = static_cast<int32_t>(token / args.element_tokens);
+  const int32_t in_element = args.buffers.inverse[token * args.choices + choice];
+  if (in_element < 0 || in_element >= args.groups.capacity) return found;
+  const GroupTable table = args.table.At(element);
+  const int32_t* first_rows = table.FirstRow();
+  const auto row = static_cast<int32_t>(element * args.groups.capacity + in_element);
+  if (row < first_rows[0] || row >= first_rows[table.num_groups]) return found;
+  const int32_t group = FindGroup(first_rows, 0, table.num_groups, row);
+  const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
+  found.row = row;
+  found.scale = 4 * blocks + row - first_rows[group];
+  found.scale_step = static_cast<int32_t>(RoundUp(first_rows[group + 1] - first_rows[group], 4));
+  return found;
+}
+
+// 8 columns of a lane in each of several steps.
+template <typename T>
+struct Columns {
+  using Pair = PairOf<T>;
+  // As many as the registers have room for.
+  static constexpr int kSteps = sizeof(T) == 2 ? 8 : 4;
+  // Lanes of a scaling block that get the scale of one step from ReduceSteps.
+  static constexpr int kOwners = kBlockLanes / kSteps;
+
+  alignas(16) Pair pairs[kSteps][kLaneColumns / 2];
+
+  // Loads the columns from `first` on. Columns that do not exist become zero.
+  __device__ void Load(const T* token, int32_t first, int32_t features) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      auto* to = reinterpret_cast<uint4*>(pairs[step]);
+      const int32_t column = first + step * kStepColumns;
+#pragma unroll
+      for (int i = 0; i < InputTile<T>::kVectorsPer8; ++i) {
+        to[i] = column < features ? __ldg(reinterpret_cast<const uint4*>(token + column) + i) : uint4{};
+      }
+    }
+  }
+
+  // Finds the largest finite absolute value of the lane's columns in each step. Returns false if a value is not finite.
+  __device__ bool FindAmax(uint32_t (&amax)[kSteps]) const {
+    bool finite = true;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint2 bits = PairwiseAmax(pairs[step]);
+      if (max(bits.x, bits.y) >= kInfinityBits) {
+        finite = false;
+        bits = PairwiseFiniteAmax(pairs[step]);
+      }
+      amax[step] = max(bits.x, bits.y);
+    }
+    return finite;
+  }
+
+  template <typename Fp8, bool kHideInfinity>
+  __device__ uint2 Quantize(int step, float scale) const {
+    const auto quantize = [scale](const Pair& pair) {
+      if constexpr (kHideInfinity) {
+        return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
+      }
+      return Quantize2<Fp8>(pair.First(), pair.Second(), scale);
+    };
+    const auto& four = pairs[step];
+    return {quantize(four[0]) | quantize(four[1]) << 16, quantize(four[2]) | quantize(four[3]) << 16};
+  }
+};
+
+// Quantizes one token per warp.
+template <typename T, typename Fp8>
+__global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_constant__ PermutedArguments args) {
+  using Columns = Columns<T>;
+  constexpr int kSteps = Columns::kSteps;
+  cudaGridDependencySynchronize();
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  if (token >= args.tokens) return;
+  const T* x = static_cast<const T*>(args.buffers.x) + token * args.features;
+  for (int first_choice = 0; first_choice < args.choices; first_choice += 32) {
+    const Destination own = FindDestination(args, token, first_choice + Lane());
+    const int choices = min(args.choices - first_choice, 32);
+    for (int32_t begin = 0; begin < args.features; begin += kSteps * kStepColumns) {
+      const int32_t first = begin + Lane() * kLaneColumns;
+      Columns columns;
+      columns.Load(x, first, args.features);
+      uint32_t amax[kSteps];
+      const bool finite = columns.FindAmax(amax);
+      const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
+      const Scale scale = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
+      // The lanes that have one step's scale divide the choices between them.
+      const int32_t own_block = (begin + own_step * kStepColumns) / kBlock + Lane() / kBlockLanes;
+      for (int choice = 0; choice < choices; ++choice) {
+        const Destination to{FromLane(choice, own.row), FromLane(choice, own.scale), FromLane(choice, own.scale_step)};
+        if (to.row >= 0 && choice % Columns::kOwners == Lane() % Columns::kOwners && own_block < args.feature_blocks) {
+          args.buffers.scale[to.scale + int64_t{own_block} * to.scale_step] = scale.inverse;
+        }
+      }
+      uint2 data[kSteps];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int source = Lane() / kBlockLanes * kBlockLanes + step * Columns::kOwners;
+        const float of_step = __shfl_sync(kFullWarp, scale.scale, source);
+        data[step] = finite ? columns.template Quantize<Fp8, false>(step, of_step)
+                            : columns.template Quantize<Fp8, true>(step, of_step);
+      }
+      for (int choice = 0; choice < choices; ++choice) {
+        const int32_t row = FromLane(choice, own.row);
+        if (row < 0) continue;
+        uint8_t* to = args.buffers.data + int64_t{row} * args.features;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          const int32_t column = first + step * kStepColumns;
+          if (column < args.features) *reinterpret_cast<uint2*>(to + column) = data[step];
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
+  const auto kernel = output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3> : QuantizePermuted<T, E5m2>;
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
+  return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
+}
+
+}  // namespace
+
+Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const PermutedProblem& problem,
+                              const RowBlockCounts& element_row_blocks, const PermutedBuffers& buffers) {
+  PermutedArguments args{};
+  args.buffers = buffers;
+  args.groups = groups;
+  args.table = {buffers.table, groups.num_groups};
+  args.element_row_blocks = element_row_blocks;
+  args.tokens = groups.batch * problem.tokens;
+  args.element_tokens = problem.tokens;
+  args.choices = problem.choices;
+  args.features = static_cast<int32_t>(problem.features);
+  args.feature_blocks = static_cast<int32_t>(CeilDiv(problem.features, kBlock));
+  args.pow2_scales = problem.pow2_scales;
+  args.amax_epsilon = problem.amax_epsilon;
+  const dim3 blocks(1 + ZeroingBlocks(groups.capacity * problem.features), groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
+  switch (problem.input_type) {
+    case CUDA_R_16BF:
+      return LaunchOfType<__nv_bfloat16>(stream, problem.output_type, args);
+    case CUDA_R_16F:
+      return LaunchOfType<__half>(stream, problem.output_type, args);
+    case CUDA_R_32F:
+      return LaunchOfType<float>(stream, problem.output_type, args);
+    default:
+      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
+  }
+}
+
+}  // namespace jax_grouped

@@ -1,0 +1,44 @@
+// Rowwise quantization of tokens, each of which is copied to the rows of all its choices.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_PERMUTED_H_
+#define JAX_GROUPED_CSRC_QUANTIZE_PERMUTED_H_
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/status.h"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+
+// The static part, with scales of kBlock1D.
+struct PermutedProblem {
+  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
+  cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
+  int64_t tokens;              // per batch element
+  int choices;                 // per token
+  int64_t features;            // a multiple of kFp8Alignment
+  bool pow2_scales;
+  float amax_epsilon;
+};
+
+// Device memory for all elements of a batch. The groups' capacity is the number of rows.
+struct PermutedBuffers {
+  const void* x;  // [tokens, features]
+  const int32_t*
+      inverse;     // [tokens, choices]: the row of each pair, counted in its element; no row if it is in no group
+  uint8_t* data;   // [rows, features]
+  float* scale;    // rowwise scales of kBlock1D
+  int32_t* table;  // [batch, GroupTable::Size(num_groups)], scratch
+};
+
+// Gives each row the bits that LaunchQuantize gives it. Reads and quantizes each token once. Every row of a group must
+// occur in `inverse` once. Rows of no group become zero.
+Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const PermutedProblem& problem,
+                              const RowBlockCounts& element_row_blocks, const PermutedBuffers& buffers);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_PERMUTED_H_
