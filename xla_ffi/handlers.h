@@ -23,9 +23,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 //   jax_grouped_bias_grad(dy, group_sizes, group_offset) -> (dbias, partial_sums, group tables)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
-// Computes the gradient of SwiGLU, of the weights of its rows, and the weighted rows:
-//   jax_grouped_swiglu_grad(gate_up, da, row_weights) -> (dgate_up, weighted, inner_products)
-XLA_FFI_DECLARE_HANDLER_SYMBOL(SwigluGradExecute);
+// Computes the gradient of an activation's input, of the weights of its rows, and the weighted rows:
+//   jax_grouped_activation_grad(input, da, row_weights) {activation} -> (dinput, weighted, inner_products)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationGradExecute);
 
 // Copies each token of x to the rows of its choices, and zeros to rows of no token:
 //   jax_grouped_permute_rows(x, order, inverse) -> (rows)

@@ -37,14 +37,14 @@ nb::dict Handlers() {
   quantize_permuted["execute"] = Capsule(QuantizePermutedExecute);
   nb::dict dequantize;
   dequantize["execute"] = Capsule(DequantizeExecute);
-  nb::dict swiglu_grad;
-  swiglu_grad["execute"] = Capsule(SwigluGradExecute);
+  nb::dict activation_grad;
+  activation_grad["execute"] = Capsule(ActivationGradExecute);
   nb::dict permute_rows;
   permute_rows["execute"] = Capsule(PermuteRowsExecute);
   nb::dict handlers;
   handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
-  handlers["jax_grouped_swiglu_grad"] = swiglu_grad;
+  handlers["jax_grouped_activation_grad"] = activation_grad;
   handlers["jax_grouped_permute_rows"] = permute_rows;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_quantize_permuted"] = quantize_permuted;

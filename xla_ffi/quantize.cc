@@ -8,6 +8,7 @@
 
 #include "csrc/groups/layout.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_ffi/decode_activation.h"
 #include "xla_ffi/decode_quantized.h"
 #include "xla_ffi/handlers.h"
 
@@ -44,7 +45,6 @@ struct DequantizeAttributes {
 }  // namespace
 }  // namespace jax_grouped
 
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Activation);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jax_grouped::QuantizeAttributes, StructMember<::jax_grouped::ScalingMode>("mode"),
     StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
@@ -116,8 +116,8 @@ ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
   if (attributes.gathered && activated) return Invalid(kQuantize, "rows are gathered without an activation only.");
   if (attributes.weighted && !activated) return Invalid(kQuantize, "weights of rows need an activation.");
   if (attributes.backward && !activated) return Invalid(kQuantize, "backward needs an activation.");
-  if (attributes.inner_products && (!attributes.backward || attributes.activation != Activation::kSiluMul)) {
-    return Invalid(kQuantize, "inner products are those of a gated activation's backward form.");
+  if (attributes.inner_products && !attributes.backward) {
+    return Invalid(kQuantize, "inner products are those of a backward form.");
   }
   // The sums of dbias do not read `skip`.
   if (attributes.cached && attributes.dbias) return Invalid(kQuantize, "dbias cannot be cached.");
@@ -126,16 +126,13 @@ ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
 
 // Returns the number of features that `x` must have, from the features of the result.
 int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
-  if (problem.activation != Activation::kSiluMul) return features;
+  if (!IsGated(problem.activation)) return features;
   return problem.backward ? features / 2 : 2 * features;
 }
 
 ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attributes, QuantizeProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckMode(kQuantize, attributes.mode));
-  const auto activation = static_cast<int32_t>(attributes.activation);
-  if (activation < 0 || activation > static_cast<int32_t>(Activation::kSiluMul)) {
-    return Invalid(kQuantize, "there is no activation " + std::to_string(activation) + ".");
-  }
+  JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kQuantize, attributes.activation));
   const auto type = FloatType(x.element_type());
   if (!type) return Invalid(kQuantize, "x must be bfloat16, float16 or float32.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
@@ -149,7 +146,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   problem->activation = attributes.activation;
   problem->backward = attributes.backward;
   const int64_t in_features = x.dimensions()[1];
-  const bool gated = attributes.activation == Activation::kSiluMul;
+  const bool gated = IsGated(attributes.activation);
   problem->features = gated ? (attributes.backward ? 2 * in_features : in_features / 2) : in_features;
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kQuantize, problem->features));
   JAX_GROUPED_RETURN_IF_ERROR(
@@ -254,8 +251,9 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
   if (attributes.inner_products) {
     JAX_GROUPED_ASSIGN_OR_RETURN(products, optional->NextResult());
     if ((*products)->element_type() != ffi::F32) return Invalid(kQuantize, "inner_products must be float32.");
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of inner_products", Elements(**products),
-                                           layout.batch * layout.tokens * CeilDiv(layout.features / 2, kBlock)));
+    JAX_GROUPED_RETURN_IF_ERROR(
+        CheckEqual(kQuantize, "the size of inner_products", Elements(**products),
+                   layout.batch * layout.tokens * CeilDiv(InputFeatures(*problem, layout.features), kBlock)));
     buffers->inner_products = static_cast<float*>((*products)->untyped_data());
   }
   return ffi::Error::Success();

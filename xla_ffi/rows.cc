@@ -2,60 +2,67 @@
 #include <limits>
 #include <string>
 
+#include "csrc/rows/activation_grad.h"
 #include "csrc/rows/permute_rows.h"
-#include "csrc/rows/swiglu_grad.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
+#include "xla_ffi/decode_activation.h"
 #include "xla_ffi/handlers.h"
 
 namespace jax_grouped {
 namespace {
 
-constexpr char kSwigluGrad[] = "jax_grouped_swiglu_grad";
+constexpr char kActivationGrad[] = "jax_grouped_activation_grad";
 constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-// Checks a [rows, features] array of the type of gate_up.
+// Checks a [rows, features] array of the type of the input.
 ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataType type, int64_t rows,
                       int64_t features) {
-  if (array.element_type() != type) return Invalid(kSwigluGrad, std::string(name) + " must have the type of gate_up.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSwigluGrad, name, array, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSwigluGrad, std::string(name) + "'s shape[0]", array.dimensions()[0], rows));
+  if (array.element_type() != type)
+    return Invalid(kActivationGrad, std::string(name) + " must have the type of the input.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, name, array, 2));
   JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kSwigluGrad, std::string(name) + "'s shape[1]", array.dimensions()[1], features));
-  return CheckAlignment(kSwigluGrad, name, array.untyped_data());
+      CheckEqual(kActivationGrad, std::string(name) + "'s shape[0]", array.dimensions()[0], rows));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kActivationGrad, std::string(name) + "'s shape[1]", array.dimensions()[1], features));
+  return CheckAlignment(kActivationGrad, name, array.untyped_data());
 }
 
-ffi::Error SwigluGrad(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::AnyBuffer da, F32 row_weights,
-                      AnyResult dgate_up, AnyResult weighted, ffi::Result<F32> inner_products) try {
-  const auto type = FloatType(gate_up.element_type());
-  if (!type || *type == CUDA_R_32F) return Invalid(kSwigluGrad, "gate_up must be bfloat16 or float16.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSwigluGrad, "da", da, 2));
+ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32 row_weights,
+                          AnyResult dinput, AnyResult weighted, ffi::Result<F32> inner_products,
+                          Activation activation) try {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, activation));
+  if (activation == Activation::kNone) return Invalid(kActivationGrad, "there must be an activation.");
+  const auto type = FloatType(input.element_type());
+  if (!type || *type == CUDA_R_32F) return Invalid(kActivationGrad, "the input must be bfloat16 or float16.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, "da", da, 2));
   const int64_t rows = da.dimensions()[0];
   const int64_t features = da.dimensions()[1];
-  if (features % kSwigluVector != 0 || features > std::numeric_limits<int32_t>::max()) {
-    return Invalid(kSwigluGrad,
-                   "da's shape[1] must be a multiple of " + std::to_string(kSwigluVector) + " below 2^31.");
+  if (features % kActivationVector != 0 || features > std::numeric_limits<int32_t>::max()) {
+    return Invalid(kActivationGrad,
+                   "da's shape[1] must be a multiple of " + std::to_string(kActivationVector) + " below 2^31.");
   }
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("gate_up", gate_up, gate_up.element_type(), rows, 2 * features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, gate_up.element_type(), rows, features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("dgate_up", *dgate_up, gate_up.element_type(), rows, 2 * features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("weighted", *weighted, gate_up.element_type(), rows, features));
+  const int64_t in_features = IsGated(activation) ? 2 * features : features;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("the input", input, input.element_type(), rows, in_features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, input.element_type(), rows, features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("dinput", *dinput, input.element_type(), rows, in_features));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("weighted", *weighted, input.element_type(), rows, features));
   JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kSwigluGrad, "the size of row_weights", static_cast<int64_t>(row_weights.element_count()), rows));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSwigluGrad, "the size of inner_products",
+      CheckEqual(kActivationGrad, "the size of row_weights", static_cast<int64_t>(row_weights.element_count()), rows));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of inner_products",
                                          static_cast<int64_t>(inner_products->element_count()), rows));
-  SwigluGradBuffers buffers{};
-  buffers.gate_up = gate_up.untyped_data();
+  ActivationGradBuffers buffers{};
+  buffers.input = input.untyped_data();
   buffers.da = da.untyped_data();
   buffers.row_weights = row_weights.typed_data();
-  buffers.dgate_up = dgate_up->untyped_data();
+  buffers.dinput = dinput->untyped_data();
   buffers.weighted = weighted->untyped_data();
   buffers.inner_products = inner_products->typed_data();
-  return ToError(kSwigluGrad, LaunchSwigluGrad(stream, buffers, *type, rows, features));
+  return ToError(kActivationGrad, LaunchActivationGrad(stream, buffers, activation, *type, rows, features));
 }
-JAX_GROUPED_CATCH(kSwigluGrad)
+JAX_GROUPED_CATCH(kActivationGrad)
 
 ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S32Buffer inverse, AnyResult rows) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "x", x, 2));
@@ -92,7 +99,7 @@ JAX_GROUPED_CATCH(kPermuteRows)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SwigluGradExecute, SwigluGrad,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
@@ -100,7 +107,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SwigluGradExecute, SwigluGrad,
                                   .Arg<F32>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<F32>(),
+                                  .Ret<F32>()
+                                  .Attr<Activation>("activation"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,

@@ -9,11 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define JAX_GROUPED_HOST_DEVICE __host__ __device__
-#else
-#define JAX_GROUPED_HOST_DEVICE
-#endif
+#include "csrc/common/host_device.h"
 
 namespace jax_grouped {
 

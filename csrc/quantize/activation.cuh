@@ -5,13 +5,10 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <library_types.h>
 
 #include <cstdint>
-#include <type_traits>
 
-#include "csrc/common/fp8.cuh"
-#include "csrc/common/sigmoid.cuh"
+#include "csrc/common/activation.cuh"
 #include "csrc/groups/layout.cuh"
 #include "csrc/quantize/quantize.h"
 #include "csrc/quantize/register_tile.cuh"
@@ -19,67 +16,38 @@
 
 namespace jax_grouped {
 
-// Twice the argument of the hyperbolic tangent in jax.nn.gelu's approximation, and its derivative. (1 + tanh(y)) / 2 is
-// Sigmoid(2 y).
-constexpr float kGeluInner = 2 * 0.7978845608028654f;  // 2 sqrt(2 / pi)
-constexpr float kGeluCubic = 0.044715f;
-__device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
-__device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
-
-template <Activation kActivation>
-__device__ float Activate(float x) {
-  if constexpr (kActivation == Activation::kGelu) return x * Sigmoid(GeluInner(x));
-  if constexpr (kActivation == Activation::kRelu) return x > 0.0f || isnan(x) ? x : 0.0f;
-  return x * Sigmoid(x);
-}
-
-// Returns the gradient of an activation's input `x` from the gradient of its result.
-template <Activation kActivation>
-__device__ float ActivationGradient(float x, float gradient) {
-  if constexpr (kActivation == Activation::kGelu) {
-    const float sigmoid = Sigmoid(GeluInner(x));
-    return gradient * (sigmoid + x * (sigmoid * (1.0f - sigmoid)) * GeluInnerGradient(x));
-  }
-  if constexpr (kActivation == Activation::kRelu) {
-    return x >= __uint_as_float(kTinyBits) ? gradient : 0.0f;  // Subnormal numbers count as zero.
-  }
-  const float sigmoid = Sigmoid(x);
-  return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
-}
-
 // Arguments of an activation or of its backward form.
 struct ActivationArrays {
   const void* x;
   const void* activation_input;
   const float* row_weights;  // null for 1
-  float* inner_products;     // [rows, tiles of half the features], or null
-  cudaDataType_t type;
+  float* inner_products;     // [rows, tiles of the activation's result], or null
   Activation activation;
   bool backward;
   int64_t features;  // the result's
 };
 
-// The kinds of columns of a result. The gradient of SwiGLU's input has that of the gate first, then that of the factors
-// that the gate's activation is multiplied by.
+// The kinds of columns of a result. The gradient of a gated activation's input has that of the gate first, then that of
+// the factors.
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 
 // Reader of 8 columns of the result, in the rows of a chunk.
-template <typename T, Form kForm>
+template <typename T, Form kForm, Activation kActivation>
 class ActivatedColumns {
-  static constexpr bool kOfGated = kForm == Form::kGated || kForm >= Form::kGradientOfGate;
   static constexpr bool kBackward = kForm >= Form::kGradient;
-  static constexpr bool kHasFactors = kForm == Form::kGated || kForm == Form::kGradientOfGate;
+  // The gradient of a factor depends on the factor if that was clamped.
+  static constexpr bool kHasFactors =
+      kForm == Form::kGradientOfFactor ? kActivation == Activation::kClampedSiluMul : IsGated(kActivation);
 
  public:
-  using Number = T;
-  static constexpr bool kHasInnerProducts = kForm == Form::kGradientOfGate;
+  static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
   __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int64_t column)
-      : activation_(arrays.activation), last_row_(chunk.rows - 1) {
+      : last_row_(chunk.rows - 1) {
     const int64_t row = chunk.first_row;
     if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
     stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
-    gradient_stride_ = kOfGated ? arrays.features / 2 : arrays.features;
+    gradient_stride_ = IsGated(kActivation) ? arrays.features / 2 : arrays.features;
     if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_stride_;
     const void* inputs = kBackward ? arrays.activation_input : arrays.x;
     inputs_ = static_cast<const T*>(inputs) + row * stride_ + column;
@@ -90,7 +58,8 @@ class ActivatedColumns {
   // Computes successive rows of the chunk, from `first` on; in place of rows that do not exist, its last row. With
   // kProducts, adds the inner products of the activation's result with its gradient to `products`.
   template <bool kProducts = false, int kCount>
-  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
+  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4],
+                                          float* products = nullptr) const {
     // All rows are loaded before any is computed.
     Eight inputs[kCount];
     Eight factors[kCount];
@@ -104,23 +73,21 @@ class ActivatedColumns {
       if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
       weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
     }
-    WithActivation([&](auto constant) {
-      constexpr Activation kActivation = decltype(constant)::value;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const auto value = [&](int j) {
-          if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * factors[i][j] * gradients[i][j];
-          return Value<kActivation>(inputs[i][j], kHasFactors ? factors[i][j] : 1.0f,
-                                    kBackward ? gradients[i][j] : 1.0f, weights[i]);
-        };
+    for (int i = 0; i < kCount; ++i) {
+      const auto value = [&](int j) {
+        const float factor = kHasFactors ? factors[i][j] : 1.0f;
+        const float gradient = kBackward ? gradients[i][j] : 1.0f;
+        if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * Factor<kActivation>(factor) * gradient;
+        return Value(inputs[i][j], factor, gradient, weights[i]);
+      };
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float low = value(2 * j);
-          const float high = value(2 * j + 1);
-          rows[i][j].values = {low, high};
-        }
+      for (int j = 0; j < 4; ++j) {
+        const float low = value(2 * j);
+        const float high = value(2 * j + 1);
+        rows[i][j].values = {low, high};
       }
-    });
+    }
   }
 
  private:
@@ -139,40 +106,29 @@ class ActivatedColumns {
   };
 
   // Returns the result in one column of a row.
-  template <Activation kActivation>
   __device__ static float Value(float input, float factor, float gradient, float weight) {
-    if constexpr (kForm == Form::kGradientOfFactor) return gradient * weight * Activate<kActivation>(input);
-    if constexpr (kBackward) return ActivationGradient<kActivation>(input, gradient * weight * factor);
-    return Activate<kActivation>(input) * factor * weight;
-  }
-
-  template <Activation kActivation>
-  using Constant = std::integral_constant<Activation, kActivation>;
-
-  template <typename Visit>
-  __device__ void WithActivation(Visit visit) const {
-    if constexpr (kOfGated) {
-      visit(Constant<Activation::kSiluMul>());
-    } else if (activation_ == Activation::kGelu) {
-      visit(Constant<Activation::kGelu>());
-    } else if (activation_ == Activation::kRelu) {
-      visit(Constant<Activation::kRelu>());
-    } else {
-      visit(Constant<Activation::kSilu>());
+    if constexpr (kForm == Form::kGradientOfFactor) {
+      return FactorGradient<kActivation>(factor, gradient * weight * Activate<kActivation>(input));
     }
+    if constexpr (kForm == Form::kGradientOfGate) {
+      return ActivationGradient<kActivation>(input, gradient * weight * Factor<kActivation>(factor));
+    }
+    if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * weight);
+    if constexpr (kForm == Form::kGated) return Activate<kActivation>(input) * Factor<kActivation>(factor) * weight;
+    return Activate<kActivation>(input) * weight;
   }
 
-  Activation activation_;
   int last_row_;
   const T* inputs_;
-  const T* factors_;  // multiply the activation's result
-  int64_t stride_;    // of both
+  const T* factors_;
+  int64_t stride_;  // of both
   const T* gradients_;
   int64_t gradient_stride_;
   const float* weights_ = nullptr;
 };
 
 // An activation of the input, or its backward form, in float32.
+template <typename T>
 struct ActivatedSource : ActivationArrays {
   using Tile = RegisterTile;
   static constexpr int kRowsAtOnce = 2;
@@ -205,17 +161,20 @@ struct ActivatedSource : ActivationArrays {
   }
 
  private:
-  // Returns the number of a tile's columns that have inner products: those of the gate.
+  // Returns the features of a backward form's x.
+  __device__ int64_t GradientFeatures() const { return IsGated(activation) ? features / 2 : features; }
+
+  // Returns the number of a tile's columns that have inner products: those of the gate, if there is one.
   __device__ int InnerProductColumns(int64_t first_column) const {
     if (inner_products == nullptr) return 0;
-    return static_cast<int>(max(min(features / 2 - first_column, int64_t{kTileColumns}), int64_t{0}));
+    return static_cast<int>(max(min(GradientFeatures() - first_column, int64_t{kTileColumns}), int64_t{0}));
   }
 
   template <bool kProducts, typename Columns>
   __device__ static void Fill(const Columns& columns, PairOf<float> (&rows)[RegisterTile::kLaneRows][4],
-                              float* products) {
+                                              float* products) {
     // Rows whose loads are all issued before the first use: as many as the registers have room for.
-    constexpr int kCount = sizeof(typename Columns::Number) == 2 ? 4 : 2;
+    constexpr int kCount = sizeof(T) == 2 ? 4 : 2;
 #pragma unroll
     for (int row = 0; row < RegisterTile::kLaneRows; row += kCount) {
       PairOf<float> loaded[kCount][4];
@@ -231,7 +190,7 @@ struct ActivatedSource : ActivationArrays {
   // Adds up the inner products of the lanes of a row, and writes the sums.
   __device__ void StoreInnerProducts(const Chunk& chunk, int64_t first_column,
                                      float (&products)[RegisterTile::kLaneRows]) const {
-    // Lanes without columns of the gate have repeated columns of others or have other columns.
+    // Other lanes have columns of factors, or repeat those of a lane.
     if (threadIdx.x % 16 * 8 >= InnerProductColumns(first_column)) {
 #pragma unroll
       for (float& product : products) product = 0.0f;
@@ -243,45 +202,44 @@ struct ActivatedSource : ActivationArrays {
   }
 
   __device__ float* InnerProduct(int64_t row, int64_t first_column) const {
-    return inner_products + row * CeilDiv(features / 2, kTileColumns) + first_column / kTileColumns;
+    return inner_products + row * CeilDiv(GradientFeatures(), kTileColumns) + first_column / kTileColumns;
   }
 
   // Calls `visit` with the ActivatedColumns of the problem, or of the last 8 columns if the given ones do not exist.
   template <typename Visit>
   __device__ void WithColumns(const Chunk& chunk, int64_t column, Visit visit) const {
     column = min(column, features - 8);
-    if (type == CUDA_R_16BF) {
-      WithColumnsOf<__nv_bfloat16>(chunk, column, visit);
-    } else if (type == CUDA_R_16F) {
-      WithColumnsOf<__half>(chunk, column, visit);
+    if (IsGated(activation)) {
+      WithActivation<true>(activation, [&](auto constant) {
+        constexpr Activation kActivation = decltype(constant)::value;
+        if (!backward) {
+          visit(ActivatedColumns<T, Form::kGated, kActivation>(*this, chunk, column));
+        } else if (column < GradientFeatures()) {
+          visit(ActivatedColumns<T, Form::kGradientOfGate, kActivation>(*this, chunk, column));
+        } else {
+          visit(ActivatedColumns<T, Form::kGradientOfFactor, kActivation>(*this, chunk, column));
+        }
+      });
     } else {
-      WithColumnsOf<float>(chunk, column, visit);
-    }
-  }
-
-  template <typename T, typename Visit>
-  __device__ void WithColumnsOf(const Chunk& chunk, int64_t column, Visit visit) const {
-    if (activation == Activation::kSiluMul && !backward) {
-      visit(ActivatedColumns<T, Form::kGated>(*this, chunk, column));
-    } else if (activation == Activation::kSiluMul && column < features / 2) {
-      visit(ActivatedColumns<T, Form::kGradientOfGate>(*this, chunk, column));
-    } else if (activation == Activation::kSiluMul) {
-      visit(ActivatedColumns<T, Form::kGradientOfFactor>(*this, chunk, column));
-    } else if (backward) {
-      visit(ActivatedColumns<T, Form::kGradient>(*this, chunk, column));
-    } else {
-      visit(ActivatedColumns<T, Form::kActivated>(*this, chunk, column));
+      WithActivation<false>(activation, [&](auto constant) {
+        constexpr Activation kActivation = decltype(constant)::value;
+        if (backward) {
+          visit(ActivatedColumns<T, Form::kGradient, kActivation>(*this, chunk, column));
+        } else {
+          visit(ActivatedColumns<T, Form::kActivated, kActivation>(*this, chunk, column));
+        }
+      });
     }
   }
 };
 
-inline ActivatedSource MakeActivatedSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
-  ActivatedSource source;
+template <typename T>
+ActivatedSource<T> MakeActivatedSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
+  ActivatedSource<T> source;
   source.x = buffers.x;
   source.activation_input = buffers.activation_input;
   source.row_weights = buffers.row_weights;
   source.inner_products = buffers.inner_products;
-  source.type = problem.input_type;
   source.activation = problem.activation;
   source.backward = problem.backward;
   source.features = problem.features;

@@ -14,14 +14,18 @@ namespace jax_grouped {
 // Calls launch(source) with the source of a problem's input.
 template <typename Launch>
 Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
-  if (problem.activation != Activation::kNone) return launch(MakeActivatedSource(problem, buffers));
+  const auto with_type = [&](auto number) {
+    using T = decltype(number);
+    if (problem.activation != Activation::kNone) return launch(MakeActivatedSource<T>(problem, buffers));
+    return launch(MakePlainSource<T>(problem, buffers));
+  };
   switch (problem.input_type) {
     case CUDA_R_16BF:
-      return launch(MakePlainSource<__nv_bfloat16>(problem, buffers));
+      return with_type(__nv_bfloat16());
     case CUDA_R_16F:
-      return launch(MakePlainSource<__half>(problem, buffers));
+      return with_type(__half());
     case CUDA_R_32F:
-      return launch(MakePlainSource<float>(problem, buffers));
+      return with_type(float());
     default:
       return Status::Failed("Quantization takes bfloat16, float16 or float32.");
   }
@@ -30,8 +34,10 @@ Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
   constexpr int kBytes = Source::Tile::kBytes;
+  // One kernel does for sources whose code is long.
+  constexpr bool kOneKernel = Source::Tile::kInRegisters;
   const auto kernel =
-      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
+      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, kOneKernel>;
   JAX_GROUPED_RETURN_IF_FAILED(
       AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
   constexpr char kWhat[] = "Launching the quantization";

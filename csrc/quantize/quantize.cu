@@ -199,7 +199,7 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   args.num_column_tiles = static_cast<uint32_t>(CeilDiv(problem.features, kTileColumns));
   args.pow2_scales = problem.pow2_scales;
   args.given_scale = buffers.scale != nullptr;
-  args.interleave_halves = problem.backward && problem.activation == Activation::kSiluMul;
+  args.interleave_halves = problem.backward && IsGated(problem.activation);
   args.group_scales = problem.mode == ScalingMode::kTensor;
   args.amax_epsilon = problem.amax_epsilon;
   args.scale = buffers.scale;

@@ -8,13 +8,11 @@
 
 #include <cstdint>
 
+#include "csrc/common/activation.h"
 #include "csrc/common/status.h"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped {
-
-// Activation of the input, computed in float32 before quantization. kSiluMul: silu(first half) * second half.
-enum class Activation : int32_t { kNone, kSilu, kGelu, kRelu, kSiluMul };
 
 // The static part of a quantization.
 struct QuantizeProblem {
@@ -25,8 +23,8 @@ struct QuantizeProblem {
   bool pow2_scales;
   bool swizzled_scales;
   float amax_epsilon;
-  Activation activation;
-  bool backward;  // quantize the gradient of the activation's input; x is the gradient of its result
+  Activation activation;  // of the input, computed in float32 before quantization
+  bool backward;          // quantize the gradient of the activation's input; x is the gradient of its result
 };
 
 // Device memory for all elements of a batch. Results that are not wanted are null. `scale` is null for current scaling,
@@ -49,8 +47,8 @@ struct QuantizeBuffers {
   int64_t column_scale_bytes;
   float* amax;   // [num_groups]
   float* dbias;  // [num_groups, features]
-  // [tokens, tiles of 128 of the features / 2], or null: the inner products of each row of the activation's result with
-  // its gradient, without row_weights. Rows of no group stay unwritten. Only for the backward form of kSiluMul.
+  // [tokens, tiles of 128 features of x], or null: the inner products of each row of the activation's result with its
+  // gradient x, without row_weights. Rows of no group stay unwritten. Only for a backward form.
   float* inner_products;
   void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
   float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias

@@ -75,7 +75,8 @@ __device__ void WriteBlockScales(const State& state, const Chunk& chunk, float i
 // Loads a pass into the tile and finds the amax of each slot. Returns the slot's LoadGroupValue. All threads of the
 // block must call it; they are not synchronized afterwards.
 template <typename State, typename Source>
-__device__ uint32_t LoadPass(State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
+__device__ __forceinline__ uint32_t LoadPass(State& state, const Source& source, const Chunk* chunks,
+                                             RowQuantizer<State>* rows) {
   WarpExchange& exchange = state.exchange;
   const int slot = Warp();
   if (Uniform(slot) >= state.count) return 0;
@@ -189,31 +190,35 @@ __device__ void SetUpHere(const QuantizeArguments& args, const WorkItem& work, i
   StoreTable(args, table, work.element);
 }
 
-// Quantizes the tiles of a work item. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
-template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
-__global__ void __launch_bounds__(kTileThreads,
-                                  kSingleLaunch ? kBlocksOfSingleLaunch<typename Source::Tile> : Source::Tile::kBlocks)
+// Quantizes the tiles of a work item. A single launch is cooperative and needs no kernel before it; without
+// kMaySingleLaunch, the kernel has no code for it.
+template <ScalingMode kMode, typename Fp8, typename Source, bool kMaySingleLaunch>
+__global__ void __launch_bounds__(kTileThreads, kMaySingleLaunch ? kBlocksOfSingleLaunch<typename Source::Tile>
+                                                                 : Source::Tile::kBlocks)
     QuantizeTiles(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   extern __shared__ uint4 shared[];
   __shared__ WarpExchange exchange;
-  if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
-  const WorkItem work(args, kSingleLaunch);
+  const bool single_launch = kMaySingleLaunch && args.single_launch;
+  if (!single_launch) cudaGridDependencySynchronize();
+  const WorkItem work(args, single_launch);
   if (!work.exists || args.Skips(work.element)) return;
   // With current scaling, the amaxes are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
   const Window* window = args.WindowAt(work.element, work.window);
   [[maybe_unused]] GridBarrier barrier;
-  if constexpr (kSingleLaunch) {
+  if constexpr (kMaySingleLaunch) {
     __shared__ Window own_window;
-    SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
-    window = &own_window;
-    barrier.Arrive();
+    if (single_launch) {
+      SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
+      window = &own_window;
+      barrier.Arrive();
+    }
   }
   using State = TileState<kMode, Fp8, typename Source::Tile>;
   State state{args, typename Source::Tile(shared), exchange, work.first_column, 0};
   RowQuantizer<State> rows(state);
   // A single launch with current scaling goes through its passes twice: it first searches for the amaxes.
-  bool searches = kSingleLaunch && !finds_amax;
+  bool searches = single_launch && !finds_amax;
   bool loaded = false;
 #pragma unroll 1
   while (true) {
@@ -232,13 +237,14 @@ __global__ void __launch_bounds__(kTileThreads,
         WritePass(state, group_value, &rows);
       }
       if (!searches && !finds_amax) continue;
-      if (kSingleLaunch && pass == work.part) barrier.Wait();
+      if (single_launch && pass == work.part) barrier.Wait();
       RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax);
     }
     if (!searches) break;
     searches = false;
-    // If the work item has only one pass, the pass stays in the tile.
-    loaded = work.part + Window::kParts >= window->num_passes;
+    // If the work item has only one pass, the pass stays in the tile. In registers it would take the place of values
+    // that passes need.
+    loaded = !Source::Tile::kInRegisters && work.part + Window::kParts >= window->num_passes;
     if (work.part >= window->num_passes) barrier.Wait();
     barrier.Arrive();
     barrier.Wait();

@@ -1,0 +1,143 @@
+#include "csrc/rows/activation_grad.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "csrc/common/activation.cuh"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace {
+
+// One warp per row.
+constexpr int kRowsPerBlock = 8;
+
+__device__ float2 ToFloats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ float2 ToFloats(__half2 pair) { return __half22float2(pair); }
+__device__ void Round(float2 values, __nv_bfloat162* pair) { *pair = __float22bfloat162_rn(values); }
+__device__ void Round(float2 values, __half2* pair) { *pair = __float22half2_rn(values); }
+
+template <typename Pair>
+struct alignas(16) Vector {
+  Pair pairs[kActivationVector / 2];
+
+  __device__ static Vector Load(const Pair* from) {
+    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
+    return reinterpret_cast<const Vector&>(bits);
+  }
+  __device__ void Store(Pair* to) const { *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4&>(*this); }
+};
+
+// One feature of a row in the results.
+struct Feature {
+  float dgate;  // the gradient of the input itself, if it has no gate
+  float dfactor;
+  float weighted;
+};
+
+// Adds the feature's part of the inner product.
+template <Activation kActivation>
+__device__ Feature ComputeFeature(float gate, float factor, float da, float weight, float* product) {
+  const float activated = Activate<kActivation>(gate);
+  const float multiplier = Factor<kActivation>(factor);
+  const float a = activated * multiplier;
+  const float gradient = weight * da;
+  *product += a * da;
+  return {ActivationGradient<kActivation>(gate, gradient * multiplier),
+          FactorGradient<kActivation>(factor, gradient * activated), weight * a};
+}
+
+template <typename Pair, Activation kActivation>
+__global__ void __launch_bounds__(32 * kRowsPerBlock)
+    ActivationGrad(const Pair* __restrict__ all_input, const Pair* __restrict__ all_da,
+                   const float* __restrict__ row_weights, Pair* __restrict__ all_dinput,
+                   Pair* __restrict__ all_weighted, float* __restrict__ inner_products, int64_t rows, int pairs) {
+  constexpr bool kGated = IsGated(kActivation);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + Warp();
+  if (row >= rows) return;
+  const int64_t input_pairs = kGated ? int64_t{2} * pairs : pairs;
+  const Pair* input = all_input + row * input_pairs;
+  Pair* dinput = all_dinput + row * input_pairs;
+  const Pair* das = all_da + row * pairs;
+  Pair* weighteds = all_weighted + row * pairs;
+  const float weight = row_weights[row];
+  constexpr int kPairs = kActivationVector / 2;
+  float product = 0.0f;
+#pragma unroll 2
+  for (int i = Lane() * kPairs; i < pairs; i += 32 * kPairs) {
+    const auto gate = Vector<Pair>::Load(input + i);
+    const auto da = Vector<Pair>::Load(das + i);
+    Vector<Pair> factor;
+    if constexpr (kGated) factor = Vector<Pair>::Load(input + pairs + i);
+    Vector<Pair> dgate;
+    Vector<Pair> dfactor;
+    Vector<Pair> weighted;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const float2 g = ToFloats(gate.pairs[j]);
+      const float2 f = kGated ? ToFloats(factor.pairs[j]) : make_float2(1.0f, 1.0f);
+      const float2 d = ToFloats(da.pairs[j]);
+      const Feature first = ComputeFeature<kActivation>(g.x, f.x, d.x, weight, &product);
+      const Feature second = ComputeFeature<kActivation>(g.y, f.y, d.y, weight, &product);
+      Round({first.dgate, second.dgate}, &dgate.pairs[j]);
+      if constexpr (kGated) Round({first.dfactor, second.dfactor}, &dfactor.pairs[j]);
+      Round({first.weighted, second.weighted}, &weighted.pairs[j]);
+    }
+    dgate.Store(dinput + i);
+    if constexpr (kGated) dfactor.Store(dinput + pairs + i);
+    weighted.Store(weighteds + i);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) product += __shfl_xor_sync(kFullWarp, product, lanes);
+  if (Lane() == 0) inner_products[row] = product;
+}
+
+template <typename Pair>
+auto KernelOf(Activation activation) {
+  switch (activation) {
+    case Activation::kGelu:
+      return ActivationGrad<Pair, Activation::kGelu>;
+    case Activation::kRelu:
+      return ActivationGrad<Pair, Activation::kRelu>;
+    case Activation::kReluSquared:
+      return ActivationGrad<Pair, Activation::kReluSquared>;
+    case Activation::kSiluMul:
+      return ActivationGrad<Pair, Activation::kSiluMul>;
+    case Activation::kGeluMul:
+      return ActivationGrad<Pair, Activation::kGeluMul>;
+    case Activation::kClampedSiluMul:
+      return ActivationGrad<Pair, Activation::kClampedSiluMul>;
+    default:
+      return ActivationGrad<Pair, Activation::kSilu>;
+  }
+}
+
+template <typename Pair>
+Status LaunchOfType(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation, int64_t rows,
+                    int64_t features) {
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(rows, kRowsPerBlock)));
+  return Launch("Launching the gradient of an activation", stream, {blocks, 32 * kRowsPerBlock},
+                KernelOf<Pair>(activation), static_cast<const Pair*>(buffers.input),
+                static_cast<const Pair*>(buffers.da), buffers.row_weights, static_cast<Pair*>(buffers.dinput),
+                static_cast<Pair*>(buffers.weighted), buffers.inner_products, rows, static_cast<int>(features / 2));
+}
+
+}  // namespace
+
+Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+                            cudaDataType_t type, int64_t rows, int64_t features) {
+  switch (type) {
+    case CUDA_R_16BF:
+      return LaunchOfType<__nv_bfloat162>(stream, buffers, activation, rows, features);
+    case CUDA_R_16F:
+      return LaunchOfType<__half2>(stream, buffers, activation, rows, features);
+    default:
+      return Status::Failed("The kernel for the gradient of an activation takes bfloat16 or float16.");
+  }
+}
+
+}  // namespace jax_grouped
