@@ -52,13 +52,14 @@ def _panels(record: Record, against: str | None) -> Figure:
     """
     panels: dict[str, list[tuple[str, Row, float | None]]] = {}
     for row in record.rows:
-        layer = f" {row.case.operation}" if row.case.operation in ("accumulating", "mlp") else ""
-        group = f"{row.case.shape.name}{layer}\n{row.case.skew}"
+        # Panels of rates have the operation as their title.
+        operation = f" {row.case.operation}" if against and row.case.operation not in ("dense", "moe") else ""
+        group = f"{row.case.shape.name}{operation}\n{row.case.skew}"
         height = record.speed(row, against) if against else row.rate
         title = f"{row.case.kernel_dtype} kernel" if against else row.case.operation
         panels.setdefault(title, []).append((group, row, height))
     variants = _variants(record.rows)
-    groups = len({(row.case.shape.name, row.case.skew) for row in record.rows})
+    groups = max(len({group for group, *_ in bars}) for bars in panels.values())
     # Wide enough for the names of the groups, however few their bars are.
     width = max(6.0, 2 + groups * max(0.95, 0.15 * (len(variants) + 1)))
     figure = Figure(figsize=(width, 1 + 2.8 * len(panels)), layout="constrained")

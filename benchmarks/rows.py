@@ -15,7 +15,18 @@ from benchmarks.cases import OPERATIONS, Case
 from benchmarks.shapes import Shape
 from jax_grouped.backends.extension import cublas_version, cuda_devices
 
-_PACKAGES = ("jax_grouped", "jax", "jaxlib", "numpy", "torch", "transformer_engine", "nvidia-cublas")
+_PACKAGES = (
+    "jax_grouped",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "torch",
+    "triton",
+    "transformer_engine",
+    "sonic-moe",
+    "quack-kernels",
+    "nvidia-cublas",
+)
 
 
 @dataclasses.dataclass

@@ -169,7 +169,7 @@ def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
         row.clock = "call"
     row.backend = VARIANTS[case.variant].backend or choose_backend()[0]
     work = VARIANTS[case.variant].prepare(case, sets)
-    if suite.verify and operation.family == "product" and case.variant != OURS:
+    if suite.verify and operation.family in ("product", "moe") and case.variant != OURS:
         with contextlib.suppress(Exception):  # The failing variant's own row tells why.
             row.difference = relative_difference(work.results(), VARIANTS[OURS].prepare(case, sets).results(), case)
     measure(row, work, suite.seconds, suite.calls)

@@ -106,12 +106,18 @@ def apply_moe(
     gate_up: Weights,
     down: Weights,
     selection_bias: jax.Array | None,
+    shared: jax.Array | None,
     **axes: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
     x = as_array("x", x)
     tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
     checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
+    if shared is not None:
+        shared = as_array("shared", shared)
+        if shared.shape != x.shape:
+            raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
+        shared = jnp.reshape(shared, tokens.shape)
     y, metrics = moe_mlp(
         converted(tokens, gate_up, layer.dtype),
         router(tokens),
@@ -128,6 +134,7 @@ def apply_moe(
         recipe=layer.recipe,
         precision=layer.precision,
         exchange_method=layer.exchange_method,
+        shared=shared,
         **axes,
     )
     return y.reshape(x.shape), metrics

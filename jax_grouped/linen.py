@@ -311,6 +311,7 @@ class MoEMlp(nn.Module):
         *,
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
+        shared: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies to every token the experts that the router chooses for it.
 
@@ -318,6 +319,7 @@ class MoEMlp(nn.Module):
             x: `[..., K]`, tokens of any leading shape.
             selection_bias: `[E]`, see `jg.moe.top_k_routing`.
             is_first_microbatch: as in `GroupedDense`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
 
         Returns:
             `[..., K]`, and the metrics.
@@ -358,7 +360,7 @@ class MoEMlp(nn.Module):
         gate_up = weights("gate_up", (experts, features, 2, hidden), self.gate_up_init)
         down = weights("down", (experts, hidden, features), self.down_init)
         axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
-        return _layers.apply_moe(self, x, router, gate_up, down, selection_bias, **axes)
+        return _layers.apply_moe(self, x, router, gate_up, down, selection_bias, shared, **axes)
 
 
 def __dir__() -> list[str]:

@@ -371,6 +371,7 @@ class MoEMlp(nnx.Module):
         *,
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
+        shared: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies to every token the experts that the router chooses for it.
 
@@ -378,6 +379,7 @@ class MoEMlp(nnx.Module):
             x: `[..., K]`, tokens of any leading shape.
             selection_bias: `[E]`, see `jg.moe.top_k_routing`.
             is_first_microbatch: as in `GroupedDense`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
 
         Returns:
             `[..., K]`, and the metrics.
@@ -391,7 +393,7 @@ class MoEMlp(nnx.Module):
         self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
-        return _layers.apply_moe(self, x, self.router, gate_up, down, selection_bias, **axes)
+        return _layers.apply_moe(self, x, self.router, gate_up, down, selection_bias, shared, **axes)
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}

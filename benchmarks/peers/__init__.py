@@ -93,6 +93,10 @@ VARIANTS = {
     "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
+    # Whole layers of experts, with their router.
+    "torch": Variant("torch_layers", "torch", options=(False,)),
+    "torch compiled": Variant("torch_layers", "torch", options=(True,)),
+    "SonicMoE": Variant("sonic_moe", "sonicmoe"),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
     "jax.numpy": Variant("jax_numpy", "xla"),

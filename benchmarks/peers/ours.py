@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped as jg
-from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, quantization_arguments
-from benchmarks.peers import JaxWork, NotOfferedError, jax_layers
+from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, as_trained, quantization_arguments
+from benchmarks.peers import VARIANTS, JaxWork, NotOfferedError, jax_layers
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.moe import Weights
@@ -65,11 +65,13 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
 
 
 @functools.cache
-def _moe_program(operation: str, top_k: int, recipe: jg.Recipe | None) -> Callable[..., Any]:
+def _moe_program(
+    operation: str, top_k: int, recipe: jg.Recipe | None, logits_dtype: str = "float32"
+) -> Callable[..., Any]:
     def layer(x: jax.Array, router: jax.Array, gate_up: Weights, down: Weights, sizes: jax.Array) -> jax.Array:
         if operation == "moe experts":
             return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
-        logits = jnp.dot(x, router, preferred_element_type=jnp.float32)
+        logits = jnp.dot(x, router, preferred_element_type=jnp.float32).astype(logits_dtype)
         return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=top_k, recipe=recipe)[0]
 
     def run(x: jax.Array, router: Any, weights: Sequence[Weights], dy: jax.Array, sizes: jax.Array) -> Any:
@@ -87,26 +89,31 @@ def _moe_program(operation: str, top_k: int, recipe: jg.Recipe | None) -> Callab
     return run
 
 
-def layer_moe(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool) -> JaxWork:
+def moe(case: Case, sets: list[Arrays]) -> JaxWork:
+    """Makes the layer without a recipe; beside a peer with the peers' logits, which are rounded to bfloat16."""
+    is_peer = VARIANTS[case.variant].backend is not None
+    return layer_moe(case, sets, None, cached=False, logits_dtype="bfloat16" if is_peer else "float32")
+
+
+def layer_moe(
+    case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool, logits_dtype: str = "float32"
+) -> JaxWork:
     """Makes `moe_mlp` with a router, or `grouped_mlp` on the rows that a random router would give each expert."""
     shape = case.shape
     rng = np.random.default_rng(case.seed)
     sizes = rng.multinomial(shape.tokens * shape.top_k, np.ones(shape.num_groups) / shape.num_groups)
     states: list[Any] = [None, None]
 
-    def arguments(x: jax.Array, *kernels: jax.Array) -> tuple[Any, ...]:
-        *router, gate_up, down, dy = kernels
-        scaled_router = router[0] * shape.K**-0.5 if router else None
+    def arguments(*arrays: jax.Array) -> tuple[Any, ...]:
+        x, *router, gate_up, down, dy = as_trained(arrays)
         weights = []
         for kernel, state in zip((gate_up, down), states, strict=True):
-            # Kernels as trained ones: larger ones would make the results of SwiGLU overflow.
-            kernel = kernel * kernel.shape[1] ** -0.5
             scale = None if state is None else state.scales(recipe).kernel
             cache = _quantize_kernel(kernel, recipe=recipe, scale=scale) if cached else None
             weights.append(Weights(kernel, None, cache, state))
-        return x, scaled_router, weights, dy, jnp.asarray(sizes, jnp.int32)
+        return x, router[0] if router else None, weights, dy, jnp.asarray(sizes, jnp.int32)
 
-    program = _moe_program(case.operation, shape.top_k, recipe)
+    program = _moe_program(case.operation, shape.top_k, recipe, logits_dtype)
     if isinstance(recipe, jg.DelayedScaling):
         states = [jg.Fp8State.initial(recipe, shape.num_groups)] * 2
         step = _moe_program("moe" if case.operation == "moe forward" else case.operation, shape.top_k, recipe)

@@ -20,14 +20,20 @@ if jax.default_backend() != "gpu" or not torch.cuda.is_available():
 
 
 class TorchWork:
-    """Calls of `call` on one of several sets of tensors after another, timed by CUDA events."""
+    """Calls of `call` on one of several sets of tensors after another, timed by CUDA events.
 
-    def __init__(self, call: Callable[..., Tensors], sets: Sequence[Tensors]):
+    `read` gives the results of a call the layout that they have in JAX.
+    """
+
+    def __init__(
+        self, call: Callable[..., Tensors], sets: Sequence[Tensors], read: Callable[..., Tensors] = lambda *of: of
+    ):
         self._call = call
         self._sets = sets
+        self._read = read
 
     def results(self) -> Sequence[jax.Array]:
-        tensors = self._call(*self._sets[0])
+        tensors = self._read(*self._call(*self._sets[0]))
         torch.cuda.synchronize()
         return [jnp.from_dlpack(tensor.contiguous()) for tensor in tensors]
 
@@ -41,13 +47,17 @@ class TorchWork:
         return start.elapsed_time(end) / 1e3
 
 
-def _tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
-    """Returns the sets of arrays as tensors, and the end of each group."""
+def tensors(arrays: Any) -> Any:
+    """Returns arrays as tensors that share their memory."""
     # Memory that earlier cases left in torch's pool is lost to everyone else.
     torch.cuda.empty_cache()
-    ends = jnp.asarray(group_ends(case.sizes, case.shape.tokens))
     # The two frameworks' streams know nothing of each other.
-    return jax.tree.map(torch.from_dlpack, jax.block_until_ready((sets, ends)))
+    return jax.tree.map(torch.from_dlpack, jax.block_until_ready(arrays))
+
+
+def _tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
+    """Returns the sets of arrays as tensors, and the end of each group."""
+    return tensors((sets, jnp.asarray(group_ends(case.sizes, case.shape.tokens))))
 
 
 def product(case: Case, sets: list[Arrays]) -> TorchWork:

@@ -21,7 +21,7 @@ from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
-from jax_grouped.moe.permutation import Permutation, sum_of_choices
+from jax_grouped.moe.permutation import Permutation, add_shared, sum_of_choices
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.dense import (
@@ -52,8 +52,9 @@ def routed_mlp(
     weights: jax.Array,
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
+    shared: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights)`.
+    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
     Args:
         x: `[T, K]` tokens.
@@ -63,12 +64,13 @@ def routed_mlp(
         weights: `float32[T, k]`, the factor of each choice.
         recipe: as in `grouped_mlp`.
         precision: likewise.
+        shared: `[T, N]`, as in `unpermute`.
 
     Returns:
         `[T, N]` in the type of `x`.
 
     Raises:
-        TypeError: as `grouped_mlp`.
+        TypeError: as `grouped_mlp` and `unpermute`.
         ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
@@ -76,13 +78,12 @@ def routed_mlp(
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     routing = (weights, permutation.order, permutation.inverse)
-    y = _vary_and_apply(up_inputs, without_bias, routing, spec)
-    if down.bias is None:
-        return y
-    # It is the same for all rows of an expert, so it need not be added to each of them.
-    of_experts = _weights_of_experts(weights, permutation)
-    biases = jnp.matmul(of_experts, down.bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    return (y.astype(jnp.float32) + biases).astype(y.dtype)
+    sums = _vary_and_apply(up_inputs, without_bias, routing, spec)
+    if down.bias is not None:
+        # It is the same for all rows of an expert, so it need not be added to each of them.
+        of_experts = _weights_of_experts(weights, permutation)
+        sums += jnp.matmul(of_experts, down.bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return add_shared(sums, shared).astype(x.dtype)
 
 
 def weighted_mlp(
@@ -114,12 +115,11 @@ def weighted_mlp(
     """
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
-    y = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
-    if down.bias is None:
-        return y
-    zeros, bias, *of_groups, _ = vary_alike(jnp.zeros(y.shape, jnp.float32), down.bias, *groups, y)
-    biases = add_bias(zeros, bias, Groups(*of_groups))
-    return (y.astype(jnp.float32) + row_weights[:, None] * biases).astype(y.dtype)
+    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
+    if down.bias is not None:
+        zeros, bias, *of_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
+        weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*of_groups))
+    return weighted.astype(rows.dtype)
 
 
 def _canonical(
@@ -165,10 +165,10 @@ class _Arrays(NamedTuple):
     inverse: jax.Array | None
 
     def combined(self, rows: jax.Array) -> jax.Array:
-        """Returns the weighted sum of each token's rows, or the weighted rows."""
+        """Returns the weighted sum of each token's rows, or the weighted rows, in float32."""
         if self.inverse is not None:
             return sum_of_choices(rows, self.inverse, self.weights)
-        return (rows.astype(jnp.float32) * self.weights[:, None]).astype(rows.dtype)
+        return rows.astype(jnp.float32) * self.weights[:, None]
 
     def row_weights(self) -> jax.Array:
         """Returns the weight of each row, `float32[R]`."""
@@ -178,7 +178,7 @@ class _Arrays(NamedTuple):
         """Returns the gradients of `up.x` and of `weights` from those of the rows."""
         if self.inverse is None:
             return drows, dweights
-        return sum_of_choices(drows, self.inverse), gather(dweights, self.inverse)
+        return sum_of_choices(drows, self.inverse).astype(drows.dtype), gather(dweights, self.inverse)
 
 
 class _Saved(NamedTuple):
@@ -239,7 +239,7 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         return (_Arrays(of_up, of_down, zero, zero, zero),)
     groups = arrays.up.groups
     # Without the barrier, XLA would find that the forward pass has gathered the tokens, and keep them until now.
-    x, dy = jax.lax.optimization_barrier((arrays.up.x, dy))
+    x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(arrays.up.x.dtype)))
     (x, dy), row_indices = _gathered([x, dy], arrays, spec)
     if spec.down.recipe is None:
         pending, gradient, dweights = _backward_of_down(saved, dy)

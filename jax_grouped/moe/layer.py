@@ -64,6 +64,7 @@ def moe_mlp(
     feature_axis: str | None = None,
     batch_axes: Sequence[str] = (),
     exchange_method: Method = "auto",
+    shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
 
@@ -103,6 +104,8 @@ def moe_mlp(
         feature_axis: mesh axis over which `F` is split.
         batch_axes: mesh axes over which one batch is split; the balance loss is then that of the whole batch.
         exchange_method: how rows travel over `expert_axis`, see `plan_exchange`.
+        shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
+            rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`.
 
     Returns:
         `[T, N]` in the type of `x`, and the routing metrics.
@@ -121,6 +124,7 @@ def moe_mlp(
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
     x, logits = as_array("x", x), as_array("logits", logits)
+    shared = None if shared is None else as_array("shared", shared)
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
@@ -129,14 +133,19 @@ def moe_mlp(
     if feature_axis is not None and axis_size(feature_axis) > 1:
         _check_split("gate_up", gate_up.kernel, feature_axis)
         _check_split("down", down.kernel, feature_axis)
+        if shared is not None:
+            _check_same("shared", shared, feature_axis)
     _check_arguments(x, logits, gate_up.kernel.shape, devices)
     if capacity_factor is not None:
         capacity_factor = _checked_factor(capacity_factor)
     tokens, num_experts = logits.shape
-    if feature_axis is not None and down.bias is not None:
-        # The results of all devices are summed, so only the first device adds the bias.
+    if feature_axis is not None:
+        # The results of all devices are summed, so only the first device adds what all of them have.
         first = jax.lax.axis_index(feature_axis) == 0
-        down = down._replace(bias=jnp.where(first, down.bias, 0))
+        if down.bias is not None:
+            down = down._replace(bias=jnp.where(first, down.bias, 0))
+        if shared is not None:
+            shared = jnp.where(first, shared, 0)
 
     routing = top_k_routing(
         logits,
@@ -153,7 +162,7 @@ def moe_mlp(
     permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
     dropped = permutation.dropped
     if devices == 1:
-        y = routed_mlp(x, gate_up, down, permutation, routing.weights, recipe, precision)
+        y = routed_mlp(x, gate_up, down, permutation, routing.weights, recipe, precision, shared)
     else:
         rows = permute(x, permutation)
         exchange = plan_exchange(
@@ -162,7 +171,7 @@ def moe_mlp(
         rows = send_rows(rows, exchange)
         row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
         rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, recipe, precision)
-        y = unpermute(return_rows(rows, exchange), permutation)
+        y = unpermute(return_rows(rows, exchange), permutation, shared=shared)
         dropped = exchange.dropped
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
@@ -220,6 +229,18 @@ def _check_split(name: str, kernel: jax.Array, axis_name: str) -> None:
         raise ValueError(
             f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {kernel.shape}, "
             "the same on every device."
+        )
+
+
+def _check_same(name: str, x: jax.Array, axis_name: str) -> None:
+    """Raises ValueError if `jax.shard_map` with its checks on does not know that all devices of the axis have the same.
+
+    Only the first device would use its own.
+    """
+    if is_tracked(axis_name) and axis_name in varying_axes(x):
+        raise ValueError(
+            f"{name} must be the same on every device of the mesh axis {axis_name!r}, got {x.shape}, which varies "
+            "over it: sum the devices' parts first (jax.lax.psum)."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference.rows import gather
 from jax_grouped.core.groups import count_not_above
@@ -148,7 +149,13 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
     return _permute(*vary_alike(x, permutation.order, permutation.inverse))
 
 
-def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | None = None) -> jax.Array:
+def unpermute(
+    rows: jax.Array,
+    permutation: Permutation,
+    weights: jax.Array | None = None,
+    *,
+    shared: jax.Array | None = None,
+) -> jax.Array:
     """Adds up the rows of each token, times their weights: in float32, first choice first.
 
     The contents of the tail reach neither the result nor a gradient.
@@ -158,6 +165,7 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
         permutation: of `T` tokens to `R` rows.
         weights: `[T, k]`, of the same types, the factor of each choice's row; None for 1. Its gradient is summed in
             float32.
+        shared: `[T, C]`, of the same types, added to the sums before they are rounded; see `moe_mlp`.
 
     Returns:
         `[T, C]` in the type of `rows`. A pair that was dropped adds nothing, and its weight's gradient is zero.
@@ -179,12 +187,32 @@ def unpermute(rows: jax.Array, permutation: Permutation, weights: jax.Array | No
     order, inverse = permutation.order, permutation.inverse
     _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
     if weights is None:
-        return _unpermute(*vary_alike(rows, order, inverse))
-    weights = as_array("weights", weights)
-    checks.check_dtype("weights' type", weights.dtype)
-    if weights.shape != inverse.shape:
-        raise ValueError(f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}.")
-    return _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
+        sums = _unpermute(rows.dtype, *vary_alike(rows, order, inverse))
+    else:
+        weights = as_array("weights", weights)
+        checks.check_dtype("weights' type", weights.dtype)
+        if weights.shape != inverse.shape:
+            raise ValueError(
+                f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
+            )
+        sums = _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
+    return add_shared(sums, shared).astype(rows.dtype)
+
+
+def add_shared(sums: jax.Array, shared: jax.Array | None) -> jax.Array:
+    """Adds `shared` `[T, C]`, if there is any, to `float32[T, C]`.
+
+    Raises:
+        TypeError: `shared` has a type that is not supported.
+        ValueError: `shared` has another shape than `sums`.
+    """
+    if shared is None:
+        return sums
+    shared = as_array("shared", shared)
+    checks.check_dtype("shared's type", shared.dtype)
+    if shared.shape != sums.shape:
+        raise ValueError(f"shared must have the shape [T, N] of the result, {sums.shape}, got {shared.shape}.")
+    return sums + shared.astype(jnp.float32)
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
@@ -196,7 +224,7 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
 
 
 def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> [T, C]`."""
+    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
     if weights is not None:
         # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
         weights = jnp.where(inverse < rows.shape[0], weights, 0)
@@ -206,11 +234,12 @@ def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | Non
     for choice in range(inverse.shape[1]):
         term = gather(rows, inverse[:, choice]).astype(jnp.float32)
         terms.append(term if weights is None else term * weights[:, choice, None])
-    return functools.reduce(jnp.add, terms).astype(rows.dtype)
+    return functools.reduce(jnp.add, terms)
 
 
 # The gradient of a gather is a scatter-add, which a GPU does with atomics in any order. `permute` and `unpermute` are
-# each other's gradients instead, and both are gathers: faster, and the same bits in every run.
+# each other's gradients instead, and both are gathers: faster, and the same bits in every run. Sums stay float32 until
+# all that is added to them is there; their gradients were rounded to the type of the rows, and are gathered in it.
 
 
 @jax.custom_vjp
@@ -223,24 +252,27 @@ def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tupl
 
 
 def _permute_backward(residuals: Any, drows: jax.Array) -> tuple[Any, ...]:
-    return _unpermute(drows, *residuals), None, None
+    return _unpermute(drows.dtype, drows, *residuals).astype(drows.dtype), None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-@jax.custom_vjp
-def _unpermute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    del order
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unpermute(dtype: DTypeLike, rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Sums rows of this type."""
+    del dtype, order
     return sum_of_choices(rows, inverse)
 
 
-def _unpermute_forward(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
-    return _unpermute(rows, order, inverse), (order, inverse)
+def _unpermute_forward(
+    dtype: DTypeLike, rows: jax.Array, order: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _unpermute(dtype, rows, order, inverse), (order, inverse)
 
 
-def _unpermute_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    return _permute(dy, *residuals), None, None
+def _unpermute_backward(dtype: DTypeLike, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    return _permute(dy.astype(dtype), *residuals), None, None
 
 
 _unpermute.defvjp(_unpermute_forward, _unpermute_backward)
@@ -260,6 +292,7 @@ def _weighted_forward(
 
 def _weighted_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
+    dy = dy.astype(rows.dtype)
     weight_of_row = gather(weights.reshape(weights.size), order)
     drows = (_permute(dy, order, inverse).astype(jnp.float32) * weight_of_row[:, None]).astype(rows.dtype)
     # Gather the rows, not `dy` again: XLA may materialise a gather that two fusions share.

@@ -13,7 +13,7 @@ import pytest
 
 import jax_grouped as jg
 from benchmarks import cases
-from benchmarks.cases import OPERATIONS, PRODUCTS, Case, draw, relative_difference
+from benchmarks.cases import LAYERS, OPERATIONS, PRODUCTS, Case, draw, relative_difference
 from benchmarks.peers import VARIANTS, NotOfferedError
 from benchmarks.shapes import SHAPES, Shape
 
@@ -117,6 +117,37 @@ def test_plain_formulas_say_which_sizes_they_need() -> None:
     ]:
         with pytest.raises(ValueError, match=reason):
             results("block_1d both", "jax.numpy", skew, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["moe forward", "moe"])
+@pytest.mark.parametrize("variant", ["SonicMoE", "torch", "torch compiled"])
+@pytest.mark.filterwarnings("ignore")  # Those of torch and of what it compiles with.
+def test_whole_layers_of_peers_give_our_results(variant: str, operation: str) -> None:
+    try:
+        VARIANTS[variant].load()
+    except ImportError as error:
+        pytest.skip(str(error))
+    case = Case(operation, Shape("few experts", 8, 512, 256, 512, 2), variant)
+    sets = draw(OPERATIONS[operation].arrays(case), 0)[:1]
+
+    got, ours = (VARIANTS[name].prepare(case, sets).results() for name in (variant, "jax_grouped"))
+
+    assert [of.shape for of in got] == [of.shape for of in ours]
+    assert relative_difference(got, ours, case) < 1e-2
+
+
+@pytest.mark.parametrize("operation", LAYERS)
+def test_a_layer_is_compared_with_one_that_rounds_logits_as_peers_do(operation: str) -> None:
+    def layer(variant: str) -> Any:
+        case = Case(operation, Shape("few experts", 8, 128, 64, 64, 2), variant)
+        return VARIANTS["jax_grouped"].prepare(case, draw(OPERATIONS[operation].arrays(case), 0)[:1]).results()
+
+    ours, beside_peer = layer("block"), layer("SonicMoE")
+
+    assert [of.shape for of in ours] == [of.shape for of in beside_peer]
+    differs = any(not np.array_equal(*pair) for pair in zip(ours, beside_peer, strict=True))
+    assert differs == (operation != "moe experts")
 
 
 def test_transformer_engine_gets_a_quantizer_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,13 @@ import numpy as np
 
 from benchmarks import shapes
 
+#: Options of a program that XLA captures as far as it can, and of one that it does not.
+CAPTURED = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
+
 #: Odd numbers that are far from each other.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
 

@@ -45,11 +45,6 @@ LAYERS: dict[str, tuple[Recipe | None, str]] = {
 }
 NAMES = [f"{result} of layer {layer}" for layer in LAYERS for result in ("y", "dx", "dkernel")]
 
-CAPTURED = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
-    "xla_gpu_graph_min_graph_size": 1,
-}
-UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
 PROFILED_REPLAYS = 10
 
 Operand = jax.Array | jg.ScaledArray
@@ -144,17 +139,17 @@ class Replays:
         self._sizes = [jnp.asarray(replays.changing_sizes(shape, index)) for index in range(count)]
         arguments = (*self._arguments, self._sizes[0])
         lowered = jax.jit(step).lower(*arguments)
-        self._reference = lowered.compile(compiler_options=UNCAPTURED)
+        self._reference = lowered.compile(compiler_options=replays.UNCAPTURED)
         self._workspaces: list[jax.Array] = []
         if own_workspaces:
             kept = jax.eval_shape(lambda *arguments: step_and_workspaces([], *arguments)[1], *arguments)
             self._workspaces = [jnp.zeros(like.shape, like.dtype) for like in kept]
             jitted = jax.jit(step_and_workspaces, donate_argnums=0, keep_unused=True)
-            captured = jitted.lower(self._workspaces, *arguments).compile(compiler_options=CAPTURED)
+            captured = jitted.lower(self._workspaces, *arguments).compile(compiler_options=replays.CAPTURED)
             shared, own = (one.memory_analysis().temp_size_in_bytes for one in (self._reference, captured))
             assert own < shared, f"XLA has put the workspaces elsewhere: {own} bytes of its memory, {shared} if shared"
         else:
-            captured = lowered.compile(compiler_options=CAPTURED)
+            captured = lowered.compile(compiler_options=replays.CAPTURED)
         self._captured = captured
         self._poison = self._poisoning(captured) if poison else None
 

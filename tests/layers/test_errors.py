@@ -182,6 +182,31 @@ def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whol
         jax.eval_shape(sharded, X, gate_up, down)
 
 
+def test_parts_of_a_shared_result_are_refused() -> None:
+    def step(x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: jax.Array) -> jax.Array:
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data", shared=shared[0])[0]
+
+    kernels = jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K))
+    specs = P(), P(None, None, "data"), P(None, "data"), P("data")
+    sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=specs, out_specs=P())
+    message = f"shared must be the same on every device of the mesh axis 'data', got {X.shape}, which varies over it: "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(sharded, X, *kernels, jnp.stack([X, X]))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_shared_result_has_the_shape_of_the_tokens(name: str) -> None:
+    def apply(shared: jax.Array) -> Any:
+        layer, x = LAYERS[name](), X.reshape(2, -1, K)
+        if name == "nnx.MoEMlp":
+            return layer(x, shared=shared)
+        return layer.init_with_output(jax.random.key(0), x, shared=shared)[0]
+
+    assert apply(X.reshape(2, -1, K))[0].shape == (2, X.shape[0] // 2, K)
+    with pytest.raises(ValueError, match=f"^{re.escape('shared must have the shape of x, (2, ')}"):
+        apply(X)
+
+
 @pytest.mark.parametrize("name", ["pmap", "shard_map"])
 def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: str) -> None:
     mesh = data_mesh(2)

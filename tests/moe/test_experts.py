@@ -53,10 +53,13 @@ def by_steps(of: dict[str, Any], states: Any, recipe: Any, capacity: int) -> jax
     return moe.unpermute(rows, permutation, routing.weights)
 
 
-def whole(of: dict[str, Any], states: Any, recipe: Any, capacity: int) -> jax.Array:
-    factor = capacity / (T * TOP_K)
-    up, down = weights(of, states)
-    return moe.moe_mlp(of["x"], of["logits"], up, down, top_k=TOP_K, recipe=recipe, capacity_factor=factor)[0]
+def whole(of: dict[str, Any], states: Any, recipe: Any, capacity: int, **options: Any) -> jax.Array:
+    options |= dict(top_k=TOP_K, recipe=recipe, capacity_factor=capacity / (T * TOP_K))
+    return moe.moe_mlp(of["x"], of["logits"], *weights(of, states), **options)[0]
+
+
+def with_tokens_as_shared_result(of: dict[str, Any], *arguments: Any) -> jax.Array:
+    return whole(of, *arguments, shared=of["x"])
 
 
 def result_and_gradients(layer: Layer, recipe: Any, capacity: int) -> tuple[jax.Array, Any]:
@@ -126,6 +129,33 @@ def test_in_bfloat16_gradients_are_as_near_to_exact_ones_as_those_of_the_steps(b
         assert got[name].dtype == jnp.bfloat16
         errors = [oracle.relative_error(one[name].astype(jnp.float32), exact[name]) for one in (got, steps)]
         assert errors[0] < 1.3 * errors[1], (name, errors)
+
+
+@pytest.mark.parametrize("capacity", [T * TOP_K, 200], ids=["all rows", "dropped rows"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"], RECIPES["delayed"]], ids=["none", "block", "delayed"])
+def test_a_shared_result_joins_the_sum_and_has_its_gradient(backend: str, recipe: Any, capacity: int) -> None:
+    y, (got, states) = result_and_gradients(with_tokens_as_shared_result, recipe, capacity)
+    alone, (expected, expected_states) = result_and_gradients(whole, recipe, capacity)
+
+    assert oracle.relative_error(y, alone + arrays()["x"]) < 1e-6
+    expected["x"] += arrays()["dy"]
+    for name in NAMES:
+        assert oracle.relative_error(got[name], expected[name]) < 1e-6, name
+    jax.tree.map(np.testing.assert_array_equal, states, expected_states)
+
+
+def test_shared_results_are_mapped_with_their_tokens(backend: str) -> None:
+    up, down = (one._replace(bias=None) for one in weights(arrays(), (None, None)))
+
+    def layer(x: jax.Array, shared: jax.Array) -> jax.Array:
+        return moe.moe_mlp(x, x[:, :E], up, down, top_k=TOP_K, recipe=RECIPES["block"], shared=shared)[0]
+
+    x = arrays()["x"].reshape(2, T // 2, K)
+
+    got = jax.jit(jax.vmap(layer))(x, x[::-1])
+
+    for one, *arguments in zip(got, x, x[::-1], strict=True):
+        assert oracle.relative_error(one, jax.jit(layer)(*arguments)) < 1e-5
 
 
 def test_states_have_the_largest_values_of_both_operands_of_every_product(backend: str) -> None:

@@ -153,6 +153,32 @@ def test_sums_are_of_float32_in_the_order_of_the_choices(dtype: Any) -> None:
     assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_what_is_shared_is_added_before_the_sum_is_rounded(weighted: bool, dtype: Any) -> None:
+    rows, weights = operands(jnp.bfloat16)
+    routing = grouped(CHOICES % EXPERTS, EXPERTS, capacity=TOKENS)
+    weights = np.exp2(np.round(4 * weights)) if weighted else np.ones_like(weights)
+    shared = (100 * rows[::-1]).astype(dtype)
+
+    @jax.jit
+    def result_and_gradients(rows: jax.Array, shared: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, transpose = jax.vjp(
+            lambda rows, shared: permutation.unpermute(rows, routing, weights if weighted else None, shared=shared),
+            rows,
+            shared,
+        )
+        return y, *transpose(dy)
+
+    y, drows, dshared = result_and_gradients(rows, shared, rows)
+    without = jax.jit(lambda rows: permutation.unpermute(rows, routing, weights))(rows.astype(np.float32))
+    _, drows_alone, _ = result_and_gradients(rows, 0 * shared, rows)
+
+    np.testing.assert_array_equal(y, (np.asarray(without) + shared.astype(np.float32)).astype(rows.dtype), strict=True)
+    np.testing.assert_array_equal(dshared, rows.astype(dtype), strict=True)
+    np.testing.assert_array_equal(drows, drows_alone, strict=True)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_there_and_back_is_as_many_times_the_tokens(dtype: Any) -> None:
     x = (np.arange(TOKENS * FEATURES) - 10).reshape(TOKENS, FEATURES).astype(dtype)
@@ -369,6 +395,20 @@ def test_unpermute_rejects_weights(weights: jax.Array, error: type[Exception], m
     routing = grouped(CHOICES, EXPERTS, capacity=11)
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         permutation.unpermute(jnp.ones((11, FEATURES)), routing, weights)
+
+
+@pytest.mark.parametrize(
+    ("shared", "error", "message"),
+    [
+        (jnp.ones((7, 5), int), TypeError, "shared's type must be bfloat16, float16 or float32, got int32."),
+        (jnp.ones((7, 1)), ValueError, "shared must have the shape [T, N] of the result, (7, 5), got (7, 1)."),
+    ],
+    ids=["type", "shape"],
+)
+def test_unpermute_rejects_what_is_shared(shared: jax.Array, error: type[Exception], message: str) -> None:
+    routing = grouped(CHOICES, EXPERTS, capacity=11)
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        permutation.unpermute(jnp.ones((11, FEATURES)), routing, shared=shared)
 
 
 @pytest.mark.parametrize("function", ["permute", "unpermute"])
