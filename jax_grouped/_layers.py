@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size
@@ -99,6 +100,11 @@ def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes
                 )
 
 
+def gate_up_shape(experts: int, features: int, hidden: int, activation: Activation) -> tuple[int, ...]:
+    """Returns the shape of the first projection's kernel."""
+    return (experts, features, 2, hidden) if is_gated(activation) else (experts, features, hidden)
+
+
 def apply_moe(
     layer: Any,
     x: jax.Array,
@@ -131,6 +137,7 @@ def apply_moe(
         expert_groups=layer.expert_groups,
         top_groups=layer.top_groups,
         capacity_factor=layer.capacity_factor,
+        activation=layer.activation,
         recipe=layer.recipe,
         precision=layer.precision,
         exchange_method=layer.exchange_method,

@@ -11,12 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
+from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights
@@ -231,12 +233,12 @@ class GroupedKernel(nn.Module):
 
 
 class MoEMlp(nn.Module):
-    """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
+    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
 
     No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
     float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
     `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
-    `down/bias` `[E, K]`. The state of `DelayedScaling` and the kernels that microbatches share are variables as in
+    `down/bias` `[E, K]`; an `activation` without a gate has no axis of 2. The state of `DelayedScaling` and the kernels that microbatches share are variables as in
     `GroupedDense`, below `gate_up` and `down`.
 
     On several devices, `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
@@ -259,6 +261,7 @@ class MoEMlp(nn.Module):
         cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method: as in `jg.moe.moe_mlp`.
         expert_groups, top_groups: likewise.
+        activation: that of the experts, see `jg.moe.grouped_mlp`.
 
     Example:
         layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
@@ -298,11 +301,13 @@ class MoEMlp(nn.Module):
     exchange_method: Method = "auto"
     expert_groups: int | None = None
     top_groups: int | None = None
+    activation: Activation = "silu_mul"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = dict(num_experts=self.num_experts, top_k=self.top_k)
         _layers.check_layer(self.recipe, counts, dict(hidden_features=self.hidden_features))
+        checks.check_activation_name(self.activation)
 
     @nn.compact
     def __call__(
@@ -357,7 +362,9 @@ class MoEMlp(nn.Module):
             kernel_init=self.router_init,
             name="router",
         )
-        gate_up = weights("gate_up", (experts, features, 2, hidden), self.gate_up_init)
+        gate_up = weights(
+            "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
+        )
         down = weights("down", (experts, hidden, features), self.down_init)
         axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
         return _layers.apply_moe(self, x, router, gate_up, down, selection_bias, shared, **axes)

@@ -12,12 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer
 from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.exchange import Method
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
+from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights
@@ -260,7 +262,7 @@ class GroupedDense(GroupedKernel):
 
 
 class MoEMlp(nnx.Module):
-    """A mixture of experts in place of a feed-forward layer: router, experts with SwiGLU, and their weighted sum.
+    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
 
     This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
     arguments.
@@ -270,7 +272,7 @@ class MoEMlp(nnx.Module):
 
     Attributes:
         router: `nnx.Linear`, its kernel `[K, E]`.
-        gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first.
+        gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
         down: `GroupedKernel` of `[E, F, K]`.
 
     Args:
@@ -279,7 +281,7 @@ class MoEMlp(nnx.Module):
         score, normalize_weights, weight_scale, capacity_factor: as in linen.
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method, expert_groups, top_groups: as in linen.
+        expert_axis, feature_axis, batch_axes, exchange_method, expert_groups, top_groups, activation: as in linen.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -320,10 +322,12 @@ class MoEMlp(nnx.Module):
         exchange_method: Method = "auto",
         expert_groups: int | None = None,
         top_groups: int | None = None,
+        activation: Activation = "silu_mul",
         rngs: nnx.Rngs,
     ):
         counts = dict(num_experts=num_experts, top_k=top_k)
         _layers.check_layer(recipe, counts, dict(features=features, hidden_features=hidden_features))
+        checks.check_activation_name(activation)
         self.router = nnx.Linear(
             features,
             num_experts,
@@ -348,7 +352,8 @@ class MoEMlp(nnx.Module):
         self.features = features
         self.num_experts = num_experts
         self.hidden_features = hidden_features
-        self.gate_up = kernel((num_experts, features, 2, hidden_features), gate_up_init)
+        gate_up_shape = _layers.gate_up_shape(num_experts, features, hidden_features, activation)
+        self.gate_up = kernel(gate_up_shape, gate_up_init)
         self.down = kernel((num_experts, hidden_features, features), down_init)
         self.top_k = top_k
         self.score = score
@@ -364,6 +369,7 @@ class MoEMlp(nnx.Module):
         self.exchange_method = exchange_method
         self.expert_groups = expert_groups
         self.top_groups = top_groups
+        self.activation = activation
 
     def __call__(
         self,
@@ -389,7 +395,8 @@ class MoEMlp(nnx.Module):
         """
         experts = _layers.local_size("num_experts", self.num_experts, self.expert_axis)
         hidden = _layers.local_size("hidden_features", self.hidden_features, self.feature_axis)
-        self._check_part("gate_up", self.gate_up, (experts, self.features, 2, hidden))
+        gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)
+        self._check_part("gate_up", self.gate_up, gate_up_shape)
         self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import JaxWork, NotOfferedError
 from jax_grouped.moe import Weights
-from jax_grouped.ops.rows import swiglu
+from jax_grouped.ops.rows import activate
 
 #: `(x, weights, group_sizes) -> y`, with the weights of one projection, or of an MLP's two.
 Layer = Callable[[jax.Array, Sequence[Weights], jax.Array], jax.Array]
@@ -23,7 +23,7 @@ def layer_of(product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) ->
         if weights[0].dkernel_accumulator is not None:
             raise NotOfferedError
         y = product(x, weights[0].kernel, sizes)
-        return product(swiglu(y), weights[1].kernel, sizes) if len(weights) > 1 else y
+        return product(activate(y, "silu_mul"), weights[1].kernel, sizes) if len(weights) > 1 else y
 
     return layer
 

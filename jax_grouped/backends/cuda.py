@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
 from jax_grouped.backends.reference import rows as reference_rows
-from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
+from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.groups import (
     FEATURE_ALIGNMENT,
     bias_grad_tiles,
@@ -32,7 +32,7 @@ from jax_grouped.fp8.recipes import ScalingMode
 CUSTOM_CALL_TARGETS = (
     "jax_grouped_gemm",
     "jax_grouped_bias_grad",
-    "jax_grouped_swiglu_grad",
+    "jax_grouped_activation_grad",
     "jax_grouped_permute_rows",
     "jax_grouped_quantize",
     "jax_grouped_quantize_permuted",
@@ -46,15 +46,24 @@ WORKSPACE_BYTES = 32 * 1024 * 1024
 MAX_BATCH = 65535
 
 
-#: Features that the kernel of SwiGLU's gradient loads at once: `kSwigluVector` in csrc.
-_SWIGLU_VECTOR = 8
+#: Features that the kernel of an activation's gradient loads at once: `kActivationVector` in csrc.
+_ACTIVATION_VECTOR = 8
 #: Bytes that the copies of tokens move at once: `kPermuteVectorBytes` in csrc.
 _PERMUTE_VECTOR_BYTES = 16
 
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _MODES = tuple(ScalingMode)
-_ACTIVATIONS = (None, "silu", "gelu", "relu", "silu_mul")
+_ACTIVATIONS: tuple[Activation | None, ...] = (
+    None,
+    "silu",
+    "gelu",
+    "relu",
+    "relu_squared",
+    "silu_mul",
+    "gelu_mul",
+    "clamped_silu_mul",
+)
 
 
 def check_batch(batch: int) -> None:
@@ -222,14 +231,16 @@ def grouped_bias_grad(
     return call(dy, group_sizes, group_offset)[0].astype(out_dtype)
 
 
-def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array, *, batch: int) -> tuple[jax.Array, ...]:
+def activation_grad(
+    x: jax.Array, da: jax.Array, row_weights: jax.Array, *, activation: Activation, batch: int
+) -> tuple[jax.Array, ...]:
     """Returns the results of the reference backend, from one kernel if the numbers have 16 bits."""
     del batch  # It is more rows.
-    if gate_up.dtype == jnp.float32 or da.shape[1] % _SWIGLU_VECTOR != 0:
-        return reference_rows.swiglu_grad(gate_up, da, row_weights)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
-    call = jax.ffi.ffi_call("jax_grouped_swiglu_grad", results)
-    return tuple(call(gate_up, da, row_weights))
+    if x.dtype == jnp.float32 or da.shape[1] % _ACTIVATION_VECTOR != 0:
+        return reference_rows.activation_grad(x, da, row_weights, activation=activation)
+    results = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da, row_weights)]
+    call = jax.ffi.ffi_call("jax_grouped_activation_grad", results)
+    return tuple(call(x, da, row_weights, activation=np.int32(_ACTIVATIONS.index(activation))))
 
 
 def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, batch: int) -> jax.Array:

@@ -26,7 +26,7 @@ from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
 from jax_grouped.backends.reference import rows as reference_rows
 from jax_grouped.backends.reference import tiles as reference_tiles
-from jax_grouped.backends.spec import GemmSpec, QuantizeSpec, batched
+from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, batched
 from jax_grouped.core.config import config
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.layout import QuantizedLayout
@@ -236,8 +236,9 @@ def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_grou
     return [jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype)]
 
 
-def _swiglu_grad_results(gate_up: Any, da: Any, row_weights: Any) -> Any:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (gate_up, da, row_weights)]
+def _activation_grad_results(x: Any, da: Any, row_weights: Any, *, activation: Activation) -> Any:
+    del activation
+    return [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da, row_weights)]
 
 
 def _permute_rows_results(x: Any, order: Any, inverse: Any) -> Any:
@@ -295,8 +296,10 @@ GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cu
 BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
-#: `(gate_up, da, row_weights) -> [dgate_up, weighted, inner_products]`.
-SWIGLU_GRAD = _define("swiglu_grad", _swiglu_grad_results, reference_rows.swiglu_grad, cuda.swiglu_grad)
+#: `(x, da, row_weights) -> [dx, weighted, inner_products]` with `activation`.
+ACTIVATION_GRAD = _define(
+    "activation_grad", _activation_grad_results, reference_rows.activation_grad, cuda.activation_grad
+)
 #: `(x, order, inverse) -> [rows]`.
 PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.

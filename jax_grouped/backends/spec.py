@@ -12,7 +12,14 @@ from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
-Activation = Literal["silu_mul", "silu", "gelu", "relu"]
+#: Activations of experts. Those that end in `_mul` have a gate: they take twice the features, those of the gate first,
+#: and multiply its activation by the others. `jax_grouped.grouped_quantize` says what each computes.
+Activation = Literal["silu_mul", "gelu_mul", "clamped_silu_mul", "silu", "gelu", "relu", "relu_squared"]
+
+
+def is_gated(activation: str | None) -> bool:
+    """Returns true for an activation that has a gate."""
+    return activation is not None and activation.endswith("_mul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +114,8 @@ class QuantizeSpec:
         activation: function applied to `x` before quantization, in float32.
         backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
         weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
-        inner_products: whether to make, with `backward` and a gate, the inner products of each row of the activation's
-            result with `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
+        inner_products: whether to make, with `backward`, the inner products of each row of the activation's result with
+            `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
         cached: whether `skip` and previous results are given.
     """
 
@@ -139,7 +146,7 @@ class QuantizeSpec:
 
     def features(self, x_features: int) -> int:
         """Returns the number of features of the quantized array, from that of `x`."""
-        if self.activation != "silu_mul":
+        if not is_gated(self.activation):
             return x_features
         return 2 * x_features if self.backward else x_features // 2
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.backends.reference.rows import gather, tokens_of
+from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
@@ -39,7 +40,7 @@ from jax_grouped.ops.dense import (
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
 from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.rows import permute_rows, swiglu, swiglu_grad
+from jax_grouped.ops.rows import activate, activation_grad, permute_rows
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -50,6 +51,7 @@ def routed_mlp(
     down: Weights,
     permutation: Permutation,
     weights: jax.Array,
+    activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     shared: jax.Array | None = None,
@@ -62,7 +64,8 @@ def routed_mlp(
         down: weights as in `grouped_mlp`.
         permutation: of the tokens to `R` rows.
         weights: `float32[T, k]`, the factor of each choice.
-        recipe: as in `grouped_mlp`.
+        activation: as in `grouped_mlp`.
+        recipe: likewise.
         precision: likewise.
         shared: `[T, N]`, as in `unpermute`.
 
@@ -74,7 +77,7 @@ def routed_mlp(
         ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     routing = (weights, permutation.order, permutation.inverse)
@@ -92,6 +95,7 @@ def weighted_mlp(
     down: Weights,
     group_sizes: jax.Array,
     row_weights: jax.Array,
+    activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
@@ -103,6 +107,7 @@ def weighted_mlp(
         down: as in `routed_mlp`.
         group_sizes: `[E]`, as in `grouped_mlp`.
         row_weights: `float32[R]`.
+        activation: as in `routed_mlp`.
         recipe: as in `routed_mlp`.
         precision: as in `routed_mlp`.
 
@@ -113,7 +118,7 @@ def weighted_mlp(
         TypeError: as `grouped_mlp`.
         ValueError: likewise.
     """
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, recipe, precision)
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
     if down.bias is not None:
@@ -126,11 +131,12 @@ def _canonical(
     rows: jax.Array | jax.ShapeDtypeStruct,
     gate_up: Weights,
     down: Weights,
+    activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Weights, Weights, MlpSpec]:
     """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
-    gate_up, down, spec = canonical_mlp(rows, gate_up, down, recipe, precision)
+    gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision)
     return gate_up, down._replace(bias=None), spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
 
 
@@ -210,7 +216,7 @@ def _products(
     (rows,), row_indices = _gathered([up.x], arrays, spec)
     tokens = _quantized_once(arrays, spec)
     hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, tokens=tokens, **options)
-    activated = swiglu(hidden) if spec.down.recipe is None else hidden
+    activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, of_down = fprop(down._replace(x=activated), spec.down, **options)
     return hidden, results, of_up, of_down
 
@@ -242,7 +248,7 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(arrays.up.x.dtype)))
     (x, dy), row_indices = _gathered([x, dy], arrays, spec)
     if spec.down.recipe is None:
-        pending, gradient, dweights = _backward_of_down(saved, dy)
+        pending, gradient, dweights = _backward_of_down(saved, dy, spec)
     else:
         pending, gradient, dweights = _backward_of_quantized_down(saved, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
@@ -257,11 +263,13 @@ def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _backward_of_down(saved: _Saved, dy: jax.Array) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
+def _backward_of_down(
+    saved: _Saved, dy: jax.Array, spec: MlpSpec
+) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
     """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
     arrays, hidden, up, down = saved
     dactivated, pending = dgrad(down.residuals, quantized_gradient(down.residuals, dy))
-    dhidden, activated, dweights = swiglu_grad(hidden, dactivated, arrays.row_weights())
+    dhidden, activated, dweights = activation_grad(hidden, dactivated, arrays.row_weights(), spec.activation)
     return dataclasses.replace(pending, x=activated), quantized_gradient(up.residuals, dhidden), dweights
 
 

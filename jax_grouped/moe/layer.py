@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.backends.spec import Activation
 from jax_grouped.core.values import as_array, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
@@ -58,6 +59,7 @@ def moe_mlp(
     expert_groups: int | None = None,
     top_groups: int | None = None,
     capacity_factor: float | None = None,
+    activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     expert_axis: str | None = None,
@@ -71,7 +73,7 @@ def moe_mlp(
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
 
-    The backward pass gathers the tokens again. Only `x`, the input of SwiGLU, the routing and the kernels are kept for
+    The backward pass gathers the tokens again. Only `x`, the activation's input, the routing and the kernels are kept for
     it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The routing
     weights' gradient is computed from the activation's, with the precision of the recipe.
 
@@ -98,6 +100,7 @@ def moe_mlp(
             one length and lose their last rows, and are counted; with an `expert_axis`, a group is the rows of one
             source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
             `expert_axis` `D * T * min(top_k, E / D)`.
+        activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is `[E / D, K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
@@ -162,7 +165,7 @@ def moe_mlp(
     permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
     dropped = permutation.dropped
     if devices == 1:
-        y = routed_mlp(x, gate_up, down, permutation, routing.weights, recipe, precision, shared)
+        y = routed_mlp(x, gate_up, down, permutation, routing.weights, activation, recipe, precision, shared)
     else:
         rows = permute(x, permutation)
         exchange = plan_exchange(
@@ -170,7 +173,7 @@ def moe_mlp(
         )
         rows = send_rows(rows, exchange)
         row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
-        rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, recipe, precision)
+        rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, activation, recipe, precision)
         y = unpermute(return_rows(rows, exchange), permutation, shared=shared)
         dropped = exchange.dropped
     if feature_axis is not None:

@@ -1,4 +1,4 @@
-"""`grouped_mlp`: the experts' feed-forward network, two grouped products with SwiGLU in between."""
+"""`grouped_mlp`: the experts' feed-forward network, two grouped products with an activation in between."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops import checks
@@ -14,7 +15,7 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
-from jax_grouped.ops.rows import swiglu
+from jax_grouped.ops.rows import activate
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -25,22 +26,26 @@ def grouped_mlp(
     down: jax.Array | Weights,
     group_sizes: GroupSizes,
     *,
+    activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Applies a gated linear network per group: `(silu(x @ gate) * (x @ up)) @ down`, SwiGLU (arXiv:2002.05202).
+    """Applies a feed-forward network per group: by default `(silu(x @ gate) * (x @ up)) @ down` (arXiv:2002.05202).
 
-    With a recipe, SwiGLU is fused into the quantization of the second product's input, and its derivative into the
-    quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and never
-    written in a wider type. Without a recipe they are plain JAX, and the backward pass computes SwiGLU again from the
-    first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
+    With a recipe, the activation is fused into the quantization of the second product's input, and its derivative into
+    the quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and
+    never written in a wider type. Without a recipe they are plain JAX, and the backward pass computes the activation
+    again from the first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
     rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
-        gate_up: `[E, K, 2 F]`, the gate's features first, or `Weights` with such a kernel.
+        gate_up: `[E, K, 2 F]`, the gate's features first, or `Weights` with such a kernel; `[E, K, F]` with an
+            activation that has no gate.
         down: `[E, F, N]`, or `Weights` with such a kernel.
         group_sizes: `[E]` integers, rows per group, read on the device only.
+        activation: with a gate "silu_mul" (SwiGLU), "gelu_mul" (GeGLU) or "clamped_silu_mul" (gpt-oss); without one
+            "silu", "gelu", "relu" or "relu_squared". See `jax_grouped.grouped_quantize`.
         recipe: how both products are computed in FP8, with `K`, `F` and `N` multiples of 16; None to compute in the
             type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -60,10 +65,10 @@ def grouped_mlp(
         assert jnp.allclose(y[:14], 16 * 32 * jax.nn.silu(32.0)) and not y[14:].any()
     """
     x = as_array("x", x)
-    gate_up, down, spec = canonical_mlp(x, gate_up, down, recipe, precision)
+    gate_up, down, spec = canonical_mlp(x, gate_up, down, activation, recipe, precision)
     if recipe is None:
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
-        return dense(swiglu(dense(x, **gate_up._asdict())), **down._asdict())
+        return dense(activate(dense(x, **gate_up._asdict()), activation), **down._asdict())
 
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     # The second product has no tokens yet: the first product computes them.
@@ -72,8 +77,9 @@ def grouped_mlp(
 
 
 class MlpSpec(NamedTuple):
-    """The static parts of both products, with SwiGLU as their activation."""
+    """The activation, and the static parts of both products, which have it as theirs."""
 
+    activation: Activation
     up: DenseSpec
     down: DenseSpec
 
@@ -82,6 +88,7 @@ def canonical_mlp(
     x: jax.Array | jax.ShapeDtypeStruct,
     gate_up: jax.Array | Weights,
     down: jax.Array | Weights,
+    activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Weights, Weights, MlpSpec]:
@@ -92,7 +99,8 @@ def canonical_mlp(
         ValueError: likewise.
     """
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
-    _check_shapes(gate_up.kernel.shape, down.kernel.shape)
+    checks.check_activation_name(activation)
+    _check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     if recipe is not None:
         checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
     gate_up, up = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
@@ -102,8 +110,9 @@ def canonical_mlp(
         gate_up,
         down,
         MlpSpec(
-            up=dataclasses.replace(up, output_activation="silu_mul"),
-            down=dataclasses.replace(spec, input_activation="silu_mul"),
+            activation,
+            up=dataclasses.replace(up, output_activation=activation),
+            down=dataclasses.replace(spec, input_activation=activation),
         ),
     )
 
@@ -115,9 +124,13 @@ def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
     return weights._replace(kernel=as_array(name, weights.kernel))
 
 
-def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:
-    if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != 2 * down[1]:
-        raise ValueError(f"gate_up and down must have shapes [E, K, 2 F] and [E, F, N], got {gate_up} and {down}.")
+def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Activation) -> None:
+    halves = 2 if is_gated(activation) else 1
+    if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != halves * down[1]:
+        raise ValueError(
+            f"gate_up and down must have shapes [E, K, {'2 F' if halves == 2 else 'F'}] and [E, F, N] for {activation}, "
+            f"got {gate_up} and {down}."
+        )
 
 
 class _MlpSaved(NamedTuple):

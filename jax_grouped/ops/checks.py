@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import Activation
+from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, canonical_sizes
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
@@ -285,19 +285,24 @@ def check_scaled(scaled: ScaledArray) -> None:
             raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}{hint}.")
 
 
+def check_activation_name(activation: str, more: str = "") -> None:
+    """Raises ValueError unless there is such an activation; `more` names other values that are permitted."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {get_args(Activation)}{more}, got {activation!r}.")
+
+
 def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:
     """Raises ValueError or TypeError unless the activation is a known one and its operands fit each other."""
     if activation is None:
         if activation_input is not None:
             raise ValueError("activation_input needs an activation.")
         return
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation must be one of {get_args(Activation)} or None, got {activation!r}.")
+    check_activation_name(activation, " or None")
     if activation_input is None:
-        if activation == "silu_mul" and x.shape[-1] % 2:
-            raise ValueError(f"silu_mul needs an even number of features, gate and up, got x {x.shape}.")
+        if is_gated(activation) and x.shape[-1] % 2:
+            raise ValueError(f"{activation} needs an even number of features, gate and up, got x {x.shape}.")
         return
-    expected = (*x.shape[:-1], 2 * x.shape[-1] if activation == "silu_mul" else x.shape[-1])
+    expected = (*x.shape[:-1], 2 * x.shape[-1] if is_gated(activation) else x.shape[-1])
     if activation_input.dtype != x.dtype:
         raise TypeError(f"activation_input must have the type of x, {x.dtype.name}, got {activation_input.dtype.name}.")
     if activation_input.shape != expected:

@@ -74,15 +74,16 @@ def grouped_quantize(
         dbias: also sum each group's rows, in float32 and before quantization, in a fixed order. `cuda` adds 16 rows in
             sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
-            `jax.nn.gelu`), `"relu"`, or `"silu_mul"` for an `x` of `[T, 2 C]`, the gate first:
-            `silu(gate) * up` (SwiGLU, arXiv:2002.05202).
+            `jax.nn.gelu`), `"relu"` or `"relu_squared"` (arXiv:2109.08668). For an `x` of `[T, 2 C]`, the gate first:
+            `"silu_mul"`, `silu(gate) * up` (SwiGLU, arXiv:2002.05202); `"gelu_mul"`, `gelu(gate) * up` (GeGLU, likewise);
+            `"clamped_silu_mul"`, `g * sigmoid(1.702 * g) * (u + 1)` with `g = min(gate, 7)` and `u = clip(up, -7, 7)`
+            (gpt-oss, arXiv:2508.10925).
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
         row_weights: `float32[T]`, for an `x` with group sizes and an activation: multiply each row of the activation's
             result by its weight, or with `activation_input` each row of `x`.
-        inner_products: with `"silu_mul"`, an `activation_input` and group sizes, also return the inner product of each
-            row of the activation's result with its gradient `x`, in float32, before `row_weights`: 0 for rows of no
-            group.
+        inner_products: with an `activation_input` and group sizes, also return the inner product of each row of the
+            activation's result with its gradient `x`, in float32, before `row_weights`: 0 for rows of no group.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
@@ -123,10 +124,8 @@ def grouped_quantize(
         if group_sizes is None or activation is None:
             raise ValueError("row_weights is for x [T, C] with group_sizes and an activation.")
         row_weights = checks.canonical_row_weights(row_weights, x.shape[0])
-    if static_bool("inner_products", inner_products) and (
-        group_sizes is None or activation != "silu_mul" or activation_input is None
-    ):
-        raise ValueError('inner_products is for x [T, C] with group_sizes, activation="silu_mul" and activation_input.')
+    if static_bool("inner_products", inner_products) and (group_sizes is None or activation_input is None):
+        raise ValueError("inner_products is for x [T, C] with group_sizes, an activation and activation_input.")
 
     num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
     spec = QuantizeSpec(

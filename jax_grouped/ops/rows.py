@@ -1,66 +1,73 @@
-"""Operations on rows without groups: SwiGLU and its gradient for rows that have weights, and copies of rows."""
+"""Operations on rows without groups: activations, their gradients for rows that have weights, and copies of rows."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends import primitives
+from jax_grouped.backends.reference import activations
 from jax_grouped.backends.reference import rows as reference
+from jax_grouped.backends.spec import Activation
 from jax_grouped.core.varying import vary_alike
 
 
-@jax.custom_vjp
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """Computes `silu(gate) * up` (arXiv:2002.05202) in float32: `[T, 2 F]`, the gate's features first, `-> [T, F]`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """Applies an activation in float32: `[T, F]`, or `[T, 2 F]` with a gate, whose features are first, `-> [T, F]`.
 
-    The backward pass computes it again from `gate_up`. JAX's own rule would keep five float32 arrays `[T, F]` instead.
+    The backward pass computes it again from `x`. JAX's own rule would keep several float32 arrays `[T, F]` instead.
     """
-    return _swiglu(gate_up)
+    return _activate(x, activation)
 
 
-def _swiglu(gate_up: jax.Array) -> jax.Array:
-    return reference.swiglu(gate_up.astype(jnp.float32)).astype(gate_up.dtype)
+def _activate(x: jax.Array, activation: Activation) -> jax.Array:
+    return activations.activate(x.astype(jnp.float32), activation).astype(x.dtype)
 
 
-def _swiglu_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return swiglu(gate_up), gate_up
+def _activate_forward(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array]:
+    return activate(x, activation), x
 
 
-def _swiglu_backward(gate_up: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    _, pull_back = jax.vjp(_swiglu, gate_up)
+def _activate_backward(activation: Activation, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    _, pull_back = jax.vjp(lambda x: _activate(x, activation), x)
     return pull_back(dy)
 
 
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+activate.defvjp(_activate_forward, _activate_backward)
 
 
-@jax.custom_jvp
-def swiglu_grad(gate_up: jax.Array, da: jax.Array, row_weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what the backward pass of `row_weights[:, None] * a` needs, where `a` is `swiglu(gate_up)`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def activation_grad(
+    x: jax.Array, da: jax.Array, row_weights: jax.Array, activation: Activation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes what the backward pass of `row_weights[:, None] * a` needs, where `a` is `activate(x, activation)`.
 
     It computes everything in float32 in one pass, and is differentiable any number of times.
 
     Args:
-        gate_up: `[R, 2 F]`.
-        da: `[R, F]` in the type of `gate_up`, the gradient of the weighted rows.
+        x: `[R, F]`, or `[R, 2 F]` with a gate.
+        da: `[R, F]` in the type of `x`, the gradient of the weighted rows.
         row_weights: `float32[R]`.
+        activation: the activation.
 
     Returns:
-        The gradient of `gate_up`; the weighted rows `row_weights[:, None] * a`, in the type of `gate_up`; and the inner
-        product of each row of `a` with that of `da`, `float32[R]`, which is the gradient of `row_weights`.
+        The gradient of `x`; the weighted rows `row_weights[:, None] * a`, in the type of `x`; and the inner product of
+        each row of `a` with that of `da`, `float32[R]`, which is the gradient of `row_weights`.
     """
-    operands = vary_alike(gate_up, da, row_weights)
+    operands = vary_alike(x, da, row_weights)
     if 0 in da.shape:
-        return reference.swiglu_grad(*operands)
-    dgate_up, weighted, inner_products = primitives.SWIGLU_GRAD.bind(*operands, **primitives.common_params(operands))
-    return dgate_up, weighted, inner_products
+        return reference.activation_grad(*operands, activation=activation)
+    params = primitives.common_params(operands)
+    dx, weighted, inner_products = primitives.ACTIVATION_GRAD.bind(*operands, activation=activation, **params)
+    return dx, weighted, inner_products
 
 
-@swiglu_grad.defjvp
-def _swiglu_grad_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    _, derivatives = jax.jvp(reference.swiglu_grad, primals, tangents)
-    return swiglu_grad(*primals), derivatives
+@activation_grad.defjvp
+def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    _, derivatives = jax.jvp(functools.partial(reference.activation_grad, activation=activation), primals, tangents)
+    return activation_grad(*primals, activation), derivatives
 
 
 @jax.custom_jvp

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference import stack
-from jax_grouped.backends.reference.rows import swiglu, tokens_of
+from jax_grouped.backends.reference.activations import activate, activation_grad
+from jax_grouped.backends.reference.rows import tokens_of
 from jax_grouped.backends.reference.scales import Scaling, spread
 from jax_grouped.backends.reference.tiles import grouped_bias_grad
-from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
@@ -33,8 +34,11 @@ def quantize(
         made = _quantize(activated, group_sizes, group_offset, scale, x.shape, spec)
         if spec.inner_products:
             assert activation_input is not None
+            assert spec.activation is not None
             rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
-            made["inner_products"] = jnp.where(rows.valid[:, None], _inner_products(x, activation_input), 0)
+            made["inner_products"] = jnp.where(
+                rows.valid[:, None], _inner_products(x, activation_input, spec.activation), 0
+            )
         return tuple(made[name] for name in spec.results(x.shape))
 
     if spec.cached:
@@ -88,30 +92,20 @@ def _activate(
     x: jax.Array, activation_input: jax.Array | None, row_weights: jax.Array | None, spec: QuantizeSpec
 ) -> jax.Array:
     """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
-    functions: dict[str, Callable[..., jax.Array]] = {
-        "silu_mul": swiglu,
-        "silu": jax.nn.silu,
-        "gelu": jax.nn.gelu,
-        # No maximum: its sign of zero depends on the platform.
-        "relu": lambda h: jnp.where((h > 0) | jnp.isnan(h), h, 0),
-    }
     if spec.activation is None:
         return x
-    function = functions[spec.activation]
     if activation_input is None:
-        return function(x) if row_weights is None else function(x) * row_weights[:, None]
+        activated = activate(x, spec.activation)
+        return activated if row_weights is None else activated * row_weights[:, None]
     if row_weights is not None:
         x = x * row_weights[:, None]
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
-    if spec.activation == "relu":
-        # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
-        return jnp.where(activation_input > 0, x, 0)
-    return jax.vjp(function, activation_input)[1](x)[0]
+    return activation_grad(activation_input, x, spec.activation)
 
 
-def _inner_products(gradient: jax.Array, activation_input: jax.Array) -> jax.Array:
-    """Returns the inner products of the rows of SwiGLU's result with its gradient `[R, F]`, one per 128 features."""
-    products = swiglu(activation_input.astype(jnp.float32)) * gradient.astype(jnp.float32)
+def _inner_products(gradient: jax.Array, activation_input: jax.Array, activation: Activation) -> jax.Array:
+    """Returns the inner products of the rows of the result with its gradient `[R, F]`, one per 128 features."""
+    products = activate(activation_input.astype(jnp.float32), activation) * gradient.astype(jnp.float32)
     return jnp.sum(_block_features(products, BLOCK), axis=2)
 
 
