@@ -39,11 +39,17 @@ nb::dict Handlers() {
   swiglu_grad["execute"] = Capsule(SwigluGradExecute);
   nb::dict permute_rows;
   permute_rows["execute"] = Capsule(PermuteRowsExecute);
+  nb::dict route;
+  route["execute"] = Capsule(RouteExecute);
+  nb::dict group_pairs;
+  group_pairs["execute"] = Capsule(GroupPairsExecute);
   nb::dict handlers;
   handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_swiglu_grad"] = swiglu_grad;
   handlers["jax_grouped_permute_rows"] = permute_rows;
+  handlers["jax_grouped_route"] = route;
+  handlers["jax_grouped_group_pairs"] = group_pairs;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_dequantize"] = dequantize;
   return handlers;
