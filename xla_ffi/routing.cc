@@ -114,7 +114,10 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::RemainingArgs 
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kRoute, "logits", logits.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kRoute, "probabilities", probabilities->untyped_data()));
   RouteBuffers buffers{};
-  if (bias.size() > 1) return Invalid(kRoute, "the only operand after logits is the bias.");
+  if (bias.size() > 1) {
+    return Invalid(
+        kRoute, "there must be at most one operand after logits, the bias, got " + std::to_string(bias.size()) + ".");
+  }
   if (bias.size() == 1) {
     JAX_GROUPED_ASSIGN_OR_RETURN(given, bias.get<ffi::AnyBuffer>(0));
     JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kRoute, "the bias", *given, ffi::F32, attributes.batch * num_experts));
@@ -179,7 +182,10 @@ ffi::Error GroupPairs(cudaStream_t stream, S32Buffer experts, ffi::RemainingArgs
     JAX_GROUPED_RETURN_IF_ERROR(ToError(kGroupPairs, LaunchCountPairs(stream, buffers.experts, problem, counts)));
     buffers.block_counts = counts;
   } else {
-    if (of_blocks.size() != 2) return Invalid(kGroupPairs, "block_counts and block_sums need each other.");
+    if (of_blocks.size() != 2) {
+      return Invalid(kGroupPairs, "block_counts and block_sums must be given together, got " +
+                                      std::to_string(of_blocks.size()) + " of the two.");
+    }
     JAX_GROUPED_ASSIGN_OR_RETURN(counts, of_blocks.get<ffi::AnyBuffer>(0));
     JAX_GROUPED_ASSIGN_OR_RETURN(block_sums, of_blocks.get<ffi::AnyBuffer>(1));
     JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kGroupPairs, "block_counts", *counts, ffi::S32, of_all_blocks));
