@@ -14,6 +14,7 @@ from jax_grouped.core.groups import (
     group_table_size,
     max_row_blocks,
     quantize_scratch_bytes,
+    routing_blocks,
 )
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
@@ -23,6 +24,8 @@ GROUPS, ROWS, FEATURES = 4, 32, 16
 TILES, TABLE = bias_grad_tiles(ROWS, GROUPS), group_table_size(GROUPS)
 #: Scales of two rows per token, in blocks of 1 x 128.
 BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
+#: Every routing has 2 of 4 experts for each of 32 tokens.
+OF_EXPERTS, OF_BLOCKS = (GROUPS,), (routing_blocks(ROWS), GROUPS)
 
 Shape = tuple[int, ...]
 Array = tuple[Shape, jax.typing.DTypeLike]
@@ -158,10 +161,60 @@ def permute_rows(
     return ungrouped_call("jax_grouped_permute_rows", [x, (order, I32), (inverse, I32)], [rows])[0]
 
 
-def ungrouped_call(target: str, operands: Sequence[Array], results: Sequence[Array]) -> Sequence[jax.Array]:
-    """Makes a custom call without groups, whose operands are ones."""
+def route(
+    logits: Array = ((ROWS, GROUPS), BF16),
+    bias: Sequence[Array] = (),
+    experts: Shape = (ROWS, 2),
+    weights: Shape = (ROWS, 2),
+    probabilities: Shape = (ROWS, GROUPS),
+    block_counts: Shape = OF_BLOCKS,
+    block_sums: Shape = OF_BLOCKS,
+    **attributes: Any,
+) -> jax.Array:
+    """Routes every token to experts 0 and 1."""
+    defaults = dict(
+        batch=np.int64(1),
+        score=np.int32(0),
+        normalize_weights=True,
+        expert_groups=np.int64(1),
+        top_groups=np.int64(1),
+    )
+    results = [(experts, I32), (weights, F32), (probabilities, F32), (block_counts, I32), (block_sums, F32)]
+    return ungrouped_call("jax_grouped_route", [logits, *bias], results, defaults, attributes)[0]
+
+
+def group_pairs(
+    experts: Shape = (ROWS, 2),
+    of_blocks: Sequence[Array] = (),
+    order: Shape = (2 * ROWS,),
+    inverse: Shape = (ROWS, 2),
+    group_sizes: Shape = OF_EXPERTS,
+    dropped: Shape = (1,),
+    expert_load: Shape = OF_EXPERTS,
+    last: Array = (OF_BLOCKS, I32),
+    batch: int = 1,
+) -> jax.Array:
+    """Sorts pairs that are all of expert 1. Returns the inverse."""
+    results = [(shape, I32) for shape in (order, inverse, group_sizes, dropped, expert_load)]
+    operands = [(experts, I32), *of_blocks]
+    return ungrouped_call("jax_grouped_group_pairs", operands, [*results, last], dict(batch=np.int64(batch)))[1]
+
+
+def ungrouped_call(
+    target: str,
+    operands: Sequence[Array],
+    results: Sequence[Array],
+    defaults: dict[str, Any] | None = None,
+    attributes: dict[str, Any] | None = None,
+) -> Sequence[jax.Array]:
+    """Makes a custom call without groups, whose operands are ones; attributes take the types of their defaults."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*(jnp.ones(*of) for of in operands))
+    typed = with_types(defaults or {}, attributes or {})
+    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*(jnp.ones(*of) for of in operands), **typed)
+
+
+def with_types(defaults: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: type(defaults[name])(value) for name, value in (defaults | attributes).items()}
 
 
 def call(
@@ -176,6 +229,6 @@ def call(
     arguments = [jnp.ones(shape, dtype) for shape, dtype in operands]
     after = 1 if target in ("jax_grouped_bias_grad", "jax_grouped_quantize") else 2
     arguments[after:after] = [jnp.full(GROUPS, ROWS // GROUPS, I32), jnp.zeros(offset, I32)]
-    typed = {name: type(defaults[name])(value) for name, value in (defaults | attributes).items()}
+    typed = with_types(defaults, attributes)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*arguments, **typed)

@@ -31,6 +31,21 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationGradExecute);
 //   jax_grouped_permute_rows(x, order, inverse) -> (rows)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
 
+// Chooses each token's experts:
+//   jax_grouped_route(logits[, bias]) {batch, score, normalize_weights, expert_groups, top_groups} ->
+//       (experts, weights, probabilities, block_counts, block_sums)
+//
+// The last two results have sums for each block of tokens, and are for jax_grouped_group_pairs.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(RouteExecute);
+
+// Sorts pairs of a token and a choice by expert:
+//   jax_grouped_group_pairs(experts, block_counts, block_sums) {batch} ->
+//       (order, inverse, group_sizes, dropped, expert_load, sums)
+//   jax_grouped_group_pairs(experts) {batch} -> (order, inverse, group_sizes, dropped, expert_load, block_counts)
+//
+// The second form counts the pairs of the blocks first. Its last result is scratch memory.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
+
 // Quantizes the rows of each group:
 //   jax_grouped_quantize(x, group_sizes, group_offset[, row_indices][, scale][, activation_input][, row_weights]
 //                        [, skip, previous results...]) {...} ->

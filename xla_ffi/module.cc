@@ -41,11 +41,17 @@ nb::dict Handlers() {
   activation_grad["execute"] = Capsule(ActivationGradExecute);
   nb::dict permute_rows;
   permute_rows["execute"] = Capsule(PermuteRowsExecute);
+  nb::dict route;
+  route["execute"] = Capsule(RouteExecute);
+  nb::dict group_pairs;
+  group_pairs["execute"] = Capsule(GroupPairsExecute);
   nb::dict handlers;
   handlers["jax_grouped_gemm"] = gemm;
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_activation_grad"] = activation_grad;
   handlers["jax_grouped_permute_rows"] = permute_rows;
+  handlers["jax_grouped_route"] = route;
+  handlers["jax_grouped_group_pairs"] = group_pairs;
   handlers["jax_grouped_quantize"] = quantize;
   handlers["jax_grouped_quantize_permuted"] = quantize_permuted;
   handlers["jax_grouped_dequantize"] = dequantize;

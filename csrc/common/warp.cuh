@@ -18,6 +18,13 @@ __device__ inline T FromLane(int lane, T value) {
   return __shfl_sync(kFullWarp, value, lane);
 }
 
+// Returns to all lanes the sum of their values, added up in a fixed order. All lanes of the warp must call it.
+__device__ inline float WarpSum(float value) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kFullWarp, value, lanes);
+  return value;
+}
+
 // Broadcasts lane 0's value, so that nvcc treats it as warp-uniform. nvcc assumes that the lanes diverge at a branch on
 // any other value, and emits a second copy of the shuffles behind that branch for divergent lanes. All lanes of the
 // warp must call it.

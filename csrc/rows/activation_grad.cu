@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock)
     if constexpr (kGated) dfactor.Store(dinput + pairs + i);
     weighted.Store(weighteds + i);
   }
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) product += __shfl_xor_sync(kFullWarp, product, lanes);
+  product = WarpSum(product);
   if (Lane() == 0) inner_products[row] = product;
 }
 

@@ -24,9 +24,10 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import cuda, extension
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
+from jax_grouped.backends.reference import routing as reference_routing
 from jax_grouped.backends.reference import rows as reference_rows
 from jax_grouped.backends.reference import tiles as reference_tiles
-from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, batched
+from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, RouteSpec, batched, grouped_pairs
 from jax_grouped.core.config import config
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.layout import QuantizedLayout
@@ -246,6 +247,22 @@ def _permute_rows_results(x: Any, order: Any, inverse: Any) -> Any:
     return [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)]
 
 
+def _route_results(logits: Any, *bias: Any, spec: RouteSpec) -> Any:
+    del bias
+    return spec.results(logits.shape)
+
+
+def _group_pairs_results(experts: Any, *, num_experts: int, rows: int) -> Any:
+    return grouped_pairs(experts.shape, num_experts, rows)
+
+
+def _route_and_group_results(logits: Any, *bias: Any, spec: RouteSpec, rows: int) -> Any:
+    del bias
+    tokens, num_experts = logits.shape
+    of_experts = [jax.ShapeDtypeStruct((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    return [*spec.results(logits.shape), *grouped_pairs((tokens, spec.top_k), num_experts, rows), *of_experts]
+
+
 def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
     del more
     return list(spec.results(x.shape).values())
@@ -302,6 +319,14 @@ ACTIVATION_GRAD = _define(
 )
 #: `(x, order, inverse) -> [rows]`.
 PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
+#: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
+ROUTE = _define("route", _route_results, reference_routing.route, cuda.route)
+#: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
+GROUP_PAIRS = _define("group_pairs", _group_pairs_results, reference_routing.group_pairs, cuda.group_pairs)
+#: `(logits, *bias) -> [*route, *group_pairs, expert_load, probability_sums]` with a `RouteSpec` and `rows`.
+ROUTE_AND_GROUP = _define(
+    "route_and_group", _route_and_group_results, reference_routing.route_and_group, cuda.route_and_group
+)
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results

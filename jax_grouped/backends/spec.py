@@ -12,6 +12,8 @@ from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
+#: Function from a router's logits to scores.
+Score = Literal["softmax", "sigmoid"]
 #: Activations of experts. Those that end in `_mul` have a gate: they take twice the features, those of the gate first,
 #: and multiply its activation by the others. `jax_grouped.grouped_quantize` says what each computes.
 Activation = Literal["silu_mul", "gelu_mul", "clamped_silu_mul", "silu", "gelu", "relu", "relu_squared"]
@@ -186,6 +188,57 @@ class QuantizeSpec:
         """Returns shapes and types of the results of `quantize_permuted`: rowwise data and scales."""
         results = self.results(x_shape)
         return [results["row_data"], results["row_scale"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteSpec:
+    """The static part of a routing `(logits, *bias) -> (experts, weights, probabilities)`.
+
+    | array           | type and shape  | contents                                                                    |
+    |-----------------|-----------------|-----------------------------------------------------------------------------|
+    | `logits`        | `[T, E]`        | bfloat16, float16 or float32                                                |
+    | `bias`          | `float32[E]`    | if given, what is added to the scores for the choice                        |
+    | `experts`       | `int32[T, k]`   | the highest sums of score and bias, best first; of equal ones, lower indices |
+    | `weights`       | `float32[T, k]` | the scores of these experts                                                 |
+    | `probabilities` | `float32[T, E]` | the softmax, or the sigmoids divided by their sum                           |
+
+    In the choice, a NaN counts as the lowest score.
+
+    Attributes:
+        top_k: `k`, at most the experts of the groups that a token may use.
+        score: function from the logits to the scores, which are computed in float32.
+        normalize_weights: whether a token's weights are divided by their sum, unless that is 0.
+        expert_groups: number of groups of successive experts.
+        top_groups: number of groups that a token's experts come from: those with the highest sum of the two highest
+            numbers that the choice compares.
+    """
+
+    top_k: int
+    score: Score
+    normalize_weights: bool
+    expert_groups: int = 1
+    top_groups: int = 1
+
+    def results(self, logits: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes and types of the results for logits of this shape."""
+        choices = (logits[0], self.top_k)
+        return [
+            jax.ShapeDtypeStruct(choices, jnp.int32),
+            jax.ShapeDtypeStruct(choices, jnp.float32),
+            jax.ShapeDtypeStruct(logits, jnp.float32),
+        ]
+
+
+def grouped_pairs(experts: tuple[int, ...], num_experts: int, rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns shapes and types of an order of pairs, its inverse, the group sizes, and the number of dropped pairs.
+
+    Args:
+        experts: the shape `[T, k]` of the experts.
+        num_experts: `E`.
+        rows: `R`.
+    """
+    shapes = ((rows,), experts, (num_experts,), (1,))
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
 def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:

@@ -23,6 +23,10 @@ BIAS_GRAD_ROWS = 128
 #: follows from the number of row blocks of one height before its group.
 ROW_BLOCKS = (4, 16, 32, 128, 512)
 
+#: Routing counts choices in blocks of successive tokens: at most so many blocks, of at least so many tokens.
+_MOST_ROUTING_BLOCKS = 128
+_LEAST_ROUTING_TOKENS = 32
+
 #: Up to this number of groups, each row is compared with all groups: that compiles to one operation, a search to many.
 _FEW_GROUPS = 64
 
@@ -159,6 +163,12 @@ def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
 def bias_grad_tiles(capacity: int, num_groups: int) -> int:
     """Returns the most tiles of `BIAS_GRAD_ROWS` rows that any group sizes can need; no tile crosses a group."""
     return max_row_blocks(capacity, num_groups, BIAS_GRAD_ROWS)
+
+
+def routing_blocks(tokens: int) -> int:
+    """Returns the number of blocks of tokens for which routing has counts of its own (`RoutingBlocks` in C++)."""
+    per_block = max(_LEAST_ROUTING_TOKENS, -(-tokens // _MOST_ROUTING_BLOCKS))
+    return -(-tokens // per_block)
 
 
 class RowPositions(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.core.capacity import fit_to_capacity
 from jax_grouped.core.groups import group_rows
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size, vary_alike
 from jax_grouped.fp8.arrays import short_repr
-from jax_grouped.moe.capacity import fit_to_capacity
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes

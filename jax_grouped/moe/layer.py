@@ -16,10 +16,11 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
 from jax_grouped.moe.mlp import as_weights
-from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
-from jax_grouped.moe.routing import Score, expert_load, load_balancing_loss, top_k_routing
+from jax_grouped.moe.permutation import Permutation, check_pairs, permute, unpermute
+from jax_grouped.moe.routing import Score, balance_loss, route_arguments
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.routing import route_and_group
 
 
 class MoEMetrics(NamedTuple):
@@ -150,7 +151,7 @@ def moe_mlp(
         if shared is not None:
             shared = jnp.where(first, shared, 0)
 
-    routing = top_k_routing(
+    bias, spec = route_arguments(
         logits,
         top_k,
         score=score,
@@ -162,24 +163,29 @@ def moe_mlp(
     )
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
-    permutation = group_by_expert(routing.experts, num_experts, capacity=capacity if devices == 1 else None)
+    pairs = check_pairs((tokens, top_k), num_experts, capacity)
+    routing, grouped, load, probability_sums = route_and_group(
+        logits, bias, spec, rows=min(capacity, pairs) if devices == 1 else pairs
+    )
+    weights = routing.weights * weight_scale
+    permutation = Permutation(*grouped)
     dropped = permutation.dropped
     if devices == 1:
-        y = routed_mlp(x, gate_up, down, permutation, routing.weights, activation, recipe, precision, shared)
+        y = routed_mlp(x, gate_up, down, permutation, weights, activation, recipe, precision, shared)
     else:
         rows = permute(x, permutation)
         exchange = plan_exchange(
             permutation.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
         )
         rows = send_rows(rows, exchange)
-        row_weights = send_rows(_weights_of_rows(routing.weights, permutation), exchange)[:, 0]
+        row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
         rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, activation, recipe, precision)
         y = unpermute(return_rows(rows, exchange), permutation, shared=shared)
         dropped = exchange.dropped
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
-    balance_loss = load_balancing_loss(routing, axis_name=batch_axes or None)
-    return y, MoEMetrics(balance_loss, expert_load(routing), dropped)
+    loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
+    return y, MoEMetrics(loss, load, dropped)
 
 
 def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:

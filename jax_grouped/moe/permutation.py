@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference.rows import gather
-from jax_grouped.core.groups import count_not_above
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
-from jax_grouped.moe.capacity import fit_to_capacity
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
+from jax_grouped.ops.routing import group_pairs
 from jax_grouped.ops.rows import permute_rows
 
 #: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
@@ -73,53 +72,37 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         assert int(permutation.dropped) == 0
     """
     experts = as_array("experts", experts)
-    _check_arguments(experts, num_experts, capacity)
-    pairs = experts.size
-    rows = pairs if capacity is None else min(capacity, pairs)
-
-    keys = _keys(experts, num_experts)
-    keys, sorted_pairs = jax.lax.sort(vary_alike(keys, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    wanted = jnp.diff(count_not_above(keys, jnp.arange(num_experts, dtype=jnp.int32)), prepend=0)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    if rows < pairs:
-        group_sizes = fit_to_capacity(wanted, rows)
-        cut = wanted - group_sizes
-        group = count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row)
-        # The sorted pairs still hold the cut pairs of earlier groups: skip them to find a row's pair.
-        cut_before = jnp.cumsum(cut, dtype=jnp.int32) - cut
-        sorted_pairs = sorted_pairs[row + cut_before[jnp.minimum(group, num_experts - 1)]]
-    else:
-        group_sizes = wanted
-    used = jnp.sum(group_sizes, dtype=jnp.int32)
-    # Send each pair without a row to a distinct index past the end: the scatter is told that indices are unique.
-    pair = jnp.where(row < used, sorted_pairs, pairs + row)
-    nowhere, pair, row = vary_alike(jnp.full((pairs,), rows, jnp.int32), pair, row)
-    inverse = nowhere.at[pair].set(row, mode="drop", unique_indices=True)
-    return Permutation(
-        order=jnp.minimum(pair, pairs),
-        inverse=inverse.reshape(experts.shape),
-        group_sizes=group_sizes,
-        dropped=pairs - used,
-    )
-
-
-def _check_arguments(experts: jax.Array, num_experts: int, capacity: int | None) -> None:
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
-    if experts.ndim != 2 or experts.shape[1] == 0:
-        raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
-    if isinstance(experts.size, int) and experts.size > _MOST_PAIRS:
-        raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts.shape}.")
+    pairs = check_pairs(experts.shape, num_experts, capacity)
+    rows = pairs if capacity is None else min(capacity, pairs)
+    return Permutation(*group_pairs(_as_int32(experts, num_experts), num_experts, rows))
+
+
+def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None) -> int:
+    """Returns the number of pairs of a token and an expert, from the shape of `experts`.
+
+    Raises:
+        TypeError: `num_experts` or `capacity` is no integer that is known when the program is traced.
+        ValueError: an argument does not fit.
+    """
+    if len(experts) != 2 or experts[1] == 0:
+        raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts}.")
+    pairs = experts[0] * experts[1]
+    if isinstance(pairs, int) and pairs > _MOST_PAIRS:
+        raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts}.")
     checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
         checks.static_size("capacity", capacity)
+    return pairs
 
 
-def _keys(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the expert of each pair, `int32[T * k]`, and `num_experts` for pairs without an expert."""
+def _as_int32(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Converts experts of any integer type to `int32`, without wrapping values that do not fit."""
+    if experts.dtype == jnp.int32:
+        return experts
     limits = jnp.iinfo(experts.dtype)
-    keys = jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
-    return jnp.where(keys < 0, num_experts, keys).reshape(experts.size)
+    return jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
 
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:

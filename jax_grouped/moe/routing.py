@@ -1,19 +1,20 @@
 """Routing: the choice of each token's experts and their weights, and the loss that balances experts."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.backends.reference import routing as reference
+from jax_grouped.backends.spec import RouteSpec
+from jax_grouped.backends.spec import Score as Score
 from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
-
-#: Function from a router's logits to scores.
-Score = Literal["softmax", "sigmoid"]
+from jax_grouped.ops.routing import route
 
 
 @register_pytree
@@ -87,18 +88,43 @@ def top_k_routing(
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
     logits = as_array("logits", logits)
+    bias, spec = route_arguments(
+        logits,
+        top_k,
+        score=score,
+        normalize_weights=normalize_weights,
+        selection_bias=selection_bias,
+        weight_scale=weight_scale,
+        expert_groups=expert_groups,
+        top_groups=top_groups,
+    )
+    experts, weights, probabilities = route(logits, bias, spec)
+    return Routing(experts, weights * weight_scale, probabilities)
+
+
+def route_arguments(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    score: Score,
+    normalize_weights: bool,
+    selection_bias: jax.Array | None,
+    weight_scale: float | jax.Array,
+    expert_groups: int | None,
+    top_groups: int | None,
+) -> tuple[jax.Array | None, RouteSpec]:
+    """Checks the arguments of `top_k_routing`. Returns the bias as `float32[E]` and the static part."""
     _check_arguments(logits, top_k, score, weight_scale)
     groups = _checked_groups(expert_groups, top_groups, logits.shape[1], top_k)
     normalize_weights = static_bool("normalize_weights", normalize_weights)
-    logits = logits.astype(jnp.float32)
-    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
-    experts = _best(scores, top_k, selection_bias, groups)
-    weights = _scores_of(scores, experts)
-    return Routing(
-        experts=experts,
-        weights=(_normalized(weights) if normalize_weights else weights) * weight_scale,
-        probabilities=scores if score == "softmax" else _normalized(scores),
-    )
+    spec = RouteSpec(int(top_k), score, normalize_weights, *groups)
+    if selection_bias is None:
+        return None, spec
+    bias = as_array("selection_bias", selection_bias)
+    checks.check_dtype("selection_bias's type", bias.dtype)
+    if bias.shape != logits.shape[1:]:
+        raise ValueError(f"selection_bias must have shape [E] = {logits.shape[1:]}, got {bias.shape}.")
+    return bias.astype(jnp.float32), spec
 
 
 def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: float | jax.Array) -> None:
@@ -115,12 +141,10 @@ def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: fl
         raise ValueError(f"weight_scale must be a scalar, got shape {weight_scale.shape}.")
 
 
-def _checked_groups(
-    expert_groups: int | None, top_groups: int | None, num_experts: int, top_k: int
-) -> tuple[int, int] | None:
-    """Returns the number of groups and how many of them a token may use; None if it may use all experts."""
+def _checked_groups(expert_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Returns the number of groups and how many of them a token may use; one and one if it may use all experts."""
     if expert_groups is None and top_groups is None:
-        return None
+        return 1, 1
     if expert_groups is None or top_groups is None:
         raise ValueError(f"expert_groups and top_groups need each other, got {expert_groups} and {top_groups}.")
     expert_groups = checks.static_size("expert_groups", expert_groups, least=1)
@@ -135,71 +159,6 @@ def _checked_groups(
             f"{num_experts // expert_groups}."
         )
     return expert_groups, top_groups
-
-
-def _best(scores: jax.Array, top_k: int, bias: jax.Array | None, groups: tuple[int, int] | None) -> jax.Array:
-    """Returns the indices of the highest sums of score and bias, `int32[T, top_k]`, in the best groups."""
-    scores = jax.lax.stop_gradient(scores)
-    if bias is not None:
-        bias = as_array("selection_bias", bias)
-        checks.check_dtype("selection_bias's type", bias.dtype)
-        if bias.shape != scores.shape[1:]:
-            raise ValueError(f"selection_bias must have shape [E] = {scores.shape[1:]}, got {bias.shape}.")
-        scores = scores + jax.lax.stop_gradient(bias).astype(jnp.float32)
-    # Replace NaN and -inf: the order of NaN depends on the device, and an implementation may pad with -inf of no index.
-    lowest = jnp.finfo(jnp.float32).min
-    scores = jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest)
-    if groups is not None:
-        scores = _in_best_groups(scores, *groups)
-    return jax.lax.top_k(scores, top_k)[1]
-
-
-def _in_best_groups(scores: jax.Array, expert_groups: int, top_groups: int) -> jax.Array:
-    """Replaces the scores of experts outside of a token's best groups by -inf, which is below every score."""
-    of_groups = scores.reshape(scores.shape[0], expert_groups, scores.shape[1] // expert_groups)
-    two_best = jax.lax.top_k(of_groups, min(2, of_groups.shape[2]))[0]
-    # Halves, whose sum does not overflow.
-    best = jax.lax.top_k(jnp.sum(two_best * 0.5, axis=2), top_groups)[1]
-    return jnp.where(jnp.any(_chosen(best, expert_groups), axis=1)[..., None], of_groups, -jnp.inf).reshape(
-        scores.shape
-    )
-
-
-@jax.custom_vjp
-def _scores_of(scores: jax.Array, experts: jax.Array) -> jax.Array:
-    """Returns the scores `[T, k]` of the chosen experts.
-
-    The gradient of a gather would be a scatter-add. Here each score gathers its gradient from the token's few choices:
-    that is one kernel without atomics, and no array of the size of the comparisons is kept for it.
-    """
-    return jnp.take_along_axis(scores, experts, axis=1, mode="clip")
-
-
-def _scores_of_forward(scores: jax.Array, experts: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
-    return _scores_of(scores, experts), (experts, scores.shape[1])
-
-
-def _scores_of_backward(residuals: tuple[jax.Array, int], dweights: jax.Array) -> tuple[jax.Array, None]:
-    experts, num_experts = residuals
-    return jnp.sum(jnp.where(_chosen(experts, num_experts), dweights[..., None], 0), axis=1), None
-
-
-_scores_of.defvjp(_scores_of_forward, _scores_of_backward)
-
-
-def _chosen(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Compares each choice with each expert, `bool[T, k, E]`."""
-    return experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
-
-
-def _normalized(x: jax.Array) -> jax.Array:
-    """Divides nonnegative numbers `[T, n]` by their sum over `n`; returns zeros where the sum is 0."""
-    # A quotient's gradient divides by the square of the sum, which underflows to 0 for tiny numbers. So divide by the
-    # largest first. It is a constant to the gradient, because a common factor does not change the result.
-    largest = jax.lax.stop_gradient(jnp.max(x, axis=1, keepdims=True))
-    x = x / jnp.where(largest > 0, largest, 1)
-    total = jnp.sum(x, axis=1, keepdims=True)
-    return x / jnp.where(total > 0, total, 1)
 
 
 def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
@@ -229,16 +188,31 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
     check_instance("routing", routing, Routing)
-    tokens, num_experts = routing.probabilities.shape
-    fraction = expert_load(routing).astype(jnp.float32) / max(routing.experts.size, 1)
-    probability = jnp.sum(routing.probabilities, axis=0) / max(tokens, 1)
+    tokens = routing.probabilities.shape[0]
+    sums = jnp.sum(routing.probabilities, axis=0)
+    return balance_loss(expert_load(routing), sums, routing.experts.size, tokens, axis_name)
+
+
+def balance_loss(
+    load: jax.Array, probability_sums: jax.Array, pairs: int, tokens: int, axis_name: str | tuple[str, ...] | None
+) -> jax.Array:
+    """Computes `load_balancing_loss` from sums over the tokens.
+
+    Args:
+        load: `int32[E]`, number of choices of each expert.
+        probability_sums: `float32[E]`.
+        pairs: number of choices.
+        tokens: number of tokens.
+        axis_name: as in `load_balancing_loss`.
+    """
+    fraction = load.astype(jnp.float32) / max(pairs, 1)
+    probability = probability_sums / max(tokens, 1)
     if axis_name is not None:
         axis_size(axis_name)  # Raises where there is no such axis.
         fraction, probability = jax.lax.pmean((fraction, probability), axis_name)
-    return num_experts * jnp.sum(fraction * probability)
+    return load.shape[0] * jnp.sum(fraction * probability)
 
 
 def expert_load(routing: Routing) -> jax.Array:
     """Counts the choices of each expert, `int32[E]`."""
-    chosen = _chosen(routing.experts, routing.probabilities.shape[1])
-    return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
+    return reference.expert_load(routing.experts, routing.probabilities.shape[1])

@@ -11,6 +11,7 @@
 
 #include "csrc/gemm/scratch.h"
 #include "csrc/groups/layout.h"
+#include "csrc/routing/blocks.h"
 
 namespace {
 
@@ -36,6 +37,7 @@ const std::map<std::string, std::function<int64_t(const Arguments&)>> kSizes = {
     {"quantize_scratch",
      [](const Arguments& a) { return jax_grouped::QuantizeScratchBytes(a.at(0), a.at(1), a.at(2)); }},
     {"bias_grad_tiles", [](const Arguments& a) { return jax_grouped::BiasGradTiles(a.at(0), a.at(1)); }},
+    {"routing_blocks", [](const Arguments& a) { return jax_grouped::RoutingBlocks(a.at(0)); }},
     {"data", [](const Arguments& a) { return Layout(a).DataElements(); }},
     {"scale", [](const Arguments& a) { return Layout(a).ScaleElements(); }},
 };

@@ -21,15 +21,20 @@ from tests.custom_calls import (
     F32,
     FP8,
     GROUPS,
+    I32,
+    OF_BLOCKS,
+    OF_EXPERTS,
     ROWS,
     TABLE,
     TILES,
     bias_grad,
     dequantize,
     gemm,
+    group_pairs,
     permute_rows,
     quantize,
     quantize_permuted,
+    route,
     swiglu_grad,
 )
 
@@ -269,10 +274,66 @@ def test_quantize_permuted_refuses(change: dict, message: str) -> None:
     refuses(quantize_permuted, change, message)
 
 
+@cases(
+    (dict(logits=((32, 4), I32)), "logits must be bfloat16, float16 or float32."),
+    (dict(logits=((32,), F32)), "the rank of logits must be 2, got 1."),
+    (dict(experts=(64,)), "the rank of experts must be 2, got 1."),
+    (dict(score=2), "score must be 0 (softmax) or 1 (sigmoid), got 2."),
+    (
+        dict(batch=5),
+        "batch must be from 1 to 65535 and divide the number of tokens, which must not be 0, got 5 of 32 tokens.",
+    ),
+    (dict(logits=((0, 4), F32)), "batch must be from 1 to 65535 and divide the number of tokens, which must not be 0"),
+    (dict(logits=((32, 513), F32)), "logits's shape[1] must be from 1 to 512, got 513."),
+    (dict(expert_groups=0), "expert_groups must be from 1 to 32, got 0."),
+    (dict(expert_groups=3), "expert_groups must divide the number of experts, got 3 of 4."),
+    (dict(expert_groups=2, top_groups=3), "top_groups must be from 1 to 2, got 3."),
+    (dict(expert_groups=4, top_groups=1), "experts's shape[1] must be from 1 to 1, got 2."),
+    (dict(experts=(32, 0)), "experts's shape[1] must be from 1 to 4, got 0."),
+    (dict(experts=(31, 2)), "the size of experts must be 64, got 62."),
+    (dict(weights=(32, 3)), "the size of weights must be 64, got 96."),
+    (dict(probabilities=(32, 3)), "the size of probabilities must be 128, got 96."),
+    (dict(block_counts=(2, 4)), "the size of block_counts must be 4, got 8."),
+    (dict(block_sums=(1, 3)), "the size of block_sums must be 4, got 3."),
+    (dict(bias=2 * [(OF_EXPERTS, F32)]), "there must be at most one operand after logits, the bias, got 2."),
+    (dict(bias=[(OF_EXPERTS, BF16)]), "the bias must be float32."),
+    (dict(bias=[((5,), F32)]), "the size of the bias must be 4, got 5."),
+)
+def test_route_refuses(change: dict, message: str) -> None:
+    refuses(route, change, message)
+
+
+COUNTED = dict(of_blocks=[(OF_BLOCKS, I32), (OF_BLOCKS, F32)])
+
+
+@cases(
+    (dict(experts=(64,)), "the rank of experts must be 2, got 1."),
+    (dict(batch=0), "batch must be from 1 to 65535 and divide the number of tokens, which must not be 0, got 0 of 32"),
+    (dict(experts=(32, 0)), "the number of pairs of a batch element must be from 1 to 1073741824, got 0."),
+    (dict(group_sizes=(0,)), "the number of experts must be from 1 to 512, got 0."),
+    (dict(group_sizes=(513,)), "the number of experts must be from 1 to 512, got 513."),
+    (dict(order=(65,)), "the number of rows must be from 0 to 64, got 65."),
+    (dict(batch=2, order=(63,)), "the size of order must be 62, got 63."),
+    (dict(inverse=(32, 1)), "the size of inverse must be 64, got 32."),
+    (dict(batch=2, group_sizes=(5,)), "the size of group_sizes must be 4, got 5."),
+    (dict(dropped=(2,)), "the size of dropped must be 1, got 2."),
+    (dict(expert_load=(5,)), "the size of expert_load must be 4, got 5."),
+    (dict(last=(OF_BLOCKS, F32)), "block_counts must be int32."),
+    (dict(last=((5,), I32)), "the size of block_counts must be 4, got 5."),
+    (dict(of_blocks=[(OF_BLOCKS, I32)]), "block_counts and block_sums must be given together, got 1 of the two."),
+    (dict(of_blocks=2 * [(OF_BLOCKS, F32)]), "block_counts must be int32."),
+    (dict(of_blocks=2 * [(OF_BLOCKS, I32)]), "block_sums must be float32."),
+    (COUNTED | dict(last=(OF_EXPERTS, I32)), "sums must be float32."),
+    (COUNTED | dict(last=((5,), F32)), "the size of sums must be 4, got 5."),
+)
+def test_group_pairs_refuses(change: dict, message: str) -> None:
+    refuses(group_pairs, change, message)
+
+
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize(
     "call",
-    [bias_grad, quantize, quantize_permuted, dequantize, swiglu_grad, permute_rows],
+    [bias_grad, quantize, quantize_permuted, dequantize, swiglu_grad, permute_rows, route, group_pairs],
     ids=lambda call: call.__name__,
 )
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:

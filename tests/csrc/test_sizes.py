@@ -18,6 +18,7 @@ from jax_grouped.core.groups import (
     group_table_size,
     max_row_blocks,
     quantize_scratch_bytes,
+    routing_blocks,
 )
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
@@ -36,6 +37,8 @@ Call = tuple[str, tuple[int, ...], int]
 
 def sizes_of_groups() -> Iterator[Call]:
     """Calls of C++ functions, with the value that Python computes."""
+    for rows in (*ROWS, 2**30):
+        yield "routing_blocks", (rows,), routing_blocks(rows)
     for groups in GROUPS:
         yield "group_table", (groups,), group_table_size(groups)
         for batch in BATCHES:
