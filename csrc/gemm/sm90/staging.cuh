@@ -76,11 +76,13 @@ __device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const Thr
   }
 }
 
-// Shared memory from which a math group's results are copied. The group writes one half while the other half is copied.
+// Shared memory from which a math group's results are copied. It has one or two halves of kStagedBoxes boxes. The group
+// writes one half while the other, if there is one, is copied.
+template <int kHalves>
 class Staging {
  public:
-  __device__ Staging(const Addresses& shared, const ThreadPosition& position, cudaDataType_t type)
-      : position_(position), type_(type), memory_(shared.Staging(position.group)) {}
+  __device__ Staging(uint32_t memory, const ThreadPosition& position, cudaDataType_t type)
+      : position_(position), type_(type), memory_(memory) {}
 
   // Writes 64 rows of a tile, of which `columns` columns lie in the result. Calls store(box, column) for each box of
   // them, with `column` counted in the tile.
@@ -101,10 +103,10 @@ class Staging {
   template <typename Write, typename Store>
   __device__ __forceinline__ void Pass(const Write& write, int column, int end_column, const Store& store) {
     const bool leads = position_.warp == 0 && position_.lane == 0;
-    if (leads) WaitForReads<1>();
+    if (leads) WaitForReads<kHalves - 1>();
     SynchronizeWarpGroup(position_.group);
     uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
-    second_half_ = !second_half_;
+    second_half_ = kHalves == 2 && !second_half_;
     write(memory);
     FenceShared();
     SynchronizeWarpGroup(position_.group);
