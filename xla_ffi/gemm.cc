@@ -37,8 +37,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<bool>("scaled"), StructMember<::jax_grouped::ScalingMode>("a_mode"),
                                       StructMember<::jax_grouped::ScalingMode>("b_mode"),
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("weight_batch"),
-                                      StructMember<::jax_grouped::Gather>("gathered"),
-                                      StructMember<bool>("accumulate"), StructMember<bool>("autotune"));
+                                      StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
+                                      StructMember<bool>("autotune"));
 
 namespace jax_grouped {
 namespace {

@@ -57,7 +57,7 @@ struct GemmBuffers {
   const void* b;
   const void* a_scale;  // inverse scales: E8M0 with kMx, float32 otherwise; null for operands without scales
   const void* b_scale;
-  int64_t weight_scales;  // inverse scales per weight; 0 for kWgrad and without scales
+  int64_t weight_scales;       // inverse scales per weight; 0 for kWgrad and without scales
   const int32_t* row_indices;  // [tokens], for a gathered operand
   void* d;
   void* scratch;    // GemmScratch::Bytes() is its size
