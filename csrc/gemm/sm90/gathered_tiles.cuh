@@ -267,6 +267,7 @@ __device__ __forceinline__ void MultiplyStages(const GatheredAddresses& shared, 
   using A = OperandBoxes<GatheredTile::kRows, kATransposed>;
   using B = OperandBoxes<GatheredTile::kColumns, kBTransposed>;
   if (!has_rows) {
+#pragma unroll 1
     for (int32_t i = 0; i < stages; ++i, stage.Advance()) {
       WaitForPhase(shared.Full(stage.index), stage.parity);
       ReleaseFromWarp(shared.Empty(stage.index));

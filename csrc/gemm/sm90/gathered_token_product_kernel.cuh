@@ -124,17 +124,22 @@ __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const 
   GatheredTokenTiles tiles(args);
   TileQueue queue(shared);
   GatheredStage stage;
-  GatheredTokenTile next = tiles.At(FirstTileIndex());
+  GatheredTokenTile next;
   RowsOfThread<GatheredTile::kRows> next_rows;
-  next_rows.Load(args.tokens, next.output.group_row + next.output.row, next.output.rows);
+  const auto find_next = [&](int32_t index) {
+    next = tiles.At(index);
+    next_rows.Load(args.tokens, next.output.group_row + next.output.row, next.output.rows);
+  };
+  find_next(FirstTileIndex());
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const GatheredTokenTile tile = next;
     const RowsOfThread<GatheredTile::kRows> rows = next_rows;
     if (leads) queue.Post(tile.output);
-    // The indices of the next tile arrive during this tile.
-    next = tiles.At(index + Clusters());
-    next_rows.Load(args.tokens, next.output.group_row + next.output.row, next.output.rows);
-    for (int32_t block = 0; block < tile.output.blocks; ++block, stage.Advance()) {
+    // The next tile is found when the ring has begun to fill with this one. Its indices arrive during this tile.
+    const int32_t last = max(tile.output.blocks, 1) - 1;
+    for (int32_t block = 0; block <= last; ++block) {
+      if (block == min(last, GatheredTile::kStages / 2)) find_next(index + Clusters());
+      if (tile.output.blocks == 0) break;
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (leads && Lane() == 0) {
@@ -146,6 +151,7 @@ __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const 
       __syncwarp();
       rows.Copy(args.tokens, block * GatheredTile::kDepth, shared.A(s));
       ArriveAfterCopies(shared.Full(s));
+      stage.Advance();
     }
   }
 }

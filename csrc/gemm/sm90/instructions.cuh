@@ -102,6 +102,15 @@ __device__ inline void SynchronizeWarpGroup(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroupThreads) : "memory");
 }
 
+// One warp group waits until the other has signalled, by a hardware barrier of their own.
+constexpr int kSignalBarrier = 3;
+__device__ inline void SignalWarpGroup() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kSignalBarrier), "n"(2 * kWarpGroupThreads) : "memory");
+}
+__device__ inline void WaitForWarpGroup() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kSignalBarrier), "n"(2 * kWarpGroupThreads) : "memory");
+}
+
 template <int kRegisters>
 __device__ void ReleaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
