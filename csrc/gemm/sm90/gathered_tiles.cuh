@@ -3,17 +3,19 @@
 //
 // The roles, the barriers and the rings are those of tile_products.cuh, with these differences:
 //
-// - The producer is a whole warp group. Its threads gather one operand with copies of 16 bytes (cp.async), whose rows
-//   need not be adjacent. A thread of its first warp copies the other operand by the TMA.
+// - The producer is a whole warp group. Its threads gather one operand with copies of 16 bytes (cp.async). A thread of
+//   its first warp copies the other operand by the TMA.
 // - Products accumulate in place. Each math group keeps the products of one stage in flight while it waits for the next
 //   stage. It releases a stage when the products of the next stage have begun.
 // - full[stage] ends a phase with an arrival for the TMA's bytes and one of every producer thread after its copies.
 //   empty[stage] ends a phase with an arrival of every math warp of the cluster.
 //
+// Operand A, which has the rows of the tiles, is gathered. Operand B, which has the columns, is not.
+//
 // Sustained reads from the L2 cache reach about 30 bytes per clock and SM. A stage takes 1024 clocks on the tensor
-// cores and 48 KiB of operands. Two blocks of a cluster therefore share the operand that the TMA copies: each block
-// copies one half of it to both. The two tiles are adjacent along the gathered operand's axis. If a group's tiles are
-// odd in number along this axis, the last ones are paired along the other axis, and these blocks share nothing.
+// cores and has 48 KiB of operands. The blocks of a cluster therefore compute two tiles of the same columns, and each
+// block copies one half of operand B to both. If a group has an odd number of rows of tiles, the tiles of the last row
+// are paired with their neighbours in it. These blocks share nothing.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TILES_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TILES_CUH_
@@ -30,7 +32,7 @@
 namespace jax_grouped {
 namespace sm90 {
 
-// Sizes of the tiles and the stages. Operand A has the rows of a tile, operand B has its columns.
+// Sizes of the tiles and the stages.
 struct GatheredTile {
   static constexpr int kRows = kMathGroups * Fragment::kRows;
   static constexpr int kColumns = WideFragment::kColumns;
@@ -41,15 +43,13 @@ struct GatheredTile {
   // Registers per thread.
   static constexpr int kProducerRegisters = 56;
   static constexpr int kMathRegisters = 224;
-  // Tiles in a swath, along the rows or the columns; see kSwath.
+  // Pairs of rows of tiles in a swath; see kSwath.
   static constexpr int kSwath = 8;
 };
 static_assert(GatheredTile::kProducerRegisters % 8 == 0 && GatheredTile::kMathRegisters % 8 == 0);
 static_assert(kWarpGroupThreads * GatheredTile::kProducerRegisters + kMathThreads * GatheredTile::kMathRegisters <=
                   64 * 1024,
               "an SM has 64 Ki registers");
-
-enum class Axis { kRows, kColumns };
 
 // One operand's part of a stage. It consists of boxes of 128 bytes by kBoxRows rows, one after another, each swizzled
 // as the TMA does. If the operand is contiguous along the contraction axis, a box has kBoxRows of its rows. If the
@@ -122,11 +122,10 @@ struct GatheredRows {
   const int32_t* indices;
 };
 
-// Returns the number of cluster tiles of `high` rows and `wide` columns of tiles, which are paired along an axis, the
-// last odd ones along the other axis. The number is linear in `along` = tiles and `pairs` = ceil(tiles / 2) of the
-// paired axis, so it also holds for sums over groups.
-JAX_GROUPED_HOST_DEVICE constexpr int64_t ClusterTiles(int64_t along, int64_t pairs, int64_t across) {
-  return (along - pairs) * across + (2 * pairs - along) * CeilDiv(across, kCluster);
+// Returns the number of cluster tiles of `high` rows and `wide` columns of tiles, where `pairs` is ceil(high / 2). It
+// is linear in `high` and `pairs`, so it also holds for their sums over groups.
+JAX_GROUPED_HOST_DEVICE constexpr int64_t ClusterTiles(int64_t high, int64_t pairs, int64_t wide) {
+  return (high - pairs) * wide + (2 * pairs - high) * CeilDiv(wide, kCluster);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -136,29 +135,20 @@ using GatheredStage = RingSlot<GatheredTile::kStages>;
 // Position of a block's tile, in tiles.
 struct TilePosition {
   int32_t row;
-  int32_t column;  // may lie outside of the result, if not shared; so may the row
-  bool shared;     // the blocks of the cluster share the operand of the other axis
+  int32_t column;  // may lie right of the result, unless `shared`
+  bool shared;     // both blocks of the cluster have the same columns
 };
 
-// Returns the position of the cluster tile `index` of `high` x `wide` tiles that are paired along kAxis.
-template <Axis kAxis>
+// Returns the position of the cluster tile `index` of `high` x `wide` tiles.
 __device__ __forceinline__ TilePosition PositionOf(int32_t index, int32_t high, int32_t wide) {
-  const int32_t along = kAxis == Axis::kRows ? high : wide;
-  const int32_t across = kAxis == Axis::kRows ? wide : high;
   const auto rank = static_cast<int32_t>(RankInCluster());
-  const int32_t pairs = along / kCluster;
-  const bool shared = index < pairs * across;
-  int32_t at_along = along - 1;
-  int32_t at_across = (index - pairs * across) * kCluster + rank;
-  if (shared) {
-    const int32_t swath = index / (GatheredTile::kSwath * across);
-    const int32_t in_swath = index % (GatheredTile::kSwath * across);
-    const int32_t swath_pairs = min(GatheredTile::kSwath, pairs - swath * GatheredTile::kSwath);
-    at_along = (swath * GatheredTile::kSwath + in_swath % swath_pairs) * kCluster + rank;
-    at_across = in_swath / swath_pairs;
-  }
-  if constexpr (kAxis == Axis::kRows) return {at_along, at_across, shared};
-  return {at_across, at_along, shared};
+  const int32_t pairs = high / kCluster;
+  if (index >= pairs * wide) return {high - 1, (index - pairs * wide) * kCluster + rank, false};
+  const int32_t swath = index / (GatheredTile::kSwath * wide);
+  const int32_t in_swath = index % (GatheredTile::kSwath * wide);
+  const int32_t swath_pairs = min(GatheredTile::kSwath, pairs - swath * GatheredTile::kSwath);
+  const int32_t pair = swath * GatheredTile::kSwath + in_swath % swath_pairs;
+  return {pair * kCluster + rank, in_swath / swath_pairs, true};
 }
 
 // Threads of the producer. Each copies the same 16 bytes of 128 in every 16th row of a box.
@@ -259,14 +249,18 @@ __device__ __forceinline__ void Clear(WideFragment& sums) {
   }
 }
 
-// Adds the products of a tile's stages to the sums of a math group, and releases the stages. If the group has no rows
-// of the result, it only releases them.
+// Adds the products of a tile's stages to the sums of a math group, and releases the stages. `rows` is the number of
+// rows of the result from the tile's first on. If the group has none, it only releases the stages.
+//
+// The second group begins a tile kLag stages after the first. Each can then use the tensor cores while the other stores
+// its result. The signal is not used for tiles of fewer stages than the ring has: the first group could signal twice
+// before the second has waited.
 template <typename T, bool kATransposed, bool kBTransposed>
-__device__ __forceinline__ void MultiplyStages(const GatheredAddresses& shared, int group, int32_t stages,
-                                               bool has_rows, GatheredStage& stage, WideFragment& sums) {
+__device__ __forceinline__ void MultiplyStages(const GatheredAddresses& shared, int group, int32_t stages, int32_t rows,
+                                               GatheredStage& stage, WideFragment& sums) {
   using A = OperandBoxes<GatheredTile::kRows, kATransposed>;
   using B = OperandBoxes<GatheredTile::kColumns, kBTransposed>;
-  if (!has_rows) {
+  if (rows <= group * Fragment::kRows) {
 #pragma unroll 1
     for (int32_t i = 0; i < stages; ++i, stage.Advance()) {
       WaitForPhase(shared.Full(stage.index), stage.parity);
@@ -274,8 +268,12 @@ __device__ __forceinline__ void MultiplyStages(const GatheredAddresses& shared, 
     }
     return;
   }
+  constexpr int kLag = 2;
+  const bool lags = stages >= GatheredTile::kStages && rows > Fragment::kRows;
+  if (lags && group == 1) WaitForWarpGroup();
   int previous = -1;
   for (int32_t i = 0; i < stages; ++i, stage.Advance()) {
+    if (lags && group == 0 && i == kLag) SignalWarpGroup();
     WaitForPhase(shared.Full(stage.index), stage.parity);
     FenceShared();
     const uint64_t a = A::Descriptor(shared.A(stage.index), group * Fragment::kRows);

@@ -56,7 +56,7 @@ class GatheredTokenTiles {
     if (index >= args_.cluster_tiles) return tile;
     if (const int32_t element = index / args_.element_cluster_tiles; element != element_) Enter(element);
     if (index >= after_ && !Find(index)) return tile;
-    const TilePosition position = PositionOf<Axis::kRows>(index - before_, high_, wide_);
+    const TilePosition position = PositionOf(index - before_, high_, wide_);
     tile.output.group = element_ * args_.table.num_groups + group_;
     tile.output.group_row = first_token_;
     tile.output.row = position.row * GatheredTile::kRows;
@@ -168,7 +168,7 @@ __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const
     const bool has_rows = first_row < tile.rows;
     WideFragment sums;
     Clear(sums);
-    MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.blocks, has_rows, stage, sums);
+    MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.blocks, tile.rows, stage, sums);
     if (!has_rows) continue;
     // The rows below this group's last row may belong to another group.
     const bool whole = first_row + Fragment::kRows <= tile.rows;

@@ -27,23 +27,21 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
       Boxes16(problem.a_type, copied, {copied_features, groups.AllRows(), 1}, GatheredTile::kDepth),
       LayoutOfA(problem, groups).ElementRowBlocks(), false, workspace, &all_rows));
 
-  const int64_t high = CeilDiv(problem.in_features, GatheredTile::kRows);
-  const int64_t wide = CeilDiv(problem.out_features, GatheredTile::kColumns);
-  const int64_t along = gathers_x ? high : wide;
+  const int64_t high = CeilDiv(gathered_features, GatheredTile::kRows);
+  const int64_t wide = CeilDiv(copied_features, GatheredTile::kColumns);
   GatheredWgradArguments args{};
   args.maps = workspace.maps;
   args.table = workspace.table;
   args.gathered = Gathered(problem, buffers, gathered, gathered_features);
-  args.group_tiles = static_cast<int32_t>(ClusterTiles(along, CeilDiv(along, kCluster), gathers_x ? wide : high));
+  args.group_tiles = static_cast<int32_t>(ClusterTiles(high, CeilDiv(high, kCluster), wide));
   args.cluster_tiles = groups.AllGroups() * args.group_tiles;
-  args.in_features = static_cast<int32_t>(problem.in_features);
-  args.out_features = static_cast<int32_t>(problem.out_features);
+  args.column_features = static_cast<int32_t>(copied_features);
   args.dweight_type = problem.result_type;
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
   return WithGatheredTypes(problem.a_type, [&](auto number) {
     using T = decltype(number);
     return LaunchClusters("Launching a gathered weight gradient", stream, device, args.cluster_tiles,
-                          gathers_x ? GatheredWgrad<T, Axis::kRows> : GatheredWgrad<T, Axis::kColumns>, args);
+                          gathers_x ? GatheredWgrad<T, false> : GatheredWgrad<T, true>, args);
   });
 }
 

@@ -1,4 +1,5 @@
-// Device side of gathered_wgrad.h. Rows are features of x, columns are features of dy, and a stage is 64 tokens.
+// Device side of gathered_wgrad.h. Rows are features of the operand that is gathered, columns are features of the
+// other, and a stage is 64 tokens. If dy is gathered, a tile is thus the transpose of a tile of the result.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_WGRAD_KERNEL_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_WGRAD_KERNEL_CUH_
@@ -21,10 +22,9 @@ struct GatheredWgradArguments {
   const CUtensorMap* maps;  // of the operand that is not gathered, for every group
   GroupTable table;         // the first batch element's
   GatheredRows gathered;
-  int32_t cluster_tiles;  // of all groups
-  int32_t group_tiles;    // cluster tiles of one group
-  int32_t in_features;
-  int32_t out_features;
+  int32_t cluster_tiles;    // of all groups
+  int32_t group_tiles;      // cluster tiles of one group
+  int32_t column_features;  // of the operand that is not gathered
   cudaDataType_t dweight_type;
 };
 
@@ -37,21 +37,20 @@ struct GatheredWgradTile {
   bool shared = false;  // both blocks of the cluster have the same part of the operand that is not gathered
 };
 
-// The tiles of a block, one per cluster tile. They are paired along kAxis.
-template <Axis kAxis>
+// The tiles of a block, one per cluster tile.
 class GatheredWgradTiles {
  public:
   __device__ explicit GatheredWgradTiles(const GatheredWgradArguments& args)
       : args_(args),
-        high_(static_cast<int32_t>(CeilDiv(args.in_features, GatheredTile::kRows))),
-        wide_(static_cast<int32_t>(CeilDiv(args.out_features, GatheredTile::kColumns))) {}
+        high_(static_cast<int32_t>(CeilDiv(args.gathered.columns, GatheredTile::kRows))),
+        wide_(static_cast<int32_t>(CeilDiv(args.column_features, GatheredTile::kColumns))) {}
 
   __device__ const GatheredWgradTile& At(int32_t index) {
     if (const int32_t group = index / args_.group_tiles; group != tile_.output.group) Enter(group);
-    const TilePosition position = PositionOf<kAxis>(index % args_.group_tiles, high_, wide_);
+    const TilePosition position = PositionOf(index % args_.group_tiles, high_, wide_);
     tile_.output.row = position.row * GatheredTile::kRows;
     tile_.output.column = position.column * GatheredTile::kColumns;
-    tile_.output.rows = args_.in_features - tile_.output.row;
+    tile_.output.rows = args_.gathered.columns - tile_.output.row;
     tile_.shared = position.shared;
     return tile_;
   }
@@ -72,16 +71,11 @@ class GatheredWgradTiles {
   GatheredWgradTile tile_;
 };
 
-template <Axis kGathered>
-__device__ void ProduceGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared) {
-  constexpr bool kGathersX = kGathered == Axis::kRows;
+__device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared) {
   using A = OperandBoxes<GatheredTile::kRows, true>;
-  using B = OperandBoxes<GatheredTile::kColumns, true>;
-  constexpr int kGatheredBoxes = kGathersX ? A::kCount : B::kCount;
-  constexpr int kCopiedExtent = kGathersX ? GatheredTile::kColumns : GatheredTile::kRows;
-  constexpr uint32_t kCopiedBytes = kGathersX ? sizeof(GatheredShared::b[0]) : sizeof(GatheredShared::a[0]);
+  constexpr uint32_t kCopiedBytes = sizeof(GatheredShared::b[0]);
   const bool leads = LeadsProducer();
-  GatheredWgradTiles<kGathered> tiles(args);
+  GatheredWgradTiles tiles(args);
   TileQueue queue(shared);
   GatheredStage stage;
   int32_t group = -1;
@@ -89,8 +83,6 @@ __device__ void ProduceGatheredWgrad(const GatheredWgradArguments& args, const G
     const GatheredWgradTile& tile = tiles.At(index);
     const OutputTile& output = tile.output;
     const CUtensorMap* const map = args.maps + output.group;
-    const int32_t gathered_column = kGathersX ? output.row : output.column;
-    const int32_t copied_column = kGathersX ? output.column : output.row;
     if (leads) {
       queue.Post(output);
       if (output.group != group) {
@@ -107,23 +99,42 @@ __device__ void ProduceGatheredWgrad(const GatheredWgradArguments& args, const G
       const int32_t next_token = (block + 1) * GatheredTile::kDepth;
       next.Load(args.gathered, int64_t{output.group_row} + next_token, tile.tokens - next_token);
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
-      const uint32_t gathered = kGathersX ? shared.A(s) : shared.B(s);
       if (leads && Lane() == 0) {
         ArriveExpecting(shared.Full(s), kCopiedBytes);
-        LoadOperand<kCopiedExtent, true>(map, kGathersX ? shared.B(s) : shared.A(s), copied_column,
-                                         block * GatheredTile::kDepth, 0, tile.shared, shared.Full(s));
+        LoadOperand<GatheredTile::kColumns, true>(map, shared.B(s), output.column, block * GatheredTile::kDepth, 0,
+                                                  tile.shared, shared.Full(s));
       }
       __syncwarp();
 #pragma unroll
-      for (int box = 0; box < kGatheredBoxes; ++box) {
-        rows.Copy(args.gathered, gathered_column + box * A::kBoxExtent, gathered + box * A::kBytes);
+      for (int box = 0; box < A::kCount; ++box) {
+        rows.Copy(args.gathered, output.row + box * A::kBoxExtent, shared.A(s) + box * A::kBytes);
       }
       ArriveAfterCopies(shared.Full(s));
     }
   }
 }
 
-template <typename T>
+// Stores a math group's part of a tile. With kGathersDy the tile is transposed: its rows are the features of dy.
+template <bool kGathersDy>
+__device__ __forceinline__ void StoreWgrad(const GatheredWgradArguments& args, const OutputTile& tile, int first_row,
+                                           const WideFragment& sums, Staging<GatheredTile::kStagingHalves>& staging) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t column = tile.column + half * Fragment::kColumns;
+    if (column >= args.column_features) continue;
+    if constexpr (kGathersDy) {
+      staging.StoreTransposed(sums.halves[half], [&](uint32_t box, int x_feature, int dy_feature) {
+        StoreBox(&args.dweight, box, tile.row + first_row + dy_feature, column + x_feature, tile.group);
+      });
+    } else {
+      staging.StoreRows(sums.halves[half], args.column_features - column, [&](uint32_t box, int dy_feature) {
+        StoreBox(&args.dweight, box, column + dy_feature, tile.row + first_row, tile.group);
+      });
+    }
+  }
+}
+
+template <typename T, bool kGathersDy>
 __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared,
                                       const ThreadPosition& position) {
   TileQueue queue(shared);
@@ -132,25 +143,16 @@ __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const 
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();
     const int first_row = position.group * Fragment::kRows;
-    const bool has_rows = first_row < tile.rows;
     WideFragment sums;
     Clear(sums);
-    MultiplyStages<T, true, true>(shared, position.group, tile.blocks, has_rows, stage, sums);
-    if (!has_rows) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t column = tile.column + half * Fragment::kColumns;
-      if (column >= args.out_features) continue;
-      staging.StoreRows(sums.halves[half], args.out_features - column, [&](uint32_t box, int in_half) {
-        StoreBox(&args.dweight, box, column + in_half, tile.row + first_row, tile.group);
-      });
-    }
+    MultiplyStages<T, true, true>(shared, position.group, tile.blocks, tile.rows, stage, sums);
+    if (first_row < tile.rows) StoreWgrad<kGathersDy>(args, tile, first_row, sums, staging);
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename T, Axis kGathered>
+template <typename T, bool kGathersDy>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     GatheredWgrad(const __grid_constant__ GatheredWgradArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -159,10 +161,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   SetUpGatheringBlock(shared);
   if (threadIdx.x >= kMathThreads) {
     ReleaseRegisters<GatheredTile::kProducerRegisters>();
-    ProduceGatheredWgrad<kGathered>(args, shared);
+    ProduceGatheredWgrad(args, shared);
   } else {
     const ThreadPosition position = BecomeMathThread<GatheredTile::kMathRegisters>();
-    MultiplyGatheredWgrad<T>(args, shared, position);
+    MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position);
     // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
     // arrive.
     WaitForReads<0>();

@@ -232,6 +232,10 @@ __device__ inline float2 LoadSharedPair(uint32_t address) {
   return value;
 }
 
+__device__ inline void StoreShared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 __device__ inline void StoreShared(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
@@ -240,6 +244,14 @@ __device__ inline void StoreShared(uint32_t address, float2 value) {
 __device__ inline void StoreMatrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                "r"(d)
+               : "memory");
+}
+
+// Stores the transposes of four 8 x 8 matrices of 16-bit numbers. Every lane passes the address of one row of one
+// transpose.
+__device__ inline void StoreTransposedMatrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
