@@ -51,6 +51,7 @@ def gemm(
         b_mode=np.int32(0),
         tokens=np.int64(0),
         weight_batch=np.int64(1),
+        gathered=np.int32(0),
         accumulate=False,
         autotune=False,
     )

@@ -23,6 +23,7 @@ struct GemmAttributes {
   ScalingMode b_mode;
   int64_t tokens;        // per batch element, for scaled operands
   int64_t weight_batch;  // batch elements that have weights of their own
+  Gather gathered;       // the indices of rows follow the other operands
   bool accumulate;       // an accumulator is the last operand
   bool autotune;
 };
@@ -31,11 +32,13 @@ struct GemmAttributes {
 }  // namespace jax_grouped
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Product);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Gather);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMember<::jax_grouped::Product>("product"),
                                       StructMember<bool>("scaled"), StructMember<::jax_grouped::ScalingMode>("a_mode"),
                                       StructMember<::jax_grouped::ScalingMode>("b_mode"),
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("weight_batch"),
-                                      StructMember<bool>("accumulate"), StructMember<bool>("autotune"));
+                                      StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
+                                      StructMember<bool>("autotune"));
 
 namespace jax_grouped {
 namespace {
@@ -48,7 +51,7 @@ struct Call {
   ffi::AnyBuffer b;
   S32Buffer group_sizes;
   S32Buffer group_offset;
-  ffi::RemainingArgs more;  // the scales of a and b, and the accumulator, if the attributes say so
+  ffi::RemainingArgs more;  // the scales of a and b, row_indices and the accumulator, if the attributes say so
   ffi::AnyBuffer d;
   ffi::AnyBuffer scratch;
   ffi::AnyBuffer workspace;
@@ -62,6 +65,18 @@ ffi::Error CheckEnums(const GemmAttributes& attributes) {
   const auto product = static_cast<int32_t>(attributes.product);
   if (product >= 0 && product <= static_cast<int32_t>(Product::kWgrad)) return ffi::Error::Success();
   return Invalid(kOp, "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got " + std::to_string(product) + ".");
+}
+
+// Fails unless the operand can be gathered.
+ffi::Error CheckGathered(const GemmAttributes& attributes) {
+  if (attributes.gathered == Gather::kNone) return ffi::Error::Success();
+  const auto gathered = static_cast<int32_t>(attributes.gathered);
+  const auto last = attributes.product == Product::kWgrad ? Gather::kB : Gather::kA;
+  if (gathered < 0 || gathered > static_cast<int32_t>(last)) {
+    return Invalid(kOp, "gathered must be 0 (none), 1 (a) or, for wgrad, 2 (b), got " + std::to_string(gathered) + ".");
+  }
+  if (!attributes.scaled && !attributes.accumulate) return ffi::Error::Success();
+  return Invalid(kOp, "rows are gathered for 16-bit operands without an accumulator only.");
 }
 
 ffi::Error CheckModes(const GemmAttributes& attributes) {
@@ -143,7 +158,11 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
   JAX_GROUPED_RETURN_IF_ERROR(CheckWeightBatch(call, attributes, shape[0]));
   problem->num_groups = shape[0] / attributes.weight_batch * call.Batch();
   problem->elements_per_weight = static_cast<int32_t>(call.Batch() / attributes.weight_batch);
-  problem->tokens = problem->scaled ? attributes.tokens * call.Batch() : call.a.dimensions()[0];
+  const ffi::AnyBuffer& rows = problem->gathered == Gather::kA ? tokens : call.a;
+  problem->tokens = problem->scaled ? attributes.tokens * call.Batch() : rows.dimensions()[0];
+  if (problem->gathered != Gather::kNone) {
+    problem->gathered_from = (problem->gathered == Gather::kA ? call.a : call.b).dimensions()[0];
+  }
   // Columnwise weights are stored transposed.
   const bool transposed = problem->scaled && problem->product == Product::kFprop;
   problem->in_features = shape[transposed ? 2 : 1];
@@ -152,7 +171,10 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
     const bool is_dgrad = problem->product == Product::kDgrad;
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "a's shape[1]", call.a.dimensions()[1],
                                            is_dgrad ? problem->out_features : problem->in_features));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, tokens_name + "'s shape[0]", tokens.dimensions()[0], problem->tokens));
+    if (problem->gathered != Gather::kB) {
+      JAX_GROUPED_RETURN_IF_ERROR(
+          CheckEqual(kOp, tokens_name + "'s shape[0]", tokens.dimensions()[0], problem->tokens));
+    }
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, tokens_name + "'s shape[1]", tokens.dimensions()[1],
                                            is_dgrad ? problem->in_features : problem->out_features));
   }
@@ -169,12 +191,28 @@ ffi::Error CheckAccumulator(const Call& call) {
   return CheckEqual(kOp, "the number of elements of the accumulator", Elements(*accumulator), Elements(call.d));
 }
 
+ffi::Error DecodeRowIndices(const Call& call, const GemmProblem& problem, GemmBuffers* buffers) {
+  constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
+  if (problem.gathered_from == 0 || problem.gathered_from > kMostRows || problem.num_groups > kMostGatheredGroups) {
+    return Invalid(kOp, "rows are gathered from 1 to 2^31 - 1 rows in at most " + std::to_string(kMostGatheredGroups) +
+                            " groups, got " + std::to_string(problem.gathered_from) + " rows and " +
+                            std::to_string(problem.num_groups) + " groups.");
+  }
+  JAX_GROUPED_ASSIGN_OR_RETURN(indices, call.more.get<ffi::AnyBuffer>(0));
+  if (indices->element_type() != ffi::S32) return Invalid(kOp, "row_indices must be int32.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the size of row_indices", Elements(*indices), problem.tokens));
+  buffers->row_indices = static_cast<const int32_t*>(indices->untyped_data());
+  return ffi::Error::Success();
+}
+
 // Decodes the operands that not every call has, and checks scales against their layout.
 ffi::Error DecodeMore(const Call& call, const GemmAttributes& attributes, const Groups& groups,
                       const GemmProblem& problem, GemmBuffers* buffers) {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the number of scales and accumulators",
-                                         static_cast<int64_t>(call.more.size()),
-                                         (problem.scaled ? 2 : 0) + (attributes.accumulate ? 1 : 0)));
+  const bool gathers = problem.gathered != Gather::kNone;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(
+      kOp, gathers ? "the number of row_indices" : "the number of scales and accumulators",
+      static_cast<int64_t>(call.more.size()), (problem.scaled ? 2 : 0) + (gathers || attributes.accumulate ? 1 : 0)));
+  if (gathers) return DecodeRowIndices(call, problem, buffers);
   if (attributes.accumulate) JAX_GROUPED_RETURN_IF_ERROR(CheckAccumulator(call));
   if (!problem.scaled) return ffi::Error::Success();
   JAX_GROUPED_ASSIGN_OR_RETURN(a_scale, call.more.get<ffi::AnyBuffer>(0));
@@ -191,9 +229,11 @@ ffi::Error DecodeMore(const Call& call, const GemmAttributes& attributes, const 
 ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProblem* problem, Groups* groups,
                   GemmBuffers* buffers) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckEnums(attributes));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckGathered(attributes));
   problem->product = attributes.product;
   problem->scaled = attributes.scaled;
   problem->accumulate = attributes.accumulate;
+  problem->gathered = attributes.gathered;
   if (problem->scaled) {
     problem->a_mode = attributes.a_mode;
     problem->b_mode = attributes.b_mode;

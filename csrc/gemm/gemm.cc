@@ -9,6 +9,8 @@
 #include "csrc/gemm/cublaslt/launch.h"
 #include "csrc/gemm/cublaslt/library.h"
 #include "csrc/gemm/cublaslt/plans.h"
+#include "csrc/gemm/sm90/gathered_token_product.h"
+#include "csrc/gemm/sm90/gathered_wgrad.h"
 #include "csrc/gemm/sm90/token_product.h"
 #include "csrc/gemm/sm90/wgrad.h"
 
@@ -64,12 +66,25 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   return sm90::MaxTokenProductWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
-// Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are FP8 weight
-// gradients, except some that accumulate, and products of FP8 tokens over a limited depth.
+// Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are those of gathered
+// rows, FP8 weight gradients, except some that accumulate, and products of FP8 tokens over a limited depth.
 bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
-  if (device.major != 9 || !problem.scaled) return false;
+  if (device.major != 9) return false;
+  if (problem.gathered != Gather::kNone) return true;
+  if (!problem.scaled) return false;
   if (problem.a_mode != ScalingMode::kTensor && problem.a_mode != ScalingMode::kBlock1D) return false;
   return problem.product == Product::kWgrad ? IsSm90Wgrad(problem) : IsSm90TokenProduct(problem, device.processors);
+}
+
+Status LaunchSm90(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                  const GemmBuffers& buffers) {
+  const bool is_wgrad = problem.product == Product::kWgrad;
+  if (problem.gathered != Gather::kNone) {
+    return is_wgrad ? sm90::LaunchGatheredWgrad(stream, device, problem, groups, buffers)
+                    : sm90::LaunchGatheredTokenProduct(stream, device, problem, groups, buffers);
+  }
+  return is_wgrad ? sm90::LaunchWgrad(stream, device, problem, groups, buffers)
+                  : sm90::LaunchTokenProduct(stream, device, problem, groups, buffers);
 }
 
 }  // namespace
@@ -92,10 +107,7 @@ Status EnqueueGemm(int device, cudaStream_t stream, const GemmProblem& problem, 
                    const GemmBuffers& buffers) {
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  if (IsSm90Product(problem, properties)) {
-    return problem.product == Product::kWgrad ? sm90::LaunchWgrad(stream, device, problem, groups, buffers)
-                                              : sm90::LaunchTokenProduct(stream, device, problem, groups, buffers);
-  }
+  if (IsSm90Product(problem, properties)) return LaunchSm90(stream, device, problem, groups, buffers);
   Plan plan;
   if (!Plans::Get().Find({device, problem}, &plan)) {
     return Status::Failed("A grouped product ran on a device on which it had not been initialized.");

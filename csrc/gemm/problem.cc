@@ -8,7 +8,8 @@ namespace {
 auto Fields(const GemmProblem& problem) {
   return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
                          problem.a_mode, problem.b_mode, problem.tokens, problem.in_features, problem.out_features,
-                         problem.num_groups, problem.elements_per_weight, problem.accumulate);
+                         problem.num_groups, problem.elements_per_weight, problem.accumulate, problem.gathered,
+                         problem.gathered_from);
 }
 
 const char* Name(Product product) {
@@ -103,8 +104,12 @@ QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups) {
 }
 
 Status CheckCapability(const GemmProblem& problem, int major, int minor) {
-  if (!problem.scaled) return Status::Ok();
   const std::string found = "this GPU has " + std::to_string(major) + "." + std::to_string(minor);
+  if (problem.gathered != Gather::kNone && major != 9) {
+    return Status::Failed("products that gather their rows need Hopper (compute capability 9.0), " + found +
+                          ": lower the program where this GPU is visible, which copies the rows first.");
+  }
+  if (!problem.scaled) return Status::Ok();
   if (major < 9) return Status::Failed("FP8 products need compute capability 9.0 or newer, " + found + ".");
   if (problem.a_mode == ScalingMode::kMx && major < 10) {
     return Status::Failed("MXFP8 products need Blackwell (10.0), " + found +
@@ -123,6 +128,10 @@ std::string Describe(const GemmProblem& problem) {
                      std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features);
   if (problem.elements_per_weight > 1) {
     text += ", weights of " + std::to_string(problem.elements_per_weight) + " batch elements";
+  }
+  if (problem.gathered != Gather::kNone) {
+    text += std::string(", ") + (problem.gathered == Gather::kA ? "a" : "b") + " gathered from " +
+            std::to_string(problem.gathered_from);
   }
   return text;
 }

@@ -16,6 +16,10 @@ namespace jax_grouped {
 
 enum class Product : int32_t { kFprop, kDgrad, kWgrad };
 
+// The operand of a product whose rows are gathered: row i is row row_indices[i] of the array that is given in its
+// place, or zeros if there is no such row.
+enum class Gather : int32_t { kNone, kA, kB };
+
 // A grouped matmul: everything that the choice of an algorithm depends on. A batch has the tokens and groups of all its
 // elements. All arrays are row-major:
 //
@@ -41,6 +45,8 @@ struct GemmProblem {
   int64_t num_groups;
   int32_t elements_per_weight;  // successive batch elements that share weights; 1 without a batch, and for kWgrad
   bool accumulate;              // adds the product to d
+  Gather gathered;              // kNone for scaled operands; kB for kWgrad only
+  int64_t gathered_from;        // rows of the array from which rows are gathered, of all batch elements; 0 with kNone
 };
 
 bool operator<(const GemmProblem& first, const GemmProblem& second);
@@ -51,7 +57,8 @@ struct GemmBuffers {
   const void* b;
   const void* a_scale;  // inverse scales: E8M0 with kMx, float32 otherwise; null for operands without scales
   const void* b_scale;
-  int64_t weight_scales;  // inverse scales per weight; 0 for kWgrad and without scales
+  int64_t weight_scales;       // inverse scales per weight; 0 for kWgrad and without scales
+  const int32_t* row_indices;  // [tokens], for a gathered operand
   void* d;
   void* scratch;    // GemmScratch::Bytes() is its size
   void* workspace;  // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on
@@ -63,6 +70,10 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 // Alignment of GemmBuffers::workspace: that of a CUtensorMap, because our own kernels keep an array of these there. XLA
 // gives all results of a custom call this alignment.
 constexpr int64_t kWorkspaceAlignmentBytes = 128;
+
+// Most groups of a product with a gathered operand, of all batch elements. Our kernels keep two arrays of them in the
+// workspace: a tensor map and a table.
+constexpr int64_t kMostGatheredGroups = 65536;
 
 // Returns the number of weight matrices.
 int64_t NumWeights(const GemmProblem& problem);

@@ -48,6 +48,9 @@ CUSTOM_CALL_TARGETS = (
 #: cuBLASLt's own recommendation for Hopper.
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
+#: Most groups of a product that gathers its rows, of all batch elements: `kMostGatheredGroups` in csrc.
+MAX_GATHERED_GROUPS = 65536
+
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
@@ -63,6 +66,7 @@ _MOST_EXPERTS, _MOST_CHOICES, _MOST_EXPERT_GROUPS = 512, 32, 32
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _MODES = tuple(ScalingMode)
+_GATHERED = (None, "a", "b")
 _ACTIVATIONS: tuple[Activation | None, ...] = (
     None,
     "silu",
@@ -103,12 +107,22 @@ def grouped_gemm(
     batch: int,
 ) -> jax.Array:
     """Returns the product that `spec` names, accumulated in float32."""
+    if spec.gathered is not None and not _can_gather(a, b, spec, batch):
+        a = permute_rows(a, *more, batch=batch) if spec.gathered == "a" else a
+        b = permute_rows(b, *more, batch=batch) if spec.gathered == "b" else b
+        spec, more = dataclasses.replace(spec, gathered=None), ()
+    order_shape: tuple[int, ...] = ()
+    if spec.gathered is not None:
+        tokens = a if spec.gathered == "a" else b
+        row_indices = reference_rows.tokens_of(*more)
+        order_shape = row_indices.shape
+        more = (_in_whole_batch(row_indices, tokens.shape[0] // batch, batch),)
     operands = (a, b, group_sizes, group_offset, *more)
     if spec.a is None:
         if not _can_be_read(a, b, spec):
             return _unscaled(*operands, spec=spec, batch=batch)
         # The shapes of unquantized operands hold the rows of all batch elements.
-        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape)
+        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape, order_shape)
     else:
         if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
             return _in_bfloat16(*operands, spec=spec, batch=batch)
@@ -117,7 +131,7 @@ def grouped_gemm(
         out = batched(spec.out(a.shape, b.shape), batch)
     scratch = jax.ShapeDtypeStruct((gemm_scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    accumulate = len(more) > (2 if spec.scaled else 0)
+    accumulate = spec.gathered is None and len(more) > (2 if spec.scaled else 0)
     weights = (out if spec.product == "wgrad" else b).shape[0]
     return jax.ffi.ffi_call(
         "jax_grouped_gemm",
@@ -132,6 +146,7 @@ def grouped_gemm(
         # The shape of columnwise tokens does not give the number of tokens.
         tokens=np.int64(spec.a.tokens if spec.a else 0),
         weight_batch=np.int64(weights // spec.num_groups),
+        gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,
         autotune=spec.autotune,
     )[0]
@@ -141,6 +156,12 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     """Tells whether cuBLASLt can read these operands and write this result without conversion."""
     aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
+
+
+def _can_gather(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+    """Tells whether a kernel can gather the rows of an operand of this product."""
+    few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
+    return few_groups and _can_be_read(a, b, spec) and extension.has_gathering_products()
 
 
 def _unscaled(

@@ -122,6 +122,15 @@ def has_mx_products() -> bool:
     return all(compute_capability(device) >= (10, 0) for device in cuda_devices())
 
 
+def has_gathering_products() -> bool:
+    """Tells whether all GPUs of this process have products that gather their rows.
+
+    Without a GPU, returns False: a program that copies the rows first runs on every GPU.
+    """
+    devices = cuda_devices()
+    return bool(devices) and all(compute_capability(device)[0] == 9 for device in devices)
+
+
 def require_block_scaling() -> None:
     """Raises RuntimeError if this process has a GPU without matmuls of operands scaled in blocks of 128."""
     for device in cuda_devices():

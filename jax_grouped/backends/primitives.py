@@ -227,9 +227,9 @@ def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Ca
     return lower
 
 
-def _gemm_results(a: Any, b: Any, *more: Any, spec: GemmSpec) -> Any:
-    del more
-    return [spec.out(a.shape, b.shape)]
+def _gemm_results(a: Any, b: Any, group_sizes: Any, group_offset: Any, *more: Any, spec: GemmSpec) -> Any:
+    del group_sizes, group_offset
+    return [spec.out(a.shape, b.shape, *(operand.shape for operand in more[:1] if spec.gathered))]
 
 
 def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_groups: int, out_dtype: DTypeLike) -> Any:
@@ -307,7 +307,7 @@ def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Ar
     return lambda *args, **static: (implementation(*args, **static),)
 
 
-#: `(a, b, group_sizes, group_offset, *scales, *accumulator) -> [out]` with a `GemmSpec`.
+#: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
 GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
 #: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
 BIAS_GRAD = _define(

@@ -26,7 +26,7 @@ def is_gated(activation: str | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GemmSpec:
-    """The static part of a grouped product `(a, b, group_sizes, group_offset, *scales, *accumulator) -> out`.
+    """The static part of a grouped product `(a, b, group_sizes, group_offset, *scales, *more) -> out`.
 
     | product | a           | b                  | out               |
     |---------|-------------|--------------------|-------------------|
@@ -39,7 +39,9 @@ class GemmSpec:
     rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both
     `TENSOR`, or both `MX` with swizzled scales.
 
-    Only `wgrad` takes an accumulator: an array like the result, to which the product is added.
+    `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. Only `wgrad` takes an
+    accumulator: an array like the result, to which the product is added. With a permutation, one unquantized operand is
+    given as the tokens of which the permutation makes its rows, as `jax_grouped.ops.rows.permute_rows` does.
 
     Attributes:
         product: which of the three.
@@ -47,6 +49,7 @@ class GemmSpec:
         out_dtype: type of the result.
         precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
         a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
+        gathered: the operand that is given as tokens: a, with `wgrad` a or b; None without a permutation.
         autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
@@ -56,6 +59,7 @@ class GemmSpec:
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     a: QuantizedLayout | None = None
     b: QuantizedLayout | None = None
+    gathered: Literal["a", "b"] | None = None
     autotune: bool = False
 
     def __post_init__(self) -> None:
@@ -67,8 +71,10 @@ class GemmSpec:
         """True if the operands are quantized."""
         return self.a is not None
 
-    def out(self, a: tuple[int, ...], b: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """Returns shape and type of the result for operands of these shapes."""
+    def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
+        if self.gathered == "a":
+            a = (*order, a[1])
         if self.a is not None and self.b is not None:
             a = (self.a.tokens, self.a.features)
             b = (

@@ -1,10 +1,10 @@
 """The experts of a layer, with their routing weights.
 
 The tokens, the first product's result and the routing wait for the backward pass: no copy per choice of anything else.
-That pass gathers the tokens again, with a recipe while it quantizes them. It gets the gradient of a routing weight from
-the activation's result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as
-in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and `da` after its
-dgrad.
+The products gather the tokens in both passes, with a recipe the quantization before them. The gradient of a routing
+weight comes from the activation's result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or
+gathered for it, as in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and
+`da` after its dgrad.
 """
 
 import dataclasses
@@ -37,10 +37,11 @@ from jax_grouped.ops.dense import (
     save,
     wgrad,
 )
+from jax_grouped.ops.gemm import Gathered
 from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
 from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.rows import activate, activation_grad, permute_rows
+from jax_grouped.ops.rows import activate, activation_grad
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
@@ -221,11 +222,11 @@ def _products(
     return hidden, results, of_up, of_down
 
 
-def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tuple[list[jax.Array], jax.Array | None]:
+def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tuple[list[Any], jax.Array | None]:
     """Returns the rows of arrays of tokens; with a recipe the arrays, and the indices by which quantization gathers."""
     if spec.up.recipe is not None or arrays.order is None or arrays.inverse is None:
         return of_tokens, arrays.up.row_indices
-    return [permute_rows(x, arrays.order, arrays.inverse) for x in of_tokens], None
+    return [Gathered(x, arrays.order, arrays.inverse) for x in of_tokens], None
 
 
 def _quantized_once(arrays: _Arrays, spec: MlpSpec) -> Oriented | None:

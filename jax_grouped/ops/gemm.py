@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
 from jax_grouped.backends.spec import GemmSpec, Product
@@ -15,9 +16,28 @@ from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.ops.rows import permute_rows
 
-#: Operand of a product: quantized with a recipe, a plain array without.
-Operand = ScaledArray | jax.Array
+
+class Gathered(NamedTuple):
+    """Rows of tokens as an operand: `permute_rows(x, order, inverse)`, which the product itself gathers if it can."""
+
+    x: jax.Array
+    order: jax.Array
+    inverse: jax.Array
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the rows."""
+        return self.x.dtype
+
+    def astype(self, dtype: DTypeLike) -> "Gathered":
+        """Returns the rows in another type."""
+        return self._replace(x=self.x.astype(dtype))
+
+
+#: Operand of a product: quantized with a recipe; without, a plain array, or rows of tokens for a or, in wgrad, b.
+Operand = ScaledArray | jax.Array | Gathered
 
 
 def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
@@ -33,24 +53,34 @@ def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: ja
     assert not isinstance(b, ScaledArray)
     dtype = jnp.promote_types(a.dtype, b.dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    if accumulator is None:
-        return _differentiable(a, b, groups, spec)
-    return _bind(a, b, groups, spec, accumulator=accumulator)
+    if accumulator is not None:
+        return _bind(_rows(a), _rows(b), groups, spec, accumulator=accumulator)
+    gathered: Literal["a", "b"] | None = None
+    if isinstance(a, Gathered) or isinstance(b, Gathered):
+        gathered = "a" if isinstance(a, Gathered) else "b"
+    return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered))
+
+
+def _rows(operand: jax.Array | Gathered) -> jax.Array:
+    return permute_rows(*operand) if isinstance(operand, Gathered) else operand
 
 
 def _bind(
-    a: jax.Array,
-    b: jax.Array,
+    a: jax.Array | Gathered,
+    b: jax.Array | Gathered,
     groups: Groups,
     spec: GemmSpec,
     scales: Sequence[jax.Array] = (),
     accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """Binds the primitive, unless there is nothing to multiply."""
+    permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
+    a, b = (operand.x if isinstance(operand, Gathered) else operand for operand in (a, b))
     accumulators = () if accumulator is None else (accumulator,)
-    operands = vary_alike(a, b, *groups, *scales, *accumulators)
-    if 0 in (*a.shape, *b.shape, *groups.sizes.shape, spec.num_groups):
-        out = spec.out(a.shape, b.shape)
+    operands = vary_alike(a, b, *groups, *scales, *permutation, *accumulators)
+    shapes = [array.shape for array in (a, b, groups.sizes, *permutation)]
+    if spec.num_groups == 0 or any(0 in shape for shape in shapes):
+        out = spec.out(a.shape, b.shape, *shapes[3:4])
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
     spec = dataclasses.replace(spec, autotune=config.autotune)
@@ -67,17 +97,21 @@ def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _differentiable(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> jax.Array:
+def _differentiable(a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec) -> jax.Array:
     # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
     return _bind(a, b, groups, spec)
 
 
-def _forward(a: jax.Array, b: jax.Array, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:
+def _forward(a: Any, b: Any, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:
     return _differentiable(a, b, groups, spec), (a, b, groups)
 
 
 def _backward(spec: GemmSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     a, b, groups = residuals
+    if spec.gathered is not None:
+        spec = dataclasses.replace(spec, gathered=None)
+        _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec), a, b)
+        return (*pull_back(gradient), None)
     out_dtype = a.dtype
     a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
 

@@ -107,6 +107,19 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
         dict(accumulate=True, more=[((32, 16), BF16)]),
         "the number of elements of the accumulator must be 768, got 512.",
     ),
+    (dict(gathered=2), "gathered must be 0 (none), 1 (a) or, for wgrad, 2 (b), got 2."),
+    (dict(gathered=1, accumulate=True), "rows are gathered for 16-bit operands without an accumulator only."),
+    (dict(gathered=1), "the number of row_indices must be 1, got 0."),
+    (dict(gathered=1, more=[((32,), F32)]), "row_indices must be int32."),
+    (dict(gathered=1, a=(40, 16), more=[((40,), I32)]), "the size of row_indices must be 32, got 40."),
+    (
+        dict(gathered=1, a=(0, 16), more=[((32,), I32)]),
+        f"rows are gathered from 1 to 2^31 - 1 rows in at most {cuda.MAX_GATHERED_GROUPS} groups, got 0 rows and 4 ",
+    ),
+    (
+        dict(product=2, gathered=2, b=(40, 24), d=(4, 16, 16), more=[((32,), I32)]),
+        "b's shape[1] must be 16, got 24.",
+    ),
     (
         dict(weight_batch=3),
         "weight_batch must divide the batch size and the number of weights, and be the batch size for wgrad, "

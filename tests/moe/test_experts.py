@@ -12,8 +12,9 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import moe
+from jax_grouped.backends import extension
 from tests import oracle
-from tests.programs import custom_calls, lowered, struct, types
+from tests.programs import custom_calls, lowered, products, struct, types
 
 pytestmark = pytest.mark.slow
 
@@ -216,19 +217,31 @@ def test_only_tokens_the_input_of_swiglu_and_routing_wait_for_the_backward_pass(
     ]
 
 
-def test_no_row_is_written_but_in_fp8() -> None:
-    x, logits = struct((T, K)), struct((T, E))
-    up, down = struct((E, K, 2 * F)), struct((E, F, K))
-
+def lowered_step(recipe: Any) -> str:
     def step(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> Any:
         def loss(*arguments: jax.Array) -> jax.Array:
-            y = moe.moe_mlp(*arguments, top_k=TOP_K, recipe=RECIPES["block"])[0]
+            y = moe.moe_mlp(*arguments, top_k=TOP_K, recipe=recipe)[0]
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         return jax.grad(loss, (0, 1, 2, 3))(x, logits, up, down)
 
-    calls = custom_calls(lowered(step, x, logits, up, down), "jax_grouped_quantize")
+    return lowered(step, struct((T, K)), struct((T, E)), struct((E, K, 2 * F)), struct((E, F, K)))
+
+
+def test_no_row_is_written_but_in_fp8() -> None:
+    calls = custom_calls(lowered_step(RECIPES["block"]), "jax_grouped_quantize")
     gathered = [types(call)[0][0] for call in calls if re.search(r"_permuted\(|gathered = true", call)]
 
     # The tokens forward and backward, and the gradient of the result.
     assert gathered == 3 * [f"{T}x{K}xbf16"]
+
+
+def test_no_row_is_copied_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "has_gathering_products", lambda: True)
+
+    text = lowered_step(None)
+
+    assert not custom_calls(text, "jax_grouped_permute_rows")
+    # The first product and both wgrads, and the second product's dgrad.
+    calls = [call for call in custom_calls(text) if re.search(r"gathered = [12] : i32", call)]
+    assert sorted(name for call in calls for name in products(call)) == ["dgrad", "fprop", "wgrad", "wgrad"]

@@ -8,9 +8,12 @@
 #define JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cuda/ptx>
+#include <type_traits>
 
 #include "csrc/common/fp8.cuh"
 
@@ -99,6 +102,15 @@ __device__ inline void SynchronizeWarpGroup(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarpGroupThreads) : "memory");
 }
 
+// One warp group waits until the other has signalled, by a hardware barrier of their own.
+constexpr int kSignalBarrier = 3;
+__device__ inline void SignalWarpGroup() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kSignalBarrier), "n"(2 * kWarpGroupThreads) : "memory");
+}
+__device__ inline void WaitForWarpGroup() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kSignalBarrier), "n"(2 * kWarpGroupThreads) : "memory");
+}
+
 template <int kRegisters>
 __device__ void ReleaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -147,10 +159,33 @@ __device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, in
   }
 }
 
+// Copies a box of one matrix of a stack in the same way.
+template <int kBlocks>
+__device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, int32_t matrix,
+                        uint32_t barrier) {
+  auto* const destination = SharedPointer<void>(box);
+  auto* const copied = SharedPointer<Barrier>(barrier);
+  const int32_t position[] = {column, row, matrix};
+  if constexpr (kBlocks == 1) {
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied);
+  } else {
+    constexpr uint16_t kMask = (1 << kBlocks) - 1;
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied, kMask);
+  }
+}
+
 // Copies 16 bytes asynchronously. This thread's next ArriveAfterCopies waits for them. Unlike a box, they may overwrite
 // memory that threads have read without a fence.
 __device__ inline void CopyChunk(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Copies 16 bytes in the same way, or writes zeros and does not read the source. Threads that start products of them
+// fence after their wait (FenceShared), because these copies write as ordinary stores do.
+__device__ inline void CopyChunkOrZeros(uint32_t destination, const void* source, bool copies) {
+  const int bytes = copies ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
+               : "memory");
 }
 
 // Arrives once the chunks that this thread has begun to copy have landed. The barrier's count includes this arrival
@@ -197,6 +232,10 @@ __device__ inline float2 LoadSharedPair(uint32_t address) {
   return value;
 }
 
+__device__ inline void StoreShared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 __device__ inline void StoreShared(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
@@ -208,19 +247,40 @@ __device__ inline void StoreMatrices(uint32_t row, uint32_t a, uint32_t b, uint3
                : "memory");
 }
 
-// Returns the descriptor of an operand of a warp group's product. The operand's rows are 128 bytes along the
-// contraction axis. They are swizzled by 128 bytes and start on a 1024-byte boundary.
-__device__ inline uint64_t SwizzledOperand(uint32_t rows) {
+// Stores the transposes of four 8 x 8 matrices of 16-bit numbers. Every lane passes the address of one row of one
+// transpose.
+__device__ inline void StoreTransposedMatrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Returns the descriptor of an operand of a warp group's product, whose parts lie in memory that is swizzled by 128
+// bytes and start on a 1024-byte boundary. `leading_bytes` and `stride_bytes` are offsets between parts.
+__device__ inline uint64_t OperandDescriptor(uint32_t start, uint32_t leading_bytes, uint32_t stride_bytes) {
   // Fields of the matrix descriptor, by their first bit. Addresses and offsets are multiples of 16 bytes.
   constexpr int kStartAddress = 0;
-  constexpr int kLeadingOffset = 16;  // not used with swizzled rows of 128 bytes
-  constexpr int kStrideOffset = 32;   // from 8 rows to the next 8
+  constexpr int kLeadingOffset = 16;
+  constexpr int kStrideOffset = 32;
   constexpr int kSwizzle = 62;
   constexpr uint64_t kSwizzle128Bytes = 1;
-  constexpr uint64_t kEightRowsBytes = 8 * 128;
-  const uint64_t address = rows & 0x3ffff;
-  return kSwizzle128Bytes << kSwizzle | kEightRowsBytes / 16 << kStrideOffset | uint64_t{1} << kLeadingOffset |
-         address / 16 << kStartAddress;
+  const uint64_t address = start & 0x3ffff;
+  return kSwizzle128Bytes << kSwizzle | uint64_t{stride_bytes / 16} << kStrideOffset |
+         uint64_t{leading_bytes / 16} << kLeadingOffset | address / 16 << kStartAddress;
+}
+
+// Returns the descriptor of an operand whose rows are 128 bytes along the contraction axis.
+__device__ inline uint64_t SwizzledOperand(uint32_t rows) {
+  constexpr uint32_t kNotUsed = 16;  // with swizzled rows of 128 bytes
+  constexpr uint32_t kEightRowsBytes = 8 * 128;
+  return OperandDescriptor(rows, kNotUsed, kEightRowsBytes);
+}
+
+// Returns the descriptor of an operand of 16-bit numbers that is contiguous along its own axis. It consists of boxes of
+// 64 numbers along that axis by `depth` along the contraction axis, one box after another.
+__device__ inline uint64_t TransposedOperand(uint32_t boxes, uint32_t depth) {
+  constexpr uint32_t kRowBytes = 128;
+  return OperandDescriptor(boxes, depth * kRowBytes, 8 * kRowBytes);
 }
 
 // The values of a 64 x 128 product that one thread of a warp group holds. They lie in rows r and r + 8 and, for every
@@ -235,16 +295,27 @@ struct Fragment {
   float value[kValues];
 };
 
+// The values of a 64 x 256 product: its left and its right half.
+struct WideFragment {
+  static constexpr int kColumns = 2 * Fragment::kColumns;
+  Fragment halves[2];
+};
+
 __device__ inline void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void CommitProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ inline void WaitForProducts() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-#define JAX_GROUPED_EIGHT(i)                                                                                  \
+// Waits until this warp group's products, except those of the last kLeft commits, have been computed.
+template <int kLeft = 0>
+__device__ void WaitForProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+#define JAX_GROUPED_EIGHT(v, i)                                                                               \
   "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3]), "+f"(v[i + 4]), "+f"(v[i + 5]), "+f"(v[i + 6]), \
       "+f"(v[i + 7])
-#define JAX_GROUPED_ALL                                                                                            \
-  JAX_GROUPED_EIGHT(0), JAX_GROUPED_EIGHT(8), JAX_GROUPED_EIGHT(16), JAX_GROUPED_EIGHT(24), JAX_GROUPED_EIGHT(32), \
-      JAX_GROUPED_EIGHT(40), JAX_GROUPED_EIGHT(48), JAX_GROUPED_EIGHT(56)
+#define JAX_GROUPED_ALL(v)                                                                              \
+  JAX_GROUPED_EIGHT(v, 0), JAX_GROUPED_EIGHT(v, 8), JAX_GROUPED_EIGHT(v, 16), JAX_GROUPED_EIGHT(v, 24), \
+      JAX_GROUPED_EIGHT(v, 32), JAX_GROUPED_EIGHT(v, 40), JAX_GROUPED_EIGHT(v, 48), JAX_GROUPED_EIGHT(v, 56)
 #define JAX_GROUPED_MULTIPLY(types)                                                       \
   asm volatile(                                                                           \
       "{\n"                                                                               \
@@ -257,7 +328,7 @@ __device__ inline void WaitForProducts() { asm volatile("wgmma.wait_group.sync.a
       " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}," \
       " %64, %65, add, 1, 1;\n"                                                           \
       "}"                                                                                 \
-      : JAX_GROUPED_ALL                                                                   \
+      : JAX_GROUPED_ALL(v)                                                                \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 
 // Starts a product over 32 numbers of both operands. With `add`, the product is added to the fragment; otherwise it
@@ -273,11 +344,47 @@ __device__ __forceinline__ void Multiply(uint64_t a, uint64_t b, bool add, Fragm
   if constexpr (!kAIsE4m3) JAX_GROUPED_MULTIPLY("e5m2.e4m3");
 }
 
+#define JAX_GROUPED_MULTIPLY_WIDE(types)                                                                  \
+  asm volatile(                                                                                           \
+      "{ .reg .pred add; setp.ne.b32 add, 1, 0;"                                                          \
+      " wgmma.mma_async.sync.aligned.m64n256k16.f32." types                                               \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"                           \
+      " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"                  \
+      " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"                  \
+      " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"                  \
+      " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"                  \
+      " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"                  \
+      " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"      \
+      " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}," \
+      " %128, %129, add, 1, 1, %130, %131; }"                                                             \
+      : JAX_GROUPED_ALL(v), JAX_GROUPED_ALL(w)                                                            \
+      : "l"(a), "l"(b), "n"(kATransposed), "n"(kBTransposed))
+
+// Starts a product over 16 numbers of both operands of type __nv_bfloat16 or __half, and adds it to the fragment.
+// Transposed operands are those of TransposedOperand.
+template <typename T, bool kATransposed, bool kBTransposed>
+__device__ __forceinline__ void MultiplyWide(uint64_t a, uint64_t b, WideFragment& fragment) {
+  auto& v = fragment.halves[0].value;
+  auto& w = fragment.halves[1].value;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    JAX_GROUPED_MULTIPLY_WIDE("bf16.bf16");
+  } else {
+    JAX_GROUPED_MULTIPLY_WIDE("f16.f16");
+  }
+}
+
 // Prevents the compiler from moving accesses to the fragment's registers across this call.
 __device__ __forceinline__ void Pin(Fragment& fragment) {
   auto& v = fragment.value;
-  asm volatile("" : JAX_GROUPED_ALL::"memory");
+  asm volatile("" : JAX_GROUPED_ALL(v)::"memory");
 }
+
+__device__ __forceinline__ void Pin(WideFragment& fragment) {
+  auto& v = fragment.halves[0].value;
+  auto& w = fragment.halves[1].value;
+  asm volatile("" : JAX_GROUPED_ALL(v), JAX_GROUPED_ALL(w)::"memory");
+}
+#undef JAX_GROUPED_MULTIPLY_WIDE
 #undef JAX_GROUPED_MULTIPLY
 #undef JAX_GROUPED_ALL
 #undef JAX_GROUPED_EIGHT

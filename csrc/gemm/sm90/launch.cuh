@@ -37,6 +37,34 @@ inline CUtensorMapDataType ResultMapType(cudaDataType_t type) {
 
 inline int64_t ResultBytes(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
+// Returns boxes of the result of a product of tokens: of 128 bytes by the rows of a fragment.
+inline BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int64_t rows) {
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
+  const auto features = static_cast<cuuint64_t>(ResultFeatures(problem));
+  BoxedTensor boxes{};
+  boxes.base = d;
+  boxes.type = ResultMapType(problem.result_type);
+  boxes.sizes = {features, static_cast<cuuint64_t>(rows)};
+  boxes.strides = {features * number_bytes};
+  boxes.box = {kBoxRowBytes / number_bytes, Fragment::kRows};
+  return boxes;
+}
+
+// Returns such boxes of a weight gradient.
+inline BoxedTensor WgradBoxes(const GemmProblem& problem, const void* d, int32_t groups) {
+  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
+  const auto in_features = static_cast<cuuint64_t>(problem.in_features);
+  const auto out_features = static_cast<cuuint64_t>(problem.out_features);
+  const cuuint64_t row_bytes = out_features * number_bytes;
+  BoxedTensor boxes{};
+  boxes.base = d;
+  boxes.type = ResultMapType(problem.result_type);
+  boxes.sizes = {out_features, in_features, static_cast<cuuint64_t>(groups)};
+  boxes.strides = {row_bytes, row_bytes * in_features};
+  boxes.box = {kBoxRowBytes / number_bytes, Fragment::kRows, 1};
+  return boxes;
+}
+
 // Returns boxes of kDepth numbers by `box_rows` rows of FP8 numbers.
 inline BoxedTensor Fp8Boxes(const void* data, int64_t row_length, int64_t rows, uint32_t box_rows) {
   BoxedTensor boxes{};
@@ -66,13 +94,14 @@ Status WithTypes(const GemmProblem& problem, const Launch& launch) {
 // setup in SetUpBlock.
 class ClusterLaunch {
  public:
-  Status Configure(const void* kernel, cudaStream_t stream, int device, int32_t tiles) {
+  // `shared_bytes` is the kernel's dynamic shared memory, and `tiles` the number of cluster tiles.
+  Status Configure(const void* kernel, int shared_bytes, cudaStream_t stream, int device, int32_t tiles) {
     DeviceProperties properties;
     JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-    JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(kernel, sizeof(Shared)));
+    JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(kernel, shared_bytes));
     config_.gridDim = dim3(std::min(tiles, properties.processors / kCluster) * kCluster);
     config_.blockDim = dim3(kThreads);
-    config_.dynamicSmemBytes = sizeof(Shared);
+    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config_.stream = stream;
     attribute_ = EarlyLaunch();
     config_.attrs = &attribute_;

@@ -68,12 +68,13 @@ static_assert(kWarpGroupThreads * kProducerRegisters + kMathThreads * kMathRegis
 // then share most of both operands.
 constexpr int kSwath = 16;
 
-// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for twice
-// as many.
+// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for
+// kStagingHalves times as many.
 constexpr int kBoxRowBytes = 128;
 constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
 constexpr int kStagedBoxes = 2;
-constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
+constexpr int kStagingHalves = 2;
+constexpr int kStagingBytes = kStagingHalves * kStagedBoxes * kBoxBytes;
 
 // Tiles that the producer may have found and the math groups have not begun.
 constexpr int kTilesAhead = 2;
@@ -181,6 +182,7 @@ __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / 
 //
 // The math groups keep their own index of cluster tiles all the same. If the end of a loop comes from shared memory,
 // the compiler cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
+template <typename Addresses>
 class TileQueue {
  public:
   __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
@@ -328,8 +330,9 @@ __device__ __forceinline__ bool BecomeProducer() {
 }
 
 // Gives math threads more registers. Returns the thread's position in a tile.
+template <int kRegisters>
 __device__ __forceinline__ ThreadPosition BecomeMathThread() {
-  AcquireRegisters<kMathRegisters>();
+  AcquireRegisters<kRegisters>();
   return ThreadPosition{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
                         static_cast<int>(threadIdx.x) % 32};
 }

@@ -175,7 +175,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
 template <typename TokenType, typename WeightType, ScalingMode kMode>
 __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging staging(shared, position, args.result_type);
+  Staging<kStagingHalves> staging(shared.Staging(position.group), position, args.result_type);
   Stage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();
@@ -239,7 +239,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kMathThreads) {
     if (BecomeProducer()) ProduceTokens<kMode>(args, shared);
   } else {
-    const ThreadPosition position = BecomeMathThread();
+    const ThreadPosition position = BecomeMathThread<kMathRegisters>();
     MultiplyTokens<TokenType, WeightType, kMode>(args, shared, position);
     // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
     // arrive.

@@ -52,20 +52,6 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 #endif
 }
 
-BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int32_t groups) {
-  const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
-  const auto in_features = static_cast<cuuint64_t>(problem.in_features);
-  const auto out_features = static_cast<cuuint64_t>(problem.out_features);
-  const cuuint64_t row_bytes = out_features * number_bytes;
-  BoxedTensor boxes{};
-  boxes.base = d;
-  boxes.type = ResultMapType(problem.result_type);
-  boxes.sizes = {out_features, in_features, static_cast<cuuint64_t>(groups)};
-  boxes.strides = {row_bytes, row_bytes * in_features};
-  boxes.box = {kBoxRowBytes / number_bytes, Fragment::kRows, 1};
-  return boxes;
-}
-
 struct Workspace {
   GroupMaps maps;
   GroupTable table;
@@ -119,12 +105,12 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   args.out_features = out_features;
   args.dweight_type = problem.result_type;
   args.accumulate = problem.accumulate;
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(ResultBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     ClusterLaunch launch;
     JAX_GROUPED_RETURN_IF_FAILED(
-        launch.Configure(reinterpret_cast<const void*>(kernel), stream, device, args.cluster_tiles));
+        launch.Configure(reinterpret_cast<const void*>(kernel), sizeof(Shared), stream, device, args.cluster_tiles));
     return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a weight gradient");
   });
 }

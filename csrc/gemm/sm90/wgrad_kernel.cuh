@@ -148,7 +148,7 @@ __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScal
 template <typename XType, typename DyType, ScalingMode kMode>
 __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging staging(shared, position, args.dweight_type);
+  Staging<kStagingHalves> staging(shared.Staging(position.group), position, args.dweight_type);
   Stage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();
@@ -212,7 +212,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kMathThreads) {
     if (BecomeProducer()) ProduceWgrad<kMode>(args, shared);
   } else {
-    const ThreadPosition position = BecomeMathThread();
+    const ThreadPosition position = BecomeMathThread<kMathRegisters>();
     MultiplyWgrad<XType, DyType, kMode>(args, shared, position);
     // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
     // arrive.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends.reference.quantize import dequantize
+from jax_grouped.backends.reference.rows import permute
 from jax_grouped.backends.reference.tiles import grouped_product
 from jax_grouped.backends.spec import GemmSpec
 from jax_grouped.fp8.layout import QuantizedLayout
@@ -20,6 +21,9 @@ def grouped_gemm(
     spec: GemmSpec,
 ) -> jax.Array:
     """Returns the product that `spec` names. With quantized operands, only the accumulation in float32 rounds."""
+    if spec.gathered is not None:
+        a, b = (permute(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
+        spec, more = dataclasses.replace(spec, gathered=None), ()
     if spec.a is None or spec.b is None:
         return grouped_product(a, b, group_sizes, group_offset, *more, spec=spec)
 

@@ -1,0 +1,214 @@
+// Device side of gathered_token_product.h. Rows are tokens, columns are features of the result, and a stage is 64 of
+// the depth.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_
+
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/gemm/sm90/gathered_tiles.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/staging.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace sm90 {
+
+// The group table counts the rows of tiles before a group, and their pairs, as row blocks of these kinds.
+constexpr RowBlock kGatheredTileRows = RowBlock::k128;
+constexpr RowBlock kGatheredPairRows = RowBlock::k256;
+static_assert(RowsOf(kGatheredTileRows) == GatheredTile::kRows);
+static_assert(RowsOf(kGatheredPairRows) == kCluster * GatheredTile::kRows);
+
+struct GatheredTokenArguments {
+  CUtensorMap weights;
+  CUtensorMap all_results;     // the results of all groups in one map
+  const CUtensorMap* results;  // one map per group
+  GroupTable table;            // the first batch element's
+  GatheredRows tokens;
+  int32_t element_cluster_tiles;  // of a batch element that has the most tiles possible
+  int32_t cluster_tiles;          // of all batch elements
+  int32_t features;
+  int32_t elements_per_weight;
+  cudaDataType_t result_type;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A tile, as the producer sees it.
+struct GatheredTokenTile {
+  OutputTile output;
+  int32_t weight = 0;
+  bool shared = false;  // both blocks of the cluster have the same weights
+};
+
+// The tiles of a block, one per cluster tile. An index has no tile if its batch element has no more tiles.
+class GatheredTokenTiles {
+ public:
+  __device__ explicit GatheredTokenTiles(const GatheredTokenArguments& args)
+      : args_(args), wide_(static_cast<int32_t>(CeilDiv(args.features, GatheredTile::kColumns))) {}
+
+  __device__ GatheredTokenTile At(int32_t index) {
+    GatheredTokenTile tile;
+    if (index >= args_.cluster_tiles) return tile;
+    if (const int32_t element = index / args_.element_cluster_tiles; element != element_) Enter(element);
+    if (index >= after_ && !Find(index)) return tile;
+    const TilePosition position = PositionOf(index - before_, high_, wide_);
+    tile.output.group = element_ * args_.table.num_groups + group_;
+    tile.output.group_row = first_token_;
+    tile.output.row = position.row * GatheredTile::kRows;
+    tile.output.column = position.column * GatheredTile::kColumns;
+    tile.output.rows = rows_ - tile.output.row;
+    tile.output.blocks = static_cast<int32_t>(CeilDiv(args_.tokens.columns, GatheredTile::kDepth));
+    tile.weight = element_ / args_.elements_per_weight * args_.table.num_groups + group_;
+    tile.shared = position.shared;
+    return tile;
+  }
+
+ private:
+  __device__ void Enter(int32_t element) {
+    element_ = element;
+    group_ = 0;
+    after_ = 0;
+  }
+
+  // Advances to the group that contains the cluster tile `index`. Returns false if there is none. The lanes inspect 32
+  // groups at once. They issue all loads about these groups before any of the values arrives.
+  __device__ bool Find(int32_t index) {
+    const GroupTable table = args_.table.At(element_);
+    const int32_t* tiles = table.BlocksBefore(kGatheredTileRows);
+    const int32_t* pairs = table.BlocksBefore(kGatheredPairRows);
+    for (; group_ < table.num_groups; group_ += 32) {
+      const int32_t group = min(group_ + Lane(), table.num_groups - 1);
+      const int32_t tiles_before = tiles[group];
+      const int32_t tiles_after = tiles[group + 1];
+      const int32_t pairs_before = pairs[group];
+      const int32_t pairs_after = pairs[group + 1];
+      const int32_t first_token = table.FirstRow()[group];
+      const int32_t last_token = table.FirstRow()[group + 1];
+      const auto before = static_cast<int32_t>(ClusterTiles(tiles_before, pairs_before, wide_));
+      const auto after = static_cast<int32_t>(ClusterTiles(tiles_after, pairs_after, wide_));
+      const uint32_t found = __ballot_sync(kFullWarp, after > index);
+      if (found == 0) continue;
+      const int lane = __ffs(found) - 1;
+      group_ += lane;
+      before_ = FromLane(lane, before);
+      after_ = FromLane(lane, after);
+      high_ = FromLane(lane, tiles_after - tiles_before);
+      first_token_ = FromLane(lane, first_token);
+      rows_ = FromLane(lane, last_token) - first_token_;
+      return true;
+    }
+    return false;
+  }
+
+  const GatheredTokenArguments& args_;
+  int32_t wide_;
+  int32_t element_ = -1;
+  // The group of the last tile, the cluster tiles before the group and up to its end, and its rows of tiles.
+  int32_t group_ = 0;
+  int32_t before_ = 0;
+  int32_t after_ = 0;
+  int32_t high_ = 0;
+  int32_t first_token_ = 0;
+  int32_t rows_ = 0;
+};
+
+template <bool kWeightTransposed>
+__device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const GatheredAddresses& shared) {
+  constexpr uint32_t kWeightBytes = sizeof(GatheredShared::b[0]);
+  const bool leads = LeadsProducer();
+  GatheredTokenTiles tiles(args);
+  TileQueue queue(shared);
+  GatheredStage stage;
+  GatheredTokenTile next;
+  RowsOfThread<GatheredTile::kRows> next_rows;
+  const auto find_next = [&](int32_t index) {
+    next = tiles.At(index);
+    next_rows.Load(args.tokens, next.output.group_row + next.output.row, next.output.rows);
+  };
+  find_next(FirstTileIndex());
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const GatheredTokenTile tile = next;
+    const RowsOfThread<GatheredTile::kRows> rows = next_rows;
+    if (leads) queue.Post(tile.output);
+    // The next tile is found when the ring has begun to fill with this one. Its indices arrive during this tile.
+    const int32_t last = max(tile.output.blocks, 1) - 1;
+    for (int32_t block = 0; block <= last; ++block) {
+      if (block == min(last, GatheredTile::kStages / 2)) find_next(index + Clusters());
+      if (tile.output.blocks == 0) break;
+      const int s = stage.index;
+      WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+      if (leads && Lane() == 0) {
+        ArriveExpecting(shared.Full(s), kWeightBytes);
+        LoadOperand<GatheredTile::kColumns, kWeightTransposed>(&args.weights, shared.B(s), tile.output.column,
+                                                               block * GatheredTile::kDepth, tile.weight, tile.shared,
+                                                               shared.Full(s));
+      }
+      __syncwarp();
+      rows.Copy(args.tokens, block * GatheredTile::kDepth, shared.A(s));
+      ArriveAfterCopies(shared.Full(s));
+      stage.Advance();
+    }
+  }
+}
+
+template <typename T, bool kWeightTransposed>
+__device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const GatheredAddresses& shared,
+                                       const ThreadPosition& position) {
+  TileQueue queue(shared);
+  Staging<GatheredTile::kStagingHalves> staging(shared.Staging(position.group), position, args.result_type);
+  GatheredStage stage;
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const OutputTile tile = queue.Take();
+    const int first_row = position.group * Fragment::kRows;
+    const bool has_rows = first_row < tile.rows;
+    WideFragment sums;
+    Clear(sums);
+    MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.blocks, tile.rows, stage, sums);
+    if (!has_rows) continue;
+    // The rows below this group's last row may belong to another group.
+    const bool whole = first_row + Fragment::kRows <= tile.rows;
+    const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
+    const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
+    if (!whole && position.warp == 0) AcquireTensorMap(result);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t column = tile.column + half * Fragment::kColumns;
+      if (column >= args.features) continue;
+      staging.StoreRows(sums.halves[half], args.features - column,
+                        [&](uint32_t box, int in_half) { StoreBox(result, box, column + in_half, row); });
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T, bool kWeightTransposed>
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    GatheredTokenProduct(const __grid_constant__ GatheredTokenArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const GatheredAddresses shared{SharedAddress(memory)};
+  SetUpGatheringBlock(shared);
+  if (threadIdx.x >= kMathThreads) {
+    ReleaseRegisters<GatheredTile::kProducerRegisters>();
+    ProduceGatheredTokens<kWeightTransposed>(args, shared);
+  } else {
+    const ThreadPosition position = BecomeMathThread<GatheredTile::kMathRegisters>();
+    MultiplyGatheredTokens<T, kWeightTransposed>(args, shared, position);
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
+    WaitForReads<0>();
+  }
+  EndBlock();
+#endif
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_

@@ -1,0 +1,179 @@
+// Device side of gathered_wgrad.h. Rows are features of the operand that is gathered, columns are features of the
+// other, and a stage is 64 tokens. If dy is gathered, a tile is thus the transpose of a tile of the result.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_WGRAD_KERNEL_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_WGRAD_KERNEL_CUH_
+
+#include <library_types.h>
+
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/gemm/sm90/gathered_tiles.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/staging.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace sm90 {
+
+struct GatheredWgradArguments {
+  CUtensorMap dweight;
+  const CUtensorMap* maps;  // of the operand that is not gathered, for every group
+  GroupTable table;         // the first batch element's
+  GatheredRows gathered;
+  int32_t cluster_tiles;    // of all groups
+  int32_t group_tiles;      // cluster tiles of one group
+  int32_t column_features;  // of the operand that is not gathered
+  cudaDataType_t dweight_type;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// A tile, as the producer sees it.
+struct GatheredWgradTile {
+  OutputTile output;
+  int32_t tokens = 0;   // of the group
+  bool shared = false;  // both blocks of the cluster have the same part of the operand that is not gathered
+};
+
+// The tiles of a block, one per cluster tile.
+class GatheredWgradTiles {
+ public:
+  __device__ explicit GatheredWgradTiles(const GatheredWgradArguments& args)
+      : args_(args),
+        high_(static_cast<int32_t>(CeilDiv(args.gathered.columns, GatheredTile::kRows))),
+        wide_(static_cast<int32_t>(CeilDiv(args.column_features, GatheredTile::kColumns))) {}
+
+  __device__ const GatheredWgradTile& At(int32_t index) {
+    if (const int32_t group = index / args_.group_tiles; group != tile_.output.group) Enter(group);
+    const TilePosition position = PositionOf(index % args_.group_tiles, high_, wide_);
+    tile_.output.row = position.row * GatheredTile::kRows;
+    tile_.output.column = position.column * GatheredTile::kColumns;
+    tile_.output.rows = args_.gathered.columns - tile_.output.row;
+    tile_.shared = position.shared;
+    return tile_;
+  }
+
+ private:
+  __device__ void Enter(int32_t group) {
+    const int32_t num_groups = args_.table.num_groups;
+    const int32_t* first = args_.table.At(group / num_groups).FirstRow() + group % num_groups;
+    tile_.output.group = group;
+    tile_.output.group_row = Uniform(first[0]);
+    tile_.tokens = Uniform(first[1]) - tile_.output.group_row;
+    tile_.output.blocks = static_cast<int32_t>(CeilDiv(tile_.tokens, GatheredTile::kDepth));
+  }
+
+  const GatheredWgradArguments& args_;
+  int32_t high_;
+  int32_t wide_;
+  GatheredWgradTile tile_;
+};
+
+__device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared) {
+  using A = OperandBoxes<GatheredTile::kRows, true>;
+  constexpr uint32_t kCopiedBytes = sizeof(GatheredShared::b[0]);
+  const bool leads = LeadsProducer();
+  GatheredWgradTiles tiles(args);
+  TileQueue queue(shared);
+  GatheredStage stage;
+  int32_t group = -1;
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const GatheredWgradTile& tile = tiles.At(index);
+    const OutputTile& output = tile.output;
+    const CUtensorMap* const map = args.maps + output.group;
+    if (leads) {
+      queue.Post(output);
+      if (output.group != group) {
+        group = output.group;
+        AcquireTensorMap(map);
+      }
+    }
+    RowsOfThread<GatheredTile::kDepth> next;
+    next.Load(args.gathered, output.group_row, tile.tokens);
+    for (int32_t block = 0; block < output.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      const RowsOfThread<GatheredTile::kDepth> rows = next;
+      // The indices of the next stage arrive during this stage.
+      const int32_t next_token = (block + 1) * GatheredTile::kDepth;
+      next.Load(args.gathered, int64_t{output.group_row} + next_token, tile.tokens - next_token);
+      WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+      if (leads && Lane() == 0) {
+        ArriveExpecting(shared.Full(s), kCopiedBytes);
+        LoadOperand<GatheredTile::kColumns, true>(map, shared.B(s), output.column, block * GatheredTile::kDepth, 0,
+                                                  tile.shared, shared.Full(s));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int box = 0; box < A::kCount; ++box) {
+        rows.Copy(args.gathered, output.row + box * A::kBoxExtent, shared.A(s) + box * A::kBytes);
+      }
+      ArriveAfterCopies(shared.Full(s));
+    }
+  }
+}
+
+// Stores a math group's part of a tile. With kGathersDy the tile is transposed: its rows are the features of dy.
+template <bool kGathersDy>
+__device__ __forceinline__ void StoreWgrad(const GatheredWgradArguments& args, const OutputTile& tile, int first_row,
+                                           const WideFragment& sums, Staging<GatheredTile::kStagingHalves>& staging) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t column = tile.column + half * Fragment::kColumns;
+    if (column >= args.column_features) continue;
+    if constexpr (kGathersDy) {
+      staging.StoreTransposed(sums.halves[half], [&](uint32_t box, int x_feature, int dy_feature) {
+        StoreBox(&args.dweight, box, tile.row + first_row + dy_feature, column + x_feature, tile.group);
+      });
+    } else {
+      staging.StoreRows(sums.halves[half], args.column_features - column, [&](uint32_t box, int dy_feature) {
+        StoreBox(&args.dweight, box, column + dy_feature, tile.row + first_row, tile.group);
+      });
+    }
+  }
+}
+
+template <typename T, bool kGathersDy>
+__device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared,
+                                      const ThreadPosition& position) {
+  TileQueue queue(shared);
+  Staging<GatheredTile::kStagingHalves> staging(shared.Staging(position.group), position, args.dweight_type);
+  GatheredStage stage;
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+    const OutputTile tile = queue.Take();
+    const int first_row = position.group * Fragment::kRows;
+    WideFragment sums;
+    Clear(sums);
+    MultiplyStages<T, true, true>(shared, position.group, tile.blocks, tile.rows, stage, sums);
+    if (first_row < tile.rows) StoreWgrad<kGathersDy>(args, tile, first_row, sums, staging);
+  }
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T, bool kGathersDy>
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    GatheredWgrad(const __grid_constant__ GatheredWgradArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const GatheredAddresses shared{SharedAddress(memory)};
+  SetUpGatheringBlock(shared);
+  if (threadIdx.x >= kMathThreads) {
+    ReleaseRegisters<GatheredTile::kProducerRegisters>();
+    ProduceGatheredWgrad(args, shared);
+  } else {
+    const ThreadPosition position = BecomeMathThread<GatheredTile::kMathRegisters>();
+    MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position);
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
+    WaitForReads<0>();
+  }
+  EndBlock();
+#endif
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_WGRAD_KERNEL_CUH_

@@ -1,0 +1,106 @@
+// Setup of a product that reads or writes the rows of each group through a tensor map of the group's own, which has no
+// rows of another group.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_GROUP_ROWS_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_GROUP_ROWS_CUH_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/common/launch.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/tensor_map.h"
+#include "csrc/groups/layout.h"
+#include "csrc/groups/table.cuh"
+#include "csrc/groups/zero_rows.cuh"
+
+namespace jax_grouped {
+namespace sm90 {
+
+constexpr int kGroupRowsThreads = 512;
+
+struct GroupRowsSetup {
+  CUtensorMap map;  // without any group's rows yet
+  CUtensorMap* maps;
+  void* data;
+  int64_t row_bytes;
+  RowBlockCounts element_row_blocks;
+  GroupTable table;
+};
+
+// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups and describes their
+// rows. The other blocks, if there are any, zero the rows that belong to no group. Of the table's counts, writes those
+// of `Blocks`.
+template <typename Blocks>
+__global__ void __launch_bounds__(kGroupRowsThreads)
+    SetUpGroupRows(Groups batch, const __grid_constant__ GroupRowsSetup args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (blockIdx.x > 0) {
+    return ZeroOtherRows<kGroupRowsThreads>(batch.At(element), element, args.data, args.row_bytes);
+  }
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
+  if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  map = args.map;
+#pragma unroll 1  // There are seldom more groups than maps.
+  for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
+    const int32_t row = table.FirstRow()[group];
+    // Nothing is copied for an empty group, but a map without rows would be invalid.
+    const uint32_t rows = max(table.FirstRow()[group + 1] - row, 1);
+    ReplaceRows(&map, static_cast<char*>(args.data) + row * args.row_bytes, rows);
+    args.maps[element * batch.num_groups + group] = map;
+  }
+  ReleaseTensorMaps();
+#endif
+}
+
+// The parts of the workspace: a map of each group's rows, and the table of every batch element.
+struct GroupRowsWorkspace {
+  CUtensorMap* maps;
+  GroupTable table;
+  int64_t bytes;
+
+  GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups) {
+    maps = static_cast<CUtensorMap*>(base);
+    table = {reinterpret_cast<int32_t*>(maps + batch * num_groups), static_cast<int32_t>(num_groups)};
+    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+  }
+
+  // Returns the most bytes that `all_groups` groups in a batch can use.
+  static int64_t MaxBytes(int64_t all_groups) {
+    // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
+    return GroupRowsWorkspace(nullptr, all_groups, 1).bytes;
+  }
+};
+
+// Launches the setup for an array, whose second dimension is the rows of all groups. Points `whole` to all its rows.
+template <typename Blocks>
+Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& groups, const BoxedTensor& array,
+                       const RowBlockCounts& element_row_blocks, bool zeroes_other_rows,
+                       const GroupRowsWorkspace& workspace, CUtensorMap* whole) {
+  GroupRowsSetup setup{};
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(array, whole));
+  setup.map = *whole;
+  setup.maps = workspace.maps;
+  setup.data = const_cast<void*>(array.base);
+  setup.row_bytes = static_cast<int64_t>(array.strides[0]);
+  setup.element_row_blocks = element_row_blocks;
+  setup.table = workspace.table;
+  const int zeroing_blocks = zeroes_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
+  const dim3 blocks(1 + zeroing_blocks, groups.batch);
+  return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_GROUP_ROWS_CUH_
