@@ -238,8 +238,9 @@ class MoEMlp(nn.Module):
     No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
     float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
     `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
-    `down/bias` `[E, K]`; an `activation` without a gate has no axis of 2. The state of `DelayedScaling` and the kernels that microbatches share are variables as in
-    `GroupedDense`, below `gate_up` and `down`.
+    `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. The state of
+    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
+    `down`.
 
     On several devices, `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
     `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,

@@ -58,8 +58,7 @@ class ActivatedColumns {
   // Computes successive rows of the chunk, from `first` on; in place of rows that do not exist, its last row. With
   // kProducts, adds the inner products of the activation's result with its gradient to `products`.
   template <bool kProducts = false, int kCount>
-  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4],
-                                          float* products = nullptr) const {
+  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
     // All rows are loaded before any is computed.
     Eight inputs[kCount];
     Eight factors[kCount];
@@ -172,7 +171,7 @@ struct ActivatedSource : ActivationArrays {
 
   template <bool kProducts, typename Columns>
   __device__ static void Fill(const Columns& columns, PairOf<float> (&rows)[RegisterTile::kLaneRows][4],
-                                              float* products) {
+                              float* products) {
     // Rows whose loads are all issued before the first use: as many as the registers have room for.
     constexpr int kCount = sizeof(T) == 2 ? 4 : 2;
 #pragma unroll

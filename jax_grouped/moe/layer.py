@@ -74,9 +74,9 @@ def moe_mlp(
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
 
-    The backward pass gathers the tokens again. Only `x`, the activation's input, the routing and the kernels are kept for
-    it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The routing
-    weights' gradient is computed from the activation's, with the precision of the recipe.
+    The backward pass gathers the tokens again. Only `x`, the activation's input, the routing and the kernels are kept
+    for it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The
+    routing weights' gradient is computed from the activation's, with the precision of the recipe.
 
     The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
     experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features

@@ -35,8 +35,9 @@ def grouped_mlp(
     With a recipe, the activation is fused into the quantization of the second product's input, and its derivative into
     the quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and
     never written in a wider type. Without a recipe they are plain JAX, and the backward pass computes the activation
-    again from the first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
-    rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
+    again from the first product's result, which is kept in its own type. Everything else is as in
+    `jax_grouped.grouped_dense`: types, rows of no group, gradients, the values kept under
+    `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -125,11 +126,11 @@ def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
 
 
 def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Activation) -> None:
-    halves = 2 if is_gated(activation) else 1
+    halves, features = (2, "2 F") if is_gated(activation) else (1, "F")
     if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != halves * down[1]:
         raise ValueError(
-            f"gate_up and down must have shapes [E, K, {'2 F' if halves == 2 else 'F'}] and [E, F, N] for {activation}, "
-            f"got {gate_up} and {down}."
+            f"gate_up and down must have shapes [E, K, {features}] and [E, F, N] for {activation}, got {gate_up} and "
+            f"{down}."
         )
 
 

@@ -19,10 +19,6 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
     The backward pass computes it again from `x`. JAX's own rule would keep several float32 arrays `[T, F]` instead.
     """
-    return _activate(x, activation)
-
-
-def _activate(x: jax.Array, activation: Activation) -> jax.Array:
     return activations.activate(x.astype(jnp.float32), activation).astype(x.dtype)
 
 
@@ -31,8 +27,8 @@ def _activate_forward(x: jax.Array, activation: Activation) -> tuple[jax.Array, 
 
 
 def _activate_backward(activation: Activation, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    _, pull_back = jax.vjp(lambda x: _activate(x, activation), x)
-    return pull_back(dy)
+    dx = activations.activation_grad(x.astype(jnp.float32), dy.astype(jnp.float32), activation)
+    return (dx.astype(x.dtype),)
 
 
 activate.defvjp(_activate_forward, _activate_backward)

@@ -12,7 +12,7 @@ CLAMP_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """Applies an activation: `[..., F] -> [..., F]`, or `[..., 2 F] -> [..., F]` with a gate, whose features are first."""
+    """Applies an activation: `[..., F] -> [..., F]`, or `[..., 2 F] -> [..., F]` with a gate, which comes first."""
     if not is_gated(activation):
         return _PLAIN[activation](x)
     return _GATED[activation](*jnp.split(x, 2, axis=-1))

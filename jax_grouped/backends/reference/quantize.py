@@ -1,7 +1,6 @@
 """Quantization in the `xla` backend: plain JAX, for any platform."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
