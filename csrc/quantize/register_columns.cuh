@@ -40,9 +40,10 @@ class RegisterColumnQuantizer {
   __device__ void Quantize() {
     if (state_.args.partial_sums != nullptr) AddUpSums();
     if (state_.args.column_data == nullptr) return;
-    if constexpr (!State::kSlotScales) FindScales();
-    // The data overwrite the sums.
-    if (!State::kSlotScales || state_.args.partial_sums != nullptr) __syncthreads();
+    if constexpr (!State::kSlotScales) {
+      FindScales();
+      __syncthreads();
+    }
     if (Uniform(Warp()) < state_.count) {
       if (finite_) {
         StoreData<false>();

@@ -12,7 +12,7 @@
 namespace jax_grouped {
 
 // A tile of 128 x 128 elements. Each warp holds the 16 rows of its slot, and a lane 8 columns of 8 successive rows.
-// Shared memory holds what the warps exchange about columns.
+// Shared memory holds the input until it is in registers, and what the warps exchange about columns.
 struct RegisterTile {
   using Element = float;
   using Pair = PairOf<float>;
@@ -21,12 +21,18 @@ struct RegisterTile {
   // Blocks of threads that are resident on an SM at once: a thread has 64 elements and needs up to 128 registers.
   static constexpr int kBlocks = 2;
 
+  // Arrays of the input that a source may stage, and 16-byte vectors of each that a lane stages at once.
+  static constexpr int kStagedArrays = 3;
+  static constexpr int kStagedVectors = 8;
+
   struct Exchange {
     union {
-      uint4 data[kTileColumns][kSlots];  // FP8, columnwise: 16 bytes of each column and slot, swizzled
-      float sums[kSlots][kTileColumns];  // of the slots' columns, before the data
+      uint4 staged[kStagedArrays][kStagedVectors][32 * kSlots];  // of the input, each thread's own, before the data
+      uint4 data[kTileColumns][kSlots];                          // FP8, columnwise: 16 bytes of each column and slot
     };
-    alignas(16) uint32_t amax[kSlots][kTileColumns];  // bits, and later the scales of the columns
+    float sums[kSlots][kTileColumns];      // of the slots' columns
+    uint32_t amax[kSlots][kTileColumns];   // bits, and later the scales of the columns
+    float weights[kSlots][kFp8Alignment];  // of the slots' rows
   };
   static constexpr int kBytes = sizeof(Exchange);
 
@@ -57,8 +63,6 @@ struct RegisterTile {
   // and lanes that read one column of all slots, access different banks.
   __device__ uint4* Data(int column, int slot) const { return &exchange->data[column][slot ^ (column / 8 % kSlots)]; }
 };
-static_assert(RegisterTile::kBytes == 16 * 1024 + 4 * 1024);
-
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_CSRC_QUANTIZE_REGISTER_TILE_CUH_

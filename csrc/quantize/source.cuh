@@ -173,6 +173,12 @@ __device__ inline void CopyAsync(void* shared, const void* global, bool exists) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(exists ? 16 : 0)
                : "memory");
 }
+// Likewise copies a float32.
+__device__ inline void CopyFloatAsync(float* shared, const float* global, bool exists) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
 __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The input without an activation, whose rows may be gathered.
