@@ -71,7 +71,7 @@ def _moe_program(
     def layer(x: jax.Array, router: jax.Array, gate_up: Weights, down: Weights, sizes: jax.Array) -> jax.Array:
         if operation == "moe experts":
             return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
-        logits = jnp.dot(x, router, preferred_element_type=jnp.float32).astype(logits_dtype)
+        logits = jg.moe.router_logits(x, router).astype(logits_dtype)
         return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=top_k, recipe=recipe)[0]
 
     def run(x: jax.Array, router: Any, weights: Sequence[Weights], dy: jax.Array, sizes: jax.Array) -> Any:

@@ -140,12 +140,14 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
   if (token >= args.tokens) return;
   const T* x = static_cast<const T*>(args.buffers.x) + token * args.features;
   for (int first_choice = 0; first_choice < args.choices; first_choice += 32) {
+    // These loads are issued before those that find the rows.
+    Columns columns;
+    columns.Load(x, Lane() * kLaneColumns, args.features);
     const Destination own = FindDestination(args, token, first_choice + Lane());
     const int choices = min(args.choices - first_choice, 32);
     for (int32_t begin = 0; begin < args.features; begin += kSteps * kStepColumns) {
       const int32_t first = begin + Lane() * kLaneColumns;
-      Columns columns;
-      columns.Load(x, first, args.features);
+      if (begin > 0) columns.Load(x, first, args.features);
       uint32_t amax[kSteps];
       const bool finite = columns.FindAmax(amax);
       const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });

@@ -26,6 +26,7 @@ from jax_grouped.moe.permutation import permute as permute
 from jax_grouped.moe.permutation import unpermute as unpermute
 from jax_grouped.moe.routing import Routing as Routing
 from jax_grouped.moe.routing import load_balancing_loss as load_balancing_loss
+from jax_grouped.moe.routing import router_logits as router_logits
 from jax_grouped.moe.routing import top_k_routing as top_k_routing
 from jax_grouped.ops.inputs import Weights as Weights
 
@@ -42,6 +43,7 @@ __all__ = [
     "permute",
     "plan_exchange",
     "return_rows",
+    "router_logits",
     "send_rows",
     "top_k_routing",
     "unpermute",

@@ -10,7 +10,7 @@ from jax_grouped.backends.reference import routing as reference
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.backends.spec import Score as Score
 from jax_grouped.core.values import as_array, static_bool, static_number
-from jax_grouped.core.varying import axis_size
+from jax_grouped.core.varying import axis_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
@@ -38,6 +38,56 @@ class Routing:
     experts: jax.Array
     weights: jax.Array
     probabilities: jax.Array
+
+
+def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes the logits of a linear router, `x @ kernel`, in float32 from operands in the type of `x`.
+
+    The backward pass rounds the gradient of the logits to the type of `x` before it multiplies, as a dense layer of
+    this type does. (That of `jnp.dot(..., preferred_element_type=jnp.float32)` would multiply in float32, which takes a
+    GPU several times as long for 16-bit tokens.)
+
+    Args:
+        x: `[T, K]` tokens, bfloat16, float16 or float32.
+        kernel: `[K, E]`, of these types.
+
+    Returns:
+        `float32[T, E]`. The gradient of `kernel` has its own type.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit.
+
+    Example:
+        logits = jg.moe.router_logits(jnp.ones((8, 32), jnp.bfloat16), jnp.ones((32, 4)))
+
+        assert logits.dtype == jnp.float32 and jnp.all(logits == 32)
+    """
+    x, kernel = as_array("x", x), as_array("kernel", kernel)
+    checks.check_tokens("x", x)
+    checks.check_dtype("kernel's type", kernel.dtype)
+    if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
+        raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
+    return _router_logits(*vary_alike(x, kernel))
+
+
+@jax.custom_vjp
+def _router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _router_logits_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _router_logits(x, kernel), (x, kernel)
+
+
+def _router_logits_backward(residuals: tuple[jax.Array, jax.Array], dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    dlogits = dlogits.astype(x.dtype)
+    dkernel = jnp.dot(x.T, dlogits, preferred_element_type=kernel.dtype)
+    return jnp.dot(dlogits, kernel.astype(x.dtype).T), dkernel
+
+
+_router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 
 
 def top_k_routing(

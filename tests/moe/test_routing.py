@@ -361,3 +361,37 @@ def test_the_balance_loss_rejects_what_is_no_routing_and_no_axis() -> None:
         routing.load_balancing_loss(LOGITS)
     with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
         routing.load_balancing_loss(routing.top_k_routing(LOGITS, TOP_K), axis_name="data")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_of_a_linear_router(dtype: str) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, kernel = jax.random.normal(keys[0], (40, 24)).astype(dtype), jax.random.normal(keys[1], (24, 6))
+    dlogits = jax.random.normal(keys[2], (40, 6))
+
+    logits, pull_back = jax.vjp(routing.router_logits, x, kernel)
+    dx, dkernel = pull_back(dlogits)
+
+    def rounded(array: jax.Array) -> np.ndarray:
+        return np.asarray(array.astype(dtype), np.float64)
+
+    assert (logits.dtype, dx.dtype, dkernel.dtype) == (jnp.float32, dtype, jnp.float32)
+    error = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(logits, rounded(x) @ rounded(kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        rounded(dx), rounded(dlogits) @ rounded(kernel).T, rtol=error, atol=2e-2 if error > 1e-3 else 1e-5
+    )
+    np.testing.assert_allclose(dkernel, rounded(x).T @ rounded(dlogits), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "message"),
+    [
+        (jnp.ones((3, 2)), ValueError, r"kernel must have shape \[K, E\] for x \(5, 4\), got \(3, 2\)."),
+        (jnp.ones((4, 2), jnp.int32), TypeError, "kernel's type must be"),
+    ],
+    ids=["shape", "type"],
+)
+def test_kernels_of_a_router_that_do_not_fit(kernel: jax.Array, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        routing.router_logits(jnp.ones((5, 4)), kernel)
