@@ -50,8 +50,8 @@ class Permutation:
 def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | None = None) -> Permutation:
     """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
 
-    On the `cuda` backend it is two kernels for up to 512 experts. Beyond that it is a sort, which takes some ten times
-    longer.
+    On the `cuda` backend it is two kernels for up to 512 experts. Beyond that it is a sort, which takes several times
+    as long.
 
     Args:
         experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Pairs with a value outside of
