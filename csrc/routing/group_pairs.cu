@@ -89,7 +89,8 @@ __device__ void ForEachPair(const int32_t* experts, const PairRange& pairs, int 
 // Adds up the blocks' sums. Each warp of each block takes experts of its own.
 __device__ void AddBlockSums(const float* block_sums, int num_experts, float* sums) {
   const int blocks = static_cast<int>(gridDim.x);
-  for (int expert = Warp() * blocks + static_cast<int>(blockIdx.x); expert < num_experts; expert += kWarps * blocks) {
+  for (int expert = Uniform(Warp()) * blocks + static_cast<int>(blockIdx.x); expert < num_experts;
+       expert += kWarps * blocks) {
     float sum = 0.0f;
     for (int block = Lane(); block < blocks; block += 32) sum += block_sums[block * num_experts + expert];
     sum = WarpSum(sum);
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int32_t longest;
   const int num_experts = problem.num_experts;
   const int thread = static_cast<int>(threadIdx.x);
+  const int own_warp = Uniform(Warp());
   const int64_t pairs = problem.tokens * problem.choices;
   const int64_t element = blockIdx.y;
   const int64_t of_blocks = element * gridDim.x * num_experts;
@@ -121,16 +123,16 @@ __global__ void __launch_bounds__(kThreads)
 
   const PairRange of_block = PairsOfRoutingBlock(blockIdx.x, problem.tokens, problem.choices);
   const int64_t of_warp = RoundUp(CeilDiv(of_block.end - of_block.begin, kWarps), 32);
-  PairRange own{of_block.begin + Warp() * of_warp, 0};
+  PairRange own{of_block.begin + own_warp * of_warp, 0};
   own.end = min(own.begin + of_warp, of_block.end);
-  int32_t* own_counts = warp_counts + Warp() * num_experts;
+  int32_t* own_counts = warp_counts + own_warp * num_experts;
   AddBlockCounts(all.block_counts + of_blocks, num_experts, &counts);
   ForEachPair(experts, own, num_experts, [&](int64_t, int32_t expert) {
     if (expert >= 0) atomicAdd(&own_counts[expert], 1);
   });
   __syncthreads();
   if (problem.rows < pairs) {
-    if (Uniform(Warp()) == 0) {
+    if (own_warp == 0) {
       const int32_t length = LongestGroup(counts.all, num_experts, static_cast<uint32_t>(rows));
       if (Lane() == 0) longest = length;
     }

@@ -7,6 +7,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
@@ -77,10 +78,10 @@ __device__ float SumOf(const float (&values)[kValues]) {
 constexpr uint32_t kNoKey = 0;
 __device__ uint32_t ToKey(float number) {
   const uint32_t bits = __float_as_uint(number);
-  return bits ^ (static_cast<int32_t>(bits) < 0 ? 0xffffffff : 0x80000000);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000);
 }
 __device__ float FromKey(uint32_t key) {
-  return __uint_as_float(key ^ (static_cast<int32_t>(key) < 0 ? 0x80000000 : 0xffffffff));
+  return __uint_as_float(key ^ (static_cast<uint32_t>(~static_cast<int32_t>(key) >> 31) | 0x80000000));
 }
 
 // Replaces logits by their softmax. Values past the last expert must be -inf.
@@ -101,6 +102,21 @@ template <int kValues>
 __device__ void Sigmoid(float (&values)[kValues]) {
 #pragma unroll
   for (float& value : values) value = 1.0f / (1.0f + expf(-value));
+}
+
+// Replaces logits by scores.
+template <int kValues>
+__device__ void ComputeScores(Score score, float (&values)[kValues], float (&probabilities)[kValues]) {
+  if (score == Score::kSoftmax) {
+    Softmax(values);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) probabilities[i] = values[i];
+  } else {
+    Sigmoid(values);
+    const float sum = SumOf(values);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) probabilities[i] = sum > 0.0f ? values[i] / sum : values[i];
+  }
 }
 
 // Removes the keys of experts outside of the token's best groups. `numbers` is the warp's shared memory.
@@ -148,48 +164,74 @@ __device__ void KeepBestGroups(const RouteProblem& problem, float* numbers, uint
   }
 }
 
-// The largest key of a lane and, of equal ones, the first one's place.
-struct Best {
-  uint32_t key;
-  int place;
-
-  template <int kValues>
-  __device__ static Best Of(const uint32_t (&keys)[kValues]) {
-    Best best{keys[0], 0};
+// A lane's keys, the largest first, with the places that they had. Of equal keys, the first stays first.
+template <int kValues>
+class SortedKeys {
+ public:
+  // Sorts as many of the largest keys as there are choices.
+  __device__ SortedKeys(uint32_t choices, const uint32_t (&keys)[kValues]) {
+    uint32_t places[kValues];
 #pragma unroll
-    for (int i = 1; i < kValues; ++i) {
-      if (keys[i] > best.key) best = {keys[i], i};
+    for (int i = 0; i < kValues; ++i) {
+      keys_[i] = keys[i];
+      places[i] = i;
     }
-    return best;
+    // Moves the largest of the keys that are left to the front. Only neighbours change places.
+#pragma unroll
+    for (int front = 0; front + 1 < kValues; ++front) {
+      if (front >= choices) break;
+#pragma unroll
+      for (int i = kValues - 1; i > front; --i) {
+        const bool swapped = keys_[i] > keys_[i - 1];
+        const uint32_t larger = max(keys_[i], keys_[i - 1]);
+        const uint32_t place = swapped ? places[i] : places[i - 1];
+        keys_[i] = min(keys_[i], keys_[i - 1]);
+        keys_[i - 1] = larger;
+        places[i] = swapped ? places[i - 1] : places[i];
+        places[i - 1] = place;
+      }
+    }
+#pragma unroll
+    for (int i = kValues - 1; i >= 0; --i) places_ = places_ << kPlaceBits | places[i];
   }
+
+  __device__ uint32_t Largest() const { return keys_[0]; }
+  __device__ uint32_t PlaceOfLargest() const { return places_ & (kValues - 1); }
+  __device__ void RemoveLargest() {
+#pragma unroll
+    for (int i = 0; i + 1 < kValues; ++i) keys_[i] = keys_[i + 1];
+    keys_[kValues - 1] = kNoKey;
+    places_ >>= kPlaceBits;
+  }
+
+ private:
+  static constexpr int kPlaceBits = 4;
+  static_assert(kValues <= 1 << kPlaceBits);
+
+  uint32_t keys_[kValues];
+  std::conditional_t<(kValues * kPlaceBits > 32), uint64_t, uint32_t> places_ = 0;
 };
 
-// Returns to each of the first lanes one of the experts with the largest keys, the best one to lane 0. Removes the
-// keys.
+// Returns the experts with the largest keys, the best one to the first lane. Of equal keys, the lowest expert is
+// better.
 template <int kValues>
-__device__ int ChooseExperts(int choices, uint32_t (&keys)[kValues]) {
-  int expert = 0;
-  Best best = Best::Of(keys);
+__device__ uint32_t ChooseExperts(uint32_t choices, const uint32_t (&keys)[kValues]) {
+  SortedKeys<kValues> sorted(choices, keys);
+  uint32_t result = 0;
 #pragma unroll 1
-  for (int choice = 0; choice < choices; ++choice) {
-    const uint32_t largest = __reduce_max_sync(kFullWarp, best.key);
-    const int winner = __ffs(__ballot_sync(kFullWarp, best.key == largest)) - 1;
-    const int chosen = FromLane(winner, FirstExpert(kValues) + best.place);
-    if (Lane() == choice) expert = chosen;
-    if (Lane() == winner) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        if (i == best.place) keys[i] = kNoKey;
-      }
-      best = Best::Of(keys);
-    }
+  for (uint32_t choice = 0; choice < choices; ++choice) {
+    const uint32_t own = FirstExpert(kValues) + sorted.PlaceOfLargest();
+    const bool is_best = sorted.Largest() == __reduce_max_sync(kFullWarp, sorted.Largest());
+    const uint32_t chosen = __reduce_min_sync(kFullWarp, is_best ? own : UINT32_MAX);
+    if (Lane() == choice) result = chosen;
+    if (own == chosen) sorted.RemoveLargest();
   }
-  return expert;
+  return result;
 }
 
 // blockIdx.x is the block of tokens, and blockIdx.y the batch element.
 template <typename T, int kValues>
-__global__ void __launch_bounds__(32 * kWarps<kValues>)
+__global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     Route(const __grid_constant__ RouteProblem problem, const __grid_constant__ RouteBuffers buffers) {
   // A row for each warp, first for a token's numbers, then for the warp's sums.
   __shared__ alignas(16) float warp_numbers[kWarps<kValues>][kMostOfLanes<kValues>];
@@ -202,42 +244,39 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>)
   const int64_t element = blockIdx.y;
   const int64_t before_element = element * problem.tokens;
   float* numbers = warp_numbers[Warp()];
-  float bias[kValues]{};
-  if (buffers.bias != nullptr) LoadRow(buffers.bias + element * num_experts, num_experts, 0.0f, bias);
+  // Numbers past the last expert become the lowest, and come after all of their equals.
+  float bias[kValues];
+  if (buffers.bias != nullptr) {
+    LoadRow(buffers.bias + element * num_experts, num_experts, -INFINITY, bias);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) bias[i] = first + i < num_experts ? 0.0f : -INFINITY;
+  }
   float sums[kValues]{};
 
+  const int own_warp = Uniform(Warp());
   const int64_t begin = blockIdx.x * TokensOfRoutingBlock(problem.tokens);
   const int64_t end = min(begin + TokensOfRoutingBlock(problem.tokens), problem.tokens);
 #pragma unroll 1
-  for (int64_t token = before_element + begin + Warp(); token < before_element + end; token += kWarps<kValues>) {
+  for (int64_t token = before_element + begin + own_warp; token < before_element + end; token += kWarps<kValues>) {
     float scores[kValues];
     LoadRow(static_cast<const T*>(buffers.logits) + token * num_experts, num_experts, -INFINITY, scores);
-    float total = 0.0f;
-    if (problem.score == Score::kSoftmax) {
-      Softmax(scores);
-    } else {
-      Sigmoid(scores);
-      total = SumOf(scores);
-    }
     float probabilities[kValues];
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      probabilities[i] = total > 0.0f ? scores[i] / total : scores[i];
-      sums[i] += probabilities[i];
-    }
+    ComputeScores(problem.score, scores, probabilities);
     StoreRow(probabilities, num_experts, buffers.probabilities + token * num_experts);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sums[i] += probabilities[i];
 
     uint32_t keys[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       // The maximum of NaN and a number is the number.
-      const float number = fminf(fmaxf(scores[i] + bias[i], -FLT_MAX), FLT_MAX);
-      keys[i] = first + i < num_experts ? ToKey(number) : kNoKey;
+      keys[i] = ToKey(fminf(fmaxf(scores[i] + bias[i], -FLT_MAX), FLT_MAX));
     }
     if (problem.top_groups < problem.expert_groups) KeepBestGroups(problem, numbers, keys);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) numbers[first + i] = scores[i];
-    const int expert = ChooseExperts(problem.choices, keys);
+    const uint32_t expert = ChooseExperts(problem.choices, keys);
     __syncwarp();
     float weight = Lane() < problem.choices ? numbers[expert] : 0.0f;
     __syncwarp();

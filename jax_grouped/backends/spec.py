@@ -200,13 +200,13 @@ class QuantizeSpec:
 class RouteSpec:
     """The static part of a routing `(logits, *bias) -> (experts, weights, probabilities)`.
 
-    | array           | type and shape  | contents                                                                    |
-    |-----------------|-----------------|-----------------------------------------------------------------------------|
-    | `logits`        | `[T, E]`        | bfloat16, float16 or float32                                                |
-    | `bias`          | `float32[E]`    | if given, what is added to the scores for the choice                        |
-    | `experts`       | `int32[T, k]`   | the highest sums of score and bias, best first; of equal ones, lower indices |
-    | `weights`       | `float32[T, k]` | the scores of these experts                                                 |
-    | `probabilities` | `float32[T, E]` | the softmax, or the sigmoids divided by their sum                           |
+    | array           | type and shape  | contents                                                            |
+    |-----------------|-----------------|---------------------------------------------------------------------|
+    | `logits`        | `[T, E]`        | bfloat16, float16 or float32                                        |
+    | `bias`          | `float32[E]`    | if given, what is added to the scores for the choice                |
+    | `experts`       | `int32[T, k]`   | highest sums of score and bias, best first; of equal ones, by index |
+    | `weights`       | `float32[T, k]` | scores of these experts                                             |
+    | `probabilities` | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
 
     In the choice, a NaN counts as the lowest score.
 

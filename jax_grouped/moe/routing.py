@@ -110,6 +110,9 @@ def top_k_routing(
     bits in every run. With `score="sigmoid"` and a bias that is moved after each step against the experts' loads, this
     is the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
 
+    On the `cuda` backend it is one kernel for up to 512 experts, 32 choices of a token and 32 groups. Beyond that it is
+    a sort, which takes several times as long.
+
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
             logit gives an expert outside of `[0, E)`.

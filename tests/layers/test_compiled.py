@@ -15,9 +15,11 @@ from benchmarks import memory
 from benchmarks.__main__ import main as benchmark
 from benchmarks.memory import compile_for_h200, missing
 from benchmarks.shapes import SHAPES
+from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe import mlp
 from jax_grouped.ops import rows
+from jax_grouped.ops.routing import route_and_group
 from tests.programs import struct
 
 if what := missing():
@@ -82,6 +84,20 @@ def test_swiglu_is_part_of_the_quantization() -> None:
 
     got = launches(results, X, struct((E, K, 2 * N)), struct((E, N, K)), SIZES, X)
     assert got == 6 * ["gemm"] + 6 * ["quantize"]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["with bias", "without bias"])
+def test_routing_is_the_choice_of_experts_and_the_order_of_the_rows(bias: bool) -> None:
+    def results(logits: Any, bias: Any = None) -> Any:
+        return route_and_group(logits, bias, RouteSpec(2, "sigmoid", True, expert_groups=2), rows=T)
+
+    arguments = [struct((T, E)), *[struct((E,), jnp.float32)][: int(bias)]]
+    assert launches(results, *arguments) == ["group_pairs", "route"]
+
+
+def test_pairs_are_grouped_by_one_call() -> None:
+    got = launches(lambda experts: jg.moe.group_by_expert(experts, E, capacity=T), struct((T, 2), jnp.int32))
+    assert got == ["group_pairs"]
 
 
 def test_microbatches_add_to_the_gradient_where_it_is() -> None:
