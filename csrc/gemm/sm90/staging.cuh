@@ -156,8 +156,8 @@ class Staging {
     }
   }
 
-  // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, of 32
-  // rows of the result for float32 and 64 rows for 16-bit numbers. The box's first row and column in the result are
+  // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, of
+  // 32 rows of the result for float32 and 64 rows for 16-bit numbers. The box's first row and column in the result are
   // counted from the first that the fragment has.
   template <typename Store>
   __device__ __forceinline__ void StoreTransposed(const Fragment& sum, const Store& store) {
