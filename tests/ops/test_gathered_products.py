@@ -16,7 +16,8 @@ from jax_grouped.ops.rows import permute_rows
 from tests import oracle
 from tests.programs import custom_calls, lowered, products, struct, types
 
-TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
+#: Relative Frobenius error per group. Tensor cores truncate partial sums, which shows in float32 results.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 5e-5}
 CHOICES = 3
 
 

@@ -38,8 +38,8 @@ struct GatheredTile {
   static constexpr int kColumns = WideFragment::kColumns;
   static constexpr int kDepth = 64;
   static constexpr int kStages = 4;
-  static constexpr int kStagingHalves = 1;
-  static constexpr int kStagingBytes = kStagingHalves * kStagedBoxes * kBoxBytes;
+  static constexpr int kStagedBoxes = 1;  // that a math group writes at once; it has room for twice as many
+  static constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
   // Registers per thread.
   static constexpr int kProducerRegisters = 56;
   static constexpr int kMathRegisters = 224;

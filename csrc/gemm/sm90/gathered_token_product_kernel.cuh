@@ -160,7 +160,7 @@ template <typename T, bool kWeightTransposed>
 __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const GatheredAddresses& shared,
                                        const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging<GatheredTile::kStagingHalves> staging(shared.Staging(position.group), position, args.result_type);
+  Staging<GatheredTile::kStagedBoxes> staging(shared.Staging(position.group), position, args.result_type);
   GatheredStage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();

@@ -37,7 +37,10 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
   args.cluster_tiles = groups.AllGroups() * args.group_tiles;
   args.column_features = static_cast<int32_t>(copied_features);
   args.dweight_type = problem.result_type;
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
+  // Boxes of the transposes of float32 tiles have 32 rows; see Staging::StoreTransposed.
+  const int box_rows = !gathers_x && problem.result_type == CUDA_R_32F ? 32 : Fragment::kRows;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups(), box_rows), &args.dweight));
   return WithGatheredTypes(problem.a_type, [&](auto number) {
     using T = decltype(number);
     return LaunchClusters("Launching a gathered weight gradient", stream, device, args.cluster_tiles,

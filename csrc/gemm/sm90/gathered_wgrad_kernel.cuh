@@ -117,7 +117,7 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
 // Stores a math group's part of a tile. With kGathersDy the tile is transposed: its rows are the features of dy.
 template <bool kGathersDy>
 __device__ __forceinline__ void StoreWgrad(const GatheredWgradArguments& args, const OutputTile& tile, int first_row,
-                                           const WideFragment& sums, Staging<GatheredTile::kStagingHalves>& staging) {
+                                           const WideFragment& sums, Staging<GatheredTile::kStagedBoxes>& staging) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t column = tile.column + half * Fragment::kColumns;
@@ -138,7 +138,7 @@ template <typename T, bool kGathersDy>
 __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const GatheredAddresses& shared,
                                       const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging<GatheredTile::kStagingHalves> staging(shared.Staging(position.group), position, args.dweight_type);
+  Staging<GatheredTile::kStagedBoxes> staging(shared.Staging(position.group), position, args.dweight_type);
   GatheredStage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();

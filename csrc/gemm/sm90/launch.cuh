@@ -50,8 +50,8 @@ inline BoxedTensor ResultBoxes(const GemmProblem& problem, const void* d, int64_
   return boxes;
 }
 
-// Returns such boxes of a weight gradient.
-inline BoxedTensor WgradBoxes(const GemmProblem& problem, const void* d, int32_t groups) {
+// Returns boxes of a weight gradient, of 128 bytes by `box_rows` rows.
+inline BoxedTensor WgradBoxes(const GemmProblem& problem, const void* d, int32_t groups, int box_rows) {
   const auto number_bytes = static_cast<cuuint32_t>(ResultBytes(problem.result_type));
   const auto in_features = static_cast<cuuint64_t>(problem.in_features);
   const auto out_features = static_cast<cuuint64_t>(problem.out_features);
@@ -61,7 +61,7 @@ inline BoxedTensor WgradBoxes(const GemmProblem& problem, const void* d, int32_t
   boxes.type = ResultMapType(problem.result_type);
   boxes.sizes = {out_features, in_features, static_cast<cuuint64_t>(groups)};
   boxes.strides = {row_bytes, row_bytes * in_features};
-  boxes.box = {kBoxRowBytes / number_bytes, Fragment::kRows, 1};
+  boxes.box = {kBoxRowBytes / number_bytes, static_cast<cuuint32_t>(box_rows), 1};
   return boxes;
 }
 

@@ -18,21 +18,21 @@ namespace sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Writes 64 columns of a fragment to shared memory, as boxes of 32 columns. Odd rows exchange columns that lie 64 bytes
-// apart, so that the lanes of one store cover all banks.
-template <int kFirstColumn>
-__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const ThreadPosition& position,
+// Writes columns of a fragment, from `first_column` on, to shared memory, as kBoxes boxes of 32 columns. Odd rows
+// exchange columns that lie 64 bytes apart, so that the lanes of one store cover all banks.
+template <int kBoxes>
+__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const ThreadPosition& position, int first_column,
                                              uint32_t staging) {
   const bool odd = position.Row() % 2 != 0;
   const int first_byte = (odd ? 64 : 0) + position.Column() * static_cast<int>(sizeof(float));
   const uint32_t first = staging + position.Row() * kBoxRowBytes + (first_byte ^ (position.Row() % 8 * 16));
 #pragma unroll
-  for (int box = 0; box < kStagedBoxes; ++box) {
+  for (int box = 0; box < kBoxes; ++box) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t offset = box * kBoxBytes + half * 8 * kBoxRowBytes;
       const auto columns = [&](int block) {
-        const float* value = fragment.value + 4 * (kFirstColumn / 8 + 4 * box + block) + 2 * half;
+        const float* value = fragment.value + 4 * (first_column / 8 + 4 * box + block) + 2 * half;
         return make_float2(value[0], value[1]);
       };
 #pragma unroll
@@ -61,27 +61,27 @@ __device__ uint32_t PackPair<__half>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Writes all columns of a fragment to shared memory as 16-bit numbers, in boxes of 64 columns.
-template <typename T>
-__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const ThreadPosition& position,
+// Writes columns of a fragment, from `first_column` on, to shared memory as 16-bit numbers, in kBoxes boxes of 64
+// columns.
+template <typename T, int kBoxes>
+__device__ __forceinline__ void WriteBoxes16(const Fragment& fragment, const ThreadPosition& position, int first_column,
                                              uint32_t staging) {
   const int row = position.warp * 16 + position.lane % 16;
 #pragma unroll
-  for (int i = 0; i < Fragment::kColumns / 8; i += 2) {
+  for (int i = 0; i < kBoxes * 8; i += 2) {
     const uint32_t box = staging + i / 8 * kBoxBytes;
     const int byte = (i % 8 + position.lane / 16) * 16;
-    const float* value = fragment.value + 4 * i;
+    const float* value = fragment.value + 4 * (first_column / 8 + i);
     StoreMatrices(box + row * kBoxRowBytes + (byte ^ (row % 8 * 16)), PackPair<T>(value[0], value[1]),
                   PackPair<T>(value[2], value[3]), PackPair<T>(value[4], value[5]), PackPair<T>(value[6], value[7]));
   }
 }
 
-// Writes the transpose of 64 columns of a fragment to shared memory, as boxes of 64 rows and 32 columns. The lanes of
-// one store cover all banks.
-template <int kFirstColumn>
+// Writes the transpose of 32 columns of a fragment, from `first_column` on, to shared memory, as two boxes of 32 rows
+// and 32 columns. The lanes of one store cover all banks.
 __device__ __forceinline__ void WriteTransposedBoxes32(const Fragment& fragment, const ThreadPosition& position,
-                                                       uint32_t staging) {
-  const uint32_t box = staging + position.warp / 2 * kBoxBytes;
+                                                       int first_column, uint32_t staging) {
+  const uint32_t box = staging + position.warp / 2 * 32 * kBoxRowBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int column = position.Row() % 32 + 8 * half;
@@ -90,33 +90,33 @@ __device__ __forceinline__ void WriteTransposedBoxes32(const Fragment& fragment,
       const int row = position.Column() + odd;
       const uint32_t first = box + row * kBoxRowBytes + ((column / 4 ^ row) * 16) + column % 4 * 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        StoreShared(first + i * 8 * kBoxRowBytes, fragment.value[4 * (kFirstColumn / 8 + i) + 2 * half + odd]);
+      for (int i = 0; i < 4; ++i) {
+        StoreShared(first + i * 8 * kBoxRowBytes, fragment.value[4 * (first_column / 8 + i) + 2 * half + odd]);
       }
     }
   }
 }
 
-// Writes the transpose of all columns of a fragment to shared memory as 16-bit numbers, in boxes of 64 rows.
+// Writes the transpose of 64 columns of a fragment, from `first_column` on, to shared memory as 16-bit numbers, as a
+// box of 64 rows and 64 columns.
 template <typename T>
-__device__ __forceinline__ void WriteTransposedBoxes16(const Fragment& fragment, const ThreadPosition& position,
-                                                       uint32_t staging) {
+__device__ __forceinline__ void WriteTransposedBox16(const Fragment& fragment, const ThreadPosition& position,
+                                                     int first_column, uint32_t staging) {
   const int row = position.lane / 16 * 8 + position.lane % 8;
   const int chunk = position.warp * 2 + position.lane / 8 % 2;
   const uint32_t first = staging + row * kBoxRowBytes + (chunk ^ row % 8) * 16;
 #pragma unroll
-  for (int i = 0; i < Fragment::kColumns / 8; i += 2) {
-    const float* value = fragment.value + 4 * i;
+  for (int i = 0; i < 8; i += 2) {
+    const float* value = fragment.value + 4 * (first_column / 8 + i);
     StoreTransposedMatrices(first + i * 8 * kBoxRowBytes, PackPair<T>(value[0], value[1]),
                             PackPair<T>(value[2], value[3]), PackPair<T>(value[4], value[5]),
                             PackPair<T>(value[6], value[7]));
   }
 }
-static_assert(kBoxBytes == Fragment::kRows * kBoxRowBytes, "the boxes of 64 rows form one column");
 
-// Shared memory from which a math group's results are copied. It has one or two halves of kStagedBoxes boxes. The group
-// writes one half while the other, if there is one, is copied.
-template <int kHalves>
+// Shared memory from which a math group's results are copied. It has two halves of kBoxes boxes. The group writes one
+// half while the other half is copied.
+template <int kBoxes>
 class Staging {
  public:
   __device__ Staging(uint32_t memory, const ThreadPosition& position, cudaDataType_t type)
@@ -130,61 +130,75 @@ class Staging {
     const auto store_boxes = [&](uint32_t memory, int column, int end_column) {
       const int box_columns = kBoxRowBytes / (type_ == CUDA_R_32F ? 4 : 2);
 #pragma unroll
-      for (int box = 0; box < kStagedBoxes; ++box, memory += kBoxBytes, column += box_columns) {
+      for (int box = 0; box < kBoxes; ++box, memory += kBoxBytes, column += box_columns) {
         if (column < end_column) store(memory, column);
       }
     };
     if (type_ == CUDA_R_32F) {
-      constexpr int kHalf = Fragment::kColumns / 2;
-      Pass([&](uint32_t memory) { WriteBoxes32<0>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, 0, min(columns, kHalf)); });
-      Pass([&](uint32_t memory) { WriteBoxes32<kHalf>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, kHalf, columns); });
+      constexpr int kStep = kBoxes * 32;
+      ForColumns<kStep>([&](int column) {
+        const int next = column + kStep;
+        Pass([&](uint32_t memory) { WriteBoxes32<kBoxes>(sum, position_, column, memory); },
+             [&](uint32_t memory) {
+               store_boxes(memory, column, next < Fragment::kColumns ? min(columns, next) : columns);
+             });
+      });
     } else if (type_ == CUDA_R_16BF) {
-      Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, 0, columns); });
+      ForColumns<kBoxes * 64>([&](int column) {
+        Pass([&](uint32_t memory) { WriteBoxes16<__nv_bfloat16, kBoxes>(sum, position_, column, memory); },
+             [&](uint32_t memory) { store_boxes(memory, column, columns); });
+      });
     } else {
-      Pass([&](uint32_t memory) { WriteBoxes16<__half>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, 0, columns); });
+      ForColumns<kBoxes * 64>([&](int column) {
+        Pass([&](uint32_t memory) { WriteBoxes16<__half, kBoxes>(sum, position_, column, memory); },
+             [&](uint32_t memory) { store_boxes(memory, column, columns); });
+      });
     }
   }
 
-  // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, with
-  // the box's first row and column in the result counted from the first that the fragment has.
+  // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, of
+  // 32 rows of the result for float32 and 64 rows for 16-bit numbers. The box's first row and column in the result are
+  // counted from the first that the fragment has.
   template <typename Store>
   __device__ __forceinline__ void StoreTransposed(const Fragment& sum, const Store& store) {
+    static_assert(kBoxes == 1);
     if (type_ == CUDA_R_32F) {
-      const auto store_boxes = [&](uint32_t memory, int row) {
-#pragma unroll
-        for (int box = 0; box < kStagedBoxes; ++box) store(memory + box * kBoxBytes, row, box * kBoxRowBytes / 4);
-      };
-      constexpr int kHalf = Fragment::kColumns / 2;
-      Pass([&](uint32_t memory) { WriteTransposedBoxes32<0>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, 0); });
-      Pass([&](uint32_t memory) { WriteTransposedBoxes32<kHalf>(sum, position_, memory); },
-           [&](uint32_t memory) { store_boxes(memory, kHalf); });
+      ForColumns<32>([&](int row) {
+        Pass([&](uint32_t memory) { WriteTransposedBoxes32(sum, position_, row, memory); },
+             [&](uint32_t memory) {
+               store(memory, row, 0);
+               store(memory + 32 * kBoxRowBytes, row, 32);
+             });
+      });
       return;
     }
-    const auto store_boxes = [&](uint32_t memory) {
-#pragma unroll
-      for (int box = 0; box < kStagedBoxes; ++box) store(memory + box * kBoxBytes, box * Fragment::kRows, 0);
-    };
-    if (type_ == CUDA_R_16BF) {
-      Pass([&](uint32_t memory) { WriteTransposedBoxes16<__nv_bfloat16>(sum, position_, memory); }, store_boxes);
-    } else {
-      Pass([&](uint32_t memory) { WriteTransposedBoxes16<__half>(sum, position_, memory); }, store_boxes);
-    }
+    ForColumns<64>([&](int row) {
+      const auto store_box = [&](uint32_t memory) { store(memory, row, 0); };
+      if (type_ == CUDA_R_16BF) {
+        Pass([&](uint32_t memory) { WriteTransposedBox16<__nv_bfloat16>(sum, position_, row, memory); }, store_box);
+      } else {
+        Pass([&](uint32_t memory) { WriteTransposedBox16<__half>(sum, position_, row, memory); }, store_box);
+      }
+    });
   }
 
  private:
+  // Calls each(column) for every kStep columns of a fragment. After a loop in its place, nvcc gives the accumulators of
+  // the whole kernel other registers.
+  template <int kStep, int kColumn = 0, typename Each>
+  __device__ __forceinline__ static void ForColumns(const Each& each) {
+    each(kColumn);
+    if constexpr (kColumn + kStep < Fragment::kColumns) ForColumns<kStep, kColumn + kStep>(each);
+  }
+
   // Calls write(memory) with all threads, and then store(memory) with one.
   template <typename Write, typename Store>
   __device__ __forceinline__ void Pass(const Write& write, const Store& store) {
     const bool leads = position_.warp == 0 && position_.lane == 0;
-    if (leads) WaitForReads<kHalves - 1>();
+    if (leads) WaitForReads<1>();
     SynchronizeWarpGroup(position_.group);
-    const uint32_t memory = memory_ + (second_half_ ? kStagedBoxes * kBoxBytes : 0);
-    second_half_ = kHalves == 2 && !second_half_;
+    const uint32_t memory = memory_ + (second_half_ ? kBoxes * kBoxBytes : 0);
+    second_half_ = !second_half_;
     write(memory);
     FenceShared();
     SynchronizeWarpGroup(position_.group);

@@ -69,12 +69,11 @@ static_assert(kWarpGroupThreads * kProducerRegisters + kMathThreads * kMathRegis
 constexpr int kSwath = 16;
 
 // Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for
-// kStagingHalves times as many.
+// twice as many.
 constexpr int kBoxRowBytes = 128;
 constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
 constexpr int kStagedBoxes = 2;
-constexpr int kStagingHalves = 2;
-constexpr int kStagingBytes = kStagingHalves * kStagedBoxes * kBoxBytes;
+constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
 
 // Tiles that the producer may have found and the math groups have not begun.
 constexpr int kTilesAhead = 2;

@@ -175,7 +175,7 @@ __device__ void ProduceTokens(const TokenArguments& args, const Addresses& share
 template <typename TokenType, typename WeightType, ScalingMode kMode>
 __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging<kStagingHalves> staging(shared.Staging(position.group), position, args.result_type);
+  Staging<kStagedBoxes> staging(shared.Staging(position.group), position, args.result_type);
   Stage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();

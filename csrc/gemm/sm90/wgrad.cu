@@ -105,7 +105,8 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   args.out_features = out_features;
   args.dweight_type = problem.result_type;
   args.accumulate = problem.accumulate;
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups()), &args.dweight));
+  JAX_GROUPED_RETURN_IF_FAILED(
+      EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups(), Fragment::kRows), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     ClusterLaunch launch;

@@ -148,7 +148,7 @@ __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScal
 template <typename XType, typename DyType, ScalingMode kMode>
 __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& shared, const ThreadPosition& position) {
   TileQueue queue(shared);
-  Staging<kStagingHalves> staging(shared.Staging(position.group), position, args.dweight_type);
+  Staging<kStagedBoxes> staging(shared.Staging(position.group), position, args.dweight_type);
   Stage stage;
   for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
     const OutputTile tile = queue.Take();
