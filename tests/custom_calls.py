@@ -17,6 +17,8 @@ from jax_grouped.core.groups import (
 )
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
+#: Values of attributes.
+SILU, SILU_MUL = 1, 5
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
@@ -136,16 +138,17 @@ def dequantize(
     return call("jax_grouped_dequantize", [data, scale], [out, table], defaults, attributes, offset)[0]
 
 
-def swiglu_grad(
-    gate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+def activation_grad(
+    x: Array = ((ROWS, 2 * FEATURES), BF16),
     da: Array = ((ROWS, FEATURES), BF16),
     row_weights: Shape = (ROWS,),
-    dgate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+    dx: Array = ((ROWS, 2 * FEATURES), BF16),
     weighted: Array = ((ROWS, FEATURES), BF16),
     inner_products: Shape = (ROWS,),
+    activation: int = SILU_MUL,
 ) -> jax.Array:
-    results = [dgate_up, weighted, (inner_products, F32)]
-    return ungrouped_call("jax_grouped_swiglu_grad", [gate_up, da, (row_weights, F32)], results)[2]
+    operands, results = [x, da, (row_weights, F32)], [dx, weighted, (inner_products, F32)]
+    return ungrouped_call("jax_grouped_activation_grad", operands, results, activation=np.int32(activation))[2]
 
 
 def permute_rows(
@@ -158,10 +161,13 @@ def permute_rows(
     return ungrouped_call("jax_grouped_permute_rows", [x, (order, I32), (inverse, I32)], [rows])[0]
 
 
-def ungrouped_call(target: str, operands: Sequence[Array], results: Sequence[Array]) -> Sequence[jax.Array]:
+def ungrouped_call(
+    target: str, operands: Sequence[Array], results: Sequence[Array], **attributes: Any
+) -> Sequence[jax.Array]:
     """Makes a custom call without groups, whose operands are ones."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*(jnp.ones(*of) for of in operands))
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="sequential")
+    return call(*(jnp.ones(*of) for of in operands), **attributes)
 
 
 def call(

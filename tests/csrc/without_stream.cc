@@ -41,8 +41,9 @@ XLA_FFI_Handler* Wrap(XLA_FFI_Handler* handler) {
 
 }  // namespace
 
-// Returns a handler that calls `handler`. Each index, from 0 to 5, has one.
+// Returns a handler that calls `handler`. Each index, from 0 to 6, has one.
 extern "C" XLA_FFI_Handler* WithoutStream(int index, XLA_FFI_Handler* handler) {
-  constexpr XLA_FFI_Handler* (*kWraps[])(XLA_FFI_Handler*) = {Wrap<0>, Wrap<1>, Wrap<2>, Wrap<3>, Wrap<4>, Wrap<5>};
+  constexpr XLA_FFI_Handler* (*kWraps[])(XLA_FFI_Handler*) = {Wrap<0>, Wrap<1>, Wrap<2>, Wrap<3>,
+                                                              Wrap<4>, Wrap<5>, Wrap<6>};
   return kWraps[index](handler);
 }
