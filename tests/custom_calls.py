@@ -18,6 +18,8 @@ from jax_grouped.core.groups import (
 )
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
+#: Values of attributes.
+SILU, SILU_MUL = 1, 5
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
@@ -140,16 +142,17 @@ def dequantize(
     return call("jax_grouped_dequantize", [data, scale], [out, table], defaults, attributes, offset)[0]
 
 
-def swiglu_grad(
-    gate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+def activation_grad(
+    x: Array = ((ROWS, 2 * FEATURES), BF16),
     da: Array = ((ROWS, FEATURES), BF16),
     row_weights: Shape = (ROWS,),
-    dgate_up: Array = ((ROWS, 2 * FEATURES), BF16),
+    dx: Array = ((ROWS, 2 * FEATURES), BF16),
     weighted: Array = ((ROWS, FEATURES), BF16),
     inner_products: Shape = (ROWS,),
+    activation: int = SILU_MUL,
 ) -> jax.Array:
-    results = [dgate_up, weighted, (inner_products, F32)]
-    return ungrouped_call("jax_grouped_swiglu_grad", [gate_up, da, (row_weights, F32)], results)[2]
+    operands, results = [x, da, (row_weights, F32)], [dx, weighted, (inner_products, F32)]
+    return ungrouped_call("jax_grouped_activation_grad", operands, results, dict(activation=np.int32(activation)))[2]
 
 
 def permute_rows(

@@ -1,6 +1,6 @@
 """Definitions of the operations, row by row, in NumPy and float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,6 +103,11 @@ def fp8_tolerance(out_dtype: str = "float32") -> float:
     return 1e-5 if config.backend == "xla" or not cuda_devices() else 1e-3
 
 
+def silu_mul(hidden: np.ndarray) -> np.ndarray:
+    gate, up = np.split(hidden, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def a_loop_over_tokens(
     params: Any,
     x: np.ndarray,
@@ -110,6 +115,7 @@ def a_loop_over_tokens(
     score: str = "softmax",
     bias: np.ndarray | None = None,
     scale: float = 1.0,
+    activation: Callable[[np.ndarray], np.ndarray] = silu_mul,
 ) -> np.ndarray:
     """Computes the layer's definition, a token and an expert at a time, in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -120,9 +126,8 @@ def a_loop_over_tokens(
         chosen = np.argsort(-(scores if bias is None else scores + bias))[:top_k]
         output = np.zeros_like(token)
         for expert in chosen:
-            gate, up = np.einsum("k,khf->hf", token, p["gate_up"]["kernel"][expert]) + p["gate_up"]["bias"][expert]
-            hidden = gate / (1 + np.exp(-gate)) * up
-            result = hidden @ p["down"]["kernel"][expert] + p["down"]["bias"][expert]
+            hidden = np.einsum("k,k...->...", token, p["gate_up"]["kernel"][expert]) + p["gate_up"]["bias"][expert]
+            result = activation(hidden.ravel()) @ p["down"]["kernel"][expert] + p["down"]["bias"][expert]
             output += scale * scores[expert] / scores[chosen].sum() * result
         outputs.append(output)
     return np.stack(outputs)

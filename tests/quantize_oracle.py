@@ -5,6 +5,7 @@ Quantization is the same to the bit on every backend, so it is computed in float
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -273,32 +274,68 @@ def _silu_grad(x: np.ndarray) -> np.ndarray:
     return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
-#: Functions of one argument with their derivatives.
-_ACTIVATIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
-    "silu": (lambda x: x * _sigmoid(x), _silu_grad),
-    "gelu": (lambda x: 0.5 * x * (1 + _tanh_of_gelu(x)), _gelu_grad),
-    "relu": (lambda x: np.where((x > 0) | np.isnan(x), x, 0), lambda x: np.where(x > 0, 1.0, 0.0)),
+def _clamped_silu(x: np.ndarray) -> np.ndarray:
+    clamped = np.minimum(x, LIMIT)
+    return clamped * _sigmoid(SLOPE * clamped)
+
+
+#: The bound of gates and factors of `clamped_silu_mul`, and the slope of its sigmoid.
+LIMIT, SLOPE = 7.0, 1.702
+
+
+class _Function(NamedTuple):
+    """A function of one argument `x`, and the gradient of `x` from that of the value.
+
+    Gradients select where a derivative is 0: an infinite gradient times 0 would be NaN.
+    """
+
+    value: Callable[[np.ndarray], np.ndarray]
+    gradient: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+_FUNCTIONS = {
+    "silu": _Function(lambda x: x * _sigmoid(x), lambda dy, x: dy * _silu_grad(x)),
+    "gelu": _Function(lambda x: 0.5 * x * (1 + _tanh_of_gelu(x)), lambda dy, x: dy * _gelu_grad(x)),
+    "relu": _Function(lambda x: np.where((x > 0) | np.isnan(x), x, 0), lambda dy, x: np.where(x > 0, dy, 0)),
+    "relu_squared": _Function(
+        lambda x: np.where((x > 0) | np.isnan(x), x, 0) ** 2,
+        # 2 x may overflow in float32, even if its product with a small gradient would not.
+        lambda dy, x: np.where(x > 0, dy * (2 * x).astype(np.float32), 0),
+    ),
+    # x sigmoid(SLOPE x) is silu(SLOPE x) / SLOPE.
+    "clamped silu": _Function(_clamped_silu, lambda dy, x: np.where(x > LIMIT, 0, dy * _silu_grad(SLOPE * x))),
+    "factor": _Function(lambda x: x, lambda dy, _: dy),
+    "clamped factor": _Function(
+        lambda x: np.clip(x, -LIMIT, LIMIT) + 1, lambda dy, x: np.where(np.abs(x) > LIMIT, 0, dy)
+    ),
+}
+#: The functions of the gate and of the other half, which are multiplied.
+_GATED = {
+    "silu_mul": (_FUNCTIONS["silu"], _FUNCTIONS["factor"]),
+    "gelu_mul": (_FUNCTIONS["gelu"], _FUNCTIONS["factor"]),
+    "clamped_silu_mul": (_FUNCTIONS["clamped silu"], _FUNCTIONS["clamped factor"]),
 }
 
 
 def activation(name: str, x: np.ndarray) -> np.ndarray:
-    """Returns the activation in float64; `silu_mul` takes gate and up side by side."""
+    """Returns the activation in float64; a gated one takes the gate and the factors side by side."""
     with np.errstate(over="ignore", invalid="ignore"):
         x = flush(x).astype(np.float64)
-        if name == "silu_mul":
-            gate, up = np.split(x, 2, axis=-1)
-            return gate * _sigmoid(gate) * up
-        return _ACTIVATIONS[name][0](x)
+        if name not in _GATED:
+            return _FUNCTIONS[name].value(x)
+        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
+        return of_gate.value(gate) * of_factor.value(factor)
 
 
 def activation_grad(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Returns the gradient of the activation's input, in float64, from that of its result."""
     with np.errstate(over="ignore", invalid="ignore"):
         dy, x = flush(dy).astype(np.float64), flush(x).astype(np.float64)
-        if name == "silu_mul":
-            gate, up = np.split(x, 2, axis=-1)
-            return np.concatenate([dy * up * _silu_grad(gate), dy * gate * _sigmoid(gate)], axis=-1)
-        if name == "relu":
-            # Select instead of multiplying: an infinite gradient times 0 would be NaN.
-            return np.where(x > 0, dy, 0)
-        return dy * _ACTIVATIONS[name][1](x)
+        if name not in _GATED:
+            return _FUNCTIONS[name].gradient(dy, x)
+        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
+        halves = (
+            of_gate.gradient(dy * of_factor.value(factor), gate),
+            of_factor.gradient(dy * of_gate.value(gate), factor),
+        )
+        return np.concatenate(halves, axis=-1)

@@ -40,6 +40,7 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, "da", da, 2));
   const int64_t rows = da.dimensions()[0];
   const int64_t features = da.dimensions()[1];
+  if (rows == 0) return Invalid(kActivationGrad, "da must have rows.");
   if (features % kActivationVector != 0 || features > std::numeric_limits<int32_t>::max()) {
     return Invalid(kActivationGrad,
                    "da's shape[1] must be a multiple of " + std::to_string(kActivationVector) + " below 2^31.");

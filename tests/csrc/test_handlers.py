@@ -25,8 +25,11 @@ from tests.custom_calls import (
     OF_BLOCKS,
     OF_EXPERTS,
     ROWS,
+    SILU,
+    SILU_MUL,
     TABLE,
     TILES,
+    activation_grad,
     bias_grad,
     dequantize,
     gemm,
@@ -35,7 +38,6 @@ from tests.custom_calls import (
     quantize,
     quantize_permuted,
     route,
-    swiglu_grad,
 )
 
 pytestmark = [
@@ -150,12 +152,14 @@ def test_bias_grad_refuses(change: dict, message: str) -> None:
     refuses(bias_grad, change, message)
 
 
-BLOCK_1D, MX, SILU = 1, 3, 1
+BLOCK_1D, MX = 1, 3
 
 
 @cases(
     (dict(mode=4), "there is no scaling mode 4."),
-    (dict(activation=5), "there is no activation 5."),
+    (dict(activation=8), "there is no activation 8."),
+    (dict(activation=SILU_MUL, x=(32, 40)), "quantized features must be a positive multiple of 16 below 2^31, got 20."),
+    (dict(activation=SILU_MUL, x=(32, 33)), "x's shape[1] must be 32, got 33."),
     (dict(x_type=FP8), "x must be bfloat16, float16 or float32."),
     (dict(x=(32, 16, 1)), "the rank of x must be 2, got 3."),
     (dict(x=(0, 16)), "x must have rows."),
@@ -182,7 +186,7 @@ BLOCK_1D, MX, SILU = 1, 3, 1
         dict(backward=True, activation=SILU, more=[((32, 32), BF16)]),
         "the number of elements of activation_input must be 512, got 1024.",
     ),
-    (dict(inner_products=True), "inner products are those of a gated activation's backward form."),
+    (dict(inner_products=True, activation=SILU), "inner products are those of a backward form."),
     (dict(rowwise=False), "rowwise or columnwise must be true."),
     (dict(data=((32, 16), BF16)), "the results must be of one type, float8_e4m3fn or float8_e5m2."),
     (dict(data=((32, 8), FP8)), "the number of rowwise elements must be 512, got 256."),
@@ -231,18 +235,22 @@ def test_dequantize_refuses(change: dict, message: str) -> None:
 
 
 @cases(
-    (dict(gate_up=((32, 32), F32)), "gate_up must be bfloat16 or float16."),
-    (dict(da=((32, 16), F32)), "da must have the type of gate_up."),
+    (dict(activation=0), "there must be an activation."),
+    (dict(activation=-1), "there is no activation -1."),
+    (dict(x=((32, 32), F32)), "the input must be bfloat16 or float16."),
+    (dict(da=((32, 16), F32)), "da must have the type of the input."),
     (dict(da=((32,), BF16)), "the rank of da must be 2, got 1."),
+    (dict(da=((0, 16), BF16)), "da must have rows."),
     (dict(da=((32, 12), BF16)), "da's shape[1] must be a multiple of 8 below 2^31."),
-    (dict(gate_up=((32, 16), BF16)), "gate_up's shape[1] must be 32, got 16."),
+    (dict(x=((32, 16), BF16)), "the input's shape[1] must be 32, got 16."),
+    (dict(activation=SILU), "the input's shape[1] must be 16, got 32."),
     (dict(row_weights=(31,)), "the size of row_weights must be 32, got 31."),
-    (dict(dgate_up=((31, 32), BF16)), "dgate_up's shape[0] must be 32, got 31."),
-    (dict(weighted=((32, 16), F32)), "weighted must have the type of gate_up."),
+    (dict(dx=((31, 32), BF16)), "dinput's shape[0] must be 32, got 31."),
+    (dict(weighted=((32, 16), F32)), "weighted must have the type of the input."),
     (dict(inner_products=(1,)), "the size of inner_products must be 32, got 1."),
 )
-def test_swiglu_grad_refuses(change: dict, message: str) -> None:
-    refuses(swiglu_grad, change, message)
+def test_activation_grad_refuses(change: dict, message: str) -> None:
+    refuses(activation_grad, change, message)
 
 
 @cases(
@@ -346,7 +354,7 @@ def test_group_pairs_refuses(change: dict, message: str) -> None:
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize(
     "call",
-    [bias_grad, quantize, quantize_permuted, dequantize, swiglu_grad, permute_rows, route, group_pairs],
+    [bias_grad, quantize, quantize_permuted, dequantize, activation_grad, permute_rows, route, group_pairs],
     ids=lambda call: call.__name__,
 )
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:

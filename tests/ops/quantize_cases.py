@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import ml_dtypes
@@ -12,11 +12,13 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
+from jax_grouped.backends.spec import Activation, is_gated
 from tests import quantize_oracle
 from tests.operands import random_operands
 from tests.quantize_oracle import assert_same_bits
 
 MODES = list(ScalingMode)
+ACTIVATIONS = get_args(Activation)
 FP8_TYPES = ["float8_e4m3fn", "float8_e5m2"]
 INPUT_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -24,6 +26,7 @@ INPUT_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32":
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=1)
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 each_type = pytest.mark.parametrize("dtype", FP8_TYPES)
 
 T = TypeVar("T")
@@ -94,6 +97,54 @@ def awkward_values() -> dict[str, np.ndarray]:
     poison(tail)
     with np.errstate(invalid="ignore"):
         return {name: np.concatenate([array, tail]).astype(np.float32) for name, array in values.items()}
+
+
+def edges_of_clamping(dtype: str) -> np.ndarray:
+    """Returns inputs of `clamped_silu_mul` at its limit, next to it, beyond it and not finite: `[16, 32]`, every gate
+    with every factor."""
+    limit = np.array(quantize_oracle.LIMIT, INPUT_TYPES[dtype])
+    around = [np.nextafter(limit, 0 * limit), limit, np.nextafter(limit, 2 * limit)]
+    magnitudes = np.array([0.5, 1, *around, 8, np.inf], limit.dtype)
+    edges = np.concatenate([-magnitudes, magnitudes, np.array([0, np.nan], limit.dtype)])
+    gates, factors = np.meshgrid(edges, edges)
+    return np.concatenate([gates, factors], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Results of an activation or its gradient in float64, and the error that float32 may have.
+
+    Sums that cancel, as in the lower end of GELU, keep no relative accuracy but that of what they add up.
+    """
+
+    values: np.ndarray
+    error: np.ndarray
+
+    @classmethod
+    def forward(cls, activation: str, x: np.ndarray) -> "Expected":
+        values, size = quantize_oracle.activation(activation, x), _size(activation, x)
+        if is_gated(activation):
+            gate, factor = np.split(size, 2, axis=1)
+            size = gate * (1 + factor)
+        return cls(values, 1e-5 * np.abs(values) + 2e-6 * size)
+
+    @classmethod
+    def backward(cls, activation: str, dy: np.ndarray, x: np.ndarray) -> "Expected":
+        values = quantize_oracle.activation_grad(activation, dy, x)
+        dy, size = np.abs(dy.astype(np.float64)), _size(activation, x)
+        power = 3 if "gelu" in activation else 1
+        if is_gated(activation):
+            gate, factor = np.split(size, 2, axis=1)
+            size = np.concatenate([dy * (1 + factor) * (1 + gate**power), dy * gate], axis=1)
+        else:
+            size = dy * (1 + size**power)
+        return cls(values, 1e-5 * np.abs(values) + 2e-6 * size)
+
+
+def _size(activation: str, x: np.ndarray) -> np.ndarray:
+    """Returns the magnitudes of the numbers that an activation computes with."""
+    size = np.abs(x.astype(np.float64))
+    return np.minimum(size, quantize_oracle.LIMIT) if activation == "clamped_silu_mul" else size
 
 
 def assert_quantized(

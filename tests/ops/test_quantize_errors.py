@@ -92,12 +92,13 @@ STACK = jnp.ones((2, 16, 32))
         (
             dict(activation="swish"),
             ValueError,
-            "activation must be one of ('silu_mul', 'silu', 'gelu', 'relu') or None, got 'swish'.",
+            "activation must be one of ('silu_mul', 'gelu_mul', 'clamped_silu_mul', 'silu', 'gelu', 'relu', "
+            "'relu_squared') or None, got 'swish'.",
         ),
         (
-            dict(activation="silu_mul", x=X[:, :31]),
+            dict(activation="clamped_silu_mul", x=X[:, :31]),
             ValueError,
-            "silu_mul needs an even number of features, gate and up, got x (6, 31).",
+            "clamped_silu_mul needs an even number of features, gate and up, got x (6, 31).",
         ),
         (dict(activation_input=X), ValueError, "activation_input needs an activation."),
         (

@@ -79,7 +79,7 @@ def test_every_attribute_is_there_with_its_type() -> None:
         "swizzled_scales": "true",
         "given_scale": "false",
         "gathered": "false",
-        "activation": "4 : i32",
+        "activation": "5 : i32",
         "backward": "true",
         "weighted": "false",
         "inner_products": "false",

@@ -11,11 +11,11 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.backends.spec import QuantizeSpec, is_gated
 from jax_grouped.core.groups import Groups
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import quantize_oracle
-from tests.ops.quantize_cases import INPUT_TYPES, as_bytes, assert_quantized, some
+from tests.ops.quantize_cases import ACTIVATIONS, INPUT_TYPES, as_bytes, assert_quantized, each_activation, some
 from tests.programs import custom_calls, lowered
 
 TOKENS, FEATURES = 90, 144
@@ -159,11 +159,11 @@ def test_without_tokens(backend: str, rows: int) -> None:
     assert_quantized("", got, expected)
 
 
-@pytest.mark.parametrize("activation", ["silu_mul", "gelu", "relu"])
+@each_activation
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_weights_multiply_the_activation_or_its_gradient(backend: str, activation: str, backward: bool) -> None:
     x = jax.random.normal(jax.random.key(2), (200, 2 * FEATURES))
-    dy = jax.random.normal(jax.random.key(3), (200, FEATURES if activation == "silu_mul" else 2 * FEATURES))
+    dy = jax.random.normal(jax.random.key(3), (200, FEATURES if is_gated(activation) else 2 * FEATURES))
     # Powers of two, so that a product by a weight is exact wherever it is taken.
     weights = jnp.where(jnp.arange(200) < 160, 2.0 ** (jnp.arange(200) % 5 - 2), 0)
     arguments = dict(x=dy, activation_input=x) if backward else dict(x=x)
@@ -185,27 +185,24 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str, activatio
     assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("features", [256, 336, 48])
-@pytest.mark.parametrize("mode", [ScalingMode.BLOCK_1D, ScalingMode.TENSOR], ids=lambda mode: mode.name)
-def test_inner_products(backend: str, mode: ScalingMode, features: int, dtype: Any) -> None:
+@each_activation
+def test_inner_products(backend: str, activation: str, features: int, dtype: str) -> None:
     keys = jax.random.split(jax.random.key(4), 3)
-    hidden = jax.random.normal(keys[0], (200, 2 * features)).astype(dtype)
+    hidden = jax.random.normal(keys[0], (200, 2 * features if is_gated(activation) else features)).astype(dtype)
     dy = jax.random.normal(keys[1], (200, features)).astype(dtype)
-    weights = jax.random.normal(keys[2], (200,))
-    arguments = (dy, SIZES, mode)
-    options = dict(activation="silu_mul", activation_input=hidden, row_weights=weights, columnwise=True)
-
-    got = jg.grouped_quantize(*arguments, **options, inner_products=True)
-
-    gate, up = np.split(np.asarray(hidden, np.float64), 2, axis=1)
-    terms = gate / (1 + np.exp(-gate)) * up * np.asarray(dy, np.float64)
+    options = dict(activation=activation, activation_input=hidden, row_weights=jax.random.normal(keys[2], (200,)))
+    terms = quantize_oracle.activation(activation, np.asarray(hidden)) * np.asarray(dy, np.float64)
     expected = np.where(np.arange(200) < SIZES.sum(), terms.sum(axis=1), 0)
-    np.testing.assert_allclose(got.inner_products, expected, rtol=0, atol=1e-5 * np.abs(terms).sum(axis=1).max())
-    without = jg.grouped_quantize(*arguments, **options)
-    assert without.inner_products is None
-    for one, other in ((got.rowwise, without.rowwise), (got.columnwise, without.columnwise)):
-        np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
+    for mode in some(backend, MODES, ACTIVATIONS.index(activation) + features // 16):
+        got = jg.grouped_quantize(dy, SIZES, mode, **options, columnwise=True, inner_products=True)
+
+        np.testing.assert_allclose(got.inner_products, expected, rtol=0, atol=1e-5 * np.abs(terms).sum(axis=1).max())
+        without = jg.grouped_quantize(dy, SIZES, mode, **options, columnwise=True)
+        assert without.inner_products is None
+        for one, other in ((got.rowwise, without.rowwise), (got.columnwise, without.columnwise)):
+            np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
 
 
 def test_inner_products_under_vmap(backend: str) -> None:
@@ -261,9 +258,9 @@ def test_wrong_arguments() -> None:
             "row_weights' type must be bfloat16, float16 or float32, got int32",
         ),
         (
-            dict(inner_products=True, activation="silu_mul"),
+            dict(inner_products=True, activation="relu"),
             ValueError,
-            'inner_products is for x [T, C] with group_sizes, activation="silu_mul" and activation_input',
+            "inner_products is for x [T, C] with group_sizes, an activation and activation_input.",
         ),
     ]:
         with pytest.raises(error, match=re.escape(message)):

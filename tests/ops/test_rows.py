@@ -1,75 +1,157 @@
-"""Operations on rows without groups: the gradient of SwiGLU against float64, and copies of rows."""
+"""Operations on rows without groups: gradients of activations against float64, and copies of rows."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.ops.rows import permute_rows, swiglu, swiglu_grad
+from jax_grouped.backends.spec import is_gated
+from jax_grouped.ops.rows import activate, activation_grad, permute_rows
+from tests import quantize_oracle
+from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
 from tests.programs import custom_calls, lowered, struct
 
 
-def arrays(rows: int, features: int, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def arrays(rows: int, features: int, dtype: str, activation: str = "silu_mul") -> tuple[jax.Array, ...]:
+    """Returns the activation's input, the gradient of its weighted result, and the weights of the rows."""
     keys = jax.random.split(jax.random.key(rows + features), 3)
-    gate_up = 3 * jax.random.normal(keys[0], (rows, 2 * features))
+    x = 3 * jax.random.normal(keys[0], (rows, 2 * features if is_gated(activation) else features))
     return (
-        gate_up.astype(dtype),
+        x.astype(dtype),
         jax.random.normal(keys[1], (rows, features)).astype(dtype),
         jax.random.uniform(keys[2], (rows,)),
     )
 
 
+def check_gradient(activation: str, x: jax.Array, da: jax.Array, weights: jax.Array) -> None:
+    """Compares `activation_grad` with float64."""
+    dx, weighted, inner_products = activation_grad(x, da, weights, activation)
+
+    values, gradient, weight = np.asarray(x), np.asarray(da, np.float64), np.asarray(weights, np.float64)[:, None]
+    a = Expected.forward(activation, values)
+    assert_near(f"{activation}, dx", dx, Expected.backward(activation, weight * gradient, values), x.dtype)
+    assert_near(f"{activation}, weighted", weighted, Expected(weight * a.values, weight * a.error), x.dtype)
+    terms = a.values * gradient
+    finite = np.isfinite(terms).all(axis=1)
+    bound = 1e-5 * np.abs(terms[finite]).sum(axis=1).max(initial=0)
+    np.testing.assert_allclose(inner_products[finite], terms[finite].sum(axis=1), rtol=0, atol=bound)
+    assert not np.isfinite(inner_products[~finite]).any()
+
+
+def assert_near(label: str, got: jax.Array, expected: Expected, dtype: jax.typing.DTypeLike) -> None:
+    assert got.dtype == dtype
+    numbers, values = np.asarray(got, np.float64), expected.values
+    # The spacing of float16 below its normal numbers is 2^-24.
+    bound = expected.error + float(jnp.finfo(dtype).eps) * np.abs(values) + 2.0**-24
+    with np.errstate(invalid="ignore"):
+        near = np.where(np.isfinite(values), np.abs(numbers - values) <= bound, False)
+    off = np.argwhere(~near & (quantize_oracle.bits(numbers) != quantize_oracle.bits(values)))
+    assert not off.size, f"{label} {got.shape} differs first at {off[0]}"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("shape", [(1, 8), (37, 264), (9, 1536), (5, 12), (0, 16), (3, 0)], ids=str)
-def test_gradient_of_swiglu(backend: str, shape: tuple[int, int], dtype: str) -> None:
-    gate_up, da, weights = arrays(*shape, dtype)
-
-    dgate_up, weighted, inner_products = swiglu_grad(gate_up, da, weights)
-
-    (gate, up), gradient = np.split(np.asarray(gate_up, np.float64), 2, axis=1), np.asarray(da, np.float64)
-    weight = np.asarray(weights, np.float64)[:, None]
-    sigmoid = 1 / (1 + np.exp(-gate))
-    a = gate * sigmoid * up
-    dgate, dup = weight * gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), weight * gradient * gate * sigmoid
-    rounding = float(jnp.finfo(dtype).eps)
-    tiny = 2.0**-24  # The spacing of float16 below its normal numbers.
-    for got, expected in ((dgate_up, np.concatenate([dgate, dup], axis=1)), (weighted, weight * a)):
-        assert got.dtype == dtype
-        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=rounding + 1e-5, atol=tiny + 1e-5)
-    bound = 1e-5 * np.abs(a * gradient).sum(axis=1).max(initial=0)
-    np.testing.assert_allclose(inner_products, (a * gradient).sum(axis=1), rtol=0, atol=bound)
+@each_activation
+def test_gradients_of_activations(backend: str, activation: str, dtype: str) -> None:
+    shapes = [(37, 264), (9, 1536), (1, 8), (5, 12)]
+    for shape in some(backend, shapes, ACTIVATIONS.index(activation) + len(dtype)):
+        check_gradient(activation, *arrays(*shape, dtype, activation))
 
 
-def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str) -> None:
-    gate_up, da, weights = arrays(4, 16, "bfloat16")
-    gate_up = gate_up.at[1, 3].set(jnp.nan).at[2, 20].set(jnp.inf)
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0)], ids=str)
+def test_gradients_of_nothing(backend: str, shape: tuple[int, int]) -> None:
+    check_gradient("silu_mul", *arrays(*shape, "bfloat16"))
 
-    results = swiglu_grad(gate_up, da, weights)
 
-    for got, clean in zip(results, swiglu_grad(*arrays(4, 16, "bfloat16")), strict=True):
-        assert not np.all(np.isfinite(got[1:3]))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_numbers_at_the_limit_of_clamping_have_a_gradient_and_those_beyond_have_none(backend: str, dtype: str) -> None:
+    x = jnp.asarray(edges_of_clamping(dtype))
+    rows, features = x.shape[0], x.shape[1] // 2
+
+    check_gradient("clamped_silu_mul", x, jnp.ones((rows, features), dtype), jnp.linspace(0.5, 2, rows))
+
+
+@each_activation
+def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation: str) -> None:
+    x, da, weights = arrays(4, 16, "bfloat16", activation)
+    unclean = x.at[1, 3].set(jnp.nan).at[2, -4].set(jnp.inf)
+
+    results = activation_grad(unclean, da, weights, activation)
+
+    for got, clean in zip(results, activation_grad(x, da, weights, activation), strict=True):
         np.testing.assert_array_equal(got[np.array([0, 3])], clean[np.array([0, 3])])
+    _, weighted, inner_products = results
+    assert not np.isfinite(weighted[1, 3])
+    assert not np.isfinite(inner_products[1])
 
 
-def test_vmap_and_higher_derivatives(backend: str) -> None:
-    batch = jax.tree.map(lambda *two: jnp.stack(two), *(arrays(rows, 16, "float32") for rows in (6, 6)))
-    for got, one in zip(jax.vmap(swiglu_grad)(*batch), swiglu_grad(*arrays(6, 16, "float32")), strict=True):
-        np.testing.assert_allclose(got[1], one, rtol=1e-6)
+@each_activation
+def test_derivatives_of_activations_are_those_of_jax(activation: str) -> None:
+    x, da, weights = arrays(6, 16, "float32", activation)
 
-    def loss(gate_up: jax.Array, weights: jax.Array, da: jax.Array) -> jax.Array:
-        return jnp.sum(swiglu(gate_up) * weights[:, None] * da)
+    def loss(activate: Callable[..., jax.Array]) -> Any:
+        return lambda x: jnp.sum(jnp.sin(activate(x, activation) * weights[:, None]) * da)
 
-    gate_up, da, weights = arrays(6, 16, "float32")
-    expected = jax.jacobian(jax.grad(loss))(gate_up, weights, da)
-    dgate_up = jax.jacobian(lambda gate_up: swiglu_grad(gate_up, da, weights)[0])(gate_up)
-    np.testing.assert_allclose(dgate_up, expected, rtol=1e-4, atol=1e-5)
+    for derivative in (lambda of: of, jax.grad, lambda of: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(of)(x))))):
+        got, expected = (derivative(loss(of))(x) for of in (activate, by_jax))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def by_jax(x: jax.Array, activation: str) -> jax.Array:
+    """Computes an activation as a model in JAX would."""
+    match activation:
+        case "relu_squared":
+            return jax.nn.relu(x) ** 2
+        case "silu" | "gelu" | "relu":
+            return getattr(jax.nn, activation)(x)
+    gate, up = jnp.split(x, 2, axis=-1)
+    if activation == "clamped_silu_mul":
+        gate, up = jnp.clip(gate, max=7), jnp.clip(up, -7, 7)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    return by_jax(gate, activation.removesuffix("_mul")) * up
+
+
+@pytest.mark.parametrize("activation", ["silu_mul", "relu_squared"])
+def test_vmap_and_higher_derivatives(backend: str, activation: str) -> None:
+    def gradient(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return activation_grad(*operands, activation)
+
+    one = arrays(6, 16, "float32", activation)
+    batch = jax.tree.map(lambda array: jnp.stack([2 * array, array]), one)
+    for got, expected in zip(jax.vmap(gradient)(*batch), gradient(*one), strict=True):
+        np.testing.assert_allclose(got[1], expected, rtol=1e-6)
+
+    def loss(x: jax.Array, weights: jax.Array, da: jax.Array) -> jax.Array:
+        return jnp.sum(activate(x, activation) * weights[:, None] * da)
+
+    x, da, weights = one
+    expected = jax.jacobian(jax.grad(loss))(x, weights, da)
+    got = jax.jacobian(lambda x: gradient(x, da, weights)[0])(x)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
-def test_one_kernel_for_the_gradient_of_swiglu_in_16_bits(dtype: str, features: int, calls: int) -> None:
-    text = lowered(swiglu_grad, struct((4, 2 * features), dtype), struct((4, features), dtype), struct((4,), "float32"))
+def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits(dtype: str, features: int, calls: int) -> None:
+    for activation in ("silu_mul", "relu"):
+        x = struct((4, 2 * features if is_gated(activation) else features), dtype)
+        operands = (x, struct((4, features), dtype), struct((4,), "float32"))
 
-    assert len(custom_calls(text, "jax_grouped_swiglu_grad")) == calls
+        text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), *operands)
+
+        assert len(custom_calls(text, "jax_grouped_activation_grad")) == calls
+
+
+def test_the_custom_call_gets_the_number_of_its_activation() -> None:
+    in_order = ["silu", "gelu", "relu", "relu_squared", "silu_mul", "gelu_mul", "clamped_silu_mul"]
+    for number, activation in enumerate(in_order, 1):
+        x, da = struct((4, 32 if is_gated(activation) else 16)), struct((4, 16))
+
+        text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), x, da, struct((4,), "float32"))
+
+        (call,) = custom_calls(text, "jax_grouped_activation_grad")
+        assert f"activation = {number} : i32" in call
 
 
 def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
