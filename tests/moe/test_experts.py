@@ -191,7 +191,7 @@ def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
 
     def loss(weights: jax.Array) -> jax.Array:
         permutation = moe.group_by_expert(moe.top_k_routing(logits, 2).experts, E)
-        return jnp.sum(moe.experts.routed_mlp(arrays()["x"], up, down, permutation, weights, RECIPES["block"]))
+        return jnp.sum(moe.experts.routed_mlp(arrays()["x"], up, down, permutation, weights, recipe=RECIPES["block"]))
 
     gradient = jax.jit(jax.grad(loss))(jnp.tile(jnp.array([1.0, 0.0]), (T, 1)))
 
