@@ -11,7 +11,6 @@
 #include "csrc/common/activation.cuh"
 #include "csrc/groups/layout.cuh"
 #include "csrc/quantize/quantize.h"
-#include "csrc/quantize/register_tile.cuh"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
@@ -31,86 +30,134 @@ struct ActivationArrays {
 // the factors.
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 
-// 8 numbers as loaded. Converting them only at their use takes half the registers.
-template <typename T>
-struct Eight {
-  static constexpr int kVectors = InputTile<T>::kVectorsPer8;
-  alignas(16) PairOf<T> pairs[4];
-
-  __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
-};
-
-// The numbers of a row from which 8 columns of the result follow.
-template <typename T>
-struct RowInputs {
-  Eight<T> inputs;     // of the activation; the gate, if there is one
-  Eight<T> factors;    // what the gate's activation is multiplied by
-  Eight<T> gradients;  // of the result, for a backward form
-  float weight;
-};
-
-// Computes 8 columns of the result.
+// Reader of 8 columns of the result, in every other row of a chunk.
 template <typename T, Form kForm, Activation kActivation>
-struct Computation {
+class ActivatedColumns {
+  static constexpr bool kBackward = kForm >= Form::kGradient;
+  // The gradient of a factor depends on the factor only if that was clamped.
+  static constexpr bool kHasFactors =
+      kForm == Form::kGradientOfFactor ? kActivation == Activation::kClampedSiluMul : IsGated(kActivation);
+
+ public:
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
-  // With kProducts, adds the inner product of the activation's result with its gradient to `product`.
-  template <bool kProducts>
-  __device__ static void Compute(const RowInputs<T>& row, PairOf<float> (&results)[4], float* product) {
-    const auto value = [&](int i) {
-      const float input = row.inputs[i];
-      const float factor = row.factors[i];
-      const float gradient = row.gradients[i];
-      if (kProducts) *product += Activate<kActivation>(input) * Factor<kActivation>(factor) * gradient;
-      if constexpr (kForm == Form::kGradientOfFactor) {
-        return FactorGradient<kActivation>(factor, gradient * row.weight * Activate<kActivation>(input));
-      }
-      if constexpr (kForm == Form::kGradientOfGate) {
-        return ActivationGradient<kActivation>(input, gradient * row.weight * Factor<kActivation>(factor));
-      }
-      if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * row.weight);
-      if constexpr (kForm == Form::kGated) {
-        return Activate<kActivation>(input) * Factor<kActivation>(factor) * row.weight;
-      }
-      return Activate<kActivation>(input) * row.weight;
-    };
+  // Starts at row `first` of the chunk.
+  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
+      : rows_(column < arrays.features ? chunk.rows - first : 0) {
+    const int64_t row = chunk.first_row + int64_t{first};
+    if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
+    stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
+    gradient_stride_ = IsGated(kActivation) ? arrays.features / 2 : arrays.features;
+    if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_stride_;
+    const void* inputs = kBackward ? arrays.activation_input : arrays.x;
+    inputs_ = static_cast<const T*>(inputs) + row * stride_ + column;
+    if constexpr (kHasFactors) factors_ = inputs_ + stride_ / 2;
+    if constexpr (kBackward) gradients_ = static_cast<const T*>(arrays.x) + row * gradient_stride_ + column;
+  }
+
+  // Returns true if the next `rows` rows exist, of which every other one is read.
+  __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
+
+  __device__ void Skip(int rows) {
+    rows_ -= rows;
+    inputs_ += rows * stride_;
+    if constexpr (kHasFactors) factors_ += rows * stride_;
+    if constexpr (kBackward) gradients_ += rows * gradient_stride_;
+    if (weights_ != nullptr) weights_ += rows;
+  }
+
+  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. With kProducts,
+  // adds the inner products of the activation's result with its gradient to `products`.
+  template <bool kAllExist, bool kProducts = false, int kCount>
+  __device__ void Compute(PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
+    if (!kAllExist && rows_ <= 0) return;
+    // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
+    Eight inputs[kCount];
+    Eight factors[kCount];
+    Eight gradients[kCount];
+    float weights[kCount];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float low = value(2 * i);
-      const float high = value(2 * i + 1);
-      results[i].values = {low, high};
+    for (int i = 0; i < kCount; ++i) {
+      const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
+      inputs[i].Read(inputs_ + row * stride_);
+      if constexpr (kHasFactors) factors[i].Read(factors_ + row * stride_);
+      if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
+      weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!kAllExist && 2 * i >= rows_) continue;
+      const auto value = [&](int j) {
+        const float factor = kHasFactors ? factors[i][j] : 1.0f;
+        const float gradient = kBackward ? gradients[i][j] : 1.0f;
+        if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * Factor<kActivation>(factor) * gradient;
+        return Value(inputs[i][j], factor, gradient, weights[i]);
+      };
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = value(2 * j);
+        const float high = value(2 * j + 1);
+        rows[i][j].values = {low, high};
+      }
     }
   }
+
+ private:
+  // 8 numbers as loaded. Converting them only at their use takes half the registers.
+  struct Eight {
+    alignas(16) PairOf<T> pairs[4];
+
+    // Loads through the read-only cache, so that loads need not keep their order with stores.
+    __device__ void Read(const T* from) {
+#pragma unroll
+      for (int i = 0; i < InputTile<T>::kVectorsPer8; ++i) {
+        reinterpret_cast<uint4*>(pairs)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      }
+    }
+    __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
+  };
+
+  // Returns the result in one column of a row.
+  __device__ static float Value(float input, float factor, float gradient, float weight) {
+    if constexpr (kForm == Form::kGradientOfFactor) {
+      return FactorGradient<kActivation>(factor, gradient * weight * Activate<kActivation>(input));
+    }
+    if constexpr (kForm == Form::kGradientOfGate) {
+      return ActivationGradient<kActivation>(input, gradient * weight * Factor<kActivation>(factor));
+    }
+    if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * weight);
+    if constexpr (kForm == Form::kGated) return Activate<kActivation>(input) * Factor<kActivation>(factor) * weight;
+    return Activate<kActivation>(input) * weight;
+  }
+
+  int rows_;
+  const T* inputs_;
+  const T* factors_;
+  int64_t stride_;  // of both
+  const T* gradients_;
+  int64_t gradient_stride_;
+  const float* weights_ = nullptr;
 };
 
 // An activation of the input, or its backward form, in float32.
 template <typename T>
 struct ActivatedSource : ActivationArrays {
-  using Tile = RegisterTile;
+  using Element = float;
   static constexpr int kRowsAtOnce = 2;
 
-  // Fills the rows of the warp's slot, 128 columns from `first_column` on. Rows and columns that do not exist become
-  // zero, as activations of zeros and their gradients are. Whole warps must call it.
-  __device__ void LoadSlot(RegisterTile& tile, int slot, const Chunk& chunk, int64_t first_column) const {
-    const int64_t column = first_column + threadIdx.x % 16 * 8;
-    const Columns columns(*this, chunk, column);
-    float products[RegisterTile::kLaneRows] = {};
-    if (row_weights != nullptr) StageWeights(tile, slot, chunk);
-#pragma unroll
-    for (int first = 0; first < RegisterTile::kLaneRows; first += kStagedRows) {
-      StageRows(tile, columns, column < features ? chunk.rows - RegisterTile::FirstRow() - first : 0, first);
-      WaitForCopies();
-      __syncwarp();
-      WithComputation(column, [&](auto computation) {
-        using Of = decltype(computation);
-        if (Of::kHasInnerProducts && inner_products != nullptr) {
-          Fill<Of, Of::kHasInnerProducts>(tile, slot, first, products);
-        } else {
-          Fill<Of, false>(tile, slot, first, products);
-        }
-      });
-    }
-    if (InnerProductColumns(first_column) > 0) StoreInnerProducts(chunk, first_column, products);
+  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
+    const int vector = threadIdx.x % 16;
+    const int first = threadIdx.x % 32 / 16;
+    WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
+      if (columns.Has(kFp8Alignment)) {
+        // The registers do not suffice for more rows of 32-bit numbers.
+        constexpr int kCount = sizeof(T) == 2 ? kRowsAtOnce : 1;
+        LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
+      } else {
+        LoadSlot<false, 1>(tile, slot, chunk, first_column, columns);
+      }
+    });
+    __syncwarp();
   }
 
   __device__ bool HasInnerProducts() const { return inner_products != nullptr; }
@@ -119,113 +166,13 @@ struct ActivatedSource : ActivationArrays {
     if (InnerProductColumns(first_column) > 0) *InnerProduct(row, first_column) = 0.0f;
   }
 
-  // Loads 8 columns of successive rows of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
-    if (column >= features) return;
-    const Columns columns(*this, chunk, column);
-    WithComputation(column, [&](auto computation) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int row = first + i;
-        if (row >= chunk.rows) continue;
-        RowInputs<T> loaded{};
-#pragma unroll
-        for (int vector = 0; vector < Eight<T>::kVectors; ++vector) {
-          const auto load = [&](Eight<T>& to, const T* from, int64_t stride) {
-            if (from == nullptr) return;
-            reinterpret_cast<uint4*>(to.pairs)[vector] =
-                __ldg(reinterpret_cast<const uint4*>(from + row * stride) + vector);
-          };
-          load(loaded.inputs, columns.inputs, columns.stride);
-          load(loaded.factors, columns.factors, columns.stride);
-          load(loaded.gradients, columns.gradients, columns.gradient_stride);
-        }
-        loaded.weight = row_weights == nullptr ? 1.0f : __ldg(row_weights + chunk.first_row + row);
-        decltype(computation)::template Compute<false>(loaded, rows[i], nullptr);
-      }
-    });
+    WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
   }
 
  private:
-  // Rows that a lane stages at once.
-  static constexpr int kStagedRows = RegisterTile::kStagedVectors / Eight<T>::kVectors;
-
-  // The 8 columns of each array from which 8 columns of the result follow, in the first row of a chunk. Those that the
-  // result does not need are null.
-  struct Columns {
-    const T* inputs;
-    const T* factors = nullptr;
-    const T* gradients = nullptr;
-    int64_t stride;  // of inputs and factors
-    int64_t gradient_stride;
-
-    __device__ Columns(const ActivatedSource& source, const Chunk& chunk, int64_t column) {
-      const bool gated = IsGated(source.activation);
-      const int64_t half = source.features / 2;
-      const bool of_factor = gated && source.backward && column >= half;
-      const int64_t first_row = chunk.first_row;
-      stride = gated && !source.backward ? 2 * source.features : source.features;
-      gradient_stride = gated ? half : source.features;
-      if (of_factor) column -= half;
-      inputs =
-          static_cast<const T*>(source.backward ? source.activation_input : source.x) + first_row * stride + column;
-      // The gradient of a factor depends on the factor only if that was clamped.
-      if (gated && (!of_factor || source.activation == Activation::kClampedSiluMul)) factors = inputs + stride / 2;
-      if (source.backward) gradients = static_cast<const T*>(source.x) + first_row * gradient_stride + column;
-    }
-  };
-
-  // Starts to copy the lane's next rows, of which `rows` exist.
-  __device__ void StageRows(const RegisterTile& tile, const Columns& columns, int rows, int first) const {
-    const auto stage = [&](int array, const T* from, int64_t stride) {
-      if (from == nullptr) return;
-      from += (RegisterTile::FirstRow() + first) * stride;
-      uint4* to = &tile.exchange->staged[array][0][threadIdx.x];
-#pragma unroll
-      for (int row = 0; row < kStagedRows; ++row) {
-#pragma unroll
-        for (int vector = 0; vector < Eight<T>::kVectors; ++vector) {
-          CopyAsync(to, from + vector * (16 / sizeof(T)), row < rows);
-          to += 32 * kSlots;
-        }
-        from += stride;
-      }
-    };
-    stage(0, columns.inputs, columns.stride);
-    stage(1, columns.factors, columns.stride);
-    stage(2, columns.gradients, columns.gradient_stride);
-  }
-
-  // Starts to copy the weights of the slot's rows.
-  __device__ void StageWeights(const RegisterTile& tile, int slot, const Chunk& chunk) const {
-    const int row = threadIdx.x % 32;
-    if (row >= kFp8Alignment) return;
-    CopyFloatAsync(&tile.exchange->weights[slot][row], row_weights + chunk.first_row + row, row < chunk.rows);
-  }
-
-  // Computes the lane's staged rows, from `first` on.
-  template <typename Computation, bool kProducts>
-  __device__ void Fill(RegisterTile& tile, int slot, int first, float (&products)[RegisterTile::kLaneRows]) const {
-#pragma unroll
-    for (int i = 0; i < kStagedRows; ++i) {
-      RowInputs<T> row;
-      const auto load = [&](Eight<T>& to, int array) {
-#pragma unroll
-        for (int vector = 0; vector < Eight<T>::kVectors; ++vector) {
-          reinterpret_cast<uint4*>(to.pairs)[vector] =
-              tile.exchange->staged[array][i * Eight<T>::kVectors + vector][threadIdx.x];
-        }
-      };
-      load(row.inputs, 0);
-      load(row.factors, 1);
-      load(row.gradients, 2);
-      const int row_of_slot = RegisterTile::FirstRow() + first + i;
-      row.weight = row_weights == nullptr ? 1.0f : tile.exchange->weights[slot][row_of_slot];
-      Computation::template Compute<kProducts>(row, tile.rows[first + i], &products[first + i]);
-    }
-  }
-
   // Returns the features of a backward form's x.
   __device__ int64_t GradientFeatures() const { return IsGated(activation) ? features / 2 : features; }
 
@@ -235,41 +182,67 @@ struct ActivatedSource : ActivationArrays {
     return static_cast<int>(max(min(GradientFeatures() - first_column, int64_t{kTileColumns}), int64_t{0}));
   }
 
-  // Adds up the inner products of the lanes of a row, and writes the sums. Those of lanes without columns of a gate are
-  // zero.
-  __device__ void StoreInnerProducts(const Chunk& chunk, int64_t first_column,
-                                     float (&products)[RegisterTile::kLaneRows]) const {
-    const int row = RegisterTile::RowOfStep(ReduceSteps<16>(products, [](float a, float b) { return a + b; }));
-    if (threadIdx.x % 2 == 0 && row < chunk.rows) {
-      *InnerProduct(chunk.first_row + int64_t{row}, first_column) = products[0];
+  template <bool kAllExist, int kCount, typename Columns>
+  __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column,
+                           Columns columns) const {
+    const int vector = threadIdx.x % 16;
+#pragma unroll 1
+    for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2 * kCount) {
+      alignas(16) PairOf<float> rows[kCount][4] = {};
+      if (Columns::kHasInnerProducts && inner_products != nullptr) {
+        float products[kCount] = {};
+        columns.template Compute<kAllExist, Columns::kHasInnerProducts>(rows, products);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) StoreInnerProduct(chunk, row + 2 * i, first_column, products[i]);
+      } else {
+        columns.template Compute<kAllExist>(rows);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
+      columns.Skip(2 * kCount);
     }
+  }
+
+  // Adds up the inner products of the lanes of a row, which each have 8 columns, and writes the sum. All lanes of the
+  // row that have columns with inner products must call it.
+  __device__ void StoreInnerProduct(const Chunk& chunk, int row, int64_t first_column, float product) const {
+    const int lane = threadIdx.x % 16;
+    const int lanes = InnerProductColumns(first_column) / 8;
+    if (lane >= lanes) return;
+    const uint32_t mask = (kFullWarp >> (32 - lanes)) << (threadIdx.x % 32 - lane);
+#pragma unroll
+    for (int distance = 8; distance > 0; distance /= 2) {
+      const float other = __shfl_down_sync(mask, product, distance, 16);
+      if (lane + distance < lanes) product += other;
+    }
+    if (lane == 0 && row < chunk.rows) *InnerProduct(chunk.first_row + int64_t{row}, first_column) = product;
   }
 
   __device__ float* InnerProduct(int64_t row, int64_t first_column) const {
     return inner_products + row * CeilDiv(GradientFeatures(), kTileColumns) + first_column / kTileColumns;
   }
 
-  // Calls `visit` with the Computation of the problem in the columns from `column` on.
+  // Calls `visit` with the ActivatedColumns of the problem.
   template <typename Visit>
-  __device__ void WithComputation(int64_t column, const Visit& visit) const {
+  __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
     if (IsGated(activation)) {
       WithActivation<true>(activation, [&](auto constant) {
         constexpr Activation kActivation = decltype(constant)::value;
         if (!backward) {
-          visit(Computation<T, Form::kGated, kActivation>());
+          visit(ActivatedColumns<T, Form::kGated, kActivation>(*this, chunk, first, column));
         } else if (column < GradientFeatures()) {
-          visit(Computation<T, Form::kGradientOfGate, kActivation>());
+          visit(ActivatedColumns<T, Form::kGradientOfGate, kActivation>(*this, chunk, first, column));
         } else {
-          visit(Computation<T, Form::kGradientOfFactor, kActivation>());
+          visit(ActivatedColumns<T, Form::kGradientOfFactor, kActivation>(*this, chunk, first, column));
         }
       });
     } else {
       WithActivation<false>(activation, [&](auto constant) {
         constexpr Activation kActivation = decltype(constant)::value;
         if (backward) {
-          visit(Computation<T, Form::kGradient, kActivation>());
+          visit(ActivatedColumns<T, Form::kGradient, kActivation>(*this, chunk, first, column));
         } else {
-          visit(Computation<T, Form::kActivated, kActivation>());
+          visit(ActivatedColumns<T, Form::kActivated, kActivation>(*this, chunk, first, column));
         }
       });
     }

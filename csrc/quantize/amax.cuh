@@ -19,9 +19,9 @@ __device__ uint32_t FindChunkAmax(const Source& source, Chunk chunk, int64_t fir
   const int64_t column = first_column + lane % 16 * 8;
   uint32_t amax = 0;
 #pragma unroll 1
-  for (int first = 0; first < kFp8Alignment / 2; first += kCount) {
-    alignas(16) typename Source::Tile::Pair rows[kCount][4] = {};
-    source.LoadRows(chunk, lane / 16 * (kFp8Alignment / 2) + first, column, rows);
+  for (int first = lane / 16; first < kFp8Alignment; first += 2 * kCount) {
+    alignas(16) PairOf<typename Source::Element> rows[kCount][4] = {};
+    source.LoadRows(chunk, first, column, rows);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       uint2 bits = PairwiseAmax(rows[i]);

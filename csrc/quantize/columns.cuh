@@ -1,4 +1,4 @@
-// Quantization along the columns of a tile in shared memory, and sums of the columns.
+// Quantization along the columns of a tile, and sums of the columns.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_COLUMNS_CUH_
@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "csrc/common/warp.cuh"
-#include "csrc/quantize/rows.cuh"
 #include "csrc/quantize/state.cuh"
 
 namespace jax_grouped {
@@ -18,13 +17,11 @@ template <typename State>
 class ColumnQuantizer {
   static constexpr ScalingMode kMode = State::kMode;
   using Fp8 = typename State::Fp8;
-  using Pair = typename State::Tile::Pair;
+  using Pair = PairOf<typename State::Element>;
   using Largest = typename Pair::Largest;
 
  public:
   __device__ explicit ColumnQuantizer(const State& state) : state_(state) {}
-
-  __device__ void Prepare(const RowQuantizer<State>&) {}
 
   __device__ void Quantize() {
     const Columns columns = FindColumns();

@@ -33,11 +33,9 @@ Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers
 
 template <ScalingMode kMode, typename Fp8, typename Source>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
-  constexpr int kBytes = Source::Tile::kBytes;
-  // One kernel does for sources whose code is long.
-  constexpr bool kOneKernel = Source::Tile::kInRegisters;
+  constexpr int kBytes = InputTile<typename Source::Element>::kBytes;
   const auto kernel =
-      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, kOneKernel>;
+      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
   JAX_GROUPED_RETURN_IF_FAILED(
       AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
   constexpr char kWhat[] = "Launching the quantization";

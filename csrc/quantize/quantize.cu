@@ -151,7 +151,7 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
 
 // Chooses a single launch for a small quantization. Its blocks wait for each other. Separate launches and the gaps
 // between them would take most of the time.
-Status ChooseSingleLaunch(const QuantizeProblem& problem, QuantizeArguments* args) {
+Status ChooseSingleLaunch(QuantizeArguments* args) {
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
@@ -159,10 +159,8 @@ Status ChooseSingleLaunch(const QuantizeProblem& problem, QuantizeArguments* arg
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  const int blocks = problem.activation != Activation::kNone ? kBlocksOfSingleLaunch<RegisterTile>
-                                                             : kBlocksOfSingleLaunch<InputTile<float>>;
-  args->single_launch =
-      few_groups && all_or_none_skip && args->NumWorkItems() * args->num_column_tiles <= blocks * properties.processors;
+  args->single_launch = few_groups && all_or_none_skip &&
+                        args->NumWorkItems() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
 }
 
@@ -210,7 +208,7 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   args.column_scale = buffers.column_scale;
   args.amax = reinterpret_cast<uint32_t*>(buffers.amax);
   args.partial_sums = buffers.dbias != nullptr ? buffers.partial_sums : nullptr;
-  JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(problem, &args));
+  JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
 
   if (problem.swizzled_scales) {
     JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, args));

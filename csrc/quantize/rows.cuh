@@ -14,8 +14,7 @@ template <typename State>
 class RowQuantizer {
   static constexpr ScalingMode kMode = State::kMode;
   using Fp8 = typename State::Fp8;
-  using Tile = typename State::Tile;
-  using Pair = typename Tile::Pair;
+  using Pair = PairOf<typename State::Element>;
 
   // Steps per slot. 16 lanes hold 8 columns each of a row, so a warp processes two rows per step and a slot in 8 steps.
   static constexpr int kSteps = kFp8Alignment / 2;
@@ -32,7 +31,7 @@ class RowQuantizer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       alignas(16) Pair row[4];
-      state_.tile.LoadStep(Warp(), step, row);
+      state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
       const uint2 bits = PairwiseAmax(row);
       amax_[step] = max(bits.x, bits.y);
       largest = max(largest, amax_[step]);
@@ -45,7 +44,7 @@ class RowQuantizer {
       for (int step = 0; step < kSteps; ++step) {
         __syncwarp();  // One step at a time needs fewer registers.
         alignas(16) Pair row[4];
-        state_.tile.LoadStep(Warp(), step, row);
+        state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
         const uint2 bits = PairwiseFiniteAmax(row);
         amax_[step] = max(bits.x, bits.y);
         largest = max(largest, amax_[step]);
@@ -54,9 +53,6 @@ class RowQuantizer {
     }
     if (Lane() == 0) state_.exchange.amax[Warp()] = largest;
   }
-
-  // Returns true if FindAmax has found finite values alone.
-  __device__ bool IsFinite() const { return finite_; }
 
   __device__ void Quantize() {
     float scales[kSteps];
@@ -76,21 +72,22 @@ class RowQuantizer {
   }
 
  private:
+  __device__ static int RowOfStep(int step) { return step * 2 + Lane() / kRowLanes; }
   __device__ uint32_t RowColumn() const { return state_.first_column + Lane() % kRowLanes * 8; }
   __device__ const Chunk& SlotChunk() const { return state_.exchange.pass.chunks[Warp()]; }
 
   template <bool kHideInfinity>
   __device__ void Write(const float (&scales)[kSteps]) const {
     const Chunk& chunk = SlotChunk();
-    const int64_t first_row = chunk.first_row + static_cast<int64_t>(Tile::RowOfStep(0));
+    const int64_t first_row = chunk.first_row + static_cast<int64_t>(RowOfStep(0));
     uint8_t* out = state_.args.row_data + first_row * state_.args.layout.features + RowColumn();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       alignas(16) Pair row[4];
-      state_.tile.LoadStep(Warp(), step, row);
+      state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
       const uint2 data = Quantize8<kHideInfinity>(row, scales[step]);
-      if (Tile::RowOfStep(step) < chunk.rows) *reinterpret_cast<uint2*>(out) = data;
-      out += Tile::kRowsPerStep * state_.args.layout.features;
+      if (RowOfStep(step) < chunk.rows) *reinterpret_cast<uint2*>(out) = data;
+      out += 2 * state_.args.layout.features;
     }
   }
 
@@ -115,7 +112,7 @@ class RowQuantizer {
     const int first_step = ReduceSteps<kScaleLanes>(amax_, larger);
     float owned[kOwned];
 #pragma unroll
-    for (int i = 0; i < kOwned; ++i) owned[i] = WriteScale(Tile::RowOfStep(first_step + i), amax_[i]);
+    for (int i = 0; i < kOwned; ++i) owned[i] = WriteScale(RowOfStep(first_step + i), amax_[i]);
     // The exchange is inverted here: each step's scale comes from the lane that holds the step.
     constexpr int kLanesPerStep = kScaleLanes * kOwned / kSteps;
 #pragma unroll

@@ -59,28 +59,18 @@ struct PairOf<__half> {
   }
 };
 
-// Returns the larger number, or NaN (with the sign bit 0) if one of them is NaN.
-__device__ inline float MaxOrNan(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
-
 template <>
 struct PairOf<float> {
-  using Largest = float2;
+  using Largest = uint2;  // bits of absolute values: their order is that of the values, and NaN comes last
   float2 values;
   __device__ float First() const { return values.x; }
   __device__ float Second() const { return values.y; }
-  // Returns NaN if one of the values is NaN.
   __device__ static Largest AbsMax(Largest largest, PairOf pair) {
-    return Max(largest, {fabsf(pair.values.x), fabsf(pair.values.y)});
+    return Max(largest, {__float_as_uint(pair.values.x) & 0x7fffffff, __float_as_uint(pair.values.y) & 0x7fffffff});
   }
-  __device__ static Largest Max(Largest a, Largest b) { return {MaxOrNan(a.x, b.x), MaxOrNan(a.y, b.y)}; }
-  __device__ static uint2 ToFloatBits(Largest largest) {
-    return {__float_as_uint(largest.x), __float_as_uint(largest.y)};
-  }
-  __device__ static Largest FromFloatBits(uint2 bits) { return {__uint_as_float(bits.x), __uint_as_float(bits.y)}; }
+  __device__ static Largest Max(Largest a, Largest b) { return {max(a.x, b.x), max(a.y, b.y)}; }
+  __device__ static uint2 ToFloatBits(Largest largest) { return largest; }
+  __device__ static Largest FromFloatBits(uint2 bits) { return bits; }
 };
 
 // Returns the bits of the absolute value, or 0 if it is not finite.
@@ -124,32 +114,29 @@ template <typename T>
 struct InputTile {
   using Element = T;
   using Pair = PairOf<T>;
-  static constexpr bool kInRegisters = false;
   static constexpr int kRowBytes = kTileColumns * sizeof(T);
   static constexpr int kSlotBytes = kFp8Alignment * kRowBytes + 4 * static_cast<int>(sizeof(Pair));
   static constexpr int kBytes = kSlots * kSlotBytes;
   static constexpr int kVectorsPer8 = 8 * sizeof(T) / sizeof(uint4);
-  // Blocks of threads that are resident on an SM at once, if there are as many.
-  static constexpr int kBlocks = sizeof(T) == 2 ? 5 : 3;
 
   char* base;
-
-  __device__ explicit InputTile(void* shared) : base(static_cast<char*>(shared)) {}
 
   // Returns the address of the `vector`-th 16 bytes of a row.
   __device__ uint4* Vector(int slot, int row, int vector) const {
     return reinterpret_cast<uint4*>(base + slot * kSlotBytes + row * kRowBytes) + Swizzled(vector);
   }
 
-  // Returns the row of a slot that a lane loads in one of 8 steps: 16 lanes load 8 columns each.
-  __device__ static int RowOfStep(int step) { return step * kRowsPerStep + threadIdx.x % 32 / 16; }
-  static constexpr int kRowsPerStep = 2;
-
-  // Loads the lane's 8 columns of the row of a step.
-  __device__ void LoadStep(int slot, int step, Pair (&pairs)[4]) const {
+  // Store and load the `vector`-th 8 elements of a row.
+  __device__ void Store8(int slot, int row, int vector, const Pair (&pairs)[4]) const {
 #pragma unroll
     for (int i = 0; i < kVectorsPer8; ++i) {
-      reinterpret_cast<uint4*>(pairs)[i] = *Vector(slot, RowOfStep(step), threadIdx.x % 16 * kVectorsPer8 + i);
+      *Vector(slot, row, vector * kVectorsPer8 + i) = reinterpret_cast<const uint4*>(pairs)[i];
+    }
+  }
+  __device__ void Load8(int slot, int row, int vector, Pair (&pairs)[4]) const {
+#pragma unroll
+    for (int i = 0; i < kVectorsPer8; ++i) {
+      reinterpret_cast<uint4*>(pairs)[i] = *Vector(slot, row, vector * kVectorsPer8 + i);
     }
   }
 
@@ -173,18 +160,12 @@ __device__ inline void CopyAsync(void* shared, const void* global, bool exists) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(exists ? 16 : 0)
                : "memory");
 }
-// Likewise copies a float32.
-__device__ inline void CopyFloatAsync(float* shared, const float* global, bool exists) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(exists ? 4 : 0)
-               : "memory");
-}
 __device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The input without an activation, whose rows may be gathered.
 template <typename T>
 struct PlainSource {
-  using Tile = InputTile<T>;
+  using Element = T;
   // Rows per lane whose loads are all issued before the first use.
   static constexpr int kRowsAtOnce = sizeof(T) == 2 ? kFp8Alignment / 2 : 1;
   const T* x;
@@ -227,12 +208,12 @@ struct PlainSource {
   __device__ static constexpr bool HasInnerProducts() { return false; }
   __device__ void ZeroInnerProduct(int64_t, int64_t) const {}
 
-  // Loads 8 columns of successive rows of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
+  // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<T> (&loaded)[kCount][4]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int row = first + i;
+      const int row = first + 2 * i;
       if (row >= chunk.rows || column >= features) continue;
       int64_t from_row = chunk.first_row + int64_t{row};
       if (row_indices != nullptr) {

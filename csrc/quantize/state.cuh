@@ -16,16 +16,16 @@ struct WarpExchange {
   uint32_t amax[kSlots];  // bits
 };
 
-template <ScalingMode kScalingMode, typename Fp8Type, typename TileType>
+template <ScalingMode kScalingMode, typename Fp8Type, typename T>
 struct TileState {
   static constexpr ScalingMode kMode = kScalingMode;
   using Fp8 = Fp8Type;
-  using Tile = TileType;
+  using Element = T;
   // True if all rows of a slot have one scale in a tile.
   static constexpr bool kSlotScales = kMode == ScalingMode::kTensor || kMode == ScalingMode::kBlock2D;
 
   const QuantizeArguments& args;
-  Tile tile;
+  const InputTile<Element>& tile;
   WarpExchange& exchange;
   uint32_t first_column;
   int count;  // chunks in the pass

@@ -1,6 +1,5 @@
-// The quantization kernel. A block loads a tile of up to 128 x 128 elements, into shared memory or, if it computes an
-// activation, into registers, and quantizes it from there. Every element is thus read once and written in either
-// orientation.
+// The quantization kernel. A block loads a tile of up to 128 x 128 elements into shared memory and quantizes it from
+// there. Every element is thus read once and written in either orientation.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
@@ -8,12 +7,10 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/table.cuh"
 #include "csrc/quantize/columns.cuh"
-#include "csrc/quantize/register_columns.cuh"
 #include "csrc/quantize/rows.cuh"
 #include "csrc/quantize/set_up.cuh"
 
@@ -75,8 +72,7 @@ __device__ void WriteBlockScales(const State& state, const Chunk& chunk, float i
 // Loads a pass into the tile and finds the amax of each slot. Returns the slot's LoadGroupValue. All threads of the
 // block must call it; they are not synchronized afterwards.
 template <typename State, typename Source>
-__device__ __forceinline__ uint32_t LoadPass(State& state, const Source& source, const Chunk* chunks,
-                                             RowQuantizer<State>* rows) {
+__device__ uint32_t LoadPass(const State& state, const Source& source, const Chunk* chunks, RowQuantizer<State>* rows) {
   WarpExchange& exchange = state.exchange;
   const int slot = Warp();
   if (Uniform(slot) >= state.count) return 0;
@@ -110,14 +106,10 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
       WriteBlockScales(state, pass.chunks[slot], state.SlotScale(slot).inverse);
     }
   }
-  using Columns = std::conditional_t<State::Tile::kInRegisters, RegisterColumnQuantizer<State>, ColumnQuantizer<State>>;
-  Columns columns(state);
-  const bool has_columns = args.column_data != nullptr || args.partial_sums != nullptr;
-  if (has_columns) columns.Prepare(*rows);
   if (has_slot && args.row_data != nullptr) rows->Quantize();
-  if (has_columns) {
+  if (args.column_data != nullptr || args.partial_sums != nullptr) {
     __syncthreads();
-    columns.Quantize();
+    ColumnQuantizer<State>(state).Quantize();
   }
   __syncthreads();
 }
@@ -140,24 +132,21 @@ __device__ void ZeroOutside(const QuantizeArguments& args, const Source& source,
   }
 }
 
-// Blocks of threads of a single launch that are resident on an SM at once.
-template <typename Tile>
-constexpr int kBlocksOfSingleLaunch = Tile::kBlocks < 3 ? Tile::kBlocks : 3;
+// Blocks of threads that are resident on an SM at once, if there are as many.
+constexpr int kBlocksOfSingleLaunch = 3;
+template <typename Element>
+constexpr int kBlocks = sizeof(Element) == 2 ? 5 : 3;
 // Shared memory of that many blocks: tiles, static shared memory, and 1 KiB per block for the system.
 constexpr int SharedBytes(int blocks, int tile_bytes, bool single_launch) {
   const auto fixed = static_cast<int>(sizeof(WarpExchange) + (single_launch ? sizeof(Window) : 0));
   return blocks * (tile_bytes + fixed + 1024);
 }
-template <typename Tile>
-constexpr bool Fits() {
-  constexpr int kSharedBytesOfSm = 228 * 1024;  // on Hopper and Blackwell
-  static_assert(SharedBytes(Tile::kBlocks, Tile::kBytes, false) <= kSharedBytesOfSm);
-  static_assert(SharedBytes(kBlocksOfSingleLaunch<Tile>, Tile::kBytes, true) <= kSharedBytesOfSm);
-  static_assert(GroupTable::Size(kMostGroupsOfWarp) * sizeof(int32_t) <= Tile::kBytes,
-                "the table of a single launch lies where the tile comes later");
-  return true;
-}
-static_assert(Fits<InputTile<__half>>() && Fits<InputTile<float>>() && Fits<RegisterTile>());
+constexpr int kSharedBytesOfSm = 228 * 1024;  // on Hopper and Blackwell
+static_assert(SharedBytes(kBlocks<__half>, InputTile<__half>::kBytes, false) <= kSharedBytesOfSm);
+static_assert(SharedBytes(kBlocks<float>, InputTile<float>::kBytes, false) <= kSharedBytesOfSm);
+static_assert(SharedBytes(kBlocksOfSingleLaunch, InputTile<float>::kBytes, true) <= kSharedBytesOfSm);
+static_assert(GroupTable::Size(kMostGroupsOfWarp) * sizeof(int32_t) <= InputTile<__half>::kBytes,
+              "the table of a single launch lies where the tile comes later");
 
 // Barrier of all blocks of the grid, in a single launch.
 class GridBarrier {
@@ -190,64 +179,62 @@ __device__ void SetUpHere(const QuantizeArguments& args, const WorkItem& work, i
   StoreTable(args, table, work.element);
 }
 
-// Quantizes the tiles of a work item. A single launch is cooperative and needs no kernel before it; without
-// kMaySingleLaunch, the kernel has no code for it.
-template <ScalingMode kMode, typename Fp8, typename Source, bool kMaySingleLaunch>
-__global__ void __launch_bounds__(kTileThreads, kMaySingleLaunch ? kBlocksOfSingleLaunch<typename Source::Tile>
-                                                                 : Source::Tile::kBlocks)
+// Quantizes the tiles of a work item. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
+template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
+__global__ void __launch_bounds__(kTileThreads,
+                                  kSingleLaunch ? kBlocksOfSingleLaunch : kBlocks<typename Source::Element>)
     QuantizeTiles(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
   extern __shared__ uint4 shared[];
   __shared__ WarpExchange exchange;
-  const bool single_launch = kMaySingleLaunch && args.single_launch;
-  if (!single_launch) cudaGridDependencySynchronize();
-  const WorkItem work(args, single_launch);
+  if constexpr (!kSingleLaunch) cudaGridDependencySynchronize();
+  const WorkItem work(args, kSingleLaunch);
   if (!work.exists || args.Skips(work.element)) return;
   // With current scaling, the amaxes are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
   const Window* window = args.WindowAt(work.element, work.window);
   [[maybe_unused]] GridBarrier barrier;
-  if constexpr (kMaySingleLaunch) {
+  if constexpr (kSingleLaunch) {
     __shared__ Window own_window;
-    if (single_launch) {
-      SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
-      window = &own_window;
-      barrier.Arrive();
-    }
+    SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
+    window = &own_window;
+    barrier.Arrive();
   }
-  using State = TileState<kMode, Fp8, typename Source::Tile>;
-  State state{args, typename Source::Tile(shared), exchange, work.first_column, 0};
+  const InputTile<typename Source::Element> tile{reinterpret_cast<char*>(shared)};
+  using State = TileState<kMode, Fp8, typename Source::Element>;
+  State state{args, tile, exchange, work.first_column, 0};
   RowQuantizer<State> rows(state);
-  // A single launch with current scaling goes through its passes twice: it first searches for the amaxes.
-  bool searches = single_launch && !finds_amax;
+  // Loads a pass and returns the slot's LoadGroupValue.
+  const auto load = [&](int pass) {
+    const int first = Uniform(window->pass_begins[pass]);
+    state.count = Uniform(window->pass_begins[pass + 1]) - first;
+    return LoadPass(state, source, window->chunks + first, &rows);
+  };
+  const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
   bool loaded = false;
-#pragma unroll 1
-  while (true) {
-#pragma unroll 1
+  if (kSingleLaunch && !finds_amax) {
+    // If the work item has only one pass, the pass stays in the tile.
+    loaded = work.part + Window::kParts >= window->num_passes;
     for (int pass = work.part; pass < window->num_passes; pass += Window::kParts) {
-      if (pass > work.part) __syncthreads();
-      // Prevents the compiler from computing addresses once for all passes: there are too few registers to keep them.
-      asm volatile("" : "+r"(state.first_column));
-      const int first = Uniform(window->pass_begins[pass]);
-      state.count = Uniform(window->pass_begins[pass + 1]) - first;
-      const uint32_t group_value =
-          loaded ? LoadGroupValue(state) : LoadPass(state, source, window->chunks + first, &rows);
-      if (searches) {
-        __syncthreads();
-      } else {
-        WritePass(state, group_value, &rows);
-      }
-      if (!searches && !finds_amax) continue;
-      if (single_launch && pass == work.part) barrier.Wait();
-      RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax);
+      load(pass);
+      if (pass == work.part) barrier.Wait();
+      __syncthreads();
+      record_amax();
+      __syncthreads();
     }
-    if (!searches) break;
-    searches = false;
-    // If the work item has only one pass, the pass stays in the tile. In registers it would take the place of values
-    // that passes need.
-    loaded = !Source::Tile::kInRegisters && work.part + Window::kParts >= window->num_passes;
     if (work.part >= window->num_passes) barrier.Wait();
     barrier.Arrive();
     barrier.Wait();
+  }
+#pragma unroll 1
+  for (int pass = work.part; pass < window->num_passes; pass += Window::kParts) {
+    if (pass > work.part) __syncthreads();
+    // Prevents the compiler from computing addresses once for all passes: there are too few registers to keep them.
+    asm volatile("" : "+r"(state.first_column));
+    const uint32_t group_value = loaded ? LoadGroupValue(state) : load(pass);
+    WritePass(state, group_value, &rows);
+    if (!finds_amax) continue;
+    if (kSingleLaunch && pass == work.part) barrier.Wait();
+    record_amax();
   }
   if ((args.row_data != nullptr || source.HasInnerProducts()) && window->outside_begin < window->outside_end) {
     ZeroOutside(args, source, work, *window);
