@@ -34,12 +34,14 @@ LAYERS: dict[str, tuple[Recipe | None, bool]] = {
 def preferences(index: int) -> np.ndarray:
     """Draws what is added to the logits of each expert in a step.
 
-    In turn: nothing; all tokens choose one expert; all choose the same `TOP_K`; half of the experts get none.
+    In turn: a little; all tokens choose one expert; all choose the same `TOP_K`; half of the experts get none.
     """
     wanted, unwanted = [(0, 0), (1, 0), (TOP_K, 0), (0, EXPERTS // 2)][index % 4]
-    added = np.zeros(EXPERTS, np.float32)
-    added[:wanted], added[EXPERTS - unwanted :] = 100, -100
-    return np.random.default_rng(index).permutation(added)
+    rng = np.random.default_rng(index)
+    added = rng.standard_normal(EXPERTS, np.float32)
+    added[:wanted] += 100
+    added[EXPERTS - unwanted :] -= 100
+    return rng.permutation(added)
 
 
 def step(
