@@ -104,6 +104,7 @@ def fp8_tolerance(out_dtype: str = "float32") -> float:
 
 
 def silu_mul(hidden: np.ndarray) -> np.ndarray:
+    """Computes `silu(gate) * up` of `[..., 2 F]`, the gate first."""
     gate, up = np.split(hidden, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 

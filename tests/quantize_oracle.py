@@ -256,6 +256,10 @@ def assert_same_bits(name: str, got: np.ndarray, expected: np.ndarray, *, whole:
         )
 
 
+#: The bound of gates and factors of `clamped_silu_mul`, and the slope of its sigmoid.
+LIMIT, SLOPE = 7.0, 1.702
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
@@ -277,10 +281,6 @@ def _silu_grad(x: np.ndarray) -> np.ndarray:
 def _clamped_silu(x: np.ndarray) -> np.ndarray:
     clamped = np.minimum(x, LIMIT)
     return clamped * _sigmoid(SLOPE * clamped)
-
-
-#: The bound of gates and factors of `clamped_silu_mul`, and the slope of its sigmoid.
-LIMIT, SLOPE = 7.0, 1.702
 
 
 class _Function(NamedTuple):

@@ -13,7 +13,7 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests import oracle
+from tests import oracle, quantize_oracle
 from tests.exports import exported
 from tests.meshes import data_mesh, mesh_of
 
@@ -38,9 +38,9 @@ def params() -> Params:
     return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), whole)
 
 
-def nnx_layer(**options: Any) -> jg.nnx.MoEMlp:
+def nnx_layer(of: Params | None = None, **options: Any) -> jg.nnx.MoEMlp:
     layer = jg.nnx.MoEMlp(K, **(OPTIONS | options), rngs=nnx.Rngs(0))
-    nnx.update(layer, params())
+    nnx.update(layer, of or params())
     return layer
 
 
@@ -63,6 +63,29 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(backend: str, routing:
     assert int(metrics.dropped) == 0
     if bias is not None:
         assert int(metrics.expert_load[0]) == TOKENS
+
+
+@pytest.mark.parametrize("activation", ["clamped_silu_mul", "relu_squared"])
+def test_both_layers_have_the_activation_that_is_named(backend: str, activation: str) -> None:
+    layer = jg.linen.MoEMlp(**OPTIONS, activation=activation, precision="highest")
+    halves = (2,) if activation.endswith("_mul") else ()
+    # Numbers at both sides of the limit of clamping.
+    at = jax.tree.map(lambda p: 5 * p, params())
+    if not halves:
+        at["gate_up"] = jax.tree.map(lambda p: p[..., 0, :], at["gate_up"])
+    model = nnx_layer(at, activation=activation, precision="highest")
+
+    with jax.default_matmul_precision("highest"):
+        y, _ = jax.jit(layer.apply)({"params": at}, x())
+        of_nnx, _ = nnx.jit(lambda model, x: model(x))(model, x())
+
+    made = jax.eval_shape(layer.init, jax.random.key(0), x())["params"]["gate_up"]
+    assert (made["kernel"].shape, made["bias"].shape) == ((E, K, *halves, F), (E, *halves, F))
+    expected = oracle.a_loop_over_tokens(
+        at, x(), TOP_K, activation=functools.partial(quantize_oracle.activation, activation)
+    )
+    assert oracle.relative_error(y, expected) < 1e-5
+    assert oracle.relative_error(of_nnx, expected) < 1e-5
 
 
 def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
@@ -167,7 +190,8 @@ def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
 def test_gradients_of_split_experts_without_checks_are_those_of_one_device(name: str) -> None:
     devices = 2
     mesh = data_mesh(devices)
-    split = jg.linen.MoEMlp(**OPTIONS, expert_axis="data", batch_axes=("data",))
+    options = OPTIONS | dict(activation="gelu_mul")
+    split = jg.linen.MoEMlp(**options, expert_axis="data", batch_axes=("data",))
     own = {name: name != "router" for name in params()}
 
     def gradients(layer: Any, params: Params, x: jax.Array, *, devices: int) -> Params:
@@ -196,7 +220,7 @@ def test_gradients_of_split_experts_without_checks_are_those_of_one_device(name:
         step = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False)
         got = jax.jit(step)(params(), x())
 
-    expected = jax.jit(functools.partial(gradients, jg.linen.MoEMlp(**OPTIONS), devices=1))(params(), x())
+    expected = jax.jit(functools.partial(gradients, jg.linen.MoEMlp(**options), devices=1))(params(), x())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-4), got, expected)
 
 
@@ -251,6 +275,7 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
         (dict(capacity_factor=0), "capacity_factor must be a positive number, or None"),
         (dict(top_k=E + 1), "top_k must be at most the 6 experts"),
         (dict(score="tanh"), "score must be one of"),
+        (dict(activation="swish"), r"^activation must be one of \(.*\), got 'swish'\.$"),
         (dict(cache_kernel=True), "cache_kernel=True needs a recipe"),
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
         (dict(expert_axis="expert"), "no mesh axis 'expert' here: call it inside jax.shard_map"),

@@ -13,7 +13,10 @@ import pytest
 import jax_grouped as jg
 from jax_grouped import moe
 from jax_grouped.backends import extension
+from jax_grouped.backends.spec import is_gated
 from tests import oracle
+from tests.activations import by_jax
+from tests.ops.quantize_cases import ACTIVATIONS, each_activation, some
 from tests.programs import custom_calls, lowered, products, struct, types
 
 pytestmark = pytest.mark.slow
@@ -114,6 +117,38 @@ def test_without_a_recipe_gradients_of_both_orders_are_those_of_the_steps(backen
     for got, expected in zip(first_and_second(whole), first_and_second(by_steps), strict=True):
         for name in NAMES:
             assert oracle.relative_error(got[name], expected[name]) < 1e-4 * (backend == "cuda") + 3e-6, name
+
+
+@each_activation
+def test_experts_of_every_activation_are_those_of_plain_jax(backend: str, activation: str) -> None:
+    features = 2 * F if is_gated(activation) else F
+    # Numbers around the limit of clamping.
+    of = {**arrays(), "gate_up": 6 * arrays()["gate_up"][..., :features]}
+    of["gate_up_bias"] = of["gate_up_bias"][..., :features]
+
+    def by_plain_jax(of: dict[str, Any]) -> jax.Array:
+        routing = moe.top_k_routing(of["logits"], TOP_K)
+        weights = jnp.zeros((T, E)).at[jnp.arange(T)[:, None], routing.experts].set(routing.weights)
+        hidden = jnp.einsum("tk,ekf->etf", of["x"], of["gate_up"]) + of["gate_up_bias"][:, None]
+        rows = jnp.einsum("etf,efk->etk", by_jax(hidden, activation), of["down"]) + of["down_bias"][:, None]
+        return jnp.einsum("etk,te->tk", rows, weights)
+
+    def gradients(layer: Layer) -> Any:
+        def loss(of: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+            y = layer(of)
+            return jnp.sum(y * of["dy"]), y
+
+        with jax.default_matmul_precision("highest"):
+            (_, y), made = jax.jit(jax.value_and_grad(loss, has_aux=True))(of)
+        return {"y": y, **made}
+
+    expected = gradients(by_plain_jax)
+    # FP8 moves some numbers across the limit of clamping, and their gradients with them.
+    for recipe, tolerance in some(backend, [(RECIPES["block"], 0.2), (None, 1e-4)], ACTIVATIONS.index(activation)):
+        options = dict(recipe=recipe, capacity=T * TOP_K, activation=activation)
+        got = gradients(functools.partial(whole, states=(None, None), **options))
+        for name in ("y", *NAMES):
+            assert oracle.relative_error(got[name], expected[name]) < tolerance, name
 
 
 def test_in_bfloat16_gradients_are_as_near_to_exact_ones_as_those_of_the_steps(backend: str) -> None:

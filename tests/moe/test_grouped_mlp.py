@@ -1,4 +1,4 @@
-"""`jg.moe.grouped_mlp`: two products with SwiGLU between them, which a recipe makes part of quantization."""
+"""`jg.moe.grouped_mlp`: two products with an activation in between, which a recipe makes part of quantization."""
 
 import functools
 import re
@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.ops.rows import swiglu
-from tests import oracle
+from jax_grouped.backends.spec import is_gated
+from jax_grouped.ops.rows import activate
+from tests import oracle, quantize_oracle
+from tests.activations import by_jax
 from tests.meshes import data_mesh
-from tests.ops.quantize_cases import some
+from tests.ops.quantize_cases import each_activation, some
 from tests.programs import custom_calls, lowered, struct
 from tests.states import NAMES, fp8_state
 
@@ -36,8 +38,9 @@ Arrays = dict[str, jax.Array]
 
 
 @functools.cache
-def arrays(dtype: str = "float32") -> Arrays:
+def arrays(dtype: str = "float32", activation: str = "silu_mul") -> Arrays:
     """Returns tokens with NaN in the tail, and weights; those of the second expert are a hundred times as large."""
+    features = 2 * F if is_gated(activation) else F
     keys = jax.random.split(jax.random.key(0), 6)
     magnitude = jnp.array([1.0, 1.0, 100.0, 1.0])[:, None]
 
@@ -47,8 +50,8 @@ def arrays(dtype: str = "float32") -> Arrays:
     x, dy = normal(keys[0], T, K).at[SIZES.sum() :].set(jnp.nan), normal(keys[5], T, N)
     return {
         "x": x.astype(dtype),
-        "gate_up": normal(keys[1], E, K, 2 * F) * K**-0.5 * magnitude[..., None],
-        "gate_up_bias": normal(keys[2], E, 2 * F) * magnitude,
+        "gate_up": normal(keys[1], E, K, features) * K**-0.5 * magnitude[..., None],
+        "gate_up_bias": normal(keys[2], E, features) * magnitude,
         "down": normal(keys[3], E, F, N) * F**-0.5,
         "down_bias": normal(keys[4], E, N),
         "dy": dy.astype(dtype),
@@ -64,31 +67,33 @@ def states(recipe: Any) -> tuple[Any, Any]:
     return fp8_state(**up), fp8_state(**{**vars(initial), "input_amax_history": 500 * history})
 
 
-def fused(recipe: Any, a: Arrays, up_state: Any, down_state: Any) -> jax.Array:
+def fused(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: str = "silu_mul") -> jax.Array:
     up = moe.Weights(a["gate_up"], a["gate_up_bias"], fp8_state=up_state)
     down = moe.Weights(a["down"], a["down_bias"], fp8_state=down_state)
-    return moe.grouped_mlp(a["x"], up, down, SIZES, recipe=recipe)
+    return moe.grouped_mlp(a["x"], up, down, SIZES, activation=activation, recipe=recipe)
 
 
-def composed(recipe: Any, a: Arrays, up_state: Any, down_state: Any) -> jax.Array:
+def composed(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: str = "silu_mul") -> jax.Array:
     dense = functools.partial(jg.grouped_dense, group_sizes=SIZES, recipe=recipe)
     hidden = dense(a["x"], a["gate_up"], bias=a["gate_up_bias"], fp8_state=up_state)
-    return dense(swiglu(hidden), a["down"], bias=a["down_bias"], fp8_state=down_state)
+    return dense(activate(hidden, activation), a["down"], bias=a["down_bias"], fp8_state=down_state)
 
 
-def forward_and_backward(mlp: Callable, recipe: Any) -> Callable:
+def forward_and_backward(mlp: Callable, recipe: Any, activation: str = "silu_mul") -> Callable:
     @jax.jit
     def run(a: Arrays, *states: Any) -> tuple[jax.Array, Any]:
-        y, vjp = jax.vjp(functools.partial(mlp, recipe), {k: v for k, v in a.items() if k != "dy"}, *states)
+        function = functools.partial(mlp, recipe, activation=activation)
+        y, vjp = jax.vjp(function, {k: v for k, v in a.items() if k != "dy"}, *states)
         return y, vjp(a["dy"])
 
     return run
 
 
 @functools.cache
-def fused_in_float32(backend: str, name: str) -> Any:
+def fused_in_float32(backend: str, name: str, activation: str = "silu_mul") -> Any:
     del backend
-    return forward_and_backward(fused, RECIPES[name])(arrays(), *states(RECIPES[name]))
+    a = arrays("float32", activation)
+    return forward_and_backward(fused, RECIPES[name], activation)(a, *states(RECIPES[name]))
 
 
 @pytest.mark.parametrize("names", [("none",), ("block", "current", "mxfp8"), ("delayed",)], ids=lambda names: names[0])
@@ -97,13 +102,21 @@ def test_result_gradients_and_states_are_those_of_the_parts(backend: str, names:
         check_parts(backend, name)
 
 
-def check_parts(backend: str, name: str) -> None:
-    # In float32 nothing is rounded between the parts, so quantization sees the same numbers but for SwiGLU's last bit.
+@pytest.mark.parametrize("activation", ["clamped_silu_mul", "relu_squared"])
+def test_other_activations_have_the_results_and_gradients_of_their_parts(backend: str, activation: str) -> None:
+    for name in some(backend, ["block", "delayed"], 0):
+        check_parts(backend, name, activation)
+
+
+def check_parts(backend: str, name: str, activation: str = "silu_mul") -> None:
+    # In float32 nothing is rounded between the parts, so quantization sees the same numbers but for the activation's
+    # last bit.
     recipe = RECIPES[name]
 
-    y, (gradients, *new_states) = fused_in_float32(backend, name)
+    y, (gradients, *new_states) = fused_in_float32(backend, name, activation)
 
-    expected_y, (expected, *expected_states) = forward_and_backward(composed, recipe)(arrays(), *states(recipe))
+    run = forward_and_backward(composed, recipe, activation)
+    expected_y, (expected, *expected_states) = run(arrays("float32", activation), *states(recipe))
     oracle.assert_groups_close(y, np.asarray(expected_y), SIZES, E, 1e-3)
     oracle.assert_groups_close(gradients["x"], np.asarray(expected["x"]), SIZES, E, 2e-3)
     for part in ("gate_up", "gate_up_bias", "down", "down_bias"):
@@ -111,25 +124,27 @@ def check_parts(backend: str, name: str) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), new_states, expected_states)
 
 
-def test_each_expert_is_a_swiglu_network(backend: str) -> None:
-    a = {key: np.asarray(value, np.float64) for key, value in arrays("bfloat16").items()}
+@each_activation
+def test_each_expert_is_a_network_with_its_activation(backend: str, activation: str) -> None:
+    a = {key: np.asarray(value, np.float64) for key, value in arrays("bfloat16", activation).items()}
 
-    y = jax.jit(functools.partial(fused, None))(arrays("bfloat16"), None, None)
+    y = jax.jit(functools.partial(fused, None, activation=activation))(arrays("bfloat16", activation), None, None)
 
     hidden = oracle.add_bias(oracle.fprop(a["x"], a["gate_up"], SIZES), a["gate_up_bias"], SIZES)
-    gate, up = np.split(hidden, 2, axis=1)
-    down = oracle.fprop(gate / (1 + np.exp(-gate)) * up, a["down"], SIZES)
+    down = oracle.fprop(quantize_oracle.activation(activation, hidden), a["down"], SIZES)
     assert y.dtype == jnp.bfloat16
     oracle.assert_groups_close(y, oracle.add_bias(down, a["down_bias"], SIZES), SIZES, E, 0.02)
 
 
-@pytest.mark.parametrize("name", ["block", "delayed"])
-def test_swiglu_and_its_gradient_are_never_written_in_a_wider_type(name: str) -> None:
-    program = str(forward_and_backward(fused, RECIPES[name]).trace(arrays("bfloat16"), *states(RECIPES[name])).jaxpr)
+@pytest.mark.parametrize(("name", "activation"), [("block", "silu_mul"), ("delayed", "silu_mul"), ("block", "gelu")])
+def test_an_activation_and_its_gradient_are_never_written_in_a_wider_type(name: str, activation: str) -> None:
+    run = forward_and_backward(fused, RECIPES[name], activation)
 
-    # x, the result of SwiGLU, dy, the gradient of SwiGLU's input, and two kernels.
+    program = str(run.trace(arrays("bfloat16", activation), *states(RECIPES[name])).jaxpr)
+
+    # x, the activation's result, dy, the gradient of the activation's input, and two kernels.
     assert program.count("jax_grouped_quantize[") == 6
-    assert program.count("activation='silu_mul'") == 2
+    assert program.count(f"activation='{activation}'") == 2
     assert not re.search(r"\b(logistic|exp|tanh)\b", program)
 
 
@@ -217,9 +232,12 @@ def test_without_a_recipe_swiglu_keeps_only_the_first_products_result(layers: Ca
     assert kept == [("bfloat16", (*stack, T, features)) for features in (K, F, 2 * F)]
 
 
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    return activate(gate_up, "silu_mul")
+
+
 def swiglu_by_jax(gate_up: jax.Array) -> jax.Array:
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+    return by_jax(gate_up.astype(jnp.float32), "silu_mul").astype(gate_up.dtype)
 
 
 TRANSFORMATIONS: dict[str, Callable[[Callable], Callable]] = {
@@ -262,7 +280,15 @@ def test_the_gradient_of_swiglu_is_rounded_once(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(gate_up=jnp.ones((E, K, 2 * F - 16))), r"shapes \[E, K, 2 F\] and \[E, F, N\], got \(4, 48, 272\) and"),
+        (
+            dict(gate_up=jnp.ones((E, K, 2 * F - 16))),
+            r"shapes \[E, K, 2 F\] and \[E, F, N\] for silu_mul, got \(4, 48, 272\) and \(4, 144, 32\)\.$",
+        ),
+        (dict(activation="relu"), r"shapes \[E, K, F\] and \[E, F, N\] for relu, got \(4, 48, 288\) and"),
+        (
+            dict(activation="swish"),
+            r"^activation must be one of \('silu_mul', 'gelu_mul', .*, 'relu_squared'\), got 'swish'\.$",
+        ),
         (dict(down=jnp.ones((E - 1, F, N))), r"shapes \[E, K, 2 F\] and \[E, F, N\]"),
         (dict(gate_up=jnp.ones((E, K + 1, 2 * F))), r"gate_up.shape\[1\] must equal x.shape\[1\] \(K\)"),
         (dict(group_sizes=SIZES[1:]), "one entry per group of (gate_up|kernel), which holds 4, got 3"),
@@ -276,7 +302,7 @@ def test_the_gradient_of_swiglu_is_rounded_once(dtype: str) -> None:
         ),
         (dict(recipe=RECIPES["delayed"]), "DelayedScaling needs fp8_state"),
     ],
-    ids=["gate and up", "experts", "K", "sizes", "alignment", "hidden features", "state"],
+    ids=["gate and up", "no gate", "activation", "experts", "K", "sizes", "alignment", "hidden features", "state"],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
     a = arrays()

@@ -259,10 +259,11 @@ def test_exported_custom_calls_are_the_published_ones() -> None:
     def fp8(x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jg.grouped_dense(x, jnp.ones((4, 16, 16)), sizes, recipe=jg.Float8CurrentScaling())
 
-    def layer(x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, recipe: jg.Float8BlockScaling | None = None) -> jax.Array:
         gate_up, down = jnp.ones((4, 16, 32), x.dtype), jnp.ones((4, 16, 16), x.dtype)
-        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, top_k=2)[0])
+        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, top_k=2, recipe=recipe)[0])
 
     text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
     text += lowered(round_trip, X, SIZES) + lowered(fp8, X, SIZES) + lowered(jax.grad(layer), X)
+    text += lowered(lambda x: layer(x, jg.Float8BlockScaling()), X)
     assert set(re.findall(r"stablehlo.custom_call @(jax_grouped\w+)", text)) == set(jg.CUSTOM_CALL_TARGETS)

@@ -11,6 +11,7 @@ import pytest
 from jax_grouped.backends.spec import is_gated
 from jax_grouped.ops.rows import activate, activation_grad, permute_rows
 from tests import quantize_oracle
+from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
 from tests.programs import custom_calls, lowered, struct
 
@@ -97,20 +98,6 @@ def test_derivatives_of_activations_are_those_of_jax(activation: str) -> None:
     for derivative in (lambda of: of, jax.grad, lambda of: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(of)(x))))):
         got, expected = (derivative(loss(of))(x) for of in (activate, by_jax))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def by_jax(x: jax.Array, activation: str) -> jax.Array:
-    """Computes an activation as a model in JAX would."""
-    match activation:
-        case "relu_squared":
-            return jax.nn.relu(x) ** 2
-        case "silu" | "gelu" | "relu":
-            return getattr(jax.nn, activation)(x)
-    gate, up = jnp.split(x, 2, axis=-1)
-    if activation == "clamped_silu_mul":
-        gate, up = jnp.clip(gate, max=7), jnp.clip(up, -7, 7)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-    return by_jax(gate, activation.removesuffix("_mul")) * up
 
 
 @pytest.mark.parametrize("activation", ["silu_mul", "relu_squared"])
