@@ -107,22 +107,21 @@ def grouped_gemm(
     batch: int,
 ) -> jax.Array:
     """Returns the product that `spec` names, accumulated in float32."""
-    if spec.gathered is not None and not _can_gather(a, b, spec, batch):
-        a = permute_rows(a, *more, batch=batch) if spec.gathered == "a" else a
-        b = permute_rows(b, *more, batch=batch) if spec.gathered == "b" else b
-        spec, more = dataclasses.replace(spec, gathered=None), ()
-    order_shape: tuple[int, ...] = ()
     if spec.gathered is not None:
+        if not _can_gather(a, b, spec, batch):
+            a = permute_rows(a, *more, batch=batch) if spec.gathered == "a" else a
+            b = permute_rows(b, *more, batch=batch) if spec.gathered == "b" else b
+            spec = dataclasses.replace(spec, gathered=None)
+            return grouped_gemm(a, b, group_sizes, group_offset, spec=spec, batch=batch)
         tokens = a if spec.gathered == "a" else b
-        row_indices = reference_rows.tokens_of(*more)
-        order_shape = row_indices.shape
-        more = (_in_whole_batch(row_indices, tokens.shape[0] // batch, batch),)
+        more = (_in_whole_batch(reference_rows.tokens_of(*more), tokens.shape[0] // batch, batch),)
     operands = (a, b, group_sizes, group_offset, *more)
     if spec.a is None:
         if not _can_be_read(a, b, spec):
             return _unscaled(*operands, spec=spec, batch=batch)
         # The shapes of unquantized operands hold the rows of all batch elements.
-        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape, order_shape)
+        of_batch = dataclasses.replace(spec, num_groups=batch * spec.num_groups)
+        out = of_batch.out(a.shape, b.shape, *(row_indices.shape for row_indices in more if spec.gathered))
     else:
         if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
             return _in_bfloat16(*operands, spec=spec, batch=batch)

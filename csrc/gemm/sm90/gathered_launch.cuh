@@ -3,6 +3,7 @@
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_LAUNCH_CUH_
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
@@ -16,9 +17,13 @@
 #include "csrc/gemm/sm90/gathered_tiles.cuh"
 #include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/tensor_map.h"
+#include "csrc/groups/layout.h"
 
 namespace jax_grouped {
 namespace sm90 {
+
+static_assert(kMostGatheredGroups * (sizeof(CUtensorMap) + GroupTable::Size(1) * sizeof(int32_t)) <= kWorkspaceBytes,
+              "GroupRowsWorkspace::MaxBytes() fits the workspace");
 
 // Returns boxes of 64 16-bit numbers by `box_rows` rows of a stack of matrices. `sizes` are those of the stack, the row
 // length first.
