@@ -86,6 +86,16 @@ __device__ void ForEachPair(const int32_t* experts, const PairRange& pairs, int 
   }
 }
 
+// Replaces the warps' counts of an expert by the row of each warp's next pair, from that of the block's first pair.
+__device__ void CountsToRows(int32_t row, int num_experts, int32_t* counts) {
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const int32_t count = counts[warp * num_experts];
+    counts[warp * num_experts] = row;
+    row += count;
+  }
+}
+
 // Adds up the blocks' sums. Each warp of each block takes experts of its own.
 __device__ void AddBlockSums(const float* block_sums, int num_experts, float* sums) {
   const int blocks = static_cast<int>(gridDim.x);
@@ -143,14 +153,8 @@ __global__ void __launch_bounds__(kThreads)
   const Sums<int32_t> used = WholeBlock<kThreads>::Scan(size, 0, [](int32_t a, int32_t b) { return a + b; });
   if (thread < num_experts) {
     counts.end[thread] = used.before + size;
-    // The row of the next pair, as if no group were cut.
-    int32_t row = used.before + counts.before[thread];
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      const int32_t count = warp_counts[warp * num_experts + thread];
-      warp_counts[warp * num_experts + thread] = row;
-      row += count;
-    }
+    // Rows of cut pairs run on into the next group, and are dropped below.
+    CountsToRows(used.before + counts.before[thread], num_experts, warp_counts + thread);
   }
   __syncthreads();
 
@@ -159,6 +163,7 @@ __global__ void __launch_bounds__(kThreads)
     const int before = __popc(alike & ((1u << Lane()) - 1));
     const int32_t first = expert >= 0 ? own_counts[expert] : 0;
     __syncwarp();
+    // The first of the lanes with this expert counts their pairs.
     if (expert >= 0 && before == 0) own_counts[expert] = first + __popc(alike);
     __syncwarp();
     const int32_t row = first + before;
