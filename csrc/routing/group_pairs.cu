@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (thread == 0) buffers.dropped[element] = static_cast<int32_t>(pairs) - used.all;
   }
-  if (buffers.sums != nullptr)
+  if (buffers.sums != nullptr) {
     AddBlockSums(buffers.block_sums + of_blocks, num_experts, buffers.sums + element * num_experts);
+  }
 }
 
 }  // namespace
