@@ -86,6 +86,16 @@ __device__ void ForEachPair(const int32_t* experts, const PairRange& pairs, int 
   }
 }
 
+// Replaces the warps' counts of an expert by the row of each warp's next pair, from that of the block's first pair.
+__device__ void CountsToRows(int32_t row, int num_experts, int32_t* counts) {
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const int32_t count = counts[warp * num_experts];
+    counts[warp * num_experts] = row;
+    row += count;
+  }
+}
+
 // Adds up the blocks' sums. Each warp of each block takes experts of its own.
 __device__ void AddBlockSums(const float* block_sums, int num_experts, float* sums) {
   const int blocks = static_cast<int>(gridDim.x);
@@ -101,7 +111,7 @@ __device__ void AddBlockSums(const float* block_sums, int num_experts, float* su
 // blockIdx.x is the block of tokens, and blockIdx.y the batch element. Every block computes the rows of all experts,
 // and then those of its own pairs. A warp has successive pairs.
 __global__ void __launch_bounds__(kThreads)
-    GroupPairs(const __grid_constant__ PairsProblem problem, const __grid_constant__ GroupPairsBuffers all) {
+    GroupPairs(const __grid_constant__ PairsProblem problem, const __grid_constant__ GroupPairsBuffers buffers) {
   extern __shared__ int32_t warp_counts[];  // [kWarps, num_experts]
   __shared__ ExpertCounts counts;
   __shared__ int32_t longest;
@@ -111,9 +121,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t pairs = problem.tokens * problem.choices;
   const int64_t element = blockIdx.y;
   const int64_t of_blocks = element * gridDim.x * num_experts;
-  const int32_t* experts = all.experts + element * pairs;
-  int32_t* inverse = all.inverse + element * pairs;
-  int32_t* order = all.order + element * problem.rows;
+  const int32_t* experts = buffers.experts + element * pairs;
+  int32_t* inverse = buffers.inverse + element * pairs;
+  int32_t* order = buffers.order + element * problem.rows;
   const auto rows = static_cast<int32_t>(problem.rows);
 
   for (int i = thread; i < kWarps * num_experts; i += kThreads) warp_counts[i] = 0;
@@ -126,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   PairRange own{of_block.begin + own_warp * of_warp, 0};
   own.end = min(own.begin + of_warp, of_block.end);
   int32_t* own_counts = warp_counts + own_warp * num_experts;
-  AddBlockCounts(all.block_counts + of_blocks, num_experts, &counts);
+  AddBlockCounts(buffers.block_counts + of_blocks, num_experts, &counts);
   ForEachPair(experts, own, num_experts, [&](int64_t, int32_t expert) {
     if (expert >= 0) atomicAdd(&own_counts[expert], 1);
   });
@@ -143,14 +153,8 @@ __global__ void __launch_bounds__(kThreads)
   const Sums<int32_t> used = WholeBlock<kThreads>::Scan(size, 0, [](int32_t a, int32_t b) { return a + b; });
   if (thread < num_experts) {
     counts.end[thread] = used.before + size;
-    // The row of the next pair, as if no group were cut.
-    int32_t row = used.before + counts.before[thread];
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      const int32_t count = warp_counts[warp * num_experts + thread];
-      warp_counts[warp * num_experts + thread] = row;
-      row += count;
-    }
+    // Rows of cut pairs run on into the next group, and are dropped below.
+    CountsToRows(used.before + counts.before[thread], num_experts, warp_counts + thread);
   }
   __syncthreads();
 
@@ -159,6 +163,7 @@ __global__ void __launch_bounds__(kThreads)
     const int before = __popc(alike & ((1u << Lane()) - 1));
     const int32_t first = expert >= 0 ? own_counts[expert] : 0;
     __syncwarp();
+    // The first of the lanes with this expert counts their pairs.
     if (expert >= 0 && before == 0) own_counts[expert] = first + __popc(alike);
     __syncwarp();
     const int32_t row = first + before;
@@ -174,12 +179,14 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (blockIdx.x == 0) {
     if (thread < num_experts) {
-      all.group_sizes[element * num_experts + thread] = size;
-      all.expert_load[element * num_experts + thread] = counts.all[thread];
+      buffers.group_sizes[element * num_experts + thread] = size;
+      buffers.expert_load[element * num_experts + thread] = counts.all[thread];
     }
-    if (thread == 0) all.dropped[element] = static_cast<int32_t>(pairs) - used.all;
+    if (thread == 0) buffers.dropped[element] = static_cast<int32_t>(pairs) - used.all;
   }
-  if (all.sums != nullptr) AddBlockSums(all.block_sums + of_blocks, num_experts, all.sums + element * num_experts);
+  if (buffers.sums != nullptr) {
+    AddBlockSums(buffers.block_sums + of_blocks, num_experts, buffers.sums + element * num_experts);
+  }
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ struct RouteBuffers {
   const float* bias;      // [num_experts], added to the scores for the choice only; or null
   int32_t* experts;       // [tokens, choices], best first; of equal ones, the lower index first
   float* weights;         // [tokens, choices]: the scores, divided by their sum with normalize_weights
-  float* probabilities;   // [tokens, num_experts]: the scores, which sigmoids are divided by their sum for
+  float* probabilities;   // [tokens, num_experts]: the softmax, or the sigmoids divided by their sum
   int32_t* block_counts;  // [blocks, num_experts]: the block's choices of each expert
   float* block_sums;      // [blocks, num_experts]: the block's probabilities, added up over its tokens
 };
