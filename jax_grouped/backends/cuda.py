@@ -50,6 +50,9 @@ WORKSPACE_BYTES = 32 * 1024 * 1024
 
 #: Most groups of a product that gathers its rows, of all batch elements: `kMostGatheredGroups` in csrc.
 MAX_GATHERED_GROUPS = 65536
+#: Most features, besides those of the gathered rows, with which a product that gathers takes less time than a copy and
+#: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
+_MOST_FEATURES_OF_GATHERED, _MOST_FEATURES_OF_GATHERED_WGRAD = 1792, 1024
 
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
@@ -108,7 +111,7 @@ def grouped_gemm(
 ) -> jax.Array:
     """Returns the product that `spec` names, accumulated in float32."""
     if spec.gathered is not None:
-        if not _can_gather(a, b, spec, batch):
+        if not _gathers(a, b, spec, batch):
             a = permute_rows(a, *more, batch=batch) if spec.gathered == "a" else a
             b = permute_rows(b, *more, batch=batch) if spec.gathered == "b" else b
             spec = dataclasses.replace(spec, gathered=None)
@@ -157,10 +160,17 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 
-def _can_gather(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
-    """Tells whether a kernel can gather the rows of an operand of this product."""
+def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+    """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer.
+
+    A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
+    """
     few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
-    return few_groups and _can_be_read(a, b, spec) and extension.has_gathering_products()
+    if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
+        return False
+    if spec.product == "wgrad":
+        return (b if spec.gathered == "a" else a).shape[1] <= _MOST_FEATURES_OF_GATHERED_WGRAD
+    return b.shape[2 if spec.product == "fprop" else 1] <= _MOST_FEATURES_OF_GATHERED
 
 
 def _unscaled(
