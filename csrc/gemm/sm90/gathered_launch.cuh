@@ -22,7 +22,8 @@
 namespace jax_grouped {
 namespace sm90 {
 
-static_assert(kMostGatheredGroups * (sizeof(CUtensorMap) + GroupTable::Size(1) * sizeof(int32_t)) <= kWorkspaceBytes,
+static_assert(kMostGatheredGroups * (sizeof(CUtensorMap) + (GroupTable::Size(1) + 1) * sizeof(int32_t)) <=
+                  kWorkspaceBytes,
               "GroupRowsWorkspace::MaxBytes() fits the workspace");
 
 // Returns boxes of 64 16-bit numbers by `box_rows` rows of a stack of matrices. `sizes` are those of the stack, the row

@@ -25,13 +25,14 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<Counts<RowBlock::k128>>(
       "Launching the setup of a gathered weight gradient", stream, groups,
       Boxes16(problem.a_type, copied, {copied_features, groups.AllRows(), 1}, GatheredTile::kDepth),
-      LayoutOfA(problem, groups).ElementRowBlocks(), false, workspace, &all_rows));
+      LayoutOfA(problem, groups).ElementRowBlocks(), false, true, workspace, &all_rows));
 
   const int64_t high = CeilDiv(gathered_features, GatheredTile::kRows);
   const int64_t wide = CeilDiv(copied_features, GatheredTile::kColumns);
   GatheredWgradArguments args{};
   args.maps = workspace.maps;
   args.table = workspace.table;
+  args.order = workspace.order;
   args.gathered = Gathered(problem, buffers, gathered, gathered_features);
   args.group_tiles = static_cast<int32_t>(ClusterTiles(high, CeilDiv(high, kCluster), wide));
   args.cluster_tiles = groups.AllGroups() * args.group_tiles;

@@ -21,6 +21,7 @@ struct GatheredWgradArguments {
   CUtensorMap dweight;
   const CUtensorMap* maps;  // of the operand that is not gathered, for every group
   GroupTable table;         // the first batch element's
+  const int32_t* order;     // of the groups of each batch element, those with the most rows first
   GatheredRows gathered;
   int32_t cluster_tiles;    // of all groups
   int32_t group_tiles;      // cluster tiles of one group
@@ -37,6 +38,14 @@ struct GatheredWgradTile {
   bool shared = false;  // both blocks of the cluster have the same part of the operand that is not gathered
 };
 
+// Returns the cluster tile of this cluster in a round, in which each cluster computes one. Every other round goes
+// through the clusters in reverse. Because the groups with the most rows come first, all clusters get about as many
+// stages.
+__device__ inline int32_t TileOfRound(int32_t round) {
+  const int32_t cluster = round % 2 == 0 ? FirstTileIndex() : Clusters() - 1 - FirstTileIndex();
+  return round * Clusters() + cluster;
+}
+
 // The tiles of a block, one per cluster tile.
 class GatheredWgradTiles {
  public:
@@ -45,8 +54,9 @@ class GatheredWgradTiles {
         high_(static_cast<int32_t>(CeilDiv(args.gathered.columns, GatheredTile::kRows))),
         wide_(static_cast<int32_t>(CeilDiv(args.column_features, GatheredTile::kColumns))) {}
 
-  __device__ const GatheredWgradTile& At(int32_t index) {
-    if (const int32_t group = index / args_.group_tiles; group != tile_.output.group) Enter(group);
+  __device__ GatheredWgradTile At(int32_t index) {
+    if (index >= args_.cluster_tiles) return {};
+    if (const int32_t place = index / args_.group_tiles; place != place_) Enter(place);
     const TilePosition position = PositionOf(index % args_.group_tiles, high_, wide_);
     tile_.output.row = position.row * GatheredTile::kRows;
     tile_.output.column = position.column * GatheredTile::kColumns;
@@ -56,10 +66,13 @@ class GatheredWgradTiles {
   }
 
  private:
-  __device__ void Enter(int32_t group) {
-    const int32_t num_groups = args_.table.num_groups;
-    const int32_t* first = args_.table.At(group / num_groups).FirstRow() + group % num_groups;
-    tile_.output.group = group;
+  // Advances to the group at a place in the order.
+  __device__ void Enter(int32_t place) {
+    place_ = place;
+    const int32_t element = place / args_.table.num_groups;
+    const int32_t group = Uniform(args_.order[place]);
+    const int32_t* first = args_.table.At(element).FirstRow() + group;
+    tile_.output.group = element * args_.table.num_groups + group;
     tile_.output.group_row = Uniform(first[0]);
     tile_.tokens = Uniform(first[1]) - tile_.output.group_row;
     tile_.output.blocks = static_cast<int32_t>(CeilDiv(tile_.tokens, GatheredTile::kDepth));
@@ -68,6 +81,7 @@ class GatheredWgradTiles {
   const GatheredWgradArguments& args_;
   int32_t high_;
   int32_t wide_;
+  int32_t place_ = -1;
   GatheredWgradTile tile_;
 };
 
@@ -79,8 +93,11 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
   TileQueue queue(shared);
   GatheredStage stage;
   int32_t group = -1;
-  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
-    const GatheredWgradTile& tile = tiles.At(index);
+  GatheredWgradTile next_tile = tiles.At(TileOfRound(0));
+  RowsOfThread<GatheredTile::kDepth> next;
+  next.Load(args.gathered, next_tile.output.group_row, next_tile.tokens);
+  for (int32_t round = 0; TileOfRound(round) < args.cluster_tiles; ++round) {
+    const GatheredWgradTile tile = next_tile;
     const OutputTile& output = tile.output;
     const CUtensorMap* const map = args.maps + output.group;
     if (leads) {
@@ -90,14 +107,19 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
         AcquireTensorMap(map);
       }
     }
-    RowsOfThread<GatheredTile::kDepth> next;
-    next.Load(args.gathered, output.group_row, tile.tokens);
-    for (int32_t block = 0; block < output.blocks; ++block, stage.Advance()) {
-      const int s = stage.index;
+    const int32_t last = max(output.blocks, 1) - 1;
+    for (int32_t block = 0; block <= last; ++block) {
+      // The next tile is found when the ring has begun to fill with this one.
+      if (block == min(last, GatheredTile::kStages / 2)) next_tile = tiles.At(TileOfRound(round + 1));
       const RowsOfThread<GatheredTile::kDepth> rows = next;
       // The indices of the next stage arrive during this stage.
-      const int32_t next_token = (block + 1) * GatheredTile::kDepth;
-      next.Load(args.gathered, int64_t{output.group_row} + next_token, tile.tokens - next_token);
+      const bool ends = block == last;
+      const int32_t next_token = ends ? 0 : (block + 1) * GatheredTile::kDepth;
+      const int32_t next_row = ends ? next_tile.output.group_row : output.group_row;
+      const int32_t next_tokens = ends ? next_tile.tokens : tile.tokens;
+      next.Load(args.gathered, int64_t{next_row} + next_token, next_tokens - next_token);
+      if (output.blocks == 0) break;
+      const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (leads && Lane() == 0) {
         ArriveExpecting(shared.Full(s), kCopiedBytes);
@@ -110,6 +132,7 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
         rows.Copy(args.gathered, output.row + box * A::kBoxExtent, shared.A(s) + box * A::kBytes);
       }
       ArriveAfterCopies(shared.Full(s));
+      stage.Advance();
     }
   }
 }
@@ -140,7 +163,7 @@ __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const 
   TileQueue queue(shared);
   Staging<GatheredTile::kStagedBoxes> staging(shared.Staging(position.group), position, args.dweight_type);
   GatheredStage stage;
-  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+  for (int32_t round = 0; TileOfRound(round) < args.cluster_tiles; ++round) {
     const OutputTile tile = queue.Take();
     const int first_row = position.group * Fragment::kRows;
     WideFragment sums;

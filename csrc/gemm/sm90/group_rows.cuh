@@ -28,7 +28,36 @@ struct GroupRowsSetup {
   int64_t row_bytes;
   RowBlockCounts element_row_blocks;
   GroupTable table;
+  int32_t* order;  // null if the product needs none
 };
+
+// Most groups that are ordered by their rows. With more, one tile is a small part of a block's work.
+constexpr int32_t kMostOrderedGroups = 1024;
+
+// Writes the groups of one batch element in the order of their numbers of rows, the largest first, or in their own
+// order if there are many. All threads of the block must call it.
+__device__ inline void OrderGroups(const GroupTable& table, int32_t* order) {
+  __shared__ int32_t rows[kMostOrderedGroups];
+  const int32_t num_groups = table.num_groups;
+  const bool sorts = num_groups <= kMostOrderedGroups;
+  if (sorts) {
+    for (int32_t group = threadIdx.x; group < num_groups; group += kGroupRowsThreads) {
+      rows[group] = table.FirstRow()[group + 1] - table.FirstRow()[group];
+    }
+    __syncthreads();
+  }
+  for (int32_t group = threadIdx.x; group < num_groups; group += kGroupRowsThreads) {
+    int32_t before = group;
+    if (sorts) {
+      before = 0;
+#pragma unroll 8
+      for (int32_t other = 0; other < num_groups; ++other) {
+        before += rows[other] > rows[group] || (rows[other] == rows[group] && other < group) ? 1 : 0;
+      }
+    }
+    order[before] = group;
+  }
+}
 
 // Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups and describes their
 // rows. The other blocks, if there are any, zero the rows that belong to no group. Of the table's counts, writes those
@@ -46,6 +75,7 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
   }
   const GroupTable table = args.table.At(element);
   FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
+  if (args.order != nullptr) OrderGroups(table, args.order + element * batch.num_groups);
   // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
   if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
@@ -62,17 +92,19 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
 #endif
 }
 
-// The parts of the workspace: a map of each group's rows, and the table of every batch element.
+// The parts of the workspace: a map of each group's rows, the table of every batch element, and the order of its
+// groups.
 struct GroupRowsWorkspace {
   CUtensorMap* maps;
   GroupTable table;
+  int32_t* order;
   int64_t bytes;
 
   GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups) {
     maps = static_cast<CUtensorMap*>(base);
     table = {reinterpret_cast<int32_t*>(maps + batch * num_groups), static_cast<int32_t>(num_groups)};
-    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
-    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+    order = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(order + batch * num_groups) - static_cast<char*>(base);
   }
 
   // Returns the most bytes that `all_groups` groups in a batch can use.
@@ -85,7 +117,7 @@ struct GroupRowsWorkspace {
 // Launches the setup for an array, whose second dimension is the rows of all groups. Points `whole` to all its rows.
 template <typename Blocks>
 Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& groups, const BoxedTensor& array,
-                       const RowBlockCounts& element_row_blocks, bool zeroes_other_rows,
+                       const RowBlockCounts& element_row_blocks, bool zeroes_other_rows, bool orders_groups,
                        const GroupRowsWorkspace& workspace, CUtensorMap* whole) {
   GroupRowsSetup setup{};
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(array, whole));
@@ -95,6 +127,7 @@ Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& grou
   setup.row_bytes = static_cast<int64_t>(array.strides[0]);
   setup.element_row_blocks = element_row_blocks;
   setup.table = workspace.table;
+  if (orders_groups) setup.order = workspace.order;
   const int zeroing_blocks = zeroes_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
   const dim3 blocks(1 + zeroing_blocks, groups.batch);
   return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);
