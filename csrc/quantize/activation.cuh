@@ -39,6 +39,7 @@ class ActivatedColumns {
       kForm == Form::kGradientOfFactor ? kActivation == Activation::kClampedSiluMul : IsGated(kActivation);
 
  public:
+  static constexpr Activation kOf = kActivation;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
   // Starts at row `first` of the chunk.
@@ -150,8 +151,10 @@ struct ActivatedSource : ActivationArrays {
     const int first = threadIdx.x % 32 / 16;
     WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
       if (columns.Has(kFp8Alignment)) {
-        // The registers do not suffice for more rows of 32-bit numbers.
-        constexpr int kCount = sizeof(T) == 2 ? kRowsAtOnce : 1;
+        // The loads of two rows of SwiGLU are issued before the first use. With 32-bit numbers, or with other
+        // activations, registers would be spilled.
+        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kOf == Activation::kSiluMul;
+        constexpr int kCount = kTwo ? 2 : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {
         LoadSlot<false, 1>(tile, slot, chunk, first_column, columns);
