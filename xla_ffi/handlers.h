@@ -8,14 +8,16 @@
 namespace jax_grouped {
 
 // Computes a grouped matmul:
-//   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, accumulator])
-//       {product, scaled, a_mode, b_mode, tokens, weight_batch, accumulate, autotune} -> (d, scratch, workspace)
+//   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, row_indices][, accumulator])
+//       {product, scaled, a_mode, b_mode, tokens, weight_batch, gathered, accumulate, autotune}
+//       -> (d, scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
-// With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers; otherwise the
-// accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all batch
-// elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's algorithms
-// are timed once, before the first call.
+// Of an operand that is gathered, row i is the one of index row_indices[i]; operands then have 16 bits, and there is no
+// accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
+// otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
+// batch elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's
+// algorithms are timed once, before the first call.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 

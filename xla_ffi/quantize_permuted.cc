@@ -43,13 +43,13 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const S32Buffer& inverse, cons
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the data's shape[1]", data.dimensions()[1], x.dimensions()[1]));
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   if (tokens == 0 || data.dimensions()[0] == 0) return Invalid(kOp, "x and the data must have rows.");
-  if (tokens > kMost || inverse.dimensions()[1] > kMost) {
-    return Invalid(kOp, "tokens and choices must be fewer than 2^31.");
-  }
+  const int64_t choices = inverse.dimensions()[1];
+  if (choices == 0) return Invalid(kOp, "inverse must have choices.");
+  if (tokens > kMost || choices > kMost) return Invalid(kOp, "tokens and choices must be fewer than 2^31.");
   problem->input_type = *input_type;
   problem->output_type = *output_type;
   problem->tokens = tokens;
-  problem->choices = static_cast<int>(inverse.dimensions()[1]);
+  problem->choices = static_cast<int>(choices);
   problem->features = x.dimensions()[1];
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kOp, problem->features));
   return CheckAlignment(kOp, "x", x.untyped_data());

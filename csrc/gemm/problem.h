@@ -71,8 +71,8 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 // gives all results of a custom call this alignment.
 constexpr int64_t kWorkspaceAlignmentBytes = 128;
 
-// Most groups of a product with a gathered operand, of all batch elements. Our kernels keep two arrays of them in the
-// workspace: a tensor map and a table.
+// Most groups of a product with a gathered operand, of all batch elements. Our kernels keep three arrays of them in the
+// workspace: tensor maps, a table and an order.
 constexpr int64_t kMostGatheredGroups = 65536;
 
 // Returns the number of weight matrices.

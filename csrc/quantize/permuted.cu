@@ -1,6 +1,5 @@
 #include "csrc/quantize/permuted.h"
 
-#include <algorithm>
 #include <cstdint>
 
 #include "csrc/common/launch.cuh"

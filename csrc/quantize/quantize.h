@@ -48,7 +48,7 @@ struct QuantizeBuffers {
   float* amax;   // [num_groups]
   float* dbias;  // [num_groups, features]
   // [tokens, tiles of 128 features of x], or null: the inner products of each row of the activation's result with its
-  // gradient x, without row_weights. Rows of no group stay unwritten. Only for a backward form.
+  // gradient x, without row_weights; 0 for rows of no group. Only for a backward form.
   float* inner_products;
   void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
   float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias

@@ -110,9 +110,11 @@ auto KernelOf(Activation activation) {
       return ActivationGrad<Pair, Activation::kGeluMul>;
     case Activation::kClampedSiluMul:
       return ActivationGrad<Pair, Activation::kClampedSiluMul>;
-    default:
-      return ActivationGrad<Pair, Activation::kSilu>;
+    case Activation::kNone:
+    case Activation::kSilu:
+      break;
   }
+  return ActivationGrad<Pair, Activation::kSilu>;
 }
 
 template <typename Pair>

@@ -334,8 +334,8 @@ def _can_route(logits: jax.Array, spec: RouteSpec, batch: int) -> bool:
 
 def _can_group(of_tokens: jax.Array, num_experts: int, batch: int) -> bool:
     # In an export, the number of tokens may be symbolic.
-    tokens = of_tokens.shape[0]
-    return isinstance(tokens, int) and isinstance(batch, int) and tokens > 0 and num_experts <= _MOST_EXPERTS
+    known = isinstance(of_tokens.shape[0], int) and isinstance(batch, int)
+    return known and of_tokens.size > 0 and num_experts <= _MOST_EXPERTS
 
 
 def _by_elements(

@@ -278,6 +278,7 @@ def test_permute_rows_refuses(change: dict, message: str) -> None:
     (dict(data=((64, 16), BF16)), "the data must be float8_e4m3fn or float8_e5m2."),
     (dict(data=((64, 32), FP8)), "the data's shape[1] must be 16, got 32."),
     (dict(x=((0, 16), BF16), inverse=(0, 2)), "x and the data must have rows."),
+    (dict(inverse=(32, 0)), "inverse must have choices."),
     (
         dict(x=((32, 24), BF16), data=((64, 24), FP8)),
         "quantized features must be a positive multiple of 16 below 2^31, got 24.",

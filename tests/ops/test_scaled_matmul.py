@@ -390,6 +390,7 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         "b_mode": f"{list(ScalingMode).index(b.mode)} : i32",
         "tokens": "300 : i64",
         "weight_batch": "1 : i64",
+        "gathered": "0 : i32",
         "accumulate": "false",
         "autotune": "false",
     }

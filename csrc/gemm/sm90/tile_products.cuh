@@ -186,7 +186,7 @@ class TileQueue {
  public:
   __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
 
-  // Posts a tile. All lanes of the producer must call it.
+  // Posts a tile. All lanes of one warp of the producer must call it, and no other warp.
   __device__ void Post(const OutputTile& tile) {
     WaitForPhase(shared_.TileEmpty(slot_.index), slot_.parity ^ 1);
     if (Lane() == 0) {
