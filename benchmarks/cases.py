@@ -237,7 +237,7 @@ def draw(arrays: Structs, seed: int) -> list[Arrays]:
 
 
 def as_trained(arrays: Arrays) -> Arrays:
-    """Returns the arrays of a whole layer with kernels as small as trained ones, so that SwiGLU does not overflow."""
+    """Returns a whole layer's arrays, kernels and router as small as trained ones, so that SwiGLU does not overflow."""
     x, *kernels, dy = arrays
     return x, *(kernel * kernel.shape[-2] ** -0.5 for kernel in kernels), dy
 

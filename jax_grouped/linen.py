@@ -244,7 +244,8 @@ class MoEMlp(nn.Module):
 
     On several devices, `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
     `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,
-    feature_axis)`, `down` as `P(expert_axis, feature_axis)`, states as `P(expert_axis)`, and the router whole.
+    feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
+    `P(expert_axis)`, and the router whole.
 
     Attributes:
         num_experts: `E`, on all devices together.

@@ -1,10 +1,10 @@
 """The experts of a layer, with their routing weights.
 
 The tokens, the first product's result and the routing wait for the backward pass: no copy per choice of anything else.
-The products gather the tokens in both passes, with a recipe the quantization before them. The gradient of a routing
-weight comes from the activation's result `a` and that one's gradient, as `<a, da>`, so no expert's result is kept or
-gathered for it, as in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the second product's wgrad, and
-`da` after its dgrad.
+The rows of tokens are made anew in both passes: by the quantization with a recipe, and otherwise by the products
+themselves or by a copy before them. The gradient of a routing weight comes from the activation's result `a` and that
+one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as in SonicMoE (arXiv:2512.14080). The
+weight itself multiplies `a` for the second product's wgrad, and `da` after its dgrad.
 """
 
 import dataclasses

@@ -109,7 +109,8 @@ def moe_mlp(
         batch_axes: mesh axes over which one batch is split; the balance loss is then that of the whole batch.
         exchange_method: how rows travel over `expert_axis`, see `plan_exchange`.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
-            rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`.
+            rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
+            first device adds it to its part of the sum.
 
     Returns:
         `[T, N]` in the type of `x`, and the routing metrics.
