@@ -168,7 +168,7 @@ def moe_mlp(
     routing, grouped, load, probability_sums = route_and_group(
         logits, bias, spec, rows=min(capacity, pairs) if devices == 1 else pairs
     )
-    weights = routing.weights * weight_scale
+    weights = routing.weights * jnp.asarray(weight_scale, routing.weights.dtype)
     permutation = Permutation(*grouped)
     dropped = permutation.dropped
     if devices == 1:

@@ -152,7 +152,7 @@ def top_k_routing(
         top_groups=top_groups,
     )
     experts, weights, probabilities = route(logits, bias, spec)
-    return Routing(experts, weights * weight_scale, probabilities)
+    return Routing(experts, weights * jnp.asarray(weight_scale, weights.dtype), probabilities)
 
 
 def route_arguments(

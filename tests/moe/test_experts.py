@@ -219,6 +219,19 @@ def test_states_have_the_largest_values_of_both_operands_of_every_product(backen
     np.testing.assert_array_equal(new_up.fp8_state.input_amax_history[:, 0], tokens)
 
 
+def test_a_weight_scale_of_64_bits_leaves_weights_in_float32(backend: str) -> None:
+    x, logits, up, down = (arrays()[name] for name in ("x", "logits", "gate_up", "down"))
+    options = dict(top_k=TOP_K, weight_scale=np.float64(2))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(moe.moe_mlp(x, logits, up, down, **options)[0])
+
+    expected = jax.grad(loss)(x)
+    with jax.enable_x64(True):
+        assert moe.top_k_routing(logits, **options).weights.dtype == jnp.float32
+        np.testing.assert_allclose(jax.grad(loss)(x), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
     # The second choice's score underflows to a weight of zero.
     logits = jnp.where(jnp.arange(E) == 2, 0.0, -200.0) * jnp.ones((T, 1))
