@@ -10,10 +10,9 @@ namespace {
 
 constexpr char kOp[] = "jax_grouped_bias_grad";
 
-using F32 = ffi::Buffer<ffi::F32>;
-
 ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes, S32Buffer group_offset,
-                   ffi::Result<F32> dbias, ffi::Result<F32> partial_sums, ffi::Result<S32Buffer> tables) try {
+                   ffi::Result<F32Buffer> dbias, ffi::Result<F32Buffer> partial_sums,
+                   ffi::Result<S32Buffer> tables) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
   const auto type = FloatType(dy.element_type());
@@ -43,8 +42,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(BiasGradExecute, Execute,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<S32Buffer>()
                                   .Arg<S32Buffer>()
-                                  .Ret<F32>()
-                                  .Ret<F32>()
+                                  .Ret<F32Buffer>()
+                                  .Ret<F32Buffer>()
                                   .Ret<S32Buffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 

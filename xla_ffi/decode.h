@@ -42,6 +42,7 @@ namespace jax_grouped {
 namespace ffi = ::xla::ffi;
 
 using S32Buffer = ffi::Buffer<ffi::S32>;
+using F32Buffer = ffi::Buffer<ffi::F32>;
 using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
 inline ffi::Error ToError(const char* op, const Status& status) {

@@ -13,7 +13,7 @@ namespace jax_grouped {
 //       -> (d, scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
-// Of an operand that is gathered, row i is the one of index row_indices[i]; operands then have 16 bits, and there is no
+// Row i of an operand that is gathered is the one of index row_indices[i]; operands then have 16 bits, and there is no
 // accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
 // batch elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's

@@ -39,8 +39,6 @@ constexpr char kGroupPairs[] = "jax_grouped_group_pairs";
 // Pairs of one batch element, and twice as many indices, are counted in int32.
 constexpr int64_t kMostPairs = int64_t{1} << 30;
 
-using F32 = ffi::Buffer<ffi::F32>;
-
 template <typename Buffer>
 ffi::Error CheckSize(const char* op, const char* argument, const Buffer& buffer, int64_t size) {
   return CheckEqual(op, std::string("the size of ") + argument, static_cast<int64_t>(buffer.element_count()), size);
@@ -87,8 +85,9 @@ ffi::Error CheckExpertGroups(const RouteAttributes& attributes, int64_t num_expe
 }
 
 ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::RemainingArgs bias, ffi::Result<S32Buffer> experts,
-                 ffi::Result<F32> weights, ffi::Result<F32> probabilities, ffi::Result<S32Buffer> block_counts,
-                 ffi::Result<F32> block_sums, RouteAttributes attributes) try {
+                 ffi::Result<F32Buffer> weights, ffi::Result<F32Buffer> probabilities,
+                 ffi::Result<S32Buffer> block_counts, ffi::Result<F32Buffer> block_sums,
+                 RouteAttributes attributes) try {
   const auto type = FloatType(logits.element_type());
   if (!type) return Invalid(kRoute, "logits must be bfloat16, float16 or float32.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kRoute, "logits", logits, 2));
@@ -207,10 +206,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteExecute, Route,
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<S32Buffer>()
-                                  .Ret<F32>()
-                                  .Ret<F32>()
+                                  .Ret<F32Buffer>()
+                                  .Ret<F32Buffer>()
                                   .Ret<S32Buffer>()
-                                  .Ret<F32>()
+                                  .Ret<F32Buffer>()
                                   .Attrs<RouteAttributes>(),
                               {ffi::Traits::kCmdBufferCompatible});
 

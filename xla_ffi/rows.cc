@@ -15,8 +15,6 @@ namespace {
 constexpr char kActivationGrad[] = "jax_grouped_activation_grad";
 constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
 
-using F32 = ffi::Buffer<ffi::F32>;
-
 // Checks a [rows, features] array of the type of the input.
 ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataType type, int64_t rows,
                       int64_t features) {
@@ -30,8 +28,8 @@ ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataTy
   return CheckAlignment(kActivationGrad, name, array.untyped_data());
 }
 
-ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32 row_weights,
-                          AnyResult dinput, AnyResult weighted, ffi::Result<F32> inner_products,
+ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32Buffer row_weights,
+                          AnyResult dinput, AnyResult weighted, ffi::Result<F32Buffer> inner_products,
                           Activation activation) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, activation));
   if (activation == Activation::kNone) return Invalid(kActivationGrad, "there must be an activation.");
@@ -105,10 +103,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<F32>()
+                                  .Arg<F32Buffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<F32>()
+                                  .Ret<F32Buffer>()
                                   .Attr<Activation>("activation"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -16,7 +16,7 @@ constexpr int kMostExperts = 512;
 constexpr int kMostChoices = 32;       // of a token
 constexpr int kMostExpertGroups = 32;  // of which a token may use some
 
-// Blocks of successive tokens: at most so many, of at least so many tokens. Hopper has up to 132 processors.
+// Most blocks of successive tokens, and fewest tokens in one. Hopper has up to 132 processors.
 constexpr int64_t kMostRoutingBlocks = 128;
 constexpr int64_t kLeastRoutingTokens = 32;
 

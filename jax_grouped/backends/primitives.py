@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped.backends import cuda, extension
+from jax_grouped.backends import cuda, cuda_routing, extension
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
 from jax_grouped.backends.reference import routing as reference_routing
@@ -320,12 +320,12 @@ ACTIVATION_GRAD = _define(
 #: `(x, order, inverse) -> [rows]`.
 PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
 #: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
-ROUTE = _define("route", _route_results, reference_routing.route, cuda.route)
+ROUTE = _define("route", _route_results, reference_routing.route, cuda_routing.route)
 #: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
-GROUP_PAIRS = _define("group_pairs", _group_pairs_results, reference_routing.group_pairs, cuda.group_pairs)
+GROUP_PAIRS = _define("group_pairs", _group_pairs_results, reference_routing.group_pairs, cuda_routing.group_pairs)
 #: `(logits, *bias) -> [*route, *group_pairs, expert_load, probability_sums]` with a `RouteSpec` and `rows`.
 ROUTE_AND_GROUP = _define(
-    "route_and_group", _route_and_group_results, reference_routing.route_and_group, cuda.route_and_group
+    "route_and_group", _route_and_group_results, reference_routing.route_and_group, cuda_routing.route_and_group
 )
 #: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
 QUANTIZE = _define(

@@ -23,7 +23,7 @@ BIAS_GRAD_ROWS = 128
 #: follows from the number of row blocks of one height before its group.
 ROW_BLOCKS = (4, 16, 32, 128, 512)
 
-#: Routing counts choices in blocks of successive tokens: at most so many blocks, of at least so many tokens.
+#: Most blocks of successive tokens in which routing counts choices, and fewest tokens in one.
 _MOST_ROUTING_BLOCKS = 128
 _LEAST_ROUTING_TOKENS = 32
 

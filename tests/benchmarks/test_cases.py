@@ -126,7 +126,7 @@ def test_plain_formulas_say_which_sizes_they_need() -> None:
 def test_whole_layers_of_peers_give_our_results(variant: str, operation: str) -> None:
     try:
         VARIANTS[variant].load()
-    except ImportError as error:
+    except ImportError as error:  # The peer is not installed: the tests do not require it.
         pytest.skip(str(error))
     case = Case(operation, Shape("few experts", 8, 512, 256, 512, 2), variant)
     sets = draw(OPERATIONS[operation].arrays(case), 0)[:1]

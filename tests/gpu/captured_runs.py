@@ -3,15 +3,16 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 
-from tests.gpu.replays import first_difference
+from tests.gpu.replays import CAPTURED, first_difference
 
-EVERYTHING = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"
+EVERYTHING = CAPTURED["xla_gpu_enable_command_buffer"]
 
 
 def run(
@@ -34,6 +35,22 @@ def run(
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
+
+
+def check_replays(module: str, *options: str, expected: str) -> None:
+    """Runs a program of replays in a separate process, which must succeed, print this, and launch graphs."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options],
+        cwd=pathlib.Path(__file__).parents[2],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert expected in done.stdout
+    (launches,) = re.findall(r"([\d.]+) graph launches per step", done.stdout)
+    assert float(launches) >= 1, done.stdout
 
 
 def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:

@@ -233,6 +233,24 @@ __device__ __forceinline__ void SetUpGatheringBlock(const GatheredAddresses& sha
   cudaGridDependencySynchronize();
 }
 
+// Runs a block: calls `produce` in the threads of the producer, and `multiply` in those of the math groups with their
+// position. Whole clusters of kThreads must call it.
+template <typename Produce, typename Multiply>
+__device__ __forceinline__ void RunGatheringBlock(const GatheredAddresses& shared, const Produce& produce,
+                                                  const Multiply& multiply) {
+  SetUpGatheringBlock(shared);
+  if (threadIdx.x >= kMathThreads) {
+    ReleaseRegisters<GatheredTile::kProducerRegisters>();
+    produce();
+  } else {
+    multiply(BecomeMathThread<GatheredTile::kMathRegisters>());
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
+    WaitForReads<0>();
+  }
+  EndBlock();
+}
+
 // Returns true in the warp of the producer that finds tiles and uses the TMA.
 __device__ __forceinline__ bool LeadsProducer() { return Uniform(Warp()) == kMathThreads / 32; }
 

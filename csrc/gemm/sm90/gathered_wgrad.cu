@@ -20,7 +20,8 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
   const void* const copied = gathers_x ? buffers.b : buffers.a;
   const int64_t gathered_features = gathers_x ? problem.in_features : problem.out_features;
   const int64_t copied_features = gathers_x ? problem.out_features : problem.in_features;
-  // The map of each group ends with its last row, past which the copies make zeros. The map of all rows has no use.
+  // The map of each group ends with its last row, past which the copies make zeros. The map of all rows and the table's
+  // counts have no use.
   CUtensorMap all_rows;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<Counts<RowBlock::k128>>(
       "Launching the setup of a gathered weight gradient", stream, groups,

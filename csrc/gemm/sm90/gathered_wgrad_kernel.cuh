@@ -181,18 +181,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
-  SetUpGatheringBlock(shared);
-  if (threadIdx.x >= kMathThreads) {
-    ReleaseRegisters<GatheredTile::kProducerRegisters>();
-    ProduceGatheredWgrad(args, shared);
-  } else {
-    const ThreadPosition position = BecomeMathThread<GatheredTile::kMathRegisters>();
-    MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position);
-    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
-    // arrive.
-    WaitForReads<0>();
-  }
-  EndBlock();
+  RunGatheringBlock(
+      shared, [&] { ProduceGatheredWgrad(args, shared); },
+      [&](const ThreadPosition& position) { MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position); });
 #endif
 }
 

@@ -68,8 +68,8 @@ static_assert(kWarpGroupThreads * kProducerRegisters + kMathThreads * kMathRegis
 // then share most of both operands.
 constexpr int kSwath = 16;
 
-// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for
-// twice as many.
+// Boxes of the result have 64 rows of 128 bytes. A math group writes kStagedBoxes boxes at once and has room for twice
+// as many.
 constexpr int kBoxRowBytes = 128;
 constexpr int kBoxBytes = Fragment::kRows * kBoxRowBytes;
 constexpr int kStagedBoxes = 2;
@@ -181,10 +181,10 @@ __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / 
 //
 // The math groups keep their own index of cluster tiles all the same. If the end of a loop comes from shared memory,
 // the compiler cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
-template <typename Addresses>
+template <typename SharedAddresses>
 class TileQueue {
  public:
-  __device__ explicit TileQueue(const Addresses& shared) : shared_(shared) {}
+  __device__ explicit TileQueue(const SharedAddresses& shared) : shared_(shared) {}
 
   // Posts a tile. All lanes of one warp of the producer must call it, and no other warp.
   __device__ void Post(const OutputTile& tile) {
@@ -215,7 +215,7 @@ class TileQueue {
   }
 
  private:
-  Addresses shared_;
+  SharedAddresses shared_;
   RingSlot<kTilesAhead> slot_;
 };
 

@@ -10,11 +10,7 @@
 
 namespace jax_grouped {
 namespace sm90 {
-namespace {
-
 static_assert(kTileTokens == kTileRows && kTileFeatures == kTileColumns, "the header tells the tiles of the kernel");
-
-}  // namespace
 
 int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups); }
 
