@@ -82,13 +82,14 @@ def quantize(
     scale: Array = ((GROUPS,), F32),
     amax: Array = ((GROUPS,), F32),
     dbias: Sequence[Array] = (),
+    activated: Sequence[Array] = (),
     scratch: int = quantize_scratch_bytes(ROWS, GROUPS),
     partial_sums: Array = ((0, FEATURES), F32),
     surplus: Sequence[Array] = (),
     offset: Shape = (1,),
     **attributes: Any,
 ) -> jax.Array:
-    """The first result; `dbias` and `surplus` are lists of the results of these kinds."""
+    """The first result; `dbias`, `activated` and `surplus` are lists of the results of these kinds."""
     defaults = dict(
         mode=np.int32(0),
         stack_rows=np.int64(0),
@@ -104,9 +105,10 @@ def quantize(
         backward=False,
         weighted=False,
         inner_products=False,
+        activated=bool(activated),
         cached=False,
     )
-    results = [data, scale, amax, *dbias, ((scratch,), U8), partial_sums, *surplus]
+    results = [data, scale, amax, *dbias, *activated, ((scratch,), U8), partial_sums, *surplus]
     return call("jax_grouped_quantize", [(x, x_type), *more], results, defaults, attributes, offset)[0]
 
 

@@ -50,8 +50,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
 
 // Quantizes the rows of each group:
 //   jax_grouped_quantize(x, group_sizes, group_offset[, row_indices][, scale][, activation_input][, row_weights]
-//                        [, skip, previous results...]) {...} ->
-//       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias][, inner_products], scratch, partial sums)
+//                        [, activated_scale][, skip, previous results...]) {...} ->
+//       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias][, inner_products]
+//        [, activated data, scales, amax], scratch, partial sums)
 //
 // The attributes say which optional operands and results there are. The caller should alias the previous results to the
 // results; otherwise they are copied. With stack_rows, every group must have that number of rows: the arrays have no

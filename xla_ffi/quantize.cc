@@ -31,6 +31,7 @@ struct QuantizeAttributes {
   bool backward;
   bool weighted;
   bool inner_products;
+  bool activated;
   bool cached;
 };
 
@@ -51,7 +52,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
     StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
     StructMember<::jax_grouped::Activation>("activation"), StructMember<bool>("backward"),
-    StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("cached"));
+    StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("activated"),
+    StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
                                       StructMember<::jax_grouped::ScalingMode>("mode"),
                                       StructMember<int64_t>("num_groups"), StructMember<int64_t>("stack_rows"),
@@ -97,6 +99,24 @@ class OptionalBuffers {
   size_t next_result_ = 0;
 };
 
+// Decode the next operand or result, which must be float32 of this size.
+ffi::Error DecodeFloats(const std::string& name, const ffi::AnyBuffer& buffer, int64_t size) {
+  if (buffer.element_type() != ffi::F32) return Invalid(kQuantize, name + " must be float32.");
+  return CheckEqual(kQuantize, "the size of " + name, Elements(buffer), size);
+}
+ffi::Error DecodeArgument(const std::string& name, int64_t size, OptionalBuffers* optional, const float** data) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(argument, optional->NextArgument());
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeFloats(name, *argument, size));
+  *data = static_cast<const float*>(argument->untyped_data());
+  return ffi::Error::Success();
+}
+ffi::Error DecodeResult(const std::string& name, int64_t size, OptionalBuffers* optional, float** data) {
+  JAX_GROUPED_ASSIGN_OR_RETURN(result, optional->NextResult());
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeFloats(name, **result, size));
+  *data = static_cast<float*>((*result)->untyped_data());
+  return ffi::Error::Success();
+}
+
 // Fails unless a batch element's tokens can be a stack: groups of `stack_rows` rows each. 0 stands for groups of other
 // sizes. Only the device knows whether group_sizes agree.
 ffi::Error CheckStackRows(const char* op, int64_t stack_rows, const Groups& groups) {
@@ -119,8 +139,12 @@ ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
   if (attributes.inner_products && !attributes.backward) {
     return Invalid(kQuantize, "inner products are those of a backward form.");
   }
+  if (attributes.activated && !attributes.backward) {
+    return Invalid(kQuantize, "the activation's result is quantized with a backward form only.");
+  }
   // The sums of dbias do not read `skip`.
   if (attributes.cached && attributes.dbias) return Invalid(kQuantize, "dbias cannot be cached.");
+  if (attributes.cached && attributes.activated) return Invalid(kQuantize, "a backward form cannot be cached.");
   return ffi::Error::Success();
 }
 
@@ -172,10 +196,7 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
                            const QuantizeAttributes& attributes, const QuantizeProblem& problem,
                            OptionalBuffers* optional, QuantizeBuffers* buffers) {
   if (attributes.given_scale) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(scale, optional->NextArgument());
-    if (scale->element_type() != ffi::F32) return Invalid(kQuantize, "scale must be float32.");
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of scale", Elements(*scale), num_groups));
-    buffers->scale = static_cast<const float*>(scale->untyped_data());
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeArgument("scale", num_groups, optional, &buffers->scale));
   }
   if (attributes.backward) {
     JAX_GROUPED_ASSIGN_OR_RETURN(input, optional->NextArgument());
@@ -186,11 +207,11 @@ ffi::Error DecodeArguments(const ffi::AnyBuffer& x, int64_t batch, int64_t num_g
     buffers->activation_input = input->untyped_data();
   }
   if (attributes.weighted) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(weights, optional->NextArgument());
-    if (weights->element_type() != ffi::F32) return Invalid(kQuantize, "row_weights must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeArgument("row_weights", x.dimensions()[0], optional, &buffers->row_weights));
+  }
+  if (attributes.activated && attributes.given_scale) {
     JAX_GROUPED_RETURN_IF_ERROR(
-        CheckEqual(kQuantize, "the size of row_weights", Elements(*weights), x.dimensions()[0]));
-    buffers->row_weights = static_cast<const float*>(weights->untyped_data());
+        DecodeArgument("activated_scale", num_groups, optional, &buffers->given_activated_scale));
   }
   if (attributes.cached) {
     JAX_GROUPED_ASSIGN_OR_RETURN(skip, optional->NextArgument());
@@ -236,27 +257,25 @@ ffi::Error DecodeResults(QuantizedLayout layout, const QuantizeAttributes& attri
   if (!type) return Invalid(kQuantize, "rowwise or columnwise must be true.");
   problem->output_type = *type;
 
-  JAX_GROUPED_ASSIGN_OR_RETURN(amax, optional->NextResult());
-  if ((*amax)->element_type() != ffi::F32) return Invalid(kQuantize, "amax must be float32.");
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kQuantize, "the size of amax", Elements(**amax), layout.batch * layout.num_groups));
-  buffers->amax = static_cast<float*>((*amax)->untyped_data());
+  const int64_t num_groups = layout.batch * layout.num_groups;
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeResult("amax", num_groups, optional, &buffers->amax));
   if (attributes.dbias) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(dbias, optional->NextResult());
-    if ((*dbias)->element_type() != ffi::F32) return Invalid(kQuantize, "dbias must be float32.");
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kQuantize, "the size of dbias", Elements(**dbias),
-                                           layout.batch * layout.num_groups * layout.features));
-    buffers->dbias = static_cast<float*>((*dbias)->untyped_data());
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeResult("dbias", num_groups * layout.features, optional, &buffers->dbias));
   }
+  const int64_t x_features = InputFeatures(*problem, layout.features);
   if (attributes.inner_products) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(products, optional->NextResult());
-    if ((*products)->element_type() != ffi::F32) return Invalid(kQuantize, "inner_products must be float32.");
-    JAX_GROUPED_RETURN_IF_ERROR(
-        CheckEqual(kQuantize, "the size of inner_products", Elements(**products),
-                   layout.batch * layout.tokens * CeilDiv(InputFeatures(*problem, layout.features), kBlock)));
-    buffers->inner_products = static_cast<float*>((*products)->untyped_data());
+    const int64_t size = layout.batch * layout.tokens * CeilDiv(x_features, kBlock);
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeResult("inner_products", size, optional, &buffers->inner_products));
   }
-  return ffi::Error::Success();
+  if (!attributes.activated) return ffi::Error::Success();
+  layout.columnwise = true;
+  layout.features = x_features;
+  type.reset();
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kQuantize, layout.features));
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeScaled(layout, optional, &type, &buffers->activated_data, &buffers->activated_scale,
+                                           &buffers->activated_scale_bytes));
+  if (*type != CUDA_R_8F_E4M3) return Invalid(kQuantize, "the activation's result must become float8_e4m3fn.");
+  return DecodeResult("activated_amax", num_groups, optional, &buffers->activated_amax);
 }
 
 ffi::Error DecodeScratch(const QuantizedLayout& layout, OptionalBuffers* optional, QuantizeBuffers* buffers) {

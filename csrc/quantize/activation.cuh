@@ -30,6 +30,20 @@ struct ActivationArrays {
 // the factors.
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 
+// Returns one number of a result.
+template <Form kForm, Activation kActivation>
+__device__ float ActivatedValue(float input, float factor, float gradient, float weight) {
+  if constexpr (kForm == Form::kGradientOfFactor) {
+    return FactorGradient<kActivation>(factor, gradient * weight * Activate<kActivation>(input));
+  }
+  if constexpr (kForm == Form::kGradientOfGate) {
+    return ActivationGradient<kActivation>(input, gradient * weight * Factor<kActivation>(factor));
+  }
+  if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * weight);
+  if constexpr (kForm == Form::kGated) return Activate<kActivation>(input) * Factor<kActivation>(factor) * weight;
+  return Activate<kActivation>(input) * weight;
+}
+
 // Reader of 8 columns of the result, in every other row of a chunk.
 template <typename T, Form kForm, Activation kActivation>
 class ActivatedColumns {
@@ -92,7 +106,7 @@ class ActivatedColumns {
         const float factor = kHasFactors ? factors[i][j] : 1.0f;
         const float gradient = kBackward ? gradients[i][j] : 1.0f;
         if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * Factor<kActivation>(factor) * gradient;
-        return Value(inputs[i][j], factor, gradient, weights[i]);
+        return ActivatedValue<kForm, kActivation>(inputs[i][j], factor, gradient, weights[i]);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -117,19 +131,6 @@ class ActivatedColumns {
     }
     __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
   };
-
-  // Returns the result in one column of a row.
-  __device__ static float Value(float input, float factor, float gradient, float weight) {
-    if constexpr (kForm == Form::kGradientOfFactor) {
-      return FactorGradient<kActivation>(factor, gradient * weight * Activate<kActivation>(input));
-    }
-    if constexpr (kForm == Form::kGradientOfGate) {
-      return ActivationGradient<kActivation>(input, gradient * weight * Factor<kActivation>(factor));
-    }
-    if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * weight);
-    if constexpr (kForm == Form::kGated) return Activate<kActivation>(input) * Factor<kActivation>(factor) * weight;
-    return Activate<kActivation>(input) * weight;
-  }
 
   int rows_;
   const T* inputs_;

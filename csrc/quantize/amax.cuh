@@ -47,7 +47,7 @@ __device__ void FindAmax(const QuantizeArguments& args, const Source& source, co
       if (threadIdx.x % 32 == 0) slot_amax[slot] = amax;
     }
     __syncthreads();
-    RecordAmax(chunks, slot_amax, count, args.amax);
+    RecordAmax(threadIdx.x, chunks, [&](int i) { return slot_amax[i]; }, count, args.amax);
     __syncthreads();
   }
 }

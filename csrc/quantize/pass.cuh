@@ -7,7 +7,8 @@
 //   pass       |----- 0 ------||---------- 1 ---------||-- 2 ...     whole row blocks in up to 8 slots, one per chunk
 //   window     |-------------------------- 0 ----------------...     the row blocks that start in 32 chunks
 //
-// A work item is every fourth pass of a window, in the 128 columns of a tile. One block of threads does it.
+// A work item is every fourth pass of a window, in the 128 columns of a tile. One block of threads does it; resident
+// blocks take one after the other.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
@@ -51,20 +52,20 @@ struct alignas(16) Window {
   int32_t first_row;      // the element's first row
   int32_t outside_begin;  // this window's part of the element's rows outside all groups, counted among these rows
   int32_t outside_end;
-  int32_t filler;
+  uint32_t taken;  // work items that resident blocks have taken, counted in the first window of all
   Chunk chunks[kChunks];
 };
 static_assert(sizeof(Window) == kWindowBytes);
 
-// Raises the amax of each group to those of its slots. Issues one atomic operation per group: many operations on the
-// same address would be slow. All threads of the block must call it.
-__device__ inline void RecordAmax(const Chunk* chunks, const uint32_t* slot_amax, int count, uint32_t* group_amax) {
-  const int slot = threadIdx.x;
+// Raises the amax of each group to those of its slots, amax_of(slot). Issues one atomic operation per group: many
+// operations on the same address would be slow. A thread must call it for each of the `count` slots.
+template <typename AmaxOf>
+__device__ void RecordAmax(int slot, const Chunk* chunks, const AmaxOf& amax_of, int count, uint32_t* group_amax) {
   if (slot >= count) return;
   const int32_t group = chunks[slot].group;
   if (slot > 0 && chunks[slot - 1].group == group) return;
   uint32_t amax = 0;
-  for (int i = slot; i < count && chunks[i].group == group; ++i) amax = max(amax, slot_amax[i]);
+  for (int i = slot; i < count && chunks[i].group == group; ++i) amax = max(amax, amax_of(i));
   if (amax >= kTinyBits) atomicMax(group_amax + group, amax);
 }
 
@@ -91,6 +92,10 @@ struct QuantizeArguments {
   void* column_scale;
   uint32_t* amax;  // bits of float32
   float* partial_sums;
+  // Those of the activation's result, if its copy is made too.
+  uint32_t* activated_amax;
+  float* activated_scale;
+  const float* given_activated_scale;
 
   __device__ Window* WindowAt(int32_t element, int32_t index) const {
     return windows + static_cast<int64_t>(element) * num_windows + index;
@@ -121,12 +126,28 @@ struct WorkItem {
                 static_cast<unsigned>(CeilDiv(raster_groups, along_y)));
   }
 
+  // Returns the number of indices of blocks for `column_tiles` tiles of columns.
+  JAX_GROUPED_HOST_DEVICE static uint32_t Count(const QuantizeArguments& args, uint32_t column_tiles) {
+    constexpr int kRaster = RasterGroup(false);
+    return static_cast<uint32_t>(CeilDiv(args.NumWorkItems(), kRaster) * kRaster * column_tiles);
+  }
+
   uint32_t first_column;
   int32_t element;
   int32_t window;  // counted in the element
   int part;
   bool exists;
 
+  // Returns the work of the block with an index in [0, Count(args, column_tiles)).
+  __device__ WorkItem(const QuantizeArguments& args, uint32_t block, uint32_t column_tiles) {
+    constexpr uint32_t kRaster = RasterGroup(false);
+    const uint32_t raster_group = block / (kRaster * column_tiles);
+    const uint32_t in_group = block - raster_group * (kRaster * column_tiles);
+    first_column = in_group / kRaster * kTileColumns;
+    Find(args, raster_group * kRaster + in_group % kRaster);
+  }
+
+  // Returns the work of this block.
   __device__ WorkItem(const QuantizeArguments& args, bool single_launch) {
     const uint32_t raster_group = RasterGroup(single_launch);
     uint32_t tile = blockIdx.x / raster_group;
@@ -134,7 +155,11 @@ struct WorkItem {
     // of two tiles finds the inputs in the cache.
     if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
     first_column = tile * kTileColumns;
-    const uint32_t index = (blockIdx.z * kMostAlongAxis + blockIdx.y) * raster_group + blockIdx.x % raster_group;
+    Find(args, (blockIdx.z * kMostAlongAxis + blockIdx.y) * raster_group + blockIdx.x % raster_group);
+  }
+
+ private:
+  __device__ void Find(const QuantizeArguments& args, uint32_t index) {
     exists = index < args.NumWorkItems();
     part = static_cast<int>(index % Window::kParts);
     const auto window_of_all = static_cast<int32_t>(index / Window::kParts);

@@ -10,6 +10,7 @@
 #include "csrc/groups/table.cuh"
 #include "csrc/quantize/activation.cuh"
 #include "csrc/quantize/amax.cuh"
+#include "csrc/quantize/gated_gradient.h"
 #include "csrc/quantize/launch.cuh"
 
 namespace jax_grouped {
@@ -152,6 +153,8 @@ Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const Qu
 // Chooses a single launch for a small quantization. Its blocks wait for each other. Separate launches and the gaps
 // between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
+  // A gated gradient has a kernel of its own, after the setup.
+  if (args->activated_amax != nullptr) return Status::Ok();
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
@@ -179,13 +182,40 @@ Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const Q
   if (args->group_scales && !args->given_scale) {
     JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, *args));
   }
+  if (args->activated_amax != nullptr) return LaunchGatedGradient(stream, problem, buffers, *args);
   return LaunchTiles(stream, problem, buffers, *args);
+}
+
+// Makes the results of a backward form, then those of the activation.
+Status LaunchBackwardAndActivation(cudaStream_t stream, const Groups& groups, QuantizeProblem problem,
+                                   const RowBlockCounts& element_row_blocks, QuantizeBuffers buffers) {
+  QuantizeBuffers backward = buffers;
+  backward.activated_data = nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchQuantize(stream, groups, problem, element_row_blocks, backward));
+  problem.backward = false;
+  problem.output_type = CUDA_R_8F_E4M3;
+  if (IsGated(problem.activation)) problem.features /= 2;
+  QuantizeBuffers forward{};
+  forward.x = buffers.activation_input;
+  forward.x_rows = buffers.x_rows;
+  forward.scale = buffers.given_activated_scale;
+  forward.row_weights = buffers.row_weights;
+  forward.column_data = buffers.activated_data;
+  forward.column_scale = buffers.activated_scale;
+  forward.column_scale_bytes = buffers.activated_scale_bytes;
+  forward.amax = buffers.activated_amax;
+  forward.scratch = buffers.scratch;
+  return LaunchQuantize(stream, groups, problem, element_row_blocks, forward);
 }
 
 }  // namespace
 
 Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
                       const RowBlockCounts& element_row_blocks, const QuantizeBuffers& buffers) {
+  const bool activates = buffers.activated_data != nullptr;
+  if (activates && !IsGatedGradient(problem, buffers)) {
+    return LaunchBackwardAndActivation(stream, groups, problem, element_row_blocks, buffers);
+  }
   QuantizeArguments args{};
   args.groups = groups;
   args.element_row_blocks = element_row_blocks;
@@ -208,6 +238,11 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   args.column_scale = buffers.column_scale;
   args.amax = reinterpret_cast<uint32_t*>(buffers.amax);
   args.partial_sums = buffers.dbias != nullptr ? buffers.partial_sums : nullptr;
+  if (activates) {
+    args.activated_amax = reinterpret_cast<uint32_t*>(buffers.activated_amax);
+    args.activated_scale = static_cast<float*>(buffers.activated_scale);
+    args.given_activated_scale = buffers.given_activated_scale;
+  }
   JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
 
   if (problem.swizzled_scales) {

@@ -50,8 +50,15 @@ struct QuantizeBuffers {
   // [tokens, tiles of 128 features of x], or null: the inner products of each row of the activation's result with its
   // gradient x, without row_weights; 0 for rows of no group. Only for a backward form.
   float* inner_products;
-  void* scratch;        // QuantizeScratchBytes of an element's tokens and groups
-  float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias
+  // The columnwise copy of the activation's result times row_weights, of e4m3, in the same mode, or null. Only for a
+  // backward form. Its features are half of the problem's with a gate, else the same.
+  void* activated_data;
+  void* activated_scale;
+  int64_t activated_scale_bytes;
+  float* activated_amax;               // [num_groups]
+  const float* given_activated_scale;  // [num_groups], as `scale`
+  void* scratch;                       // QuantizeScratchBytes of an element's tokens and groups
+  float* partial_sums;                 // [blocks of 128 rows, features], scratch, only for dbias
 };
 
 // Quantizes in one pass over the input, or two passes for current scaling. The arrays of a batch element have room for

@@ -17,7 +17,11 @@ __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element,
   for (int64_t i = thread; i < args.groups.num_groups; i += threads) {
     const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
     args.amax[group] = 0;
+    if (args.activated_amax != nullptr) args.activated_amax[group] = 0;
     if (!args.group_scales) continue;
+    if (args.activated_scale != nullptr) {
+      args.activated_scale[group] = ClampScale(args.given_activated_scale[group]).inverse;
+    }
     const Scale scale =
         args.given_scale ? ClampScale(args.scale[group]) : ScaleFromAmax<Fp8>(0, args.amax_epsilon, args.pow2_scales);
     if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[group] = scale.inverse;
@@ -53,6 +57,7 @@ __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTabl
   }
   if (lane > 0) return;
   window->num_passes = passes;
+  window->taken = 0;
   window->pass_begins[passes] = end;
   window->groups_begin = table.FirstRow()[0];
   window->groups_end = table.FirstRow()[table.num_groups];

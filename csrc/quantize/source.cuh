@@ -28,6 +28,7 @@ struct PairOf<__nv_bfloat16> {
   __nv_bfloat162 values;
   __device__ float First() const { return __uint_as_float(Bits() << 16); }
   __device__ float Second() const { return __uint_as_float(Bits() & 0xffff0000); }
+  __device__ static PairOf OfFloats(float first, float second) { return {__floats2bfloat162_rn(first, second)}; }
   // Returns NaN if one of the values is NaN.
   __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
   __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
@@ -49,6 +50,7 @@ struct PairOf<__half> {
   __half2 values;
   __device__ float First() const { return __low2float(values); }
   __device__ float Second() const { return __high2float(values); }
+  __device__ static PairOf OfFloats(float first, float second) { return {__floats2half2_rn(first, second)}; }
   __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
   __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
   __device__ static uint2 ToFloatBits(Largest largest) {
@@ -61,16 +63,27 @@ struct PairOf<__half> {
 
 template <>
 struct PairOf<float> {
-  using Largest = uint2;  // bits of absolute values: their order is that of the values, and NaN comes last
+  using Largest = float2;
   float2 values;
   __device__ float First() const { return values.x; }
   __device__ float Second() const { return values.y; }
+  __device__ static PairOf OfFloats(float first, float second) { return {{first, second}}; }
   __device__ static Largest AbsMax(Largest largest, PairOf pair) {
-    return Max(largest, {__float_as_uint(pair.values.x) & 0x7fffffff, __float_as_uint(pair.values.y) & 0x7fffffff});
+    return Max(largest, {fabsf(pair.values.x), fabsf(pair.values.y)});
   }
-  __device__ static Largest Max(Largest a, Largest b) { return {max(a.x, b.x), max(a.y, b.y)}; }
-  __device__ static uint2 ToFloatBits(Largest largest) { return largest; }
-  __device__ static Largest FromFloatBits(uint2 bits) { return bits; }
+  __device__ static Largest Max(Largest a, Largest b) { return {MaxOrNaN(a.x, b.x), MaxOrNaN(a.y, b.y)}; }
+  __device__ static uint2 ToFloatBits(Largest largest) {
+    return {__float_as_uint(largest.x), __float_as_uint(largest.y)};
+  }
+  __device__ static Largest FromFloatBits(uint2 bits) { return {__uint_as_float(bits.x), __uint_as_float(bits.y)}; }
+
+ private:
+  // Returns NaN if one of the values is NaN.
+  __device__ static float MaxOrNaN(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+  }
 };
 
 // Returns the bits of the absolute value, or 0 if it is not finite.

@@ -209,7 +209,10 @@ __global__ void __launch_bounds__(kTileThreads,
     state.count = Uniform(window->pass_begins[pass + 1]) - first;
     return LoadPass(state, source, window->chunks + first, &rows);
   };
-  const auto record_amax = [&] { RecordAmax(exchange.pass.chunks, exchange.amax, state.count, args.amax); };
+  const auto record_amax = [&] {
+    const auto amax_of = [&](int slot) { return exchange.amax[slot]; };
+    RecordAmax(threadIdx.x, exchange.pass.chunks, amax_of, state.count, args.amax);
+  };
   bool loaded = false;
   if (kSingleLaunch && !finds_amax) {
     // If the work item has only one pass, the pass stays in the tile.

@@ -323,6 +323,7 @@ def quantize(
         backward=spec.backward,
         weighted=spec.weighted,
         inner_products=spec.inner_products,
+        activated=spec.activated,
         cached=spec.cached,
     )
     return tuple(outputs[: len(results)])

@@ -290,9 +290,15 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     if not rowwise and not columnwise:
         rowwise, columnwise = spec.rowwise, not spec.rowwise
     more = {name: name in names for name in ("dbias", "inner_products")}
-    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, **more)
+    activated = spec.activated and any(name.startswith("activated") for name in names)
+    # The scale that the activation's result is given is the last operand.
+    dropped = int(spec.activated and spec.given_scale and not activated)
+    kept = len(equation.invars) - dropped
+    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, activated=activated, **more)
     made = [results[name] for name in spec.results(shape)]
-    return [True] * len(equation.invars), equation.replace(outvars=made, params={**equation.params, "spec": spec})
+    params = {**equation.params, "spec": spec, "batches": equation.params["batches"][:kept]}
+    reduced = equation.replace(invars=equation.invars[:kept], outvars=made, params=params)
+    return [True] * kept + [False] * dropped, reduced
 
 
 def _dequantize_results(

@@ -104,7 +104,8 @@ class QuantizeSpec:
     """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
 
     `more` holds these operands in this order, each only if its flag is set: `row_indices [R]`, `scale [G]`,
-    `activation_input`, `row_weights [T]`, and `skip` with the previous results, whose bytes are kept if `skip` is true.
+    `activation_input`, `row_weights [T]`, `activated_scale [G]` if scales are given and the activation's result is
+    quantized too, and `skip` with the previous results, whose bytes are kept if `skip` is true.
 
     Attributes:
         mode: which elements share a scale.
@@ -124,6 +125,8 @@ class QuantizeSpec:
         weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
         inner_products: whether to make, with `backward`, the inner products of each row of the activation's result with
             `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
+        activated: whether to make, with `backward`, also the columnwise copy of the activation's result, weighted, and
+            its largest values: what `of_activation` describes.
         cached: whether `skip` and previous results are given.
     """
 
@@ -143,10 +146,24 @@ class QuantizeSpec:
     backward: bool = False
     weighted: bool = False
     inner_products: bool = False
+    activated: bool = False
     cached: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def of_activation(self) -> "QuantizeSpec":
+        """Returns the quantization of `activation_input` by which `activated` describes its copy."""
+        return dataclasses.replace(
+            self,
+            dtype=jnp.float8_e4m3fn,
+            rowwise=False,
+            columnwise=True,
+            dbias=False,
+            backward=False,
+            inner_products=False,
+            activated=False,
+        )
 
     def rows(self, x_rows: int) -> int:
         """Returns the number of rows of the quantized array, from that of `x`."""
@@ -188,6 +205,13 @@ class QuantizeSpec:
             results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
         if self.inner_products:
             results["inner_products"] = jax.ShapeDtypeStruct((x_shape[0], -(-x_shape[1] // BLOCK)), jnp.float32)
+        if self.activated:
+            of_activation = self.of_activation().results((x_shape[0], self.features(x_shape[1])))
+            results |= {
+                "activated_data": of_activation["column_data"],
+                "activated_scale": of_activation["column_scale"],
+                "activated_amax": of_activation["amax"],
+            }
         return results
 
     def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:

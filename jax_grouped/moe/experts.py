@@ -4,7 +4,8 @@ The tokens, the first product's result and the routing wait for the backward pas
 The rows of tokens are made anew in both passes: by the quantization with a recipe, and otherwise by the products
 themselves or by a copy before them. The gradient of a routing weight comes from the activation's result `a` and that
 one's gradient, as `<a, da>`, so no expert's result is kept or gathered for it, as in SonicMoE (arXiv:2512.14080). The
-weight itself multiplies `a` for the second product's wgrad, and `da` after its dgrad.
+weight itself multiplies `a` for the second product's wgrad, and `da` after its dgrad. With a recipe, one pass over the
+first product's result quantizes the weighted `a` and the gradient of that result.
 """
 
 import dataclasses
@@ -31,9 +32,11 @@ from jax_grouped.ops.dense import (
     dgrad,
     fprop,
     gradients,
+    next_state,
     primal_values,
     quantized,
     quantized_gradient,
+    quantized_gradient_of_activation,
     save,
     wgrad,
 )
@@ -278,13 +281,17 @@ def _backward_of_quantized_down(
     saved: _Saved, dy: jax.Array, row_indices: jax.Array | None
 ) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
     """Returns the same with a recipe, whose quantization gathers the rows of `dy` by indices, if there are any."""
-    arrays, hidden, up, _ = saved
-    down, row_weights = saved.down.residuals, arrays.row_weights()
-    activated = quantized(hidden, down.groups, down.spec, down.fp8_state, rowwise=False, row_weights=row_weights)
-    if down.amax is not None:
-        assert activated.amax is not None
-        down = dataclasses.replace(down, amax={**down.amax, "input": jnp.maximum(down.amax["input"], activated.amax)})
-    dactivated, pending = dgrad(down, quantized_gradient(down, dy, row_indices=row_indices))
-    gradient = quantized_gradient(up.residuals, dactivated, hidden, row_weights=row_weights, inner_products=True)
+    arrays, hidden, up, down = saved
+    of_results = quantized_gradient(down.residuals, dy, row_indices=row_indices)
+    dactivated, pending = dgrad(down.residuals, of_results)
+    gradient, activated = quantized_gradient_of_activation(
+        up.residuals, down.residuals, dactivated, hidden, arrays.row_weights()
+    )
     assert gradient.inner_products is not None
+    if down.residuals.amax is not None:
+        # The forward pass has quantized the activation's result without its weights.
+        largest = jnp.maximum(down.residuals.amax["input"], activated.amax)
+        amax = {**down.residuals.amax, "input": largest}
+        state = next_state(dataclasses.replace(down.residuals, amax=amax), of_results.amax)
+        pending = dataclasses.replace(pending, fp8_state=state)
     return dataclasses.replace(pending, x=activated.columnwise), gradient, gradient.inner_products

@@ -23,7 +23,7 @@ from jax_grouped.ops.bias import add_bias, bias_grad
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import Operand, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
-from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
+from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens, quantize_with_activation
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
 
 #: Packages and modules whose frames lie between a line of the user and a differentiation rule.
@@ -289,14 +289,13 @@ def quantized(
     rowwise: bool = True,
     columnwise: bool = True,
     row_indices: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
 ) -> Oriented | GroupedQuantized:
-    """Returns the tokens as the products read them. The last two arguments are those of `grouped_quantize`."""
+    """Returns the tokens as the products read them. `row_indices` are those of `grouped_quantize`."""
     if spec.recipe is None:
         return Oriented(x, x)
     scales = _scales(spec, state)
-    options = dict(rowwise=rowwise, columnwise=columnwise, weighted=row_weights is not None)
-    operands = (row_indices, None if scales is None else scales.input, row_weights)
+    options = dict(rowwise=rowwise, columnwise=columnwise)
+    operands = (row_indices, None if scales is None else scales.input)
     return quantize_tokens(
         x,
         groups,
@@ -324,13 +323,11 @@ def quantized_gradient(
     activated: jax.Array | None = None,
     *,
     row_indices: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
-    inner_products: bool = False,
 ) -> Oriented | GroupedQuantized:
     """Returns the gradient of the result as dgrad and wgrad read it, and the sums of its rows for a bias.
 
     If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the
-    product's result, is the activation's input. The last three arguments are those of `jax_grouped.grouped_quantize`.
+    product's result, is the activation's input. `row_indices` are those of `jax_grouped.grouped_quantize`.
     """
     spec = residuals.spec
     if spec.recipe is None:
@@ -340,13 +337,41 @@ def quantized_gradient(
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy, dbias=dbias)
     scales = _scales(spec, residuals.fp8_state)
-    operands = (row_indices, None if scales is None else scales.output_grad, activated, row_weights)
+    operands = (row_indices, None if scales is None else scales.output_grad, activated)
     gathered_rows = None if row_indices is None else row_indices.shape[0]
     return quantize_tokens(
         dy,
         residuals.groups,
         *(operand for operand in operands if operand is not None),
-        spec=spec.dy_spec(gathered_rows=gathered_rows, weighted=row_weights is not None, inner_products=inner_products),
+        spec=spec.dy_spec(gathered_rows=gathered_rows),
+    )
+
+
+def quantized_gradient_of_activation(
+    residuals: DenseResiduals, following: DenseResiduals, dy: jax.Array, activated: jax.Array, row_weights: jax.Array
+) -> tuple[GroupedQuantized, GroupedQuantized]:
+    """Returns the result of `quantized_gradient` with inner products, and the tokens of the following product.
+
+    These are columnwise, of the activation's result times the weights of rows, as its wgrad reads them. One pass over
+    the activation's input makes both.
+
+    Args:
+        residuals: of the product that the activation follows, with a recipe.
+        following: of the product that the activation precedes.
+        dy: the gradient of the activation's result.
+        activated: the activation's input.
+        row_weights: as in `jax_grouped.grouped_quantize`.
+    """
+    scales = [_scales(of.spec, of.fp8_state) for of in (residuals, following)]
+    given = [] if scales[0] is None or scales[1] is None else [scales[0].output_grad, scales[1].input]
+    return quantize_with_activation(
+        dy,
+        residuals.groups,
+        *given[:1],
+        activated,
+        row_weights,
+        *given[1:],
+        spec=residuals.spec.dy_spec(weighted=True, inner_products=True, activated=True),
     )
 
 

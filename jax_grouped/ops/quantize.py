@@ -171,6 +171,23 @@ def _as_tokens(
 
 def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
     """Quantizes `x [T, C]` as `spec` says. The further operands are those of `QuantizeSpec`."""
+    return _scaled_arrays(_results(x, groups, *more, spec=spec), x.shape, groups, spec)
+
+
+def quantize_with_activation(
+    x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec
+) -> tuple[GroupedQuantized, GroupedQuantized]:
+    """Returns the result of `quantize_tokens`, and the columnwise copy of the activation's result."""
+    results = _results(x, groups, *more, spec=spec)
+    names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
+    of_activation = {name: results[of] for of, name in names.items()}
+    input_shape = (x.shape[0], spec.features(x.shape[1]))
+    activated = _scaled_arrays(of_activation, input_shape, groups, spec.of_activation())
+    return _scaled_arrays(results, x.shape, groups, spec), activated
+
+
+def _results(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> dict[str, jax.Array]:
+    """Returns the results of the primitive by their names."""
     if spec.gathered_rows is not None and x.shape[0] == 0:
         x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
     operands = vary_alike(x, *groups, *more)
@@ -178,13 +195,19 @@ def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: Quanti
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
     else:
         made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.common_params(operands))
-    results = dict(zip(spec.results(x.shape), made, strict=True))
+    return dict(zip(spec.results(x.shape), made, strict=True))
+
+
+def _scaled_arrays(
+    results: dict[str, jax.Array], x_shape: tuple[int, ...], groups: Groups, spec: QuantizeSpec
+) -> GroupedQuantized:
+    """Returns the results with their layouts."""
     sizes = groups.sizes if spec.stack_rows is None else None
 
     def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
         if f"{name}_data" not in results:
             return None
-        layout = spec.layout(x.shape, columnwise=columnwise)
+        layout = spec.layout(x_shape, columnwise=columnwise)
         return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
 
     return GroupedQuantized(

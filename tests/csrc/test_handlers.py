@@ -153,6 +153,9 @@ def test_bias_grad_refuses(change: dict, message: str) -> None:
 
 
 BLOCK_1D, MX = 1, 3
+#: Operands of an activation's backward form, and the results for the activation's own result.
+BACKWARD = dict(backward=True, activation=SILU, more=[((32, 16), BF16)])
+ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
 
 
 @cases(
@@ -187,6 +190,22 @@ BLOCK_1D, MX = 1, 3
         "the number of elements of activation_input must be 512, got 1024.",
     ),
     (dict(inner_products=True, activation=SILU), "inner products are those of a backward form."),
+    (dict(activated=ACTIVATED, activation=SILU), "the activation's result is quantized with a backward form only."),
+    (dict(activated=ACTIVATED, **BACKWARD, cached=True), "a backward form cannot be cached."),
+    (
+        dict(
+            activated=ACTIVATED,
+            **(BACKWARD | dict(more=[((4,), F32), ((32, 16), BF16), ((3,), F32)])),
+            given_scale=True,
+        ),
+        "the size of activated_scale must be 4, got 3.",
+    ),
+    (
+        dict(activated=[((1264,), FP8), *ACTIVATED[1:]], **BACKWARD),
+        "the number of columnwise elements must be 1280, got",
+    ),
+    (dict(activated=[((1280,), jnp.float8_e5m2), *ACTIVATED[1:]], **BACKWARD), "the activation's result must become"),
+    (dict(activated=[*ACTIVATED[:2], ((3,), F32)], **BACKWARD), "the size of activated_amax must be 4, got 3."),
     (dict(rowwise=False), "rowwise or columnwise must be true."),
     (dict(data=((32, 16), BF16)), "the results must be of one type, float8_e4m3fn or float8_e5m2."),
     (dict(data=((32, 8), FP8)), "the number of rowwise elements must be 512, got 256."),

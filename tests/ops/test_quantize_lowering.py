@@ -83,6 +83,7 @@ def test_every_attribute_is_there_with_its_type() -> None:
         "backward": "true",
         "weighted": "false",
         "inner_products": "false",
+        "activated": "false",
         "cached": "false",
         "stack_rows": "0 : i64",
     }

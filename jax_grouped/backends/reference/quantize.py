@@ -27,6 +27,7 @@ def quantize(
     scale = operands.pop(0) if spec.given_scale else None
     activation_input = operands.pop(0) if spec.backward else None
     row_weights = operands.pop(0) if spec.weighted else None
+    activated_scale = operands.pop(0) if spec.activated and spec.given_scale else None
 
     def quantized() -> tuple[jax.Array, ...]:
         activated = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
@@ -38,6 +39,16 @@ def quantize(
             made["inner_products"] = jnp.where(
                 rows.valid[:, None], _inner_products(x, activation_input, spec.activation), 0
             )
+        if spec.activated:
+            assert activation_input is not None
+            forward = spec.of_activation()
+            activated = _activate(activation_input.astype(jnp.float32), None, row_weights, forward)
+            copy = _quantize(activated, group_sizes, group_offset, activated_scale, activation_input.shape, forward)
+            made |= {
+                "activated_data": copy["column_data"],
+                "activated_scale": copy["column_scale"],
+                "activated_amax": copy["amax"],
+            }
         return tuple(made[name] for name in spec.results(x.shape))
 
     if spec.cached:
@@ -84,6 +95,10 @@ def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tupl
     scaling = Scaling(spec, results["amax"], given)
     if scaling.of_groups:
         results |= {name: scaling.of_groups[1] for name in results if name.endswith("_scale")}
+    if spec.activated:
+        of_activation = Scaling(spec.of_activation(), results["amax"], more[-1] if spec.given_scale else None)
+        if of_activation.of_groups:
+            results["activated_scale"] = of_activation.of_groups[1]
     return tuple(results.values())
 
 

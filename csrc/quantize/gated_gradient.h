@@ -1,0 +1,25 @@
+// The backward pass of a gated activation, quantized: the gradient of the activation's input in both orientations, and
+// the columns of the activation's result.
+
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_GATED_GRADIENT_H_
+#define JAX_GROUPED_CSRC_QUANTIZE_GATED_GRADIENT_H_
+
+#include <cuda_runtime_api.h>
+
+#include "csrc/common/status.h"
+#include "csrc/quantize/pass.cuh"
+#include "csrc/quantize/quantize.h"
+
+namespace jax_grouped {
+
+// Tells whether LaunchGatedGradient takes a quantization: one of 16-bit numbers that wants all results, without dbias,
+// whose scales follow from 128 rows or are given, of gates in whole tiles.
+bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buffers);
+
+// Quantizes after the setup, as LaunchQuantize says.
+Status LaunchGatedGradient(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
+                           const QuantizeArguments& args);
+
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_GATED_GRADIENT_H_
