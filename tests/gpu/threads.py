@@ -61,6 +61,24 @@ def gradients(recipe: Recipe | None, groups: int) -> Job:
     return Job(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (kernel, x, state))
 
 
+def layer(recipe: Recipe | None, experts: int) -> Job:
+    keys = jax.random.split(jax.random.key(experts), 4)
+    x = jax.random.normal(keys[0], (2048, 256), jnp.bfloat16)
+    logits = jax.random.normal(keys[1], (2048, experts))
+    kernels = jax.random.normal(keys[2], (experts, 256, 512)), jax.random.normal(keys[3], (experts, 256, 256))
+    states = None
+    if isinstance(recipe, jg.DelayedScaling):
+        states = [jg.Fp8State.initial(recipe, experts) for _ in kernels]
+
+    def loss(x: jax.Array, logits: jax.Array, kernels: Any, states: Any) -> jax.Array:
+        of_kernels = states or [None] * len(kernels)
+        weights = [jg.moe.Weights(of, fp8_state=state) for of, state in zip(kernels, of_kernels, strict=True)]
+        y, _ = jg.moe.moe_mlp(x, logits, *weights, top_k=4, recipe=recipe)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return Job(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), (x, logits, kernels, states))
+
+
 CASES: dict[str, Callable[[], list[Job]]] = {
     # Setups of one kernel with more and with less shared memory.
     "tables": lambda: [quantization(8192, 4096, 1000), quantization(8192, 4096, 2)],
@@ -76,6 +94,12 @@ CASES: dict[str, Callable[[], list[Job]]] = {
         gradients(jg.Float8BlockScaling(), 17),
         gradients(jg.Float8CurrentScaling(), 300),
         gradients(jg.DelayedScaling(amax_history_len=4), 17),
+    ],
+    "layers": lambda: [
+        layer(None, 16),
+        layer(jg.Float8BlockScaling(), 64),
+        layer(jg.Float8BlockScaling(), 8),
+        layer(jg.DelayedScaling(amax_history_len=4), 16),
     ],
     # Grids whose blocks wait for each other.
     "single_launches": lambda: [
