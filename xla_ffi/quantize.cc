@@ -99,20 +99,21 @@ class OptionalBuffers {
   size_t next_result_ = 0;
 };
 
-// Decode the next operand or result, which must be float32 of this size.
-ffi::Error DecodeFloats(const std::string& name, const ffi::AnyBuffer& buffer, int64_t size) {
+ffi::Error CheckFloats(const std::string& name, const ffi::AnyBuffer& buffer, int64_t size) {
   if (buffer.element_type() != ffi::F32) return Invalid(kQuantize, name + " must be float32.");
   return CheckEqual(kQuantize, "the size of " + name, Elements(buffer), size);
 }
+
+// Decode the next operand or result, which must be float32 of this size.
 ffi::Error DecodeArgument(const std::string& name, int64_t size, OptionalBuffers* optional, const float** data) {
   JAX_GROUPED_ASSIGN_OR_RETURN(argument, optional->NextArgument());
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeFloats(name, *argument, size));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFloats(name, *argument, size));
   *data = static_cast<const float*>(argument->untyped_data());
   return ffi::Error::Success();
 }
 ffi::Error DecodeResult(const std::string& name, int64_t size, OptionalBuffers* optional, float** data) {
   JAX_GROUPED_ASSIGN_OR_RETURN(result, optional->NextResult());
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeFloats(name, **result, size));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFloats(name, **result, size));
   *data = static_cast<float*>((*result)->untyped_data());
   return ffi::Error::Success();
 }
@@ -129,13 +130,13 @@ ffi::Error CheckStackRows(const char* op, int64_t stack_rows, const Groups& grou
 
 // Fails if options of the attributes do not fit each other.
 ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
-  const bool activated = attributes.activation != Activation::kNone;
+  const bool has_activation = attributes.activation != Activation::kNone;
   if (attributes.given_scale && attributes.mode != ScalingMode::kTensor) {
     return Invalid(kQuantize, "scales can be given for whole groups only.");
   }
-  if (attributes.gathered && activated) return Invalid(kQuantize, "rows are gathered without an activation only.");
-  if (attributes.weighted && !activated) return Invalid(kQuantize, "weights of rows need an activation.");
-  if (attributes.backward && !activated) return Invalid(kQuantize, "backward needs an activation.");
+  if (attributes.gathered && has_activation) return Invalid(kQuantize, "rows are gathered without an activation only.");
+  if (attributes.weighted && !has_activation) return Invalid(kQuantize, "weights of rows need an activation.");
+  if (attributes.backward && !has_activation) return Invalid(kQuantize, "backward needs an activation.");
   if (attributes.inner_products && !attributes.backward) {
     return Invalid(kQuantize, "inner products are those of a backward form.");
   }
@@ -144,7 +145,8 @@ ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
   }
   // The sums of dbias do not read `skip`.
   if (attributes.cached && attributes.dbias) return Invalid(kQuantize, "dbias cannot be cached.");
-  if (attributes.cached && attributes.activated) return Invalid(kQuantize, "a backward form cannot be cached.");
+  if (attributes.cached && attributes.activated)
+    return Invalid(kQuantize, "the activation's result of a backward form cannot be cached.");
   return ffi::Error::Success();
 }
 

@@ -14,7 +14,7 @@ namespace jax_grouped {
 namespace {
 
 template <ScalingMode kMode, typename Fp8, typename T>
-Status LaunchKernel(cudaStream_t stream, const GatedGradientArguments& args, int64_t gates) {
+Status LaunchKernel(cudaStream_t stream, const GatedGradientArguments& args) {
   const auto kernel = QuantizeGatedGradient<kMode, Fp8, T>;
   constexpr int kBytes = sizeof(GatedShared);
   JAX_GROUPED_RETURN_IF_FAILED(
@@ -23,16 +23,16 @@ Status LaunchKernel(cudaStream_t stream, const GatedGradientArguments& args, int
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-  const uint32_t tiles = WorkItem::Count(args.gradient, static_cast<uint32_t>(CeilDiv(gates, kTileColumns)));
+  const uint32_t items = WorkItem::Count(args.gradient, args.ColumnTiles());
   const auto processors = static_cast<uint32_t>(properties.processors);
-  const Grid grid{tiles < processors ? tiles : processors, kGatedThreads, kBytes};
+  const Grid grid{items < processors ? items : processors, kGatedThreads, kBytes};
   return LaunchEarly("Launching the quantization of a gated gradient", stream, grid, kernel, args);
 }
 
 template <ScalingMode kMode, typename Fp8>
 Status LaunchOfType(cudaStream_t stream, const GatedGradientArguments& args, const QuantizeProblem& problem) {
-  if (problem.input_type == CUDA_R_16F) return LaunchKernel<kMode, Fp8, __half>(stream, args, problem.features / 2);
-  return LaunchKernel<kMode, Fp8, __nv_bfloat16>(stream, args, problem.features / 2);
+  if (problem.input_type == CUDA_R_16F) return LaunchKernel<kMode, Fp8, __half>(stream, args);
+  return LaunchKernel<kMode, Fp8, __nv_bfloat16>(stream, args);
 }
 
 template <ScalingMode kMode>
@@ -47,9 +47,8 @@ bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buff
   const bool scales =
       problem.mode == ScalingMode::kBlock1D || (problem.mode == ScalingMode::kTensor && buffers.scale != nullptr);
   return scales && problem.backward && IsGated(problem.activation) && problem.input_type != CUDA_R_32F &&
-         problem.features % (2 * kTileColumns) == 0 && buffers.activated_data != nullptr &&
-         buffers.row_data != nullptr && buffers.column_data != nullptr && buffers.dbias == nullptr &&
-         buffers.skip == nullptr;
+         problem.features % (2 * kTileColumns) == 0 && buffers.row_data != nullptr && buffers.column_data != nullptr &&
+         buffers.dbias == nullptr && buffers.skip == nullptr;
 }
 
 Status LaunchGatedGradient(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,

@@ -12,9 +12,10 @@
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/layout.cuh"
+#include "csrc/quantize/activation.cuh"
 #include "csrc/quantize/pass.cuh"
-#include "csrc/quantize/pass_tiles.cuh"
 #include "csrc/quantize/source.cuh"
+#include "csrc/quantize/tile_iterator.cuh"
 
 namespace jax_grouped {
 
@@ -30,6 +31,9 @@ struct GatedGradientArguments {
   ScaleLayout activated_layout;
 
   __device__ int64_t Gates() const { return activated_layout.features; }
+  JAX_GROUPED_HOST_DEVICE uint32_t ColumnTiles() const {
+    return static_cast<uint32_t>(CeilDiv(activated_layout.features, kTileColumns));
+  }
 };
 
 // Two warps have a slot, and each lane has 8 columns of 4 successive rows.
@@ -47,7 +51,8 @@ struct GatedShared {
   static constexpr int kInputs = 3;  // gates, factors and gradients
   static constexpr int kTiles = 3;   // the current one and the next two
 
-  // 8 columns of each row of a lane, for each input, and of the activation's result. Only the lane accesses them.
+  // 8 columns of each row of a lane, for each input, and of the activation's result. Only the thread that has written
+  // them reads them, so they need no barrier.
   uint4 staged[kInputs][kGatedRows][kGatedThreads];
   uint4 activated[kGatedRows][2][kGatedThreads];
   union {
@@ -58,10 +63,11 @@ struct GatedShared {
   // The scales of the columns of each row block, at the block's first slot.
   float scales[kGatedResults][kSlots][kTileColumns];
   uint32_t warp_amax[2][kGatedThreads / 32];  // of the gradient, and of the activation's result
-  PassTiles walk;
+  TileIterator walk;
   PassTile tiles[kTiles];
-  Chunk chunks[kTiles][kSlots];  // of a slot that does not exist: one without rows
+  Pass passes[kTiles];  // in a slot that does not exist: a chunk without rows
 };
+static_assert(sizeof(GatedShared) <= 227 * 1024, "more than a block can have on Hopper and Blackwell");
 
 template <ScalingMode kMode, typename Fp8, typename T>
 class GatedGradient {
@@ -76,7 +82,7 @@ class GatedGradient {
   // Quantizes the tiles of the block. All threads of the block must call it.
   __device__ void Run() {
     if (threadIdx.x == 0) {
-      shared_.walk.Start(args_.gradient, static_cast<uint32_t>(CeilDiv(args_.Gates(), kTileColumns)));
+      shared_.walk.Start(args_.gradient, args_.ColumnTiles());
       for (int i = 0; i < 2; ++i) shared_.tiles[i] = shared_.walk.Next(args_.gradient);
     }
     __syncthreads();
@@ -108,7 +114,7 @@ class GatedGradient {
   __device__ static int FirstRow() { return Part() % (kFp8Alignment / kGatedRows) * kGatedRows; }
   __device__ static int Column() { return threadIdx.x % 16 * 8; }
 
-  __device__ const Chunk& SlotChunk(int tile) const { return shared_.chunks[tile][Slot()]; }
+  __device__ const Chunk& SlotChunk(int tile) const { return shared_.passes[tile].chunks[Slot()]; }
   __device__ bool HasSlot(int tile) const { return Slot() < shared_.tiles[tile].count; }
 
   // Load and store a word of the slot's chunk.
@@ -119,10 +125,10 @@ class GatedGradient {
   }
   __device__ void StoreChunk(int tile, uint32_t word) const {
     if (Warp() % 2 != 0 || Lane() >= kChunkWords) return;
-    reinterpret_cast<uint32_t*>(&shared_.chunks[tile][Slot()])[Lane()] = word;
+    reinterpret_cast<uint32_t*>(&shared_.passes[tile].chunks[Slot()])[Lane()] = word;
   }
 
-  // Returns the weight of the lane's row with the lane's number, modulo 4.
+  // Returns the weight of one of the lane's 4 rows, that of number Lane() % 4. Compute passes it to the other lanes.
   __device__ float LoadWeight(int tile) const {
     const Chunk& chunk = SlotChunk(tile);
     const int row = FirstRow() + Lane() % kGatedRows;
@@ -133,7 +139,7 @@ class GatedGradient {
   __device__ void Copy(int tile) const {
     const Chunk& chunk = SlotChunk(tile);
     const int rows = chunk.rows - FirstRow();
-    const int64_t first_row = chunk.first_row + FirstRow();
+    const int64_t first_row = int64_t{chunk.first_row} + FirstRow();
     const uint32_t column = shared_.tiles[tile].first_column + Column();
     const int64_t gates = args_.Gates();
     const T* gate = static_cast<const T*>(args_.inputs) + first_row * 2 * gates + column;
@@ -225,15 +231,12 @@ class GatedGradient {
         for (int input = 0; input < GatedShared::kInputs; ++input) {
           *reinterpret_cast<uint4*>(inputs[input]) = shared_.staged[input][i][threadIdx.x];
         }
-        const auto compute = [&](float gate, float factor_input, float gradient, float* of_gate, float* of_factor,
-                                 float* activated) {
-          const float factor = Factor<kActivation>(factor_input);
-          const float unweighted = Activate<kActivation>(gate) * factor;
-          products[i] += unweighted * gradient;
-          const float weighted = gradient * row_weight;
-          *of_gate = ActivationGradient<kActivation>(gate, weighted * factor);
-          *of_factor = FactorGradient<kActivation>(factor_input, weighted * Activate<kActivation>(gate));
-          *activated = unweighted * row_weight;
+        const auto compute = [&](float gate, float factor, float gradient, float* of_gate, float* of_factor,
+                                 float* result) {
+          products[i] += ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, 1.0f) * gradient;
+          *of_gate = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
+          *of_factor = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
+          *result = ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, row_weight);
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -254,8 +257,8 @@ class GatedGradient {
   __device__ void WriteInnerProducts(const Chunk& chunk, uint32_t first_column, float (&products)[kGatedRows]) const {
     const int row = FirstRow() + ReduceSteps<16>(products, [](float a, float b) { return a + b; });
     if (Lane() % (16 / kGatedRows) != 0 || row >= chunk.rows) return;
-    const int64_t tiles = CeilDiv(args_.Gates(), kTileColumns);
-    args_.inner_products[(chunk.first_row + int64_t{row}) * tiles + first_column / kTileColumns] = products[0];
+    const int64_t of_row = (chunk.first_row + int64_t{row}) * args_.ColumnTiles();
+    args_.inner_products[of_row + first_column / kTileColumns] = products[0];
   }
 
   // Returns the bits of the warp's largest value.
@@ -381,7 +384,7 @@ class GatedGradient {
     const auto amax_of = [&](int slot) {
       return max(shared_.warp_amax[which][2 * slot], shared_.warp_amax[which][2 * slot + 1]);
     };
-    RecordAmax(Lane(), shared_.chunks[tile], amax_of, shared_.tiles[tile].count,
+    RecordAmax(Lane(), shared_.passes[tile].chunks, amax_of, shared_.tiles[tile].count,
                which == 0 ? args_.gradient.amax : args_.gradient.activated_amax);
   }
 
@@ -399,9 +402,10 @@ class GatedGradient {
     const int count = shared_.tiles[tile].count;
 #pragma unroll 1
     for (int first = 0; first < count;) {
-      const Chunk& chunk = shared_.chunks[tile][first];
-      const int chunks = min((chunk.group_rows - chunk.row + kFp8Alignment - 1) / kFp8Alignment, kSlots);
+      const Chunk& chunk = shared_.passes[tile].chunks[first];
+      const int chunks = shared_.passes[tile].LastOfBlock(first) + 1 - first;
       constexpr int kParts = kFp8Alignment / kGatedRows;
+      static_assert(kParts == 4);
       const float* amaxes = &shared_.amax[result][first * kParts][column];
       // Each part has its own maximum until the end, or the comparisons would wait for each other.
       float largest[kParts]{};
@@ -443,7 +447,7 @@ class GatedGradient {
                 SwizzledPart(part, Column());
     alignas(16) float2 scales[4];
     if constexpr (kBlockScales) {
-      const int first = Slot() - chunk.row / kFp8Alignment % kSlots;
+      const int first = shared_.passes[tile].FirstOfBlock(Slot());
       const auto* of_block = reinterpret_cast<const float4*>(&shared_.scales[result][first][Column()]);
       reinterpret_cast<float4*>(scales)[0] = of_block[0];
       reinterpret_cast<float4*>(scales)[1] = of_block[1];
@@ -465,7 +469,7 @@ class GatedGradient {
   __device__ void WriteColumns(int tile) const {
     const int slot = threadIdx.x % kSlots;
     if (slot >= shared_.tiles[tile].count) return;
-    const Chunk& chunk = shared_.chunks[tile][slot];
+    const Chunk& chunk = shared_.passes[tile].chunks[slot];
     const int per_column = chunk.PerColumn();
     constexpr int kAtOnce = kGatedThreads / kSlots;
     const int first = threadIdx.x / kSlots;
@@ -496,7 +500,7 @@ __device__ inline void ZeroOutsideRows(const GatedGradientArguments& args) {
   constexpr int kWarps = kGatedThreads / 32;
   const QuantizeArguments& gradient = args.gradient;
   const int64_t features = gradient.layout.features;
-  const int64_t tiles = CeilDiv(args.Gates(), kTileColumns);
+  const int64_t tiles = args.ColumnTiles();
   for (int32_t element = 0; element < gradient.groups.batch; ++element) {
     const Window& window = *gradient.WindowAt(element, 0);
     const int64_t inside = window.groups_end - window.groups_begin;

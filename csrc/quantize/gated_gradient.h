@@ -12,11 +12,11 @@
 
 namespace jax_grouped {
 
-// Tells whether LaunchGatedGradient takes a quantization: one of 16-bit numbers that wants all results, without dbias,
-// whose scales follow from 128 rows or are given, of gates in whole tiles.
+// Tells whether LaunchGatedGradient takes a quantization with `activated_data`: a gated backward form with kBlock1D or
+// given scales, 16-bit inputs, a multiple of 128 gates and both orientations, without dbias or skip.
 bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buffers);
 
-// Quantizes after the setup, as LaunchQuantize says.
+// Launches the kernel. The setup must have been launched before.
 Status LaunchGatedGradient(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                            const QuantizeArguments& args);
 

@@ -126,7 +126,7 @@ struct WorkItem {
                 static_cast<unsigned>(CeilDiv(raster_groups, along_y)));
   }
 
-  // Returns the number of indices of blocks for `column_tiles` tiles of columns.
+  // Returns the number of work items in all tiles of columns, with those of the last raster group that do not exist.
   JAX_GROUPED_HOST_DEVICE static uint32_t Count(const QuantizeArguments& args, uint32_t column_tiles) {
     constexpr int kRaster = RasterGroup(false);
     return static_cast<uint32_t>(CeilDiv(args.NumWorkItems(), kRaster) * kRaster * column_tiles);
@@ -138,11 +138,11 @@ struct WorkItem {
   int part;
   bool exists;
 
-  // Returns the work of the block with an index in [0, Count(args, column_tiles)).
-  __device__ WorkItem(const QuantizeArguments& args, uint32_t block, uint32_t column_tiles) {
+  // Returns the work item at an index in [0, Count(args, column_tiles)).
+  __device__ WorkItem(const QuantizeArguments& args, uint32_t index, uint32_t column_tiles) {
     constexpr uint32_t kRaster = RasterGroup(false);
-    const uint32_t raster_group = block / (kRaster * column_tiles);
-    const uint32_t in_group = block - raster_group * (kRaster * column_tiles);
+    const uint32_t raster_group = index / (kRaster * column_tiles);
+    const uint32_t in_group = index - raster_group * (kRaster * column_tiles);
     first_column = in_group / kRaster * kTileColumns;
     Find(args, raster_group * kRaster + in_group % kRaster);
   }

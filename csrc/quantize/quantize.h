@@ -61,7 +61,8 @@ struct QuantizeBuffers {
   float* partial_sums;                 // [blocks of 128 rows, features], scratch, only for dbias
 };
 
-// Quantizes in one pass over the input, or two passes for current scaling. The arrays of a batch element have room for
+// Quantizes in one pass over the input, or two passes for current scaling. With `activated_data`, a quantization that
+// the kernel of gated_gradient.h does not take needs as many again. The arrays of a batch element have room for
 // `element_row_blocks`.
 //
 // dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,

@@ -28,7 +28,6 @@ struct PairOf<__nv_bfloat16> {
   __nv_bfloat162 values;
   __device__ float First() const { return __uint_as_float(Bits() << 16); }
   __device__ float Second() const { return __uint_as_float(Bits() & 0xffff0000); }
-  __device__ static PairOf OfFloats(float first, float second) { return {__floats2bfloat162_rn(first, second)}; }
   // Returns NaN if one of the values is NaN.
   __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
   __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
@@ -50,7 +49,6 @@ struct PairOf<__half> {
   __half2 values;
   __device__ float First() const { return __low2float(values); }
   __device__ float Second() const { return __high2float(values); }
-  __device__ static PairOf OfFloats(float first, float second) { return {__floats2half2_rn(first, second)}; }
   __device__ static Largest AbsMax(Largest largest, PairOf pair) { return __hmax2_nan(largest, __habs2(pair.values)); }
   __device__ static Largest Max(Largest a, Largest b) { return __hmax2_nan(a, b); }
   __device__ static uint2 ToFloatBits(Largest largest) {
@@ -67,7 +65,6 @@ struct PairOf<float> {
   float2 values;
   __device__ float First() const { return values.x; }
   __device__ float Second() const { return values.y; }
-  __device__ static PairOf OfFloats(float first, float second) { return {{first, second}}; }
   __device__ static Largest AbsMax(Largest largest, PairOf pair) {
     return Max(largest, {fabsf(pair.values.x), fabsf(pair.values.y)});
   }

@@ -274,7 +274,7 @@ def _quantize_permuted_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
 
 
 def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
-    """Drops orientations and sums that no product reads.
+    """Drops orientations, sums and copies of activations' results that no product reads.
 
     Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
     """
@@ -286,6 +286,8 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
         return [True] * len(equation.invars), equation
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
+    if all(name.startswith("activated") for name in names):
+        return _quantize_activation_alone(results, equation)
     rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
     if not rowwise and not columnwise:
         rowwise, columnwise = spec.rowwise, not spec.rowwise
@@ -299,6 +301,21 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     params = {**equation.params, "spec": spec, "batches": equation.params["batches"][:kept]}
     reduced = equation.replace(invars=equation.invars[:kept], outvars=made, params=params)
     return [True] * kept + [False] * dropped, reduced
+
+
+def _quantize_activation_alone(results: dict[str, Any], equation: Any) -> tuple[list[bool], Any]:
+    """Quantizes an activation's result in the forward form, which reads no gradient, in place of a backward form."""
+    spec, batches = equation.params["spec"], equation.params["batches"]
+    activation_input = 3 + spec.given_scale
+    kept = [activation_input, 1, 2]
+    if spec.given_scale:
+        kept.append(len(equation.invars) - 1)
+    if spec.weighted:
+        kept.append(activation_input + 1)
+    params = {**equation.params, "spec": spec.of_activation(), "batches": tuple(batches[i] for i in kept)}
+    made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
+    alone = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
+    return [i in kept for i in range(len(equation.invars))], alone
 
 
 def _dequantize_results(

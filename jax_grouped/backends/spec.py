@@ -125,8 +125,8 @@ class QuantizeSpec:
         weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
         inner_products: whether to make, with `backward`, the inner products of each row of the activation's result with
             `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
-        activated: whether to make, with `backward`, also the columnwise copy of the activation's result, weighted, and
-            its largest values: what `of_activation` describes.
+        activated: whether to make, with `backward`, also the columnwise copy of the activation's result, weighted, as
+            float8_e4m3fn, and its largest values: what `of_activation` describes.
         cached: whether `skip` and previous results are given.
     """
 
@@ -153,7 +153,7 @@ class QuantizeSpec:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def of_activation(self) -> "QuantizeSpec":
-        """Returns the quantization of `activation_input` by which `activated` describes its copy."""
+        """Returns the spec of what `activated` adds: a columnwise quantization of `activation_input`'s activation."""
         return dataclasses.replace(
             self,
             dtype=jnp.float8_e4m3fn,

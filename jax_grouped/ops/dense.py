@@ -187,19 +187,19 @@ def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
     return Saved(_named(residuals), inputs.weights.dkernel_accumulator)
 
 
-def gradients(saved: Saved, dy: jax.Array | None, activated: jax.Array | None = None) -> Inputs:
+def gradients(saved: Saved, dy: jax.Array | None, activation_input: jax.Array | None = None) -> Inputs:
     """Returns the gradient of every input, as `dgrad` and `wgrad` give it; None for zero.
 
     Args:
         saved: from the forward pass.
         dy: the gradient of the result; None if the result does not reach the loss.
-        activated: as in `quantized_gradient`.
+        activation_input: as in `quantized_gradient`.
     """
     residuals, accumulator = saved
     if dy is None:
         dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
     else:
-        dx, pending = dgrad(residuals, quantized_gradient(residuals, dy, activated))
+        dx, pending = dgrad(residuals, quantized_gradient(residuals, dy, activation_input))
         weights = Weights(wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
     # None stands for a zero gradient, even of arguments that are never None.
     return Inputs(dx, weights, None)  # type: ignore[arg-type]
@@ -320,14 +320,14 @@ def _kernels(
 def quantized_gradient(
     residuals: DenseResiduals,
     dy: jax.Array,
-    activated: jax.Array | None = None,
+    activation_input: jax.Array | None = None,
     *,
     row_indices: jax.Array | None = None,
 ) -> Oriented | GroupedQuantized:
     """Returns the gradient of the result as dgrad and wgrad read it, and the sums of its rows for a bias.
 
-    If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activated`, the
-    product's result, is the activation's input. `row_indices` are those of `jax_grouped.grouped_quantize`.
+    If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activation_input` is
+    the product's result. `row_indices` are those of `jax_grouped.grouped_quantize`.
     """
     spec = residuals.spec
     if spec.recipe is None:
@@ -337,7 +337,7 @@ def quantized_gradient(
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy, dbias=dbias)
     scales = _scales(spec, residuals.fp8_state)
-    operands = (row_indices, None if scales is None else scales.output_grad, activated)
+    operands = (row_indices, None if scales is None else scales.output_grad, activation_input)
     gathered_rows = None if row_indices is None else row_indices.shape[0]
     return quantize_tokens(
         dy,
@@ -348,31 +348,31 @@ def quantized_gradient(
 
 
 def quantized_gradient_of_activation(
-    residuals: DenseResiduals, following: DenseResiduals, dy: jax.Array, activated: jax.Array, row_weights: jax.Array
+    residuals: DenseResiduals,
+    following: DenseResiduals,
+    dy: jax.Array,
+    activation_input: jax.Array,
+    row_weights: jax.Array,
 ) -> tuple[GroupedQuantized, GroupedQuantized]:
     """Returns the result of `quantized_gradient` with inner products, and the tokens of the following product.
 
-    These are columnwise, of the activation's result times the weights of rows, as its wgrad reads them. One pass over
-    the activation's input makes both.
+    The tokens are columnwise, for the following product's wgrad: the activation's result times `row_weights`. One pass
+    over the activation's input makes both.
 
     Args:
-        residuals: of the product that the activation follows, with a recipe.
-        following: of the product that the activation precedes.
+        residuals: of the product whose result is the activation's input, with a recipe.
+        following: of the product whose tokens are the activation's result, with the same recipe.
         dy: the gradient of the activation's result.
-        activated: the activation's input.
+        activation_input: the activation's input.
         row_weights: as in `jax_grouped.grouped_quantize`.
     """
-    scales = [_scales(of.spec, of.fp8_state) for of in (residuals, following)]
-    given = [] if scales[0] is None or scales[1] is None else [scales[0].output_grad, scales[1].input]
-    return quantize_with_activation(
-        dy,
-        residuals.groups,
-        *given[:1],
-        activated,
-        row_weights,
-        *given[1:],
-        spec=residuals.spec.dy_spec(weighted=True, inner_products=True, activated=True),
-    )
+    assert residuals.spec.recipe == following.spec.recipe
+    spec = residuals.spec.dy_spec(weighted=True, inner_products=True, activated=True)
+    operands = [activation_input, row_weights]
+    scales, of_following = (_scales(of.spec, of.fp8_state) for of in (residuals, following))
+    if scales is not None and of_following is not None:
+        operands = [scales.output_grad, *operands, of_following.input]
+    return quantize_with_activation(dy, residuals.groups, *operands, spec=spec)
 
 
 def _named(residuals: DenseResiduals) -> DenseResiduals:

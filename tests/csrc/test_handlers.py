@@ -191,7 +191,10 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
     ),
     (dict(inner_products=True, activation=SILU), "inner products are those of a backward form."),
     (dict(activated=ACTIVATED, activation=SILU), "the activation's result is quantized with a backward form only."),
-    (dict(activated=ACTIVATED, **BACKWARD, cached=True), "a backward form cannot be cached."),
+    (
+        dict(activated=ACTIVATED, **BACKWARD, cached=True),
+        "the activation's result of a backward form cannot be",
+    ),
     (
         dict(
             activated=ACTIVATED,

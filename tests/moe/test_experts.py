@@ -265,13 +265,13 @@ def test_only_tokens_the_input_of_swiglu_and_routing_wait_for_the_backward_pass(
     ]
 
 
-def lowered_step(recipe: Any) -> str:
+def lowered_step(recipe: Any, trained: tuple[int, ...] = (0, 1, 2, 3)) -> str:
     def step(x: jax.Array, logits: jax.Array, up: jax.Array, down: jax.Array) -> Any:
         def loss(*arguments: jax.Array) -> jax.Array:
             y = moe.moe_mlp(*arguments, top_k=TOP_K, recipe=recipe)[0]
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
-        return jax.grad(loss, (0, 1, 2, 3))(x, logits, up, down)
+        return jax.grad(loss, trained)(x, logits, up, down)
 
     return lowered(step, struct((T, K)), struct((T, E)), struct((E, K, 2 * F)), struct((E, F, K)))
 
@@ -282,6 +282,13 @@ def test_no_row_is_written_but_in_fp8() -> None:
 
     # The tokens forward and backward, and the gradient of the result.
     assert gathered == 3 * [f"{T}x{K}xbf16"]
+
+
+def test_one_trained_kernel_takes_no_more_than_its_own_products() -> None:
+    text = lowered_step(RECIPES["block"], trained=(3,))
+
+    assert products(text) == ["fprop", "fprop", "wgrad"]
+    assert not re.search("backward = true", text)
 
 
 def test_no_row_is_copied_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

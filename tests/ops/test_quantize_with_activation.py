@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,84 +19,128 @@ from tests.ops.quantize_cases import ACTIVATIONS, as_bytes, each_activation, som
 from tests.programs import custom_calls, lowered
 
 ROWS = 520
-#: Groups of one row block, of two, of few rows, and of none, and rows of no group.
+#: Groups of one row block, of none, of a row, of three row blocks, and of half of one, and rows of no group.
 SIZES = jnp.array([130, 0, 1, 290, 60])
 MODES = [ScalingMode.BLOCK_1D, ScalingMode.TENSOR, ScalingMode.MX]
-OFFSET = jnp.zeros(1, jnp.int32)
+
+
+class Operands(NamedTuple):
+    """Operands in the order of `QuantizeSpec`; those that are not given are None."""
+
+    dy: jax.Array
+    scale: jax.Array | None
+    inputs: jax.Array
+    weights: jax.Array | None
+    activated_scale: jax.Array | None
 
 
 def make(
-    activation: Activation, mode: ScalingMode, *, features: int = 256, dtype: str = "bfloat16", rows: int = ROWS
-) -> tuple[list[jax.Array], QuantizeSpec]:
+    activation: Activation,
+    mode: ScalingMode,
+    *,
+    features: int = 256,
+    dtype: str = "bfloat16",
+    fp8: str = "float8_e5m2",
+    rows: int = ROWS,
+    num_groups: int = 5,
+    **options: Any,
+) -> tuple[Operands, QuantizeSpec]:
     """Returns operands with some numbers that are not finite, and a spec, with scales that are given for `TENSOR`."""
     keys = jax.random.split(jax.random.key(features), 3)
     wide = 2 * features if is_gated(activation) else features
     dy = jax.random.normal(keys[0], (rows, features)).at[3:5, ::50].set(jnp.inf).astype(dtype)
     inputs = jax.random.normal(keys[1], (rows, wide)).at[140, 7].set(jnp.nan).astype(dtype)
-    given = mode == ScalingMode.TENSOR
-    scales = [2.0 ** jnp.arange(5), 3.0 + jnp.arange(5)] if given else []
+    scales: tuple[Any, Any] = (None, None)
+    if mode == ScalingMode.TENSOR:
+        scales = 2.0 ** (jnp.arange(num_groups) % 5), 3.0 + jnp.arange(num_groups) % 7
+    defaults = dict(weighted=True, inner_products=True)
     spec = QuantizeSpec(
         mode,
-        "float8_e5m2",
-        num_groups=5,
+        fp8,
+        num_groups,
         columnwise=True,
-        given_scale=given,
+        given_scale=mode == ScalingMode.TENSOR,
         activation=activation,
         backward=True,
-        weighted=True,
-        inner_products=True,
         activated=True,
-        pow2_scales=features == 144,
+        **(defaults | options),
     )
-    return [dy, *scales[:1], inputs, jax.random.normal(keys[2], (rows,)), *scales[1:]], spec
+    weights = jax.random.normal(keys[2], (rows,)) if spec.weighted else None
+    return Operands(dy, scales[0], inputs, weights, scales[1]), spec
 
 
-def quantize(operands: list[jax.Array], spec: QuantizeSpec, sizes: jax.Array = SIZES) -> Any:
-    dy, *more = operands
-    return quantize_with_activation(dy, Groups(sizes, OFFSET), *more, spec=spec)
+def quantize(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
+    dy, *more = (operand for operand in operands if operand is not None)
+    return quantize_with_activation(dy, Groups(sizes, jnp.array([offset], jnp.int32)), *more, spec=spec)
 
 
-def quantize_apart(operands: list[jax.Array], spec: QuantizeSpec, sizes: jax.Array = SIZES) -> Any:
-    dy, *more = operands
-    own_scale = [more.pop()] if spec.given_scale else []
-    *_, inputs, weights = more
-    groups = Groups(sizes, OFFSET)
+def quantize_apart(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
+    groups = Groups(sizes, jnp.array([offset], jnp.int32))
+    dy, *more = (operand for operand in operands[:4] if operand is not None)
+    x, *of_activation = (
+        operand for operand in (operands.inputs, operands.activated_scale, operands.weights) if operand is not None
+    )
     return (
         quantize_tokens(dy, groups, *more, spec=dataclasses.replace(spec, activated=False)),
-        quantize_tokens(inputs, groups, *own_scale, weights, spec=spec.of_activation()),
+        quantize_tokens(x, groups, *of_activation, spec=spec.of_activation()),
     )
+
+
+def specified(copy: jg.ScaledArray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Returns the bytes and the scales of a copy, without what is unspecified: all past the last group's."""
+    layout, blocks = copy.layout, -(-copy.layout.features // 128)
+    rows = int(np.sum(-(-sizes // 16) * 16)) if layout.columnwise else layout.tokens
+    scales = np.asarray(copy.scale_inv).ravel()
+    if layout.mode == ScalingMode.BLOCK_1D and layout.columnwise:
+        scales = scales[: layout.features * int(np.sum(-(-sizes // 128)))]
+    elif layout.mode == ScalingMode.BLOCK_1D:
+        scales = scales[: blocks * int(np.sum(-(-sizes // 4) * 4))]
+    elif layout.mode == ScalingMode.MX:
+        scales = scales[:0]  # Dequantization reads them.
+    return [as_bytes(copy.data).ravel()[: rows * layout.features], scales]
 
 
 def assert_same(backend: str, label: str, got: Any, expected: Any, sizes: jax.Array) -> None:
     """Compares both results. XLA rounds activations as it fuses them: of its numbers a few may be the next ones."""
     differing, tolerance = (0.0, 0.0) if backend == "cuda" else (0.01, 1e-5)
-    np.testing.assert_allclose(got[0].inner_products, expected[0].inner_products, tolerance, tolerance, err_msg=label)
+    products = got[0].inner_products, expected[0].inner_products
+    if products[0] is not None:
+        np.testing.assert_allclose(*products, rtol=tolerance, atol=tolerance, err_msg=label)
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one.amax, other.amax, tolerance, err_msg=label)
+        np.testing.assert_allclose(one.amax, other.amax, rtol=tolerance, err_msg=label)
         assert (one.rowwise is None) == (other.rowwise is None)
         for copy, wanted in ((one.rowwise, other.rowwise), (one.columnwise, other.columnwise)):
             if copy is None:
                 continue
             assert copy.layout == wanted.layout
             assert copy.dtype == wanted.dtype
-            # The bytes past the last group's columns are unspecified.
-            rows = int(np.sum(-(-np.asarray(sizes) // 16) * 16)) if copy.layout.columnwise else copy.layout.tokens
-            data = [as_bytes(of.data).ravel()[: rows * copy.layout.features] for of in (copy, wanted)]
-            numbers = [np.asarray(jg.grouped_dequantize(of)) for of in (copy, wanted)]
+            data, scales = zip(specified(copy, np.asarray(sizes)), specified(wanted, np.asarray(sizes)), strict=True)
             assert np.mean(data[0] != data[1]) <= differing, label
+            # Of a number that is the next one, the scale may be the next power of two.
+            np.testing.assert_allclose(*scales, rtol=0 if backend == "cuda" else 1, err_msg=label)
+            if copy.group_sizes.shape != (copy.layout.num_groups,):
+                continue  # Copies of some of the groups cannot be dequantized.
+            numbers = [np.asarray(jg.grouped_dequantize(of)) for of in (copy, wanted)]
             same = np.isclose(*numbers, rtol=tolerance, atol=0, equal_nan=True)
             assert np.mean(~same) <= differing, label
 
 
 @pytest.mark.parametrize(
-    ("features", "dtype"), [(256, "bfloat16"), (128, "float16"), (144, "bfloat16"), (256, "float32")]
+    ("features", "dtype", "fp8", "pow2_scales"),
+    [
+        (256, "bfloat16", "float8_e4m3fn", True),
+        (256, "bfloat16", "float8_e5m2", False),
+        (128, "float16", "float8_e5m2", True),
+        (144, "bfloat16", "float8_e4m3fn", False),
+        (256, "float32", "float8_e4m3fn", True),
+    ],
 )
 @each_activation
 def test_both_have_the_bits_of_quantizations_apart(
-    backend: str, activation: Activation, features: int, dtype: str
+    backend: str, activation: Activation, features: int, dtype: str, fp8: str, pow2_scales: bool
 ) -> None:
-    for mode in some(backend, MODES, ACTIVATIONS.index(activation) + features):
-        operands, spec = make(activation, mode, features=features, dtype=dtype)
+    for mode in some(backend, MODES, ACTIVATIONS.index(activation) + features + pow2_scales):
+        operands, spec = make(activation, mode, features=features, dtype=dtype, fp8=fp8, pow2_scales=pow2_scales)
 
         got = quantize(operands, spec)
 
@@ -104,68 +148,120 @@ def test_both_have_the_bits_of_quantizations_apart(
         assert got[1].columnwise.dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(
+    "options",
+    [dict(weighted=False, inner_products=False), dict(amax_epsilon=2.0, fp8="float8_e4m3fn")],
+    ids=["without weights", "epsilon"],
+)
+def test_options(backend: str, mode: ScalingMode, options: dict[str, Any]) -> None:
+    operands, spec = make("silu_mul", mode, **options)
+
+    assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_some_of_the_groups(backend: str, mode: ScalingMode) -> None:
+    operands, spec = make("silu_mul", mode, num_groups=2)
+
+    got = quantize(operands, spec, offset=2)
+
+    assert_same(backend, "", got, quantize_apart(operands, spec, offset=2), SIZES[2:4])
+    assert not as_bytes(got[0].rowwise.data)[:130].any()
+    assert not got[0].inner_products[:130].any()
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_numbers_that_are_not_finite(backend: str, mode: ScalingMode) -> None:
+    operands, spec = make("silu_mul", mode)
+    operands = operands._replace(weights=operands.weights.at[131].set(jnp.inf).at[5].set(jnp.nan))
+    if operands.scale is not None:
+        scales = (operands.scale.at[3].set(jnp.nan), operands.activated_scale.at[0].set(jnp.nan))
+        operands = operands._replace(scale=scales[0], activated_scale=scales[1])
+
+    assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
+
+
+@pytest.mark.parametrize("groups", ["small", "hundreds", "thousands"])
+def test_many_groups(backend: str, groups: str) -> None:
+    # Small groups share a pass of the kernel; its setup has other steps for many groups.
+    num_groups = {"small": 9, "hundreds": 1100, "thousands": 8300}[groups] if backend == "cuda" else 9
+    sizes = jnp.arange(num_groups) * 7 % 17
+    for mode in some(backend, MODES[:2], len(groups)):
+        rows = int(sizes.sum()) + 40
+        operands, spec = make("silu_mul", mode, features=128, rows=max(rows, 150), num_groups=num_groups)
+
+        assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
+
+
 def test_scales_that_are_found_for_whole_groups(backend: str) -> None:
     operands, spec = make("silu_mul", ScalingMode.TENSOR)
-    dy, _, inputs, weights, _ = operands
-    operands, spec = [dy, inputs, weights], dataclasses.replace(spec, given_scale=False)
+    operands = operands._replace(scale=None, activated_scale=None)
+    spec = dataclasses.replace(spec, given_scale=False)
 
-    got = quantize(operands, spec)
-
-    assert_same(backend, "", got, quantize_apart(operands, spec), SIZES)
+    assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
 
 
-def test_many_tiles_of_many_groups(backend: str) -> None:
+def test_many_tiles(backend: str) -> None:
     # Every block of the kernel takes several tiles, and groups share them.
     rows = 30_000 if backend == "cuda" else 900
     sizes = jnp.arange(5) * (rows // 11)
     for mode in some(backend, MODES[:2], 0):
         operands, spec = make("silu_mul", mode, features=384, rows=rows)
 
-        got = quantize(operands, spec, sizes)
-
-        assert_same(backend, f"{mode}", got, quantize_apart(operands, spec, sizes), sizes)
+        assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
 
 
 def test_vmap_is_one_call(backend: str) -> None:
     for mode in some(backend, MODES[:2], 1):
         operands, spec = make("silu_mul", mode)
-        batch = [jnp.stack([x, x[::-1]]) for x in operands]
+        batch = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), operands)
         sizes = jnp.stack([SIZES, SIZES[::-1]])
 
         got = jax.vmap(lambda operands, sizes, spec=spec: quantize(operands, spec, sizes))(batch, sizes)
 
         for i in range(2):
-            of_element = jax.tree.map(operator.itemgetter(i), got)
-            expected = quantize([x[i] for x in batch], spec, sizes[i])
-            assert_same(backend, f"{mode}, {i}", of_element, expected, sizes[i])
+            of_element, element = (jax.tree.map(operator.itemgetter(i), of) for of in (got, batch))
+            assert_same(backend, f"{mode}, {i}", of_element, quantize(element, spec, sizes[i]), sizes[i])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_rows(backend: str, mode: ScalingMode) -> None:
     operands, spec = make("silu_mul", mode)
-    sized = [x[:0] if len(x) == ROWS else x for x in operands]
+    scales = operands.scale, operands.activated_scale
+    operands = jax.tree.map(lambda x: x[:0] if len(x) == ROWS else x, operands)
 
-    gradient, activated = quantize(sized, spec)
+    gradient, activated = quantize(operands, spec)
 
     assert gradient.rowwise.data.shape == (0, 512)
     assert not activated.amax.any()
     if spec.given_scale:
-        np.testing.assert_array_equal(gradient.rowwise.scale_inv, 1 / operands[1])
-        np.testing.assert_array_equal(activated.columnwise.scale_inv, 1 / operands[-1])
+        np.testing.assert_array_equal(gradient.rowwise.scale_inv, 1 / scales[0])
+        np.testing.assert_array_equal(activated.columnwise.scale_inv, 1 / scales[1])
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_what_is_not_read_is_not_made(mode: ScalingMode) -> None:
     operands, spec = make("silu_mul", mode)
     for read, flags in [
-        (lambda gradient, _: gradient.rowwise.data, ("true", "false", "false")),
-        (lambda gradient, _: gradient.inner_products, ("true", "false", "false")),
-        (lambda _, activated: activated.columnwise.data, ("true", "false", "true")),
-        (lambda gradient, activated: (gradient.columnwise.data, activated.amax), ("false", "true", "true")),
+        (lambda gradient, _: gradient.rowwise.data, ("true", "true", "false", "false")),
+        (lambda gradient, _: gradient.inner_products, ("true", "true", "false", "false")),
+        (lambda _, activated: activated.columnwise.data, ("false", "false", "true", "false")),
+        (lambda gradient, activated: (gradient.columnwise.data, activated.amax), ("true", "false", "true", "true")),
     ]:
         (call,) = custom_calls(
-            lowered(lambda *operands, read=read: read(*quantize(list(operands), spec)), *operands),
-            "jax_grouped_quantize",
+            lowered(lambda operands, read=read: read(*quantize(operands, spec)), operands), "jax_grouped_quantize"
         )
-        found = [re.search(rf"\b{name} = (\w+)", call)[1] for name in ("rowwise", "columnwise", "activated")]
-        assert tuple(found) == flags
+        names = "backward", "rowwise", "columnwise", "activated"
+        assert tuple(re.search(rf"\b{name} = (\w+)", call)[1] for name in names) == flags
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_the_result_alone(backend: str, mode: ScalingMode) -> None:
+    operands, spec = make("silu_mul", mode)
+
+    got = jax.jit(lambda operands: quantize(operands, spec)[1])(operands)
+
+    expected = jax.jit(lambda operands: quantize_apart(operands, spec)[1])(operands)
+    np.testing.assert_array_equal(got.amax, expected.amax)
+    np.testing.assert_array_equal(*(jg.grouped_dequantize(of.columnwise) for of in (got, expected)))

@@ -30,8 +30,8 @@ def quantize(
     activated_scale = operands.pop(0) if spec.activated and spec.given_scale else None
 
     def quantized() -> tuple[jax.Array, ...]:
-        activated = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
-        made = _quantize(activated, group_sizes, group_offset, scale, x.shape, spec)
+        values = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
+        made = _quantize(values, group_sizes, group_offset, scale, x.shape, spec)
         if spec.inner_products:
             assert activation_input is not None
             assert spec.activation is not None

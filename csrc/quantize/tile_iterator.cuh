@@ -1,7 +1,7 @@
-// The tiles that a resident block takes one after the other: passes, each in the columns of a tile.
+// The tiles that a resident block takes one after the other: passes, each in 128 columns.
 
-#ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_TILES_CUH_
-#define JAX_GROUPED_CSRC_QUANTIZE_PASS_TILES_CUH_
+#ifndef JAX_GROUPED_CSRC_QUANTIZE_TILE_ITERATOR_CUH_
+#define JAX_GROUPED_CSRC_QUANTIZE_TILE_ITERATOR_CUH_
 
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace jax_grouped {
 
-// A pass in the columns of one tile.
+// A pass in 128 columns.
 struct PassTile {
   const Chunk* chunks;  // null after the last tile
   int count;
@@ -17,9 +17,8 @@ struct PassTile {
 };
 
 // Iterator over the tiles of a block, in shared memory. One thread at a time uses it. Blocks take work items as they
-// become free, because some items have more passes than others. The item after the current one is taken, and its number
-// of passes loaded, ahead of time.
-class PassTiles {
+// become free, because some items have more passes than others.
+class TileIterator {
  public:
   __device__ void Start(const QuantizeArguments& args, uint32_t column_tiles) {
     column_tiles_ = column_tiles;
@@ -73,4 +72,4 @@ class PassTiles {
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_QUANTIZE_PASS_TILES_CUH_
+#endif  // JAX_GROUPED_CSRC_QUANTIZE_TILE_ITERATOR_CUH_
