@@ -92,7 +92,12 @@ def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None
     if len(experts) != 2 or experts[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts}.")
     pairs = experts[0] * experts[1]
-    if isinstance(pairs, int) and pairs > _MOST_PAIRS:
+    if not isinstance(pairs, int):
+        raise ValueError(
+            f"To group tokens by expert, the number of tokens must be known when the program is traced, got experts of "
+            f"shape {experts}."
+        )
+    if pairs > _MOST_PAIRS:
         raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts}.")
     checks.static_size("num_experts", num_experts, least=1)
     if capacity is not None:

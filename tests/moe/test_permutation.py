@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped.moe import permutation
+from jax_grouped.moe import moe_mlp, permutation
 from jax_grouped.moe.permutation import Permutation
 from tests.exports import exported
 from tests.meshes import data_mesh, mesh_of
@@ -363,6 +364,21 @@ def test_more_pairs_than_int32_has_places_for_are_refused() -> None:
     assert shapes(2**29).order.shape == (2**30,)
     with pytest.raises(ValueError, match=re.escape("experts must have at most 2^30 pairs of a token and an expert")):
         shapes(2**29 + 1)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["group_by_expert", "moe_mlp"])
+def test_the_number_of_tokens_must_be_known(whole: bool) -> None:
+    (tokens,) = export.symbolic_shape("t")
+    kernels = jnp.ones((4, 32, 64)), jnp.ones((4, 32, 32))
+
+    def layer(x: jax.Array, experts: jax.Array) -> Any:
+        if whole:
+            return moe_mlp(x, x[:, :4], *kernels, top_k=2)
+        return permutation.group_by_expert(experts, 4)
+
+    arguments = jax.ShapeDtypeStruct((tokens, 32), jnp.float32), jax.ShapeDtypeStruct((tokens, 2), jnp.int32)
+    with pytest.raises(ValueError, match="the number of tokens must be known when the program is traced, got experts"):
+        export.export(jax.jit(layer))(*arguments)
 
 
 @pytest.mark.parametrize(
