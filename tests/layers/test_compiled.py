@@ -182,6 +182,17 @@ def test_a_layer_of_experts_keeps_its_tokens_the_input_of_swiglu_and_the_routing
     assert per_layer < 1.03 * expected
 
 
+def test_the_xla_backend_quantizes_numbers_that_were_rounded_to_their_type() -> None:
+    def quantize(x: jax.Array) -> jax.Array:
+        sizes = jnp.array([20, 30])
+        return jg.grouped_quantize(x.astype(jnp.bfloat16), sizes, jg.ScalingMode.BLOCK_1D).rowwise.data
+
+    with jg.config.override(backend="xla"):
+        text = compile_for_h200(quantize, struct((64, 32), jnp.float32)).as_text()
+
+    assert re.search(r"bf16\[64,32\]\S* convert\(", text)
+
+
 def test_memory_is_tabled_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark(["run", "memory", "--shapes", "aligned", "--json", str(tmp_path / "memory.json")]) == 0
 

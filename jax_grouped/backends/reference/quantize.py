@@ -21,7 +21,8 @@ def quantize(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
 ) -> tuple[jax.Array, ...]:
     """Returns the results that `spec` asks for, in its order."""
-    operands = list(more)
+    # Without the barrier, XLA for GPUs leaves out conversions to 16 bits before this, and unrounded numbers are read.
+    x, *operands = jax.lax.optimization_barrier((x, *more))
     if spec.gathered_rows is not None:
         x = x.at[operands.pop(0)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     scale = operands.pop(0) if spec.given_scale else None
