@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
@@ -292,11 +291,3 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
         return
     with pytest.raises(ValueError, match=message):
         jg.linen.MoEMlp(**OPTIONS | options).apply({"params": params()}, x())
-
-
-def test_a_number_of_tokens_that_is_not_known_is_an_error() -> None:
-    (T,) = export.symbolic_shape("T")
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((T, 16), (T, 4), (4, 16, 32), (4, 16, 16)))
-    program = jax.jit(lambda *arguments: jg.moe.moe_mlp(*arguments, top_k=2)[0])
-    with pytest.raises(TypeError, match=r"capacity must be an integer, known when the program is traced, got 2\*T"):
-        export.export(program)(*arrays)
