@@ -116,7 +116,7 @@ def assert_same(backend: str, label: str, got: Any, expected: Any, sizes: jax.Ar
             assert copy.dtype == wanted.dtype
             data, scales = zip(specified(copy, np.asarray(sizes)), specified(wanted, np.asarray(sizes)), strict=True)
             assert np.mean(data[0] != data[1]) <= differing, label
-            # Of a number that is the next one, the scale may be the next power of two.
+            # The scale of a next number may be the next power of two.
             np.testing.assert_allclose(*scales, rtol=0 if backend == "cuda" else 1, err_msg=label)
             if copy.group_sizes.shape != (copy.layout.num_groups,):
                 continue  # Copies of some of the groups cannot be dequantized.
