@@ -33,4 +33,10 @@ Status GetDeviceProperties(int device, DeviceProperties* properties) {
   return Status::Ok();
 }
 
+Status GetDeviceProperties(DeviceProperties* properties) {
+  int device = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
+  return GetDeviceProperties(device, properties);
+}
+
 }  // namespace jax_grouped

@@ -15,6 +15,8 @@ struct DeviceProperties {
 
 // Returns the device's properties. Asks the driver once for each device.
 Status GetDeviceProperties(int device, DeviceProperties* properties);
+// Returns the properties of the current device.
+Status GetDeviceProperties(DeviceProperties* properties);
 
 }  // namespace jax_grouped
 

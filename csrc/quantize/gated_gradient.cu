@@ -19,10 +19,8 @@ Status LaunchKernel(cudaStream_t stream, const GatedGradientArguments& args) {
   constexpr int kBytes = sizeof(GatedShared);
   JAX_GROUPED_RETURN_IF_FAILED(
       AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
-  int device = 0;
   DeviceProperties properties;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
-  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(&properties));
   const uint32_t items = WorkItem::Count(args.gradient, args.ColumnTiles());
   const auto processors = static_cast<uint32_t>(properties.processors);
   const Grid grid{items < processors ? items : processors, kGatedThreads, kBytes};

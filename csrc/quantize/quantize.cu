@@ -158,10 +158,8 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
-  int device = 0;
   DeviceProperties properties;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
-  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(&properties));
   args->single_launch = few_groups && all_or_none_skip &&
                         args->NumWorkItems() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
