@@ -17,56 +17,78 @@ struct PassTile {
 };
 
 // Iterator over the tiles of a block, in shared memory. One thread at a time uses it. Blocks take work items as they
-// become free, because some items have more passes than others.
+// become free, because some items have more passes than others. The item after the next one is taken while the next one
+// is looked up, so that a thread waits for memory once per item.
 class TileIterator {
  public:
   __device__ void Start(const QuantizeArguments& args, uint32_t column_tiles) {
     column_tiles_ = column_tiles;
     count_ = WorkItem::Count(args, column_tiles);
-    Take(args);
+    index_ = Take(args);
+    LookUp(args);
     Advance(args);
   }
 
   // Returns the next tile.
   __device__ PassTile Next(const QuantizeArguments& args) {
-    while (current_.window != nullptr && current_.pass >= current_.passes) Advance(args);
-    if (current_.window == nullptr) return {};
-    const int first = current_.window->pass_begins[current_.pass];
-    const int end = current_.window->pass_begins[current_.pass + 1];
-    current_.pass += Window::kParts;
-    return {current_.window->chunks + first, end - first, current_.first_column};
+    while (current_.chunks != nullptr && turn_ == current_.passes) Advance(args);
+    if (current_.chunks == nullptr) return {};
+    const int begin = current_.begins[turn_];
+    const int count = current_.ends[turn_] - begin;
+    ++turn_;
+    return {current_.chunks + begin, count, current_.first_column};
   }
 
  private:
+  static constexpr int kMostPasses = Window::kMostPasses / Window::kParts;
+  static_assert(kMostPasses * Window::kParts == Window::kMostPasses);
+
+  // The passes of a work item.
   struct Item {
-    const Window* window;  // null after the last item
-    int pass;
+    const Chunk* chunks;  // the window's; null after the last item
     int passes;
+    int begins[kMostPasses];
+    int ends[kMostPasses];
     uint32_t first_column;
   };
 
+  __device__ static uint32_t Take(const QuantizeArguments& args) { return atomicAdd(&args.windows->taken, 1u); }
+
   __device__ void Advance(const QuantizeArguments& args) {
     current_ = next_;
-    Take(args);
+    turn_ = 0;
+    LookUp(args);
   }
 
-  __device__ void Take(const QuantizeArguments& args) {
-    next_ = {};
-    const uint32_t index = atomicAdd(&args.windows->taken, 1u);
-    if (index >= count_) return;
+  __device__ void LookUp(const QuantizeArguments& args) {
+    const uint32_t index = index_;
+    if (index >= count_) {
+      next_ = {};
+      return;
+    }
+    const uint32_t following = Take(args);
     const WorkItem work(args, index, column_tiles_);
-    // An item that does not exist has no passes.
-    next_.window = args.windows;
-    if (!work.exists) return;
-    next_.window = args.WindowAt(work.element, work.window);
-    next_.pass = work.part;
-    next_.passes = next_.window->num_passes;
-    next_.first_column = work.first_column;
+    const Window& window = work.exists ? *args.WindowAt(work.element, work.window) : *args.windows;
+    const int num_passes = window.num_passes;
+    Item item{window.chunks, 0, {}, {}, work.first_column};
+#pragma unroll
+    for (int i = 0; i < kMostPasses; ++i) {
+      // Read before it is known whether the pass exists.
+      item.begins[i] = window.pass_begins[work.part + i * Window::kParts];
+      item.ends[i] = window.pass_begins[work.part + i * Window::kParts + 1];
+    }
+    if (work.exists) {
+      for (int pass = work.part; pass < num_passes; pass += Window::kParts) ++item.passes;
+    }
+    next_ = item;
+    index_ = following;
   }
 
   uint32_t column_tiles_;
   uint32_t count_;
+  uint32_t index_;  // the work item that was taken last
   Item current_;
+  int turn_;  // the passes of the current item that were returned
   Item next_;
 };
 
