@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,14 @@ def missing() -> str | None:
 
 
 @functools.cache
+def h200s(count: int) -> Sequence[jax.Device]:
+    """Returns so many H200s of one host, to compile for."""
+    return topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology=f"1x{count}x1").devices
+
+
+@functools.cache
 def _sharding() -> jax.sharding.Sharding:
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return jax.sharding.SingleDeviceSharding(h200s(1)[0])
 
 
 def compile_for_h200(

@@ -104,6 +104,14 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
     return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
 
 
+def part_sizes(group_sizes: jax.Array, first_row: jax.Array | int, rows: int, capacity: int) -> jax.Array:
+    """Returns how many of the rows `[first_row, first_row + rows)` each group has: `int32[E]`, as `group_sizes`."""
+    all_rows = group_rows(group_sizes, jnp.zeros(1, jnp.int32), group_sizes.shape[0], capacity)
+    bounds = (jnp.clip(bound - first_row, 0, rows) for bound in (all_rows.starts, all_rows.starts + all_rows.sizes))
+    starts, ends = bounds
+    return ends - starts
+
+
 def _saturating_sum(a: jax.Array, b: jax.Array) -> jax.Array:
     """Adds two `uint32` below 2^31 and clamps the sum to 2^31 - 1. Associative, and it can't wrap."""
     return jnp.minimum(a + b, np.uint32(2**31 - 1))

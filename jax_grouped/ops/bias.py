@@ -1,14 +1,18 @@
 """The bias of every row's group, differentiable any number of times."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends import primitives
+from jax_grouped.backends.partition import Local, Operation, Split, apply
 from jax_grouped.core.groups import Groups, group_rows, row_groups
 from jax_grouped.core.varying import vary_alike
+from jax_grouped.ops.gemm import GROUP_DIMENSIONS, own_groups
 
 
 @jax.custom_vjp
@@ -44,8 +48,29 @@ def bias_grad(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) 
     operands = vary_alike(dy, *groups)
     if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
         return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
-    params = primitives.common_params(operands)
-    return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=jnp.dtype(dtype), **params)[0]
+    return apply(_BiasGrad(num_groups, jnp.dtype(dtype)), *operands)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BiasGrad(Operation):
+    """The sums of rows: t tokens, e groups, n features."""
+
+    num_groups: int
+    dtype: jnp.dtype
+    operands = ("t n", *GROUP_DIMENSIONS)
+    results = ("e n",)
+    splittable = ("t", "e", "n")
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        num_groups = self.num_groups // splits["e"].parts
+
+        def add(dy: jax.Array, sizes: jax.Array, offset: jax.Array) -> Sequence[jax.Array]:
+            groups = own_groups(Groups(sizes, offset), splits, rows=dy.shape[0], num_groups=num_groups)
+            operands = (dy, *groups)
+            params = primitives.common_params(operands)
+            return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=self.dtype, **params)
+
+        return add
 
 
 def _bias_grad_forward(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> tuple[jax.Array, Any]:

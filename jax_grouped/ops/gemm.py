@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
+from jax_grouped.backends.partition import Local, Operation, Split, apply
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import Groups
+from jax_grouped.core.groups import Groups, part_sizes
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.ops.rows import permute_rows
@@ -84,7 +85,64 @@ def _bind(
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
     spec = dataclasses.replace(spec, autotune=config.autotune)
-    return primitives.GEMM.bind(*operands, spec=spec, **primitives.common_params(operands))[0]
+    if spec.scaled or spec.gathered is not None:
+        return _primitive(spec)(*operands)[0]
+    return apply(_PlainProduct(spec, accumulator is not None), *operands)[0]
+
+
+def _primitive(spec: GemmSpec) -> Callable[..., list[jax.Array]]:
+    return lambda *operands: primitives.GEMM.bind(*operands, spec=spec, **primitives.common_params(operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainProduct(Operation):
+    """A product of plain arrays: t tokens, e kernels, k and n their features."""
+
+    spec: GemmSpec
+    accumulates: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+        a, b = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}[self.spec.product]
+        return a, b, *GROUP_DIMENSIONS, *self.results[: self.accumulates]
+
+    @property
+    def results(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ({"fprop": "t n", "dgrad": "t k", "wgrad": "e k n"}[self.spec.product],)
+
+    @property
+    def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
+        # Dimensions of the result go before those that it is summed over, and tokens before all.
+        return tuple(dict.fromkeys(["t", *self.results[0].split(), "e", "k", "n"]))
+
+    @property
+    def added(self) -> int | None:  # type: ignore[override]
+        return 4 if self.accumulates else None
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        num_groups = self.spec.num_groups // splits["e"].parts
+        multiply = _primitive(dataclasses.replace(self.spec, num_groups=num_groups))
+
+        def product(a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array) -> Any:
+            groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=num_groups)
+            return multiply(a, b, *groups, *more)
+
+        return product
+
+
+#: Dimensions of the arrays of `Groups`, which are not split.
+GROUP_DIMENSIONS = ("g", "o")
+
+
+def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_groups: int) -> Groups:
+    """Returns the groups of a device that has `rows` rows, a part of `t`, and `num_groups` kernels, a part of `e`."""
+    sizes, offset = groups
+    if splits["t"].axes:
+        sizes = part_sizes(sizes, splits["t"].index() * rows, rows, splits["t"].parts * rows)
+    if splits["e"].axes:
+        # Beyond these limits no kernel has a group.
+        offset = jnp.clip(offset, -splits["e"].parts * num_groups, sizes.shape[0]) + splits["e"].index() * num_groups
+    return Groups(sizes, offset)
 
 
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:

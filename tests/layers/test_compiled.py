@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from benchmarks import memory
 from benchmarks.__main__ import main as benchmark
-from benchmarks.memory import compile_for_h200, missing
+from benchmarks.memory import compile_for_h200, h200s, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.fp8.recipes import Recipe
@@ -34,13 +37,18 @@ BLOCK = jg.Float8BlockScaling()
 def launches(function: Callable[..., Any], *arguments: Any, loop: bool = False) -> list[str]:
     """Lists the launches of the compiled program, or of its one loop, in no order: custom calls, and those XLA adds."""
     # A command buffer would hide what it launches.
-    text = compile_for_h200(function, *arguments, options={"xla_gpu_enable_command_buffer": ""}).as_text()
-    assert text is not None
+    compiled = compile_for_h200(function, *arguments, options={"xla_gpu_enable_command_buffer": ""})
+    return sorted(launches_of(compiled, loop=loop))
+
+
+def launches_of(compiled: Any, *, loop: bool = False) -> list[str]:
+    """Lists the launches in the order of the program."""
+    text = compiled.as_text()
     begin = re.escape(re.findall(r" while\(.* body=(\S+?),", text)[0]) if loop else "ENTRY"
     (computation,) = re.findall(rf"^{begin} .*?^}}", text, re.DOTALL | re.MULTILINE)
     found = re.findall(r' = (?:\(.*?\)|\S+) ([\w-]+)\((?:.*custom_call_target="jax_grouped_(\w+)")?', computation)
     nothing = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-    return sorted(call or name for name, call in found if name not in nothing)
+    return [call or name for name, call in found if name not in nothing]
 
 
 def step(recipe: Recipe | None) -> Callable[..., Any]:
@@ -72,6 +80,29 @@ def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks()
 def test_a_step_without_a_recipe_converts_a_wider_kernel_once(dtype: str, conversions: list[str]) -> None:
     got = launches(step(None), X, struct((E, K, N), dtype), SIZES, DY)
     assert got == conversions + 3 * ["gemm"]
+
+
+def test_sums_over_devices_run_beside_products() -> None:
+    mesh = jax.sharding.Mesh(np.reshape(h200s(4), (2, 2)), ("data", "model"))
+    specs = P("data", "model"), P(None, "model"), P(), P("data")
+    arguments = [
+        jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=NamedSharding(mesh, spec))
+        for of, spec in zip((X, KERNEL, SIZES, DY), specs, strict=True)
+    ]
+
+    def results(x: Any, kernel: Any, sizes: Any, dy: Any) -> Any:
+        y, pullback = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
+        return y, pullback(dy)
+
+    made = jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""})
+
+    # One fusion makes the sizes of a device's groups. A sum begins after wgrad, and another one after fprop.
+    program = launches_of(made)
+    assert sorted(program) == sorted(
+        [*3 * ["gemm"], *2 * ["all-reduce-start"], *2 * ["all-reduce-done"], "fusion", "partition-id"]
+    )
+    begun = [i for i, of in enumerate(program) if of == "all-reduce-start"]
+    assert any(program[i + 1] == "gemm" for i in begun)
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:

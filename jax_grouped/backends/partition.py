@@ -1,0 +1,326 @@
+"""Operations that XLA splits over the devices of a mesh, under plain `jax.jit` with sharded arrays.
+
+XLA cannot look into a custom call, so it would gather every operand on every device. An `Operation` tells which of its
+dimensions can be split, and what a device computes of its parts. `jax.experimental.custom_partitioning` hands both to
+Shardy, which chooses the shardings. The collectives are the least that these need:
+
+- A dimension that operands and results share is split everywhere. That costs nothing.
+- Results are summed over the parts of a dimension that no result has, with one `psum` or, where only a part of the sum
+  is wanted, one `psum_scatter`.
+- A dimension that cannot be split, or not evenly, is gathered. So is one of two that are split over the same axis.
+
+A program on one device, and one inside `jax.shard_map` or `jax.pmap`, has no trace of all this.
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+
+#: From a device's arrays to its results.
+Local = Callable[..., Sequence[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A dimension of one call: the mesh axes that it is split over, and the number of its parts."""
+
+    axes: tuple[str, ...] = ()
+    parts: int = 1
+
+    def index(self) -> jax.Array | int:
+        """Returns the part that this device has."""
+        return jax.lax.axis_index(self.axes) if self.axes else 0
+
+
+class Operation(abc.ABC):
+    """A function of arrays, and how it can be split. Instances are static: they compare and hash by value.
+
+    Attributes:
+        operands, results: the dimensions of each array, one word for each. Equal words are the same dimension.
+        splittable: the dimensions that can be split. Of two that are split over one axis, the first one stays split.
+        added: position of an operand that is added to the only result, None without one. It has the result's
+            dimensions. Where the result is summed over devices, the local function is called without it.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    splittable: tuple[str, ...]
+    added: int | None = None
+
+    @abc.abstractmethod
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        """Returns the function of one device. Results that have to be summed over devices are its part of the sums."""
+
+    @property
+    def dimensions(self) -> list[str]:
+        """The dimensions of all arrays."""
+        return list(dict.fromkeys(name for array in (*self.operands, *self.results) for name in array.split()))
+
+    def whole(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Returns the results of one device that has everything."""
+        return list(self.local(dict.fromkeys(self.dimensions, Split()))(*arrays))
+
+
+def apply(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns the results of an operation, which XLA can split if the arrays lie on a mesh of several devices."""
+    if _mesh_of([*map(jax.typeof, arrays)]) is None:
+        return operation.whole(*arrays)
+    return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
+
+
+def _mesh_of(avals: Sequence[Any]) -> Any | None:
+    """Returns the mesh of several devices that JAX knows for any of the arrays, if it leaves all axes to XLA."""
+    meshes = [*(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()]
+    known = next((mesh for mesh in meshes if not mesh.empty), None)
+    return known if known is not None and known.size > 1 and {*known.axis_types} == {AxisType.Auto} else None
+
+
+def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
+    """Returns the operation as a jaxpr; as a parameter, it makes JAX tell lowering rules which devices there are."""
+    function = custom_partitioning(lambda *arrays: tuple(operation.whole(*arrays)))
+    of_results = {name for result in operation.results for name in result.split()}
+    # Shardy wants them in the order in which they occur.
+    contracted = [name for name in operation.dimensions if name in operation.splittable and name not in of_results]
+    whole = [name for name in operation.dimensions if name not in operation.splittable]
+    function.def_partition(
+        functools.partial(_partition, operation),
+        sharding_rule=f"{', '.join(operation.operands)} -> {', '.join(operation.results)}",
+        reduction_factors=tuple(contracted),
+        need_replication_factors=tuple(whole),
+    )
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
+
+
+def _partition(
+    operation: Operation, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+    """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
+    named_operands = [*zip(operation.operands, operands, strict=True)]
+    named_results = [*zip(operation.results, results, strict=True)]
+    splits = _splits(operation, mesh, [*named_operands, *named_results])
+
+    def spec(names: str) -> PartitionSpec:
+        return PartitionSpec(*(splits[name].axes or None for name in names.split()))
+
+    sums = [_Sum.of(mesh, names, result, splits) for names, result in named_results]
+    operand_specs = [spec(names) for names in operation.operands]
+    result_specs = [of.scattered(spec(names)) for names, of in zip(operation.results, sums, strict=True)]
+    local = operation.local(splits)
+    added = operation.added if sums[0].exists else None
+    if operation.added is not None:
+        operand_specs[operation.added] = result_specs[0]
+
+    def of_device(*arrays: jax.Array) -> list[jax.Array]:
+        partial = local(*(array for i, array in enumerate(arrays) if i != added))
+        whole = [of(result) for of, result in zip(sums, partial, strict=True)]
+        return whole if added is None else [whole[0] + arrays[added]]
+
+    def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_WITHOUT_LOCATIONS.bind(*arrays, program=jax.make_jaxpr(of_device)(*arrays)))
+
+    def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    return mesh, lower, shardings(result_specs), shardings(operand_specs)
+
+
+def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
+    """Returns how each dimension is split: as the first array that is split along it, if its axes are free.
+
+    They are not if another dimension has them already, or if a result with this dimension is split over them along
+    another one.
+    """
+    splits = dict.fromkeys(operation.dimensions, Split())
+    taken: set[str] = set()
+    results = arrays[len(operation.operands) :]
+    for wanted in operation.splittable:
+        others = {
+            axis
+            for names, array in results
+            if wanted in names.split()
+            for dimension, name in enumerate(names.split())
+            if name != wanted
+            for axis in _axes_of(array.sharding, dimension)
+        }
+        for names, array in arrays:
+            if wanted not in names.split():
+                continue
+            dimension = names.split().index(wanted)
+            axes = _axes_of(array.sharding, dimension)
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if parts > 1 and not (taken | others) & {*axes} and array.shape[dimension] % parts == 0:
+                splits[wanted] = Split(axes, parts)
+                taken |= {*axes}
+                break
+    return splits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """The sum of a result over devices."""
+
+    axes: tuple[str, ...]  # over which every device gets the same
+    scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that the sum is split along, over further axes
+
+    @classmethod
+    def of(cls, mesh: Mesh, names: str, result: Any, splits: Mapping[str, Split]) -> "_Sum":
+        own = names.split()
+        axes = [axis for name, split in splits.items() if name not in own for axis in split.axes]
+        scatters = []
+        for dimension, name in enumerate(own):
+            wanted = _axes_of(result.sharding, dimension)
+            parts = math.prod(mesh.shape[axis] for axis in wanted)
+            if wanted and not splits[name].axes and {*wanted} <= {*axes} and result.shape[dimension] % parts == 0:
+                scatters.append((dimension, wanted))
+                axes = [axis for axis in axes if axis not in wanted]
+        return cls(tuple(axes), tuple(scatters))
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.axes or self.scatters)
+
+    def scattered(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of the sum, from that of the parts."""
+        entries = [*spec]
+        for dimension, axes in self.scatters:
+            entries[dimension] = axes
+        return PartitionSpec(*entries)
+
+    def __call__(self, result: jax.Array) -> jax.Array:
+        for dimension, axes in self.scatters:
+            result = jax.lax.psum_scatter(result, axes, scatter_dimension=dimension, tiled=True)
+        return jax.lax.psum(result, self.axes) if self.axes else result
+
+
+def _axes_of(sharding: Any, dimension: int) -> tuple[str, ...]:
+    """Returns the mesh axes that a dimension is split over; none if the sharding does not name axes."""
+    spec = getattr(sharding, "spec", ())
+    entry = spec[dimension] if dimension < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batched(Operation):
+    """An operation under `jax.vmap`. The batch is one more dimension that can be split."""
+
+    inner: Operation
+    mapped: tuple[bool, ...]  # whether each operand is mapped, along its first axis
+
+    @property
+    def _name(self) -> str:
+        return f"batch{sum(name.startswith('batch') for name in self.inner.dimensions)}"
+
+    @property
+    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(
+            f"{self._name} {names}" if mapped else names
+            for names, mapped in zip(self.inner.operands, self.mapped, strict=True)
+        )
+
+    @property
+    def results(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"{self._name} {names}" for names in self.inner.results)
+
+    @property
+    def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self._name, *self.inner.splittable)
+
+    @property
+    def added(self) -> int | None:  # type: ignore[override]
+        return self.inner.added
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        function = self.inner.local(splits)
+
+        def mapped_function(*arrays: jax.Array) -> Sequence[jax.Array]:
+            given = len(arrays) == len(self.mapped)
+            mapped = [of for i, of in enumerate(self.mapped) if given or i != self.added]
+            return jax.vmap(function, in_axes=tuple(0 if of else None for of in mapped))(*arrays)
+
+        return mapped_function
+
+
+def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation: Operation, program: Any) -> Any:
+    del program
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    mapped = [axis is not None for axis in axes]
+    operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    if operation.added is not None and not mapped[operation.added]:  # It has the dimensions of the result.
+        mapped[operation.added] = True
+        added = operands[operation.added]
+        operands[operation.added] = jnp.broadcast_to(added, (size, *added.shape))
+    results = apply(_Batched(operation, tuple(mapped)), *operands)
+    return results, [0] * len(results)
+
+
+def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
+    """Returns the results' avals, which know the mesh too."""
+    del operation
+    mesh = _mesh_of(avals)
+    assert mesh is not None
+    return [
+        aval.update(sharding=NamedSharding(mesh, PartitionSpec(*(None,) * aval.ndim))) for aval in program.out_avals
+    ]
+
+
+def _refuse_jvp(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError("A partitioned operation has no derivative of its own.")
+
+
+def _impl(*arrays: jax.Array, operation: Operation, program: Any) -> list[jax.Array]:
+    del program
+    with jax.disable_jit(False):
+        return _jitted(operation)(*arrays)
+
+
+@functools.cache
+def _jitted(operation: Operation) -> Callable[..., list[jax.Array]]:
+    return jax.jit(functools.partial(apply, operation))
+
+
+def _lower(ctx: Any, *arrays: Any, operation: Operation, program: Any) -> Any:
+    # A program that is exported stays whole: how this process splits it cannot be written down.
+    whole = ctx.module_context.lowering_parameters.for_export
+    function = operation.whole if whole else jaxpr_as_fun(program)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
+
+
+def _lower_without_locations(ctx: Any, *arrays: Any, program: Any) -> Any:
+    """Lowers the program of one device, and removes the lines of Python from it.
+
+    XLA takes the numbers of their stack frames for those of the program around it. Since JAX 0.11 it can then follow
+    them in a circle for ever, in its pass `propagate-call-metadata`.
+    """
+    results = mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(ctx, *arrays)
+
+    def remove(operation: ir.Operation) -> ir.WalkResult:
+        operation.location = ir.Location.name(_WITHOUT_LOCATIONS.name)
+        return ir.WalkResult.ADVANCE
+
+    ctx.module_context.module.operation.walk(remove)  # It has nothing but this program.
+    return results
+
+
+_WITHOUT_LOCATIONS = Primitive("jax_grouped_without_locations")
+_WITHOUT_LOCATIONS.multiple_results = True
+_WITHOUT_LOCATIONS.def_abstract_eval(lambda *_, program: program.out_avals)
+mlir.register_lowering(_WITHOUT_LOCATIONS, _lower_without_locations)
+
+_PARTITIONED = Primitive("jax_grouped_partitioned")
+_PARTITIONED.multiple_results = True
+_PARTITIONED.def_impl(_impl)
+_PARTITIONED.def_abstract_eval(_results)
+ad.primitive_jvps[_PARTITIONED] = _refuse_jvp
+batching.primitive_batchers[_PARTITIONED] = _batch
+mlir.register_lowering(_PARTITIONED, _lower)

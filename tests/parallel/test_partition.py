@@ -1,0 +1,262 @@
+"""Plain `jax.jit` over sharded arrays: the collectives that XLA makes, and the results of one device."""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests.meshes import mesh_of
+
+GROUPS, TOKENS, IN, OUT = 4, 64, 16, 24
+#: The last tokens are in no group. Parts of 8 and of 16 tokens begin inside groups.
+SIZES = jnp.array([21, 0, 19, 13])
+AXES = {"data": 2, "model": 2}
+WHOLE = P()
+
+
+@pytest.fixture(autouse=True)
+def _backend(backend: str) -> None:
+    """Runs every test of this module on every backend."""
+
+
+@functools.cache
+def operands() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns `x`, whose tail is NaN, a kernel, a bias and the gradient of the result."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (TOKENS, IN)).at[int(SIZES.sum()) :].set(jnp.nan)
+    shapes = (GROUPS, IN, OUT), (GROUPS, OUT), (TOKENS, OUT)
+    return x, *(jax.random.normal(key, shape) for key, shape in zip(keys[1:], shapes, strict=True))
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jg.ragged_dot(x, kernel, SIZES, precision="highest")
+
+
+def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return jg.grouped_dense(x, kernel, SIZES, bias, precision="highest")
+
+
+def gradient_of(argument: int) -> Callable[..., jax.Array]:
+    """Returns the gradient of an argument of `dense`, from all arguments and the result's gradient."""
+
+    def gradient(*arguments: jax.Array) -> jax.Array:
+        *inputs, dy = arguments
+        return jax.vjp(dense, *inputs)[1](dy)[argument]
+
+    return gradient
+
+
+def put(mesh: Mesh, array: Any, spec: P) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def collectives(compiled: Any) -> dict[str, int]:
+    """Counts the collectives of a compiled program, by name."""
+    return Counter(re.findall(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", compiled.as_text()))
+
+
+def run(mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ...], arrays: tuple[jax.Array, ...]) -> Any:
+    """Returns the results of one program and its collectives, after a comparison with one device."""
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    compiled = jax.jit(function).lower(*sharded).compile()
+    results = compiled(*sharded)
+    expected = jax.jit(function)(*arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results, expected)
+    return results, collectives(compiled)
+
+
+class Case(NamedTuple):
+    """Specs of the operands and of the results, and the names of the results that are sums over devices."""
+
+    operands: tuple[P, P, P, P]  # x, kernel, bias, dy
+    results: tuple[P, P, P, P]  # y, dx, dkernel, dbias
+    sums: str
+
+
+BOTH = P(("data", "model"))
+DATA, LAST = P("data"), P(None, "model")
+OUT_OF_KERNEL = P(None, None, "model")
+CASES = {
+    "tokens": Case((DATA, WHOLE, WHOLE, DATA), (DATA, DATA, WHOLE, WHOLE), "dkernel dbias"),
+    "tokens over two axes": Case((BOTH, WHOLE, WHOLE, BOTH), (BOTH, BOTH, WHOLE, WHOLE), "dkernel dbias"),
+    "features out": Case((WHOLE, OUT_OF_KERNEL, LAST, LAST), (LAST, WHOLE, OUT_OF_KERNEL, LAST), "dx"),
+    "features in": Case((LAST, LAST, WHOLE, WHOLE), (WHOLE, LAST, LAST, WHOLE), "y"),
+    "experts": Case((WHOLE, P("model"), WHOLE, WHOLE), (WHOLE, WHOLE, WHOLE, WHOLE), "y dx"),
+    "tokens and features out": Case(
+        (DATA, OUT_OF_KERNEL, LAST, P("data", "model")),
+        (P("data", "model"), DATA, OUT_OF_KERNEL, LAST),
+        "dx dkernel dbias",
+    ),
+    "tokens and features in": Case(
+        (P("data", "model"), LAST, WHOLE, DATA), (DATA, P("data", "model"), LAST, WHOLE), "y dkernel dbias"
+    ),
+    "tokens and experts": Case((DATA, P("model"), WHOLE, DATA), (DATA, DATA, WHOLE, WHOLE), "y dx dkernel dbias"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["y", "dx", "dkernel", "dbias"])
+def test_only_sums_over_shards_are_sent(case: str, name: str) -> None:
+    specs, results, sums = CASES[case]
+    index = ["y", "dx", "dkernel", "dbias"].index(name)
+    mesh = mesh_of(AXES)
+    x, kernel, bias, dy = operands()
+
+    if name == "y":
+        result, sent = run(mesh, product, specs[:2], (x, kernel))
+    else:
+        result, sent = run(mesh, gradient_of(index - 1), specs, (x, kernel, bias, dy))
+
+    assert sent == ({"all-reduce": 1} if name in sums.split() else {})
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, results[index]), result.ndim)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
+def test_weights_that_are_stored_in_parts_are_gathered_and_their_gradients_scattered(spec: P) -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, _, dy = operands()
+
+    def step(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        def of_tokens(array: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P("data")))
+
+        y, pull_back = jax.vjp(lambda x, kernel: of_tokens(product(of_tokens(x), kernel)), x, kernel)
+        dx, dkernel = pull_back(dy)
+        return y, dx, jax.lax.with_sharding_constraint(dkernel, NamedSharding(mesh, spec))
+
+    (y, dx, dkernel), sent = run(mesh, step, (P("data"), spec, P("data")), (x, kernel, dy))
+
+    assert sent["reduce-scatter"] == 1
+    assert 1 <= sent["all-gather"] <= 2  # The same copy serves both passes, if XLA sees that.
+    assert {*sent} == {"all-gather", "reduce-scatter"}
+    for array, expected in ((y, P("data")), (dx, P("data")), (dkernel, spec)):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, expected), array.ndim)
+
+
+def test_a_batch_is_split_like_any_dimension() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+    batch = jnp.stack([x, 2 * x])
+
+    _, none = run(mesh, jax.vmap(product, in_axes=(0, None)), (P("data", "model"), WHOLE), (batch, kernel))
+    assert not none
+
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jax.vmap(product)(x, kernel)))
+
+    kernels = jnp.stack([kernel, -kernel])
+    _, sums = run(mesh, jax.grad(loss, argnums=1), (P(None, "model"), P("data")), (batch, kernels))
+    assert sums == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_accumulator_is_added_once(batched: bool) -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, _, dy = operands()
+    x = jnp.nan_to_num(x)
+    accumulator = 10 * jnp.ones((GROUPS, IN, OUT))
+
+    def accumulate(x: jax.Array, dy: jax.Array, accumulator: jax.Array) -> jax.Array:
+        def result(kernel: jax.Array) -> jax.Array:
+            return jg.grouped_dense(x, kernel, SIZES, dkernel_accumulator=accumulator, precision="highest")
+
+        return jax.vjp(result, kernel)[1](dy)[0]
+
+    function = jax.vmap(accumulate, in_axes=(0, 0, None)) if batched else accumulate
+    arrays = (x, dy, accumulator)
+    specs = (P("data"), P("data"), WHOLE)
+    if batched:
+        arrays = (jnp.stack([x, 2 * x]), jnp.stack([dy, dy]), accumulator)
+        specs = (P(None, "data"), P(None, "data"), WHOLE)
+
+    _, sent = run(mesh, function, specs, arrays)
+
+    assert sent == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("offset", [-3, 1, 2, 9])
+def test_an_offset_counts_from_the_first_kernel_of_all(offset: int) -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+
+    def part(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        sizes = jnp.concatenate([SIZES, SIZES // 9])
+        return jg.ragged_dot(x, kernel, sizes, group_offset=jnp.int32(offset), precision="highest")
+
+    run(mesh, part, (P("data"), P("model")), (x, kernel))
+
+
+def test_hostile_sizes_give_what_one_device_gives() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+    x = jnp.nan_to_num(x)
+    largest = np.iinfo(np.int32).max
+    for sizes in ([largest, 1, largest, 5], [-7, 30, np.iinfo(np.int32).min, largest], [0, 0, 0, 0]):
+        run(mesh, functools.partial(jg.ragged_dot, group_sizes=jnp.array(sizes)), (BOTH, WHOLE), (x, kernel))
+
+
+def test_what_cannot_be_divided_evenly_is_gathered() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+
+    def uneven(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        rows = jax.lax.with_sharding_constraint(x[:63], NamedSharding(mesh, P("data")))
+        return product(rows, kernel)
+
+    run(mesh, uneven, (WHOLE, WHOLE), (x, kernel))
+
+
+@pytest.mark.parametrize("transform", ["second order", "remat", "scan", "nested jit", "disable_jit"])
+def test_transformed_programs_are_split_too(transform: str) -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+    x = jnp.nan_to_num(x)
+    loss = lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel)))  # noqa: E731
+
+    def repeated(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        step = lambda total, _: (total + loss(x * total, kernel), None)  # noqa: E731
+        return jax.lax.scan(step, jnp.float32(0.5), length=2)[0]
+
+    functions: dict[str, Callable[..., Any]] = {
+        "second order": jax.grad(lambda x, kernel: jnp.sum(jax.grad(loss, argnums=1)(x, kernel) ** 2), argnums=(0, 1)),
+        "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1)),
+        "scan": jax.grad(repeated, argnums=(0, 1)),
+        "nested jit": jax.grad(jax.jit(loss), argnums=(0, 1)),
+    }
+    if transform == "disable_jit":
+        with jax.disable_jit():
+            result = product(put(mesh, x, P("data")), kernel)
+        np.testing.assert_allclose(result, product(x, kernel), rtol=1e-5, atol=1e-5)
+        return
+    _, sent = run(mesh, functions[transform], (P("data"), WHOLE), (x, kernel))
+    assert {*sent} == {"all-reduce"}
+
+
+def test_an_exported_program_is_whole_and_runs() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+    arguments = put(mesh, x, P("data")), put(mesh, kernel, WHOLE)
+
+    exported = export.deserialize(export.export(jax.jit(product))(*arguments).serialize())
+
+    np.testing.assert_allclose(exported.call(*arguments), product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mesh_that_is_set_is_enough() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+    sharded = NamedSharding(mesh, P("data"))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(product, in_shardings=(sharded, None)).lower(x, kernel).compile()
+
+    assert not collectives(compiled)
