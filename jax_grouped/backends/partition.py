@@ -5,8 +5,8 @@ dimensions can be split, and what a device computes of its parts. `jax.experimen
 Shardy, which chooses the shardings. The collectives are the least that these need:
 
 - A dimension that operands and results share is split everywhere. That costs nothing.
-- Results are summed over the parts of a dimension that no result has, with one `psum` or, where only a part of the sum
-  is wanted, one `psum_scatter`.
+- A result of parts of another dimension is summed over them with one `psum` or, where only a part of the sum is
+  wanted, one `psum_scatter`; a largest value is found with one `pmax`.
 - A dimension that cannot be split, or not evenly, is gathered. So is one of two that are split over the same axis.
 
 A program on one device, and one inside `jax.shard_map` or `jax.pmap`, has no trace of all this.
@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,29 +43,47 @@ class Split:
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result: its dimensions, those that it is reduced over, and how."""
+
+    dimensions: str
+    over: str = ""
+    how: Literal["sum", "max"] = "sum"
+
+
 class Operation(abc.ABC):
     """A function of arrays, and how it can be split. Instances are static: they compare and hash by value.
 
+    Dimensions of an array are words in one string. Equal words are the same dimension.
+
     Attributes:
-        operands, results: the dimensions of each array, one word for each. Equal words are the same dimension.
+        operands: the dimensions of each operand.
+        results: the results.
         splittable: the dimensions that can be split. Of two that are split over one axis, the first one stays split.
-        added: position of an operand that is added to the only result, None without one. It has the result's
-            dimensions. Where the result is summed over devices, the local function is called without it.
+        added: positions of an operand, and of a result to which it is added, None without one. Both have the same
+            dimensions. Where the result is summed over devices, the local function is called without the operand.
     """
 
     operands: tuple[str, ...]
-    results: tuple[str, ...]
+    results: tuple[Result, ...]
     splittable: tuple[str, ...]
-    added: int | None = None
+    added: tuple[int, int] | None = None
 
     @abc.abstractmethod
     def local(self, splits: Mapping[str, Split]) -> Local:
-        """Returns the function of one device. Results that have to be summed over devices are its part of the sums."""
+        """Returns the function of one device. Results that have to be reduced over devices are those of its parts."""
+
+    def grain(self, dimension: str) -> int:
+        """Returns the number that the size of a part is a multiple of."""
+        del dimension
+        return 1
 
     @property
     def dimensions(self) -> list[str]:
         """The dimensions of all arrays."""
-        return list(dict.fromkeys(name for array in (*self.operands, *self.results) for name in array.split()))
+        arrays = (*self.operands, *(result.dimensions for result in self.results))
+        return list(dict.fromkeys(name for array in arrays for name in array.split()))
 
     def whole(self, *arrays: jax.Array) -> list[jax.Array]:
         """Returns the results of one device that has everything."""
@@ -74,13 +92,17 @@ class Operation(abc.ABC):
 
 def apply(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
     """Returns the results of an operation, which XLA can split if the arrays lie on a mesh of several devices."""
-    if _mesh_of([*map(jax.typeof, arrays)]) is None:
+    if not lie_on_mesh(*arrays):
         return operation.whole(*arrays)
     return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
 
 
+def lie_on_mesh(*arrays: jax.Array) -> bool:
+    """Tells whether JAX knows a mesh of several devices for any of the arrays, if it leaves all axes to XLA."""
+    return _mesh_of([*map(jax.typeof, arrays)]) is not None
+
+
 def _mesh_of(avals: Sequence[Any]) -> Any | None:
-    """Returns the mesh of several devices that JAX knows for any of the arrays, if it leaves all axes to XLA."""
     meshes = [*(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()]
     known = next((mesh for mesh in meshes if not mesh.empty), None)
     return known if known is not None and known.size > 1 and {*known.axis_types} == {AxisType.Auto} else None
@@ -88,14 +110,15 @@ def _mesh_of(avals: Sequence[Any]) -> Any | None:
 
 def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     """Returns the operation as a jaxpr; as a parameter, it makes JAX tell lowering rules which devices there are."""
-    function = custom_partitioning(lambda *arrays: tuple(operation.whole(*arrays)))
-    of_results = {name for result in operation.results for name in result.split()}
+    function = custom_partitioning(lambda *arrays: _call(operation.whole, *arrays, keeps_locations=True))
+    results = [result.dimensions for result in operation.results]
+    of_results = {name for result in results for name in result.split()}
     # Shardy wants them in the order in which they occur.
     contracted = [name for name in operation.dimensions if name in operation.splittable and name not in of_results]
     whole = [name for name in operation.dimensions if name not in operation.splittable]
     function.def_partition(
         functools.partial(_partition, operation),
-        sharding_rule=f"{', '.join(operation.operands)} -> {', '.join(operation.results)}",
+        sharding_rule=f"{', '.join(operation.operands)} -> {', '.join(results)}",
         reduction_factors=tuple(contracted),
         need_replication_factors=tuple(whole),
     )
@@ -107,27 +130,31 @@ def _partition(
 ) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
     named_operands = [*zip(operation.operands, operands, strict=True)]
-    named_results = [*zip(operation.results, results, strict=True)]
+    named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
     splits = _splits(operation, mesh, [*named_operands, *named_results])
 
     def spec(names: str) -> PartitionSpec:
         return PartitionSpec(*(splits[name].axes or None for name in names.split()))
 
-    sums = [_Sum.of(mesh, names, result, splits) for names, result in named_results]
+    reductions = [_Reduction.of(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
     operand_specs = [spec(names) for names in operation.operands]
-    result_specs = [of.scattered(spec(names)) for names, of in zip(operation.results, sums, strict=True)]
+    result_specs = [of.scattered(spec(names)) for (names, _), of in zip(named_results, reductions, strict=True)]
     local = operation.local(splits)
-    added = operation.added if sums[0].exists else None
-    if operation.added is not None:
-        operand_specs[operation.added] = result_specs[0]
+    added, to = operation.added or (None, 0)
+    if added is not None:
+        operand_specs[added] = result_specs[to]
+        if not reductions[to].exists:
+            added = None  # The local function adds it.
 
     def of_device(*arrays: jax.Array) -> list[jax.Array]:
         partial = local(*(array for i, array in enumerate(arrays) if i != added))
-        whole = [of(result) for of, result in zip(sums, partial, strict=True)]
-        return whole if added is None else [whole[0] + arrays[added]]
+        whole = [of(result) for of, result in zip(reductions, partial, strict=True)]
+        if added is not None:
+            whole[to] += arrays[added]
+        return whole
 
     def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_WITHOUT_LOCATIONS.bind(*arrays, program=jax.make_jaxpr(of_device)(*arrays)))
+        return _call(of_device, *arrays, keeps_locations=False)
 
     def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)
@@ -159,7 +186,8 @@ def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]])
             dimension = names.split().index(wanted)
             axes = _axes_of(array.sharding, dimension)
             parts = math.prod(mesh.shape[axis] for axis in axes)
-            if parts > 1 and not (taken | others) & {*axes} and array.shape[dimension] % parts == 0:
+            divides = array.shape[dimension] % (parts * operation.grain(wanted)) == 0
+            if parts > 1 and divides and not (taken | others) & {*axes}:
                 splits[wanted] = Split(axes, parts)
                 taken |= {*axes}
                 break
@@ -167,31 +195,32 @@ def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sum:
-    """The sum of a result over devices."""
+class _Reduction:
+    """The reduction of a result over devices."""
 
+    how: Literal["sum", "max"]
     axes: tuple[str, ...]  # over which every device gets the same
-    scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that the sum is split along, over further axes
+    scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that a sum is split along, over further axes
 
     @classmethod
-    def of(cls, mesh: Mesh, names: str, result: Any, splits: Mapping[str, Split]) -> "_Sum":
-        own = names.split()
-        axes = [axis for name, split in splits.items() if name not in own for axis in split.axes]
+    def of(cls, mesh: Mesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
+        axes = [axis for name in result.over.split() for axis in splits[name].axes]
         scatters = []
-        for dimension, name in enumerate(own):
-            wanted = _axes_of(result.sharding, dimension)
+        for dimension, name in enumerate(result.dimensions.split()):
+            wanted = _axes_of(array.sharding, dimension)
             parts = math.prod(mesh.shape[axis] for axis in wanted)
-            if wanted and not splits[name].axes and {*wanted} <= {*axes} and result.shape[dimension] % parts == 0:
+            free = result.how == "sum" and not splits[name].axes and {*wanted} <= {*axes}
+            if wanted and free and array.shape[dimension] % parts == 0:
                 scatters.append((dimension, wanted))
                 axes = [axis for axis in axes if axis not in wanted]
-        return cls(tuple(axes), tuple(scatters))
+        return cls(result.how, tuple(axes), tuple(scatters))
 
     @property
     def exists(self) -> bool:
         return bool(self.axes or self.scatters)
 
     def scattered(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec of the sum, from that of the parts."""
+        """Returns the spec of the whole, from that of the parts."""
         entries = [*spec]
         for dimension, axes in self.scatters:
             entries[dimension] = axes
@@ -200,7 +229,9 @@ class _Sum:
     def __call__(self, result: jax.Array) -> jax.Array:
         for dimension, axes in self.scatters:
             result = jax.lax.psum_scatter(result, axes, scatter_dimension=dimension, tiled=True)
-        return jax.lax.psum(result, self.axes) if self.axes else result
+        if not self.axes:
+            return result
+        return (jax.lax.psum if self.how == "sum" else jax.lax.pmax)(result, self.axes)
 
 
 def _axes_of(sharding: Any, dimension: int) -> tuple[str, ...]:
@@ -229,23 +260,28 @@ class _Batched(Operation):
         )
 
     @property
-    def results(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(f"{self._name} {names}" for names in self.inner.results)
+    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
+        return tuple(
+            dataclasses.replace(result, dimensions=f"{self._name} {result.dimensions}") for result in self.inner.results
+        )
 
     @property
     def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self._name, *self.inner.splittable)
 
     @property
-    def added(self) -> int | None:  # type: ignore[override]
+    def added(self) -> tuple[int, int] | None:  # type: ignore[override]
         return self.inner.added
+
+    def grain(self, dimension: str) -> int:
+        return self.inner.grain(dimension)
 
     def local(self, splits: Mapping[str, Split]) -> Local:
         function = self.inner.local(splits)
 
         def mapped_function(*arrays: jax.Array) -> Sequence[jax.Array]:
             given = len(arrays) == len(self.mapped)
-            mapped = [of for i, of in enumerate(self.mapped) if given or i != self.added]
+            mapped = [of for i, of in enumerate(self.mapped) if given or self.added is None or i != self.added[0]]
             return jax.vmap(function, in_axes=tuple(0 if of else None for of in mapped))(*arrays)
 
         return mapped_function
@@ -256,10 +292,9 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     mapped = [axis is not None for axis in axes]
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
-    if operation.added is not None and not mapped[operation.added]:  # It has the dimensions of the result.
-        mapped[operation.added] = True
-        added = operands[operation.added]
-        operands[operation.added] = jnp.broadcast_to(added, (size, *added.shape))
+    if operation.added is not None and not mapped[i := operation.added[0]]:  # It has the dimensions of the result.
+        mapped[i] = True
+        operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
     results = apply(_Batched(operation, tuple(mapped)), *operands)
     return results, [0] * len(results)
 
@@ -296,26 +331,33 @@ def _lower(ctx: Any, *arrays: Any, operation: Operation, program: Any) -> Any:
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
 
-def _lower_without_locations(ctx: Any, *arrays: Any, program: Any) -> Any:
-    """Lowers the program of one device, and removes the lines of Python from it.
+def _call(function: Local, *arrays: jax.Array, keeps_locations: bool) -> tuple[jax.Array, ...]:
+    """Calls a function in one step of a jaxpr, to which its constants belong: `custom_partitioning` takes none."""
+    program = jax.make_jaxpr(function)(*arrays)
+    return tuple(_CALL.bind(*arrays, program=program, keeps_locations=keeps_locations))
 
-    XLA takes the numbers of their stack frames for those of the program around it. Since JAX 0.11 it can then follow
-    them in a circle for ever, in its pass `propagate-call-metadata`.
+
+def _lower_call(ctx: Any, *arrays: Any, program: Any, keeps_locations: bool) -> Any:
+    """Lowers the program. If asked to, removes the lines of Python from it and from all of the module.
+
+    XLA takes the numbers of a partitioned program's stack frames for those of the program around it. Since JAX 0.11 it
+    can then follow them in a circle for ever, in its pass `propagate-call-metadata`.
     """
     results = mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(ctx, *arrays)
 
     def remove(operation: ir.Operation) -> ir.WalkResult:
-        operation.location = ir.Location.name(_WITHOUT_LOCATIONS.name)
+        operation.location = ir.Location.name(_CALL.name)
         return ir.WalkResult.ADVANCE
 
-    ctx.module_context.module.operation.walk(remove)  # It has nothing but this program.
+    if not keeps_locations:
+        ctx.module_context.module.operation.walk(remove)  # The module of a device has nothing but this program.
     return results
 
 
-_WITHOUT_LOCATIONS = Primitive("jax_grouped_without_locations")
-_WITHOUT_LOCATIONS.multiple_results = True
-_WITHOUT_LOCATIONS.def_abstract_eval(lambda *_, program: program.out_avals)
-mlir.register_lowering(_WITHOUT_LOCATIONS, _lower_without_locations)
+_CALL = Primitive("jax_grouped_call")
+_CALL.multiple_results = True
+_CALL.def_abstract_eval(lambda *_, program, **__: program.out_avals)
+mlir.register_lowering(_CALL, _lower_call)
 
 _PARTITIONED = Primitive("jax_grouped_partitioned")
 _PARTITIONED.multiple_results = True

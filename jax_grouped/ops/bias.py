@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.partition import Local, Operation, Split, apply
+from jax_grouped.backends.partition import Local, Operation, Result, Split, apply
 from jax_grouped.core.groups import Groups, group_rows, row_groups
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, own_groups
@@ -58,7 +58,7 @@ class _BiasGrad(Operation):
     num_groups: int
     dtype: jnp.dtype
     operands = ("t n", *GROUP_DIMENSIONS)
-    results = ("e n",)
+    results = (Result("e n", over="t"),)
     splittable = ("t", "e", "n")
 
     def local(self, splits: Mapping[str, Split]) -> Local:

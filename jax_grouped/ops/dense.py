@@ -19,6 +19,7 @@ from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
+from jax_grouped.ops import dense_on_mesh
 from jax_grouped.ops.bias import add_bias, bias_grad
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import Operand, gemm, gradient_type
@@ -131,20 +132,41 @@ class Saved(NamedTuple):
     dkernel_accumulator: jax.Array | None
 
 
+class SavedOnMesh(NamedTuple):
+    """Residuals of a pass that XLA splits over devices. Those of `dgrad` have no operands, which are made later."""
+
+    inputs: Inputs
+    residuals: DenseResiduals
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
+    if dense_on_mesh.is_split(inputs, spec):
+        return dense_on_mesh.fprop(inputs, spec, _scales(spec, inputs.weights.fp8_state))[0]
     return fprop(inputs, spec, for_gradients=False)[0]
 
 
-def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved]:
+def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved | SavedOnMesh]:
     inputs = primal_values(primals)
+    if dense_on_mesh.is_split(inputs, spec):
+        state = inputs.weights.fp8_state
+        y, amax = dense_on_mesh.fprop(inputs, spec, _scales(spec, state))
+        return y, SavedOnMesh(inputs, DenseResiduals(None, None, inputs.groups, state, amax, spec))
     y, residuals = fprop(inputs, spec, for_gradients=True)
     return y, save(inputs, residuals)
 
 
-def _backward(spec: DenseSpec, saved: Saved, dy: Any) -> tuple[Any]:
-    del spec
-    return (gradients(saved, None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy),)
+def _backward(spec: DenseSpec, saved: Saved | SavedOnMesh, dy: Any) -> tuple[Any]:
+    dy = None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy
+    if not isinstance(saved, SavedOnMesh):
+        return (gradients(saved, dy),)
+    inputs, residuals = saved
+    if dy is None:
+        return (gradients(Saved(residuals, inputs.weights.dkernel_accumulator), dy),)
+    of = dense_on_mesh.gradients(inputs, spec, _scales(spec, residuals.fp8_state), dy)
+    # None stands for a zero gradient, even of arguments that are never None.
+    weights = Weights(of.kernel, bias=of.bias, fp8_state=next_state(residuals, of.amax))
+    return (Inputs(of.x, weights, None),)  # type: ignore[arg-type]
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)

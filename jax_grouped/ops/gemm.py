@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.partition import Local, Operation, Split, apply
+from jax_grouped.backends.partition import Local, Operation, Result, Split, apply
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups, part_sizes
@@ -104,20 +104,21 @@ class _PlainProduct(Operation):
     @property
     def operands(self) -> tuple[str, ...]:  # type: ignore[override]
         a, b = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}[self.spec.product]
-        return a, b, *GROUP_DIMENSIONS, *self.results[: self.accumulates]
+        accumulators = ["e k n"] * self.accumulates
+        return a, b, *GROUP_DIMENSIONS, *accumulators
 
     @property
-    def results(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ({"fprop": "t n", "dgrad": "t k", "wgrad": "e k n"}[self.spec.product],)
+    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
+        return (RESULTS[self.spec.product],)
 
     @property
     def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
         # Dimensions of the result go before those that it is summed over, and tokens before all.
-        return tuple(dict.fromkeys(["t", *self.results[0].split(), "e", "k", "n"]))
+        return tuple(dict.fromkeys(["t", *self.results[0].dimensions.split(), "e", "k", "n"]))
 
     @property
-    def added(self) -> int | None:  # type: ignore[override]
-        return 4 if self.accumulates else None
+    def added(self) -> tuple[int, int] | None:  # type: ignore[override]
+        return (4, 0) if self.accumulates else None
 
     def local(self, splits: Mapping[str, Split]) -> Local:
         num_groups = self.spec.num_groups // splits["e"].parts
@@ -132,6 +133,12 @@ class _PlainProduct(Operation):
 
 #: Dimensions of the arrays of `Groups`, which are not split.
 GROUP_DIMENSIONS = ("g", "o")
+#: Results of products. A kernel adds nothing to tokens of other groups.
+RESULTS = {
+    "fprop": Result("t n", over="k e"),
+    "dgrad": Result("t k", over="n e"),
+    "wgrad": Result("e k n", over="t"),
+}
 
 
 def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_groups: int) -> Groups:

@@ -82,7 +82,8 @@ def test_a_step_without_a_recipe_converts_a_wider_kernel_once(dtype: str, conver
     assert got == conversions + 3 * ["gemm"]
 
 
-def test_sums_over_devices_run_beside_products() -> None:
+@pytest.mark.parametrize(("recipe", "quantizations"), [(None, 0), (BLOCK, 5)], ids=["bf16", "block"])
+def test_sums_over_devices_run_beside_products(recipe: Recipe | None, quantizations: int) -> None:
     mesh = jax.sharding.Mesh(np.reshape(h200s(4), (2, 2)), ("data", "model"))
     specs = P("data", "model"), P(None, "model"), P(), P("data")
     arguments = [
@@ -90,19 +91,14 @@ def test_sums_over_devices_run_beside_products() -> None:
         for of, spec in zip((X, KERNEL, SIZES, DY), specs, strict=True)
     ]
 
-    def results(x: Any, kernel: Any, sizes: Any, dy: Any) -> Any:
-        y, pullback = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
-        return y, pullback(dy)
+    made = jax.jit(step(recipe)).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""})
 
-    made = jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""})
-
-    # One fusion makes the sizes of a device's groups. A sum begins after wgrad, and another one after fprop.
+    # One fusion makes the sizes of a device's groups.
     program = launches_of(made)
-    assert sorted(program) == sorted(
-        [*3 * ["gemm"], *2 * ["all-reduce-start"], *2 * ["all-reduce-done"], "fusion", "partition-id"]
-    )
+    sums = ["all-reduce-start", "all-reduce-done"] * 2
+    assert sorted(program) == sorted([*["gemm"] * 3, *["quantize"] * quantizations, *sums, "fusion", "partition-id"])
     begun = [i for i, of in enumerate(program) if of == "all-reduce-start"]
-    assert any(program[i + 1] == "gemm" for i in begun)
+    assert any(program[i + 1] in {"gemm", "quantize"} for i in begun)
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:

@@ -260,3 +260,95 @@ def test_a_mesh_that_is_set_is_enough() -> None:
         compiled = jax.jit(product, in_shardings=(sharded, None)).lower(x, kernel).compile()
 
     assert not collectives(compiled)
+
+
+RECIPES = {
+    "block": (jg.Float8BlockScaling(), 1e-5),
+    "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
+    "delayed": (jg.DelayedScaling(amax_history_len=4), 1e-5),
+    "mxfp8": (jg.MXFP8BlockScaling(), 1e-5),
+}
+
+
+def step_in_fp8(
+    recipe: jg.Recipe, x: Any, kernel: Any, bias: Any, dy: Any, state: Any, accumulator: Any = None, cache: Any = None
+) -> Any:
+    def result(x: Any, kernel: Any, bias: Any, state: Any) -> jax.Array:
+        more = dict(recipe=recipe, fp8_state=state, dkernel_accumulator=accumulator, kernel_cache=cache)
+        return jg.grouped_dense(x, kernel, SIZES, bias, **more)
+
+    y, pull_back = jax.vjp(result, x, kernel, bias, state)
+    return y, *pull_back(dy)
+
+
+@functools.cache
+def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(1), 4)
+    shapes = (TOKENS, features), (GROUPS, features, 512), (GROUPS, 512), (TOKENS, 512)
+    x, *others = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return x.at[int(SIZES.sum()) :].set(jnp.nan), *others
+
+
+def assert_close(got: Any, expected: Any, bound: float) -> None:
+    for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), strict=True):
+        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("case", ["tokens", "features out", "features in", "experts", "tokens and features in"])
+def test_steps_in_fp8_send_sums_and_maxima(name: str, case: str) -> None:
+    recipe, bound = RECIPES[name]
+    mesh = mesh_of(AXES)
+    arrays = operands_of_fp8()
+    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    step = jax.jit(functools.partial(step_in_fp8, recipe))
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, CASES[case].operands, strict=True)]
+    sharded.append(put(mesh, state, WHOLE))
+
+    compiled = step.lower(*sharded).compile()
+    results = compiled(*sharded)
+
+    assert {*collectives(compiled)} <= {"all-reduce"}
+    assert_close(results, step(*arrays, state), bound)
+    for array, spec in zip(results[:2], CASES[case].results[:2], strict=True):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_features_are_gathered_where_their_parts_would_have_other_scales() -> None:
+    mesh = mesh_of(AXES)
+    arrays = operands_of_fp8(features=192)  # Parts of 96 do not consist of blocks of 128.
+    step = jax.jit(functools.partial(step_in_fp8, RECIPES["block"][0]))
+    specs = CASES["features in"].operands
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+    assert "all-gather" in collectives(step.lower(*sharded, None).compile())
+    assert_close(step(*sharded, None), step(*arrays, None), 1e-5)
+
+
+def test_steps_in_fp8_add_to_an_accumulator_and_read_a_cache() -> None:
+    mesh = mesh_of(AXES)
+    recipe, bound = RECIPES["block"]
+    arrays = operands_of_fp8()
+    accumulator = jnp.full((GROUPS, 256, 512), 10.0)
+    step = jax.jit(functools.partial(step_in_fp8, recipe))
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, CASES["tokens"].operands, strict=True)]
+
+    compiled = step.lower(*sharded, None, accumulator).compile()
+    assert {*collectives(compiled)} == {"all-reduce"}
+    assert_close(step(*sharded, None, accumulator), step(*arrays, None, accumulator), bound)
+
+    cache = jg.quantize_kernel(arrays[1], recipe)
+    assert_close(step(*sharded, None, None, cache), step(*arrays, None, None, cache), bound)
+
+
+def test_a_batch_in_fp8_is_split() -> None:
+    mesh = mesh_of(AXES)
+    recipe, bound = RECIPES["delayed"]
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jg.Fp8State.initial(recipe, GROUPS))
+    arrays = [jnp.stack([array, 0.5 * array]) for array in operands_of_fp8()]
+    step = jax.jit(jax.vmap(functools.partial(step_in_fp8, recipe)))
+    specs = P("data", "model"), P("data"), P("data"), P("data", "model")
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+    assert {*collectives(step.lower(*sharded, state).compile())} == {"all-reduce"}
+    assert_close(step(*sharded, state), step(*arrays, state), bound)
