@@ -17,15 +17,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
+
+from jax_grouped.backends.primitives import refuse_derivatives
 
 #: From a device's arrays to its results.
 Local = Callable[..., Sequence[jax.Array]]
@@ -98,14 +100,16 @@ def apply(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def lie_on_mesh(*arrays: jax.Array) -> bool:
-    """Tells whether JAX knows a mesh of several devices for any of the arrays, if it leaves all axes to XLA."""
+    """Tells whether JAX knows one mesh of several devices for the arrays, and leaves all axes to XLA."""
     return _mesh_of([*map(jax.typeof, arrays)]) is not None
 
 
 def _mesh_of(avals: Sequence[Any]) -> Any | None:
-    meshes = [*(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()]
-    known = next((mesh for mesh in meshes if not mesh.empty), None)
-    return known if known is not None and known.size > 1 and {*known.axis_types} == {AxisType.Auto} else None
+    meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
+    if len(meshes) > 1:  # JAX refuses to partition a program with several.
+        return None
+    mesh = meshes.pop() if meshes else jax.sharding.get_abstract_mesh()
+    return mesh if mesh.size > 1 and {*mesh.axis_types} == {AxisType.Auto} else None
 
 
 def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
@@ -303,14 +307,11 @@ def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
     """Returns the results' avals, which know the mesh too."""
     del operation
     mesh = _mesh_of(avals)
-    assert mesh is not None
+    if mesh is None:  # It was set while the program was traced, and no longer is.
+        return program.out_avals
     return [
         aval.update(sharding=NamedSharding(mesh, PartitionSpec(*(None,) * aval.ndim))) for aval in program.out_avals
     ]
-
-
-def _refuse_jvp(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError("A partitioned operation has no derivative of its own.")
 
 
 def _impl(*arrays: jax.Array, operation: Operation, program: Any) -> list[jax.Array]:
@@ -363,6 +364,6 @@ _PARTITIONED = Primitive("jax_grouped_partitioned")
 _PARTITIONED.multiple_results = True
 _PARTITIONED.def_impl(_impl)
 _PARTITIONED.def_abstract_eval(_results)
-ad.primitive_jvps[_PARTITIONED] = _refuse_jvp
+refuse_derivatives(_PARTITIONED)
 batching.primitive_batchers[_PARTITIONED] = _batch
 mlir.register_lowering(_PARTITIONED, _lower)

@@ -92,13 +92,7 @@ def _define(
 
     primitive.def_impl(impl)
 
-    def jvp(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{primitive.name} has no derivative of its own: ragged_dot and grouped_dense have gradients, in reverse "
-            "mode, which are of first order with a recipe or a dkernel_accumulator; quantization has none."
-        )
-
-    ad.primitive_jvps[primitive] = jvp
+    refuse_derivatives(primitive)
 
     @functools.cache
     def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
@@ -158,6 +152,18 @@ def _define(
         partial_eval.dce_rules[primitive] = dce_rule
 
     return primitive
+
+
+def refuse_derivatives(primitive: Primitive) -> None:
+    """Makes the primitive raise when it is differentiated."""
+
+    def jvp(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{primitive.name} has no derivative of its own: ragged_dot and grouped_dense have gradients, in reverse "
+            "mode, which are of first order with a recipe or a dkernel_accumulator; quantization has none."
+        )
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def common_params(operands: Sequence[jax.Array]) -> dict[str, Any]:

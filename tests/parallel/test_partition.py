@@ -262,6 +262,41 @@ def test_a_mesh_that_is_set_is_enough() -> None:
     assert not collectives(compiled)
 
 
+def test_arrays_on_two_meshes_are_multiplied() -> None:
+    x, kernel, *_ = operands()
+    arguments = put(mesh_of({"data": 4}), x, P("data")), put(mesh_of({"rows": 2, "columns": 2}), kernel, P("rows"))
+
+    np.testing.assert_allclose(jax.jit(product)(*arguments), product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_a_jaxpr_runs_without_the_mesh_that_was_set_for_it() -> None:
+    x, kernel, *_ = operands()
+    with jax.set_mesh(mesh_of(AXES)):
+        jaxpr = jax.make_jaxpr(product)(x, kernel)
+
+    (y,) = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, x, kernel)
+    np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_no_derivative_says_the_same_with_and_without_a_mesh() -> None:
+    mesh = mesh_of(AXES)
+    x, kernel, *_ = operands()
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jg.grouped_dense_fwd(x, kernel, SIZES, precision="highest")[0])
+
+    jax.grad(loss)(put(mesh, x, P("data")))  # Without a recipe there is one.
+    with pytest.raises(NotImplementedError, match="has no derivative of its own: ragged_dot and grouped_dense"):
+        jax.grad(lambda kernel: jnp.sum(accumulated(put(mesh, x, P("data")), kernel)))(kernel)
+
+
+def accumulated(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns a gradient that was added to an accumulator, which has no further derivative."""
+    accumulator = jnp.zeros_like(kernel)
+    dense = functools.partial(jg.grouped_dense, dkernel_accumulator=accumulator, precision="highest")
+    return jax.grad(lambda kernel: jnp.sum(jnp.sin(dense(jnp.nan_to_num(x), kernel, SIZES))))(kernel)
+
+
 RECIPES = {
     "block": (jg.Float8BlockScaling(), 1e-5),
     "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
