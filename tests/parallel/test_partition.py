@@ -387,3 +387,21 @@ def test_a_batch_in_fp8_is_split() -> None:
 
     assert {*collectives(step.lower(*sharded, state).compile())} == {"all-reduce"}
     assert_close(step(*sharded, state), step(*arrays, state), bound)
+
+
+@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling(), jg.DelayedScaling()], ids=repr)
+def test_a_training_step_of_a_layer_is_split(recipe: jg.Recipe | None) -> None:
+    mesh = mesh_of(AXES)
+    x, _, _, targets = operands_of_fp8()
+    x = jnp.nan_to_num(x)
+    layer = jg.linen.GroupedDense(512, GROUPS, recipe=recipe, use_bias=True)
+    variables = layer.init(jax.random.key(2), x, SIZES)
+
+    def loss(variables: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+        return jnp.mean((layer.apply(variables, x, SIZES) - targets) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    sharded = put(mesh, variables, WHOLE), put(mesh, x, DATA), put(mesh, targets, DATA)
+
+    assert {*collectives(step.lower(*sharded).compile())} == {"all-reduce"}
+    assert_close(step(*sharded), step(variables, x, targets), 1e-4)
