@@ -15,16 +15,17 @@ A program on one device, and one inside `jax.shard_map` or `jax.pmap`, has no tr
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from jax_grouped.backends.primitives import refuse_derivatives
@@ -92,8 +93,19 @@ class Operation(abc.ABC):
         return list(self.local(dict.fromkeys(self.dimensions, Split()))(*arrays))
 
 
-def apply(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the results of an operation, which XLA can split if the arrays lie on a mesh of several devices."""
+def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec | None] = (None,)) -> list[jax.Array]:
+    """Returns the results of an operation, which XLA can split if the arrays lie on a mesh of several devices.
+
+    Arrays whose types are sharded, over mesh axes of type `Explicit`, are split as these say. The types of the results
+    are sharded as `like` says, which has a spec for each of the first results, or None where the operands leave no
+    choice. If they do leave one, a ValueError is raised.
+    """
+    avals = [*map(jax.typeof, arrays)]
+    if mesh := _explicit_mesh_of(avals, like):
+        if not any(isinstance(x, jax.core.Tracer) for x in arrays):  # Nothing else tells the devices.
+            shardings = (x.sharding for x in arrays if jax.typeof(x).sharding.mesh == mesh)
+            mesh = next(sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+        return _apply_to_types(operation, mesh, avals, arrays, like)
     if not lie_on_mesh(*arrays):
         return operation.whole(*arrays)
     return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
@@ -102,6 +114,65 @@ def apply(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
 def lie_on_mesh(*arrays: jax.Array) -> bool:
     """Tells whether JAX knows one mesh of several devices for the arrays, and leaves all axes to XLA."""
     return _mesh_of([*map(jax.typeof, arrays)]) is not None
+
+
+def has_sharded_type(*arrays: jax.Array) -> bool:
+    """Tells whether the type of any array is sharded, over mesh axes of type `Explicit`."""
+    return _explicit_mesh_of([*map(jax.typeof, arrays)], ()) is not None
+
+
+def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:
+    """Returns the mesh of the arrays, if the type of any operand or result is sharded."""
+    specs = [*(aval.sharding.spec for aval in avals), *(spec for spec in like if spec is not None)]
+    if not any(axes is not None for spec in specs for axes in spec):
+        return None
+    meshes = (aval.sharding.mesh for aval in avals)
+    return next((mesh for mesh in meshes if {*mesh.axis_types} == {AxisType.Explicit}), None)
+
+
+def _apply_to_types(
+    operation: Operation,
+    mesh: Mesh | AbstractMesh,
+    avals: Sequence[Any],
+    arrays: Sequence[jax.Array],
+    like: Sequence[PartitionSpec | None],
+) -> list[jax.Array]:
+    shapes = jax.eval_shape(operation.whole, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    given = [*like, *[None] * (len(shapes) - len(like))]
+    _refuse_choice(
+        [result for result, spec in zip(operation.results, given, strict=True) if spec is None], avals, operation
+    )
+    wanted = [
+        jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+        for of, spec in zip(shapes, given, strict=True)
+    ]
+    plan = _plan(operation, mesh, avals, wanted)
+
+    def placed(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+        return x if spec is None else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    run = jax.shard_map(
+        plan.of_device, mesh=mesh, in_specs=tuple(plan.operands), out_specs=plan.results, check_vma=False
+    )
+    return [*map(placed, run(*map(placed, arrays, plan.operands)), given)]
+
+
+def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: Operation) -> None:
+    """Raises if the operands' shardings do not determine those of the results."""
+    axes: dict[str, set[str]] = {name: set() for name in operation.dimensions}
+    for names, aval in zip(operation.operands, avals, strict=True):
+        for dimension, name in enumerate(names.split()):
+            axes[name].update(_axes_of(aval.sharding, dimension))
+    for result in results:
+        if result.how == "max":
+            continue  # Every device gets the same.
+        read = [name for name in (result.dimensions + " " + result.over).split() if axes[name]]
+        shared = len({axis for name in read for axis in axes[name]}) < sum(len(axes[name]) for name in read)
+        if shared or any(name in result.over.split() for name in read):
+            raise ValueError(
+                "Contracting dimensions are sharded and it is ambiguous how the output should be sharded. Please "
+                f"specify the output sharding via the `out_sharding` parameter. Got {avals[0]} and {avals[1]}."
+            )
 
 
 def _mesh_of(avals: Sequence[Any]) -> Any | None:
@@ -129,10 +200,16 @@ def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
 
-def _partition(
-    operation: Operation, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
-) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-    """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
+class _Plan(NamedTuple):
+    """A partition of one call: what a device computes, and how the arrays are split."""
+
+    of_device: Callable[..., list[jax.Array]]
+    results: list[PartitionSpec]
+    operands: list[PartitionSpec]
+
+
+def _plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any], results: Sequence[Any]) -> _Plan:
+    """Plans the call from the shapes and shardings that its operands have, and that its results shall have."""
     named_operands = [*zip(operation.operands, operands, strict=True)]
     named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
     splits = _splits(operation, mesh, [*named_operands, *named_results])
@@ -157,25 +234,34 @@ def _partition(
             whole[to] += arrays[added]
         return whole
 
+    return _Plan(of_device, result_specs, operand_specs)
+
+
+def _partition(
+    operation: Operation, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+    """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
+    plan = _plan(operation, mesh, operands, results)
+
     def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _call(of_device, *arrays, keeps_locations=False)
+        return _call(plan.of_device, *arrays, keeps_locations=False)
 
     def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-    return mesh, lower, shardings(result_specs), shardings(operand_specs)
+    return mesh, lower, shardings(plan.results), shardings(plan.operands)
 
 
-def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
-    """Returns how each dimension is split: as the first array that is split along it, if its axes are free.
+def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
+    """Returns how each dimension is split: as the first operand that is split along it, else as the first result.
 
-    They are not if another dimension has them already, or if a result with this dimension is split over them along
+    Axes are not free if another dimension has them already, or if a result with this dimension is split over them along
     another one.
     """
     splits = dict.fromkeys(operation.dimensions, Split())
     taken: set[str] = set()
-    results = arrays[len(operation.operands) :]
-    for wanted in operation.splittable:
+    operands, results = arrays[: len(operation.operands)], arrays[len(operation.operands) :]
+    for wanted, of in itertools.chain(*(itertools.product(operation.splittable, [of]) for of in (operands, results))):
         others = {
             axis
             for names, array in results
@@ -184,8 +270,8 @@ def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]])
             if name != wanted
             for axis in _axes_of(array.sharding, dimension)
         }
-        for names, array in arrays:
-            if wanted not in names.split():
+        for names, array in of:
+            if wanted not in names.split() or splits[wanted].axes:
                 continue
             dimension = names.split().index(wanted)
             axes = _axes_of(array.sharding, dimension)
@@ -194,7 +280,6 @@ def _splits(operation: Operation, mesh: Mesh, arrays: Sequence[tuple[str, Any]])
             if parts > 1 and divides and not (taken | others) & {*axes}:
                 splits[wanted] = Split(axes, parts)
                 taken |= {*axes}
-                break
     return splits
 
 
@@ -207,7 +292,7 @@ class _Reduction:
     scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that a sum is split along, over further axes
 
     @classmethod
-    def of(cls, mesh: Mesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
+    def of(cls, mesh: Mesh | AbstractMesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
         axes = [axis for name in result.over.split() for axis in splits[name].axes]
         scatters = []
         for dimension, name in enumerate(result.dimensions.split()):

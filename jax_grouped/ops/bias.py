@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_grouped.backends import primitives
 from jax_grouped.backends.partition import Local, Operation, Result, Split, apply
@@ -20,9 +21,7 @@ def add_bias(y: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
     """Adds each row's bias. Elementwise, so that XLA fuses it into the consumer of the result and saves a pass."""
     if 0 in (*y.shape, *bias.shape):
         return y
-    rows = group_rows(*groups, bias.shape[0], y.shape[0])
-    group, valid = row_groups(rows, y.shape[0])
-    return jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))
+    return apply(_AddBias(), y, bias, *groups)[0]
 
 
 def _add_bias_forward(y: jax.Array, bias: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
@@ -33,22 +32,42 @@ def _add_bias_forward(y: jax.Array, bias: jax.Array, groups: Groups) -> tuple[ja
 def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     bias, groups = residuals
     # Rows outside every group need no mask in dy: the product's own rule ignores them.
-    return dy, bias_grad(dy, groups, bias.shape[0], bias.dtype), None
+    return dy, bias_grad(dy, groups, bias.shape[0], bias.dtype, jax.typeof(bias).sharding.spec), None
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def bias_grad(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _AddBias(Operation):
+    """Rows plus the bias of their groups: t tokens, e groups, n features."""
+
+    operands = ("t n", "e n", *GROUP_DIMENSIONS)
+    results = (Result("t n"),)
+    splittable = ("t", "n")
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        def add(y: jax.Array, bias: jax.Array, sizes: jax.Array, offset: jax.Array) -> Sequence[jax.Array]:
+            groups = own_groups(Groups(sizes, offset), splits, rows=y.shape[0], num_groups=bias.shape[0])
+            rows = group_rows(*groups, bias.shape[0], y.shape[0])
+            group, valid = row_groups(rows, y.shape[0])
+            return [jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))]
+
+        return add
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def bias_grad(
+    dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None = None
+) -> jax.Array:
     """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`.
 
-    It is differentiable any number of times.
+    It is differentiable any number of times. On mesh axes of type `Explicit`, its type is sharded as `out_spec` says.
     """
     operands = vary_alike(dy, *groups)
     if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
         return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
-    return apply(_BiasGrad(num_groups, jnp.dtype(dtype)), *operands)[0]
+    return apply(_BiasGrad(num_groups, jnp.dtype(dtype)), *operands, like=[out_spec])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +92,16 @@ class _BiasGrad(Operation):
         return add
 
 
-def _bias_grad_forward(dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
-    return bias_grad(dy, groups, num_groups, dtype), (jnp.zeros_like(dy), groups)
+def _bias_grad_forward(
+    dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None
+) -> tuple[jax.Array, Any]:
+    return bias_grad(dy, groups, num_groups, dtype, out_spec), (jnp.zeros_like(dy), groups)
 
 
-def _bias_grad_backward(num_groups: int, dtype: jnp.dtype, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    del num_groups, dtype
+def _bias_grad_backward(
+    num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    del num_groups, dtype, out_spec
     zeros, groups = residuals
     return add_bias(zeros, gradient, groups), None
 

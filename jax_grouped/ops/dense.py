@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
@@ -44,6 +45,7 @@ def grouped_dense(
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Applies a linear layer per group: row `i` becomes `x[i] @ kernel[g] + bias[g]`, `g` being the row's group.
 
@@ -81,6 +83,7 @@ def grouped_dense(
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+        out_sharding: as in `jax_grouped.ragged_dot`.
 
     Returns:
         `[T, N]`.
@@ -88,7 +91,8 @@ def grouped_dense(
     Raises:
         TypeError: an argument, or the recipe, has a type that is not supported.
         ValueError: an argument has a shape that does not fit, `kernel_cache` is of another kernel or recipe, or the
-            recipe needs an argument that is missing, or does not take one that is given.
+            recipe needs an argument that is missing, or does not take one that is given. Or `x` and `kernel` have types
+            that are sharded so that the result's is ambiguous, and there is no `out_sharding`.
 
     Example:
         x, kernel, bias = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.ones((2, 16))
@@ -108,6 +112,7 @@ def grouped_dense(
         recipe=recipe,
         preferred_element_type=preferred_element_type,
         precision=precision,
+        out_sharding=out_sharding,
     )
     return _dense(inputs, spec)
 
@@ -248,7 +253,8 @@ def fprop(
     kernels = _kernels(weights, spec, scales, rowwise=for_gradients)
     assert tokens.rowwise is not None
     assert kernels.columnwise is not None
-    y = gemm(tokens.rowwise, kernels.columnwise, groups, spec.gemm("fprop", spec.out_dtype))
+    out_spec = spec.partitions.out
+    y = gemm(tokens.rowwise, kernels.columnwise, groups, spec.gemm("fprop", spec.out_dtype), out_spec=out_spec)
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     amax = None
@@ -265,7 +271,8 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> t
     spec, groups = residuals.spec, residuals.groups
     assert gradient.rowwise is not None
     assert residuals.kernel is not None
-    dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype))
+    out_spec = None if residuals.x is None or spec.recipe is not None else jax.typeof(residuals.x).sharding.spec
+    dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype), out_spec=out_spec)
     dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)
     return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
@@ -276,7 +283,8 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array:
     out_dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
     assert pending.x is not None
     assert pending.dy is not None
-    return gemm(pending.x, pending.dy, pending.groups, pending.spec.gemm("wgrad", out_dtype), accumulator)
+    product, out_spec = pending.spec.gemm("wgrad", out_dtype), pending.spec.partitions.kernel
+    return gemm(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
 
 
 def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:
@@ -355,7 +363,8 @@ def quantized_gradient(
     if spec.recipe is None:
         dbias = None
         if spec.bias_dtype is not None:
-            dbias = bias_grad(dy, residuals.groups, spec.num_groups, jnp.dtype(spec.bias_dtype))
+            out_spec = spec.partitions.bias
+            dbias = bias_grad(dy, residuals.groups, spec.num_groups, jnp.dtype(spec.bias_dtype), out_spec)
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy, dbias=dbias)
     scales = _scales(spec, residuals.fp8_state)

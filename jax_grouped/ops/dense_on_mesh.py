@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.partition import Local, Operation, Result, Split, apply, lie_on_mesh
+from jax_grouped.backends.partition import Local, Operation, Result, Split, apply, has_sharded_type, lie_on_mesh
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups
 from jax_grouped.fp8.layout import BLOCK, MX_BLOCK
 from jax_grouped.fp8.recipes import DelayedScaling, ScalingMode
@@ -28,14 +28,15 @@ _GRAINS = {ScalingMode.TENSOR: FP8_ALIGNMENT, ScalingMode.BLOCK_1D: BLOCK, Scali
 def is_split(inputs: Inputs, spec: DenseSpec) -> bool:
     """Tells whether `fprop` and `gradients` of this module are to be called. A cache of the kernel is not split."""
     weights = inputs.weights
-    return spec.recipe is not None and weights.kernel_cache is None and lie_on_mesh(inputs.x, weights.kernel)
+    split = lie_on_mesh(inputs.x, weights.kernel) or has_sharded_type(inputs.x, weights.kernel)
+    return spec.recipe is not None and weights.kernel_cache is None and split
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the result, and the largest values of both operands if their scales are given."""
     x, weights, groups, _ = inputs
     given = () if scales is None else (scales.input, scales.kernel)
-    y, *amax = apply(_Fprop(spec), x, weights.kernel, *groups, *given)
+    y, *amax = apply(_Fprop(spec), x, weights.kernel, *groups, *given, like=[spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     return y, dict(zip(("input", "kernel"), amax, strict=True)) if amax else None
@@ -57,7 +58,9 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     out = weights.kernel if accumulator is None else accumulator
     operation = _Gradients(spec, out.dtype, accumulator is not None)
     given = (*(() if accumulator is None else (accumulator,)), *(() if scales is None else scales))
-    dx, dkernel, *more = apply(operation, x, weights.kernel, dy, *groups, *given)
+    of = spec.partitions
+    like = [of.x, of.kernel, *([] if spec.bias_dtype is None else [of.bias])]
+    dx, dkernel, *more = apply(operation, x, weights.kernel, dy, *groups, *given, like=like)
     dbias = None if spec.bias_dtype is None else more.pop(0).astype(spec.bias_dtype)
     return Gradients(dx, dkernel, dbias, more.pop() if more else None)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
@@ -41,8 +42,17 @@ class Gathered(NamedTuple):
 Operand = ScaledArray | jax.Array | Gathered
 
 
-def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: jax.Array | None = None) -> jax.Array:
+def gemm(
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    spec: GemmSpec,
+    accumulator: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
+
+    On mesh axes of type `Explicit`, the type of a plain product is sharded as `out_spec` says.
 
     Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
     number of times. Quantized products and products with an accumulator have no derivative here.
@@ -55,11 +65,11 @@ def gemm(a: Operand, b: Operand, groups: Groups, spec: GemmSpec, accumulator: ja
     dtype = jnp.promote_types(a.dtype, b.dtype)
     a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
-        return _bind(_rows(a), _rows(b), groups, spec, accumulator=accumulator)
+        return _bind(_rows(a), _rows(b), groups, spec, accumulator=accumulator, out_spec=out_spec)
     gathered: Literal["a", "b"] | None = None
     if isinstance(a, Gathered) or isinstance(b, Gathered):
         gathered = "a" if isinstance(a, Gathered) else "b"
-    return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered))
+    return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
 
 
 def _rows(operand: jax.Array | Gathered) -> jax.Array:
@@ -73,6 +83,7 @@ def _bind(
     spec: GemmSpec,
     scales: Sequence[jax.Array] = (),
     accumulator: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """Binds the primitive, unless there is nothing to multiply."""
     permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
@@ -87,7 +98,7 @@ def _bind(
     spec = dataclasses.replace(spec, autotune=config.autotune)
     if spec.scaled or spec.gathered is not None:
         return _primitive(spec)(*operands)[0]
-    return apply(_PlainProduct(spec, accumulator is not None), *operands)[0]
+    return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
 
 
 def _primitive(spec: GemmSpec) -> Callable[..., list[jax.Array]]:
@@ -161,35 +172,39 @@ def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _differentiable(a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _differentiable(
+    a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> jax.Array:
     # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
-    return _bind(a, b, groups, spec)
+    return _bind(a, b, groups, spec, out_spec=out_spec)
 
 
-def _forward(a: Any, b: Any, groups: Groups, spec: GemmSpec) -> tuple[jax.Array, Any]:
-    return _differentiable(a, b, groups, spec), (a, b, groups)
+def _forward(a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None) -> tuple[jax.Array, Any]:
+    return _differentiable(a, b, groups, spec, out_spec), (a, b, groups)
 
 
-def _backward(spec: GemmSpec, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    del out_spec
     a, b, groups = residuals
     if spec.gathered is not None:
         spec = dataclasses.replace(spec, gathered=None)
-        _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec), a, b)
+        _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec, None), a, b)
         return (*pull_back(gradient), None)
+    like_a, like_b = (jax.typeof(of).sharding.spec for of in (a, b))
     out_dtype = a.dtype
     a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
 
-    def product(name: Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision))
+    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> jax.Array:
+        return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
 
     match spec.product:
         case "fprop":
-            da, db = product("dgrad", g, b), product("wgrad", a, g)
+            da, db = product("dgrad", g, b, like_a), product("wgrad", a, g, like_b)
         case "dgrad":
-            da, db = product("fprop", g, b), product("wgrad", g, a)
+            da, db = product("fprop", g, b, like_a), product("wgrad", g, a, like_b)
         case "wgrad":
-            da, db = product("dgrad", b, g), product("fprop", a, g)
+            da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
     return da, db, None
 
 

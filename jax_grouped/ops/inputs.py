@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, GemmSpec, Product, QuantizeSpec
@@ -64,6 +65,23 @@ class Inputs(NamedTuple):
     row_indices: jax.Array | None = None
 
 
+class Partitions(NamedTuple):
+    """How the types of arrays are sharded, where they are: over mesh axes of type `Explicit`.
+
+    `out` is what the caller asks for; None if the other types determine it.
+    """
+
+    x: PartitionSpec | None = None
+    kernel: PartitionSpec | None = None
+    bias: PartitionSpec | None = None
+    out: PartitionSpec | None = None
+
+    @classmethod
+    def of(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Self:
+        """Returns those of these arrays' types."""
+        return cls(*(None if array is None else jax.typeof(array).sharding.spec for array in (x, kernel, bias)))
+
+
 @dataclasses.dataclass(frozen=True)
 class DenseSpec:
     """Static part of the products of one `grouped_dense`.
@@ -82,6 +100,7 @@ class DenseSpec:
     bias_dtype: DTypeLike | None
     input_activation: Activation | None = None
     output_activation: Activation | None = None
+    partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
     @property
     def num_groups(self) -> int:
@@ -129,6 +148,7 @@ def canonical_inputs(
     recipe: Recipe | None,
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> tuple[Inputs, DenseSpec]:
     """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
 
@@ -137,7 +157,9 @@ def canonical_inputs(
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    return vary_inputs(Inputs(x, weights, groups))[0], spec
+    out = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    partitions = Partitions.of(x, weights.kernel, weights.bias)._replace(out=out)
+    return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)
 
 
 def canonical_weights(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import GemmSpec
@@ -21,6 +22,7 @@ def ragged_dot(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies each group of rows by its own matrix; a drop-in replacement for `jax.lax.ragged_dot`.
 
@@ -51,6 +53,8 @@ def ragged_dot(
         preferred_element_type: type of the result, one of the three types above. Default: the promoted input type.
         group_offset: scalar or `[1]` integer: `rhs` holds the groups `[group_offset, group_offset + G)`. The result is
             zero in the rows of other groups.
+        out_sharding: how the type of the result is sharded over mesh axes of type `Explicit`: a `NamedSharding` or its
+            spec. Needed where the types of the operands leave a choice.
 
     Returns:
         `[T, N]`.
@@ -58,7 +62,8 @@ def ragged_dot(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape that does not fit, or `precision` is a preset of FP8 or float64 operands. As
-            JAX's setting, such a preset raises with float32 inputs only.
+            JAX's setting, such a preset raises with float32 inputs only. Or `lhs` and `rhs` have types that are sharded
+            so that the result's is ambiguous, and there is no `out_sharding`.
 
     Example:
         lhs, rhs = jnp.ones((16, 32)), jnp.ones((2, 32, 16))
@@ -75,7 +80,8 @@ def ragged_dot(
     compute_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs, *varying = vary_alike(lhs.astype(compute_dtype), rhs.astype(compute_dtype), *groups)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, checks.canonical_precision(precision, compute_dtype))
-    return gemm(lhs, rhs, Groups(*varying), spec)
+    out_spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
 
 
 def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> np.dtype:
