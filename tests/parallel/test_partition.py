@@ -339,7 +339,7 @@ def assert_close(got: Any, expected: Any, bound: float) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("case", ["tokens", "features out", "features in", "experts", "tokens and features in"])
+@pytest.mark.parametrize("case", ["tokens", "features out", "experts", "tokens and features in"])
 def test_steps_in_fp8_send_sums_and_maxima(name: str, case: str) -> None:
     recipe, bound = RECIPES[name]
     mesh = mesh_of(AXES)
@@ -416,7 +416,7 @@ def test_a_training_step_of_a_layer_is_split(recipe: jg.Recipe | None) -> None:
     assert_close(step(*sharded), step(variables, x, targets), 1e-4)
 
 
-@pytest.mark.parametrize("name", [None, *RECIPES])
+@pytest.mark.parametrize("name", [None, "block", "delayed"])
 @pytest.mark.parametrize("case", CASES)
 def test_types_that_are_sharded_say_what_is_sent(case: str, name: str | None) -> None:
     recipe, bound = RECIPES[name] if name else (None, 1e-5)
