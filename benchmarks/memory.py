@@ -54,7 +54,7 @@ def missing() -> str | None:
 
 @functools.cache
 def h200s(count: int) -> Sequence[jax.Device]:
-    """Returns so many H200s of one host, to compile for."""
+    """Returns `count` H200s of one host to compile for."""
     return topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology=f"1x{count}x1").devices
 
 

@@ -1,24 +1,16 @@
-"""Operations that XLA splits over the devices of a mesh, under plain `jax.jit` with sharded arrays.
+"""Calls of operations on sharded arrays: by plain `jax.jit`, and by the types of the arrays.
 
-XLA cannot look into a custom call, so it would gather every operand on every device. An `Operation` tells which of its
-dimensions can be split, and what a device computes of its parts. `jax.experimental.custom_partitioning` hands both to
-Shardy, which chooses the shardings. The collectives are the least that these need:
-
-- A dimension that operands and results share is split everywhere. That costs nothing.
-- A result of parts of another dimension is summed over them with one `psum` or, where only a part of the sum is
-  wanted, one `psum_scatter`; a largest value is found with one `pmax`.
-- A dimension that cannot be split, or not evenly, is gathered. So is one of two that are split over the same axis.
+XLA cannot look into a custom call, so it would gather every operand on every device. With axes of type `Auto`, only XLA
+knows how arrays are split: `jax.experimental.custom_partitioning` tells Shardy which dimensions of an operation can be,
+and asks for the program of one device. With axes of type `Explicit`, the types of arrays say how they are split, and a
+`jax.shard_map` runs that program.
 
 A program on one device, and one inside `jax.shard_map` or `jax.pmap`, has no trace of all this.
 """
 
-import abc
-import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,69 +20,8 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
+from jax_grouped.backends.operation import Batched, Local, Operation, Result, axes_of, plan
 from jax_grouped.backends.primitives import refuse_derivatives
-
-#: From a device's arrays to its results.
-Local = Callable[..., Sequence[jax.Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """A dimension of one call: the mesh axes that it is split over, and the number of its parts."""
-
-    axes: tuple[str, ...] = ()
-    parts: int = 1
-
-    def index(self) -> jax.Array | int:
-        """Returns the part that this device has."""
-        return jax.lax.axis_index(self.axes) if self.axes else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A result: its dimensions, those that it is reduced over, and how."""
-
-    dimensions: str
-    over: str = ""
-    how: Literal["sum", "max"] = "sum"
-
-
-class Operation(abc.ABC):
-    """A function of arrays, and how it can be split. Instances are static: they compare and hash by value.
-
-    Dimensions of an array are words in one string. Equal words are the same dimension.
-
-    Attributes:
-        operands: the dimensions of each operand.
-        results: the results.
-        splittable: the dimensions that can be split. Of two that are split over one axis, the first one stays split.
-        added: positions of an operand, and of a result to which it is added, None without one. Both have the same
-            dimensions. Where the result is summed over devices, the local function is called without the operand.
-    """
-
-    operands: tuple[str, ...]
-    results: tuple[Result, ...]
-    splittable: tuple[str, ...]
-    added: tuple[int, int] | None = None
-
-    @abc.abstractmethod
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        """Returns the function of one device. Results that have to be reduced over devices are those of its parts."""
-
-    def grain(self, dimension: str) -> int:
-        """Returns the number that the size of a part is a multiple of."""
-        del dimension
-        return 1
-
-    @property
-    def dimensions(self) -> list[str]:
-        """The dimensions of all arrays."""
-        arrays = (*self.operands, *(result.dimensions for result in self.results))
-        return list(dict.fromkeys(name for array in arrays for name in array.split()))
-
-    def whole(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Returns the results of one device that has everything."""
-        return list(self.local(dict.fromkeys(self.dimensions, Split()))(*arrays))
 
 
 def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec | None] = (None,)) -> list[jax.Array]:
@@ -106,19 +37,15 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
             shardings = (x.sharding for x in arrays if jax.typeof(x).sharding.mesh == mesh)
             mesh = next(sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
         return _apply_to_types(operation, mesh, avals, arrays, like)
-    if not lie_on_mesh(*arrays):
+    if _auto_mesh_of(avals) is None:
         return operation.whole(*arrays)
     return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
 
 
 def lie_on_mesh(*arrays: jax.Array) -> bool:
-    """Tells whether JAX knows one mesh of several devices for the arrays, and leaves all axes to XLA."""
-    return _mesh_of([*map(jax.typeof, arrays)]) is not None
-
-
-def has_sharded_type(*arrays: jax.Array) -> bool:
-    """Tells whether the type of any array is sharded, over mesh axes of type `Explicit`."""
-    return _explicit_mesh_of([*map(jax.typeof, arrays)], ()) is not None
+    """Tells whether an operation on the arrays can be split: JAX knows one mesh, and XLA or the types do the rest."""
+    avals = [*map(jax.typeof, arrays)]
+    return _explicit_mesh_of(avals, ()) is not None or _auto_mesh_of(avals) is not None
 
 
 def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:
@@ -146,15 +73,15 @@ def _apply_to_types(
         jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
         for of, spec in zip(shapes, given, strict=True)
     ]
-    plan = _plan(operation, mesh, avals, wanted)
+    planned = plan(operation, mesh, avals, wanted)
 
     def placed(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
         return x if spec is None else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     run = jax.shard_map(
-        plan.of_device, mesh=mesh, in_specs=tuple(plan.operands), out_specs=plan.results, check_vma=False
+        planned.of_device, mesh=mesh, in_specs=tuple(planned.operands), out_specs=planned.results, check_vma=False
     )
-    return [*map(placed, run(*map(placed, arrays, plan.operands)), given)]
+    return [*map(placed, run(*map(placed, arrays, planned.operands)), given)]
 
 
 def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: Operation) -> None:
@@ -162,7 +89,7 @@ def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: O
     axes: dict[str, set[str]] = {name: set() for name in operation.dimensions}
     for names, aval in zip(operation.operands, avals, strict=True):
         for dimension, name in enumerate(names.split()):
-            axes[name].update(_axes_of(aval.sharding, dimension))
+            axes[name].update(axes_of(aval.sharding, dimension))
     for result in results:
         if result.how == "max":
             continue  # Every device gets the same.
@@ -175,7 +102,8 @@ def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: O
             )
 
 
-def _mesh_of(avals: Sequence[Any]) -> Any | None:
+def _auto_mesh_of(avals: Sequence[Any]) -> Any | None:
+    """Returns the mesh of several devices that JAX knows for the arrays, if it leaves all axes to XLA."""
     meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
     if len(meshes) > 1:  # JAX refuses to partition a program with several.
         return None
@@ -200,180 +128,19 @@ def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
 
-class _Plan(NamedTuple):
-    """A partition of one call: what a device computes, and how the arrays are split."""
-
-    of_device: Callable[..., list[jax.Array]]
-    results: list[PartitionSpec]
-    operands: list[PartitionSpec]
-
-
-def _plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any], results: Sequence[Any]) -> _Plan:
-    """Plans the call from the shapes and shardings that its operands have, and that its results shall have."""
-    named_operands = [*zip(operation.operands, operands, strict=True)]
-    named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
-    splits = _splits(operation, mesh, [*named_operands, *named_results])
-
-    def spec(names: str) -> PartitionSpec:
-        return PartitionSpec(*(splits[name].axes or None for name in names.split()))
-
-    reductions = [_Reduction.of(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
-    operand_specs = [spec(names) for names in operation.operands]
-    result_specs = [of.scattered(spec(names)) for (names, _), of in zip(named_results, reductions, strict=True)]
-    local = operation.local(splits)
-    added, to = operation.added or (None, 0)
-    if added is not None:
-        operand_specs[added] = result_specs[to]
-        if not reductions[to].exists:
-            added = None  # The local function adds it.
-
-    def of_device(*arrays: jax.Array) -> list[jax.Array]:
-        partial = local(*(array for i, array in enumerate(arrays) if i != added))
-        whole = [of(result) for of, result in zip(reductions, partial, strict=True)]
-        if added is not None:
-            whole[to] += arrays[added]
-        return whole
-
-    return _Plan(of_device, result_specs, operand_specs)
-
-
 def _partition(
     operation: Operation, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
 ) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
-    plan = _plan(operation, mesh, operands, results)
+    planned = plan(operation, mesh, operands, results)
 
     def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _call(plan.of_device, *arrays, keeps_locations=False)
+        return _call(planned.of_device, *arrays, keeps_locations=False)
 
     def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-    return mesh, lower, shardings(plan.results), shardings(plan.operands)
-
-
-def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
-    """Returns how each dimension is split: as the first operand that is split along it, else as the first result.
-
-    Axes are not free if another dimension has them already, or if a result with this dimension is split over them along
-    another one.
-    """
-    splits = dict.fromkeys(operation.dimensions, Split())
-    taken: set[str] = set()
-    operands, results = arrays[: len(operation.operands)], arrays[len(operation.operands) :]
-    for wanted, of in itertools.chain(*(itertools.product(operation.splittable, [of]) for of in (operands, results))):
-        others = {
-            axis
-            for names, array in results
-            if wanted in names.split()
-            for dimension, name in enumerate(names.split())
-            if name != wanted
-            for axis in _axes_of(array.sharding, dimension)
-        }
-        for names, array in of:
-            if wanted not in names.split() or splits[wanted].axes:
-                continue
-            dimension = names.split().index(wanted)
-            axes = _axes_of(array.sharding, dimension)
-            parts = math.prod(mesh.shape[axis] for axis in axes)
-            divides = array.shape[dimension] % (parts * operation.grain(wanted)) == 0
-            if parts > 1 and divides and not (taken | others) & {*axes}:
-                splits[wanted] = Split(axes, parts)
-                taken |= {*axes}
-    return splits
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """The reduction of a result over devices."""
-
-    how: Literal["sum", "max"]
-    axes: tuple[str, ...]  # over which every device gets the same
-    scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that a sum is split along, over further axes
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
-        axes = [axis for name in result.over.split() for axis in splits[name].axes]
-        scatters = []
-        for dimension, name in enumerate(result.dimensions.split()):
-            wanted = _axes_of(array.sharding, dimension)
-            parts = math.prod(mesh.shape[axis] for axis in wanted)
-            free = result.how == "sum" and not splits[name].axes and {*wanted} <= {*axes}
-            if wanted and free and array.shape[dimension] % parts == 0:
-                scatters.append((dimension, wanted))
-                axes = [axis for axis in axes if axis not in wanted]
-        return cls(result.how, tuple(axes), tuple(scatters))
-
-    @property
-    def exists(self) -> bool:
-        return bool(self.axes or self.scatters)
-
-    def scattered(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec of the whole, from that of the parts."""
-        entries = [*spec]
-        for dimension, axes in self.scatters:
-            entries[dimension] = axes
-        return PartitionSpec(*entries)
-
-    def __call__(self, result: jax.Array) -> jax.Array:
-        for dimension, axes in self.scatters:
-            result = jax.lax.psum_scatter(result, axes, scatter_dimension=dimension, tiled=True)
-        if not self.axes:
-            return result
-        return (jax.lax.psum if self.how == "sum" else jax.lax.pmax)(result, self.axes)
-
-
-def _axes_of(sharding: Any, dimension: int) -> tuple[str, ...]:
-    """Returns the mesh axes that a dimension is split over; none if the sharding does not name axes."""
-    spec = getattr(sharding, "spec", ())
-    entry = spec[dimension] if dimension < len(spec) else None
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batched(Operation):
-    """An operation under `jax.vmap`. The batch is one more dimension that can be split."""
-
-    inner: Operation
-    mapped: tuple[bool, ...]  # whether each operand is mapped, along its first axis
-
-    @property
-    def _name(self) -> str:
-        return f"batch{sum(name.startswith('batch') for name in self.inner.dimensions)}"
-
-    @property
-    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(
-            f"{self._name} {names}" if mapped else names
-            for names, mapped in zip(self.inner.operands, self.mapped, strict=True)
-        )
-
-    @property
-    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
-        return tuple(
-            dataclasses.replace(result, dimensions=f"{self._name} {result.dimensions}") for result in self.inner.results
-        )
-
-    @property
-    def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self._name, *self.inner.splittable)
-
-    @property
-    def added(self) -> tuple[int, int] | None:  # type: ignore[override]
-        return self.inner.added
-
-    def grain(self, dimension: str) -> int:
-        return self.inner.grain(dimension)
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        function = self.inner.local(splits)
-
-        def mapped_function(*arrays: jax.Array) -> Sequence[jax.Array]:
-            given = len(arrays) == len(self.mapped)
-            mapped = [of for i, of in enumerate(self.mapped) if given or self.added is None or i != self.added[0]]
-            return jax.vmap(function, in_axes=tuple(0 if of else None for of in mapped))(*arrays)
-
-        return mapped_function
+    return mesh, lower, shardings(planned.results), shardings(planned.operands)
 
 
 def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation: Operation, program: Any) -> Any:
@@ -384,14 +151,14 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
     if operation.added is not None and not mapped[i := operation.added[0]]:  # It has the dimensions of the result.
         mapped[i] = True
         operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
-    results = apply(_Batched(operation, tuple(mapped)), *operands)
+    results = apply(Batched(operation, tuple(mapped)), *operands)
     return results, [0] * len(results)
 
 
 def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
     """Returns the results' avals, which know the mesh too."""
     del operation
-    mesh = _mesh_of(avals)
+    mesh = _auto_mesh_of(avals)
     if mesh is None:  # It was set while the program was traced, and no longer is.
         return program.out_avals
     return [

@@ -23,6 +23,14 @@ BLOCK = 128
 MX_BLOCK = 32
 
 
+def feature_grain(mode: ScalingMode) -> int:
+    """Returns the number of features of which a part of an array has a multiple, if its scales are those of the whole.
+
+    The part is then aligned as well.
+    """
+    return {ScalingMode.TENSOR: FP8_ALIGNMENT, ScalingMode.MX: MX_BLOCK}.get(mode, BLOCK)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayout:
     """Layout of the data and scales of one quantized array.

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.partition import Local, Operation, Result, Split, apply
+from jax_grouped.backends.operation import Local, Operation, Result, Split
+from jax_grouped.backends.partition import apply
 from jax_grouped.core.groups import Groups, group_rows, row_groups
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, own_groups
@@ -62,7 +63,7 @@ def bias_grad(
 ) -> jax.Array:
     """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`.
 
-    It is differentiable any number of times. On mesh axes of type `Explicit`, its type is sharded as `out_spec` says.
+    It is differentiable any number of times. Over mesh axes of type `Explicit`, its type is sharded as `out_spec` says.
     """
     operands = vary_alike(dy, *groups)
     if 0 in (*dy.shape, *groups.sizes.shape, num_groups):

@@ -8,6 +8,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, is_gated
@@ -247,6 +248,11 @@ def check_stack(name: str, kernel: jax.Array) -> None:
     check_dtype(f"{name}'s type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
+
+
+def canonical_out_spec(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
+    """Returns the spec of an `out_sharding`."""
+    return out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
 
 
 def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:

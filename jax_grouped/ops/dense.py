@@ -271,7 +271,7 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> t
     spec, groups = residuals.spec, residuals.groups
     assert gradient.rowwise is not None
     assert residuals.kernel is not None
-    out_spec = None if residuals.x is None or spec.recipe is not None else jax.typeof(residuals.x).sharding.spec
+    out_spec = spec.partitions.x
     dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype), out_spec=out_spec)
     dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)

@@ -11,25 +11,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.partition import Local, Operation, Result, Split, apply, has_sharded_type, lie_on_mesh
-from jax_grouped.core.groups import FP8_ALIGNMENT, Groups
-from jax_grouped.fp8.layout import BLOCK, MX_BLOCK
-from jax_grouped.fp8.recipes import DelayedScaling, ScalingMode
+from jax_grouped.backends.operation import Local, Operation, Result, Split
+from jax_grouped.backends.partition import apply, lie_on_mesh
+from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.layout import feature_grain
+from jax_grouped.fp8.recipes import DelayedScaling
 from jax_grouped.fp8.state import PerTensor
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
 from jax_grouped.ops.inputs import DenseSpec, Inputs
 from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
 
-#: Size of the parts of a feature axis that have the scales, and the alignment, of the whole.
-_GRAINS = {ScalingMode.TENSOR: FP8_ALIGNMENT, ScalingMode.BLOCK_1D: BLOCK, ScalingMode.MX: MX_BLOCK}
-
 
 def is_split(inputs: Inputs, spec: DenseSpec) -> bool:
     """Tells whether `fprop` and `gradients` of this module are to be called. A cache of the kernel is not split."""
     weights = inputs.weights
-    split = lie_on_mesh(inputs.x, weights.kernel) or has_sharded_type(inputs.x, weights.kernel)
-    return spec.recipe is not None and weights.kernel_cache is None and split
+    return spec.recipe is not None and weights.kernel_cache is None and lie_on_mesh(inputs.x, weights.kernel)
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[jax.Array, dict[str, jax.Array] | None]:
@@ -78,7 +75,7 @@ class _Pass(Operation):
 
     def grain(self, dimension: str) -> int:
         assert self.spec.recipe is not None
-        return _GRAINS[self.spec.recipe.token_mode] if dimension in {"k", "n"} else 1
+        return feature_grain(self.spec.recipe.token_mode) if dimension in {"k", "n"} else 1
 
     def _own(self, x: jax.Array, kernel: jax.Array) -> DenseSpec:
         """Returns the spec of a device that has these parts."""
@@ -89,11 +86,11 @@ class _Pass(Operation):
 @dataclasses.dataclass(frozen=True)
 class _Fprop(_Pass):
     @property
-    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+    def operands(self) -> tuple[str, ...]:
         return "t k", "e k n", *GROUP_DIMENSIONS, *["e", "e"] * self._has_scales
 
     @property
-    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
+    def results(self) -> tuple[Result, ...]:
         amax = Result("e", over="t k", how="max"), Result("e", over="k n", how="max")
         return RESULTS["fprop"], *amax * self._has_scales
 
@@ -121,18 +118,18 @@ class _Gradients(_Pass):
     accumulates: bool
 
     @property
-    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+    def operands(self) -> tuple[str, ...]:
         accumulators = ["e k n"] * self.accumulates
         return "t k", "e k n", "t n", *GROUP_DIMENSIONS, *accumulators, *["e"] * 3 * self._has_scales
 
     @property
-    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
+    def results(self) -> tuple[Result, ...]:
         biases = [Result("e n", over="t")] * (self.spec.bias_dtype is not None)
         amax = [Result("e", over="t n", how="max")] * self._has_scales
         return RESULTS["dgrad"], RESULTS["wgrad"], *biases, *amax
 
     @property
-    def added(self) -> tuple[int, int] | None:  # type: ignore[override]
+    def added(self) -> tuple[int, int] | None:
         return (5, 1) if self.accumulates else None
 
     def local(self, splits: Mapping[str, Split]) -> Local:

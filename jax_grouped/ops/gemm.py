@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
-from jax_grouped.backends.partition import Local, Operation, Result, Split, apply
+from jax_grouped.backends.operation import Local, Operation, Result, Split
+from jax_grouped.backends.partition import apply
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups, part_sizes
@@ -42,6 +43,16 @@ class Gathered(NamedTuple):
 Operand = ScaledArray | jax.Array | Gathered
 
 
+#: Dimensions of the arrays of `Groups`, which are not split.
+GROUP_DIMENSIONS = ("g", "o")
+#: Results of products. A kernel adds nothing to tokens of other groups.
+RESULTS = {
+    "fprop": Result("t n", over="k e"),
+    "dgrad": Result("t k", over="n e"),
+    "wgrad": Result("e k n", over="t"),
+}
+
+
 def gemm(
     a: Operand,
     b: Operand,
@@ -52,10 +63,9 @@ def gemm(
 ) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
 
-    On mesh axes of type `Explicit`, the type of a plain product is sharded as `out_spec` says.
-
     Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
-    number of times. Quantized products and products with an accumulator have no derivative here.
+    number of times. Quantized products and products with an accumulator have no derivative here. Over mesh axes of type
+    `Explicit`, the type of a plain product is sharded as `out_spec` says.
     """
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
@@ -113,22 +123,22 @@ class _PlainProduct(Operation):
     accumulates: bool
 
     @property
-    def operands(self) -> tuple[str, ...]:  # type: ignore[override]
+    def operands(self) -> tuple[str, ...]:
         a, b = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}[self.spec.product]
         accumulators = ["e k n"] * self.accumulates
         return a, b, *GROUP_DIMENSIONS, *accumulators
 
     @property
-    def results(self) -> tuple[Result, ...]:  # type: ignore[override]
+    def results(self) -> tuple[Result, ...]:
         return (RESULTS[self.spec.product],)
 
     @property
-    def splittable(self) -> tuple[str, ...]:  # type: ignore[override]
+    def splittable(self) -> tuple[str, ...]:
         # Dimensions of the result go before those that it is summed over, and tokens before all.
         return tuple(dict.fromkeys(["t", *self.results[0].dimensions.split(), "e", "k", "n"]))
 
     @property
-    def added(self) -> tuple[int, int] | None:  # type: ignore[override]
+    def added(self) -> tuple[int, int] | None:
         return (4, 0) if self.accumulates else None
 
     def local(self, splits: Mapping[str, Split]) -> Local:
@@ -140,16 +150,6 @@ class _PlainProduct(Operation):
             return multiply(a, b, *groups, *more)
 
         return product
-
-
-#: Dimensions of the arrays of `Groups`, which are not split.
-GROUP_DIMENSIONS = ("g", "o")
-#: Results of products. A kernel adds nothing to tokens of other groups.
-RESULTS = {
-    "fprop": Result("t n", over="k e"),
-    "dgrad": Result("t k", over="n e"),
-    "wgrad": Result("e k n", over="t"),
-}
 
 
 def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_groups: int) -> Groups:

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Partitions(NamedTuple):
-    """How the types of arrays are sharded, where they are: over mesh axes of type `Explicit`.
+    """Specs of the types of plain arrays, which are sharded over mesh axes of type `Explicit` only.
 
     `out` is what the caller asks for; None if the other types determine it.
     """
@@ -77,9 +77,10 @@ class Partitions(NamedTuple):
     out: PartitionSpec | None = None
 
     @classmethod
-    def of(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Self:
-        """Returns those of these arrays' types."""
-        return cls(*(None if array is None else jax.typeof(array).sharding.spec for array in (x, kernel, bias)))
+    def of(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, out: PartitionSpec | None) -> Self:
+        """Returns the specs of these arrays' types, and that of the result."""
+        spec_of_bias = None if bias is None else jax.typeof(bias).sharding.spec
+        return cls(jax.typeof(x).sharding.spec, jax.typeof(kernel).sharding.spec, spec_of_bias, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +158,7 @@ def canonical_inputs(
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    out = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    partitions = Partitions.of(x, weights.kernel, weights.bias)._replace(out=out)
+    partitions = Partitions.of(x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding))
     return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)
 
 

@@ -80,8 +80,7 @@ def ragged_dot(
     compute_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     lhs, rhs, *varying = vary_alike(lhs.astype(compute_dtype), rhs.astype(compute_dtype), *groups)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, checks.canonical_precision(precision, compute_dtype))
-    out_spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
+    return gemm(lhs, rhs, Groups(*varying), spec, out_spec=checks.canonical_out_spec(out_sharding))
 
 
 def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> np.dtype:

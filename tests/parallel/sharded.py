@@ -1,0 +1,112 @@
+"""Sharded products and steps: their operands, shardings and collectives."""
+
+import functools
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+
+GROUPS, TOKENS, IN, OUT = 4, 64, 16, 24
+#: The last tokens are in no group. Parts of 8 and of 16 tokens begin inside groups.
+SIZES = jnp.array([21, 0, 19, 13])
+AXES = {"data": 2, "model": 2}
+WHOLE = P()
+
+
+@functools.cache
+def operands() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns `x`, whose tail is NaN, a kernel, a bias and the gradient of the result."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (TOKENS, IN)).at[int(SIZES.sum()) :].set(jnp.nan)
+    shapes = (GROUPS, IN, OUT), (GROUPS, OUT), (TOKENS, OUT)
+    return x, *(jax.random.normal(key, shape) for key, shape in zip(keys[1:], shapes, strict=True))
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jg.ragged_dot(x, kernel, SIZES, precision="highest")
+
+
+def put(mesh: Mesh, array: Any, spec: P) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def collectives(compiled: Any) -> dict[str, int]:
+    """Counts the collectives of a compiled program, by name."""
+    return Counter(re.findall(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", compiled.as_text()))
+
+
+class Case(NamedTuple):
+    """Specs of the operands and of the results, and the names of the results that are sums over devices."""
+
+    operands: tuple[P, P, P, P]  # x, kernel, bias, dy
+    results: tuple[P, P, P, P]  # y, dx, dkernel, dbias
+    sums: str
+
+
+BOTH = P(("data", "model"))
+DATA, LAST = P("data"), P(None, "model")
+OUT_OF_KERNEL = P(None, None, "model")
+CASES = {
+    "tokens": Case((DATA, WHOLE, WHOLE, DATA), (DATA, DATA, WHOLE, WHOLE), "dkernel dbias"),
+    "tokens over two axes": Case((BOTH, WHOLE, WHOLE, BOTH), (BOTH, BOTH, WHOLE, WHOLE), "dkernel dbias"),
+    "features out": Case((WHOLE, OUT_OF_KERNEL, LAST, LAST), (LAST, WHOLE, OUT_OF_KERNEL, LAST), "dx"),
+    "features in": Case((LAST, LAST, WHOLE, WHOLE), (WHOLE, LAST, LAST, WHOLE), "y"),
+    "experts": Case((WHOLE, P("model"), WHOLE, WHOLE), (WHOLE, WHOLE, WHOLE, WHOLE), "y dx"),
+    "tokens and features out": Case(
+        (DATA, OUT_OF_KERNEL, LAST, P("data", "model")),
+        (P("data", "model"), DATA, OUT_OF_KERNEL, LAST),
+        "dx dkernel dbias",
+    ),
+    "tokens and features in": Case(
+        (P("data", "model"), LAST, WHOLE, DATA), (DATA, P("data", "model"), LAST, WHOLE), "y dkernel dbias"
+    ),
+    "tokens and experts": Case((DATA, P("model"), WHOLE, DATA), (DATA, DATA, WHOLE, WHOLE), "y dx dkernel dbias"),
+}
+
+
+RECIPES = {
+    "block": (jg.Float8BlockScaling(), 1e-5),
+    "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
+    "delayed": (jg.DelayedScaling(amax_history_len=4), 1e-5),
+    "mxfp8": (jg.MXFP8BlockScaling(), 1e-5),
+}
+
+
+def step_in_fp8(
+    recipe: jg.Recipe | None,
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    dy: Any,
+    state: Any,
+    accumulator: Any = None,
+    cache: Any = None,
+    out_sharding: Any = None,
+) -> Any:
+    def result(x: Any, kernel: Any, bias: Any, state: Any) -> jax.Array:
+        more = dict(recipe=recipe, fp8_state=state, dkernel_accumulator=accumulator, kernel_cache=cache)
+        precision = "highest" if recipe is None else None
+        return jg.grouped_dense(x, kernel, SIZES, bias, precision=precision, out_sharding=out_sharding, **more)
+
+    y, pull_back = jax.vjp(result, x, kernel, bias, state)
+    return y, *pull_back(dy)
+
+
+@functools.cache
+def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(1), 4)
+    shapes = (TOKENS, features), (GROUPS, features, 512), (GROUPS, 512), (TOKENS, 512)
+    x, *others = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return x.at[int(SIZES.sum()) :].set(jnp.nan), *others
+
+
+def assert_close(got: Any, expected: Any, bound: float) -> None:
+    for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), strict=True):
+        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)

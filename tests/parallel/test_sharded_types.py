@@ -1,0 +1,120 @@
+"""Arrays whose types are sharded, over mesh axes of type `Explicit`: the types of results, and what is sent."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests.meshes import need_devices
+from tests.parallel.sharded import (
+    CASES,
+    GROUPS,
+    LAST,
+    OUT_OF_KERNEL,
+    RECIPES,
+    SIZES,
+    WHOLE,
+    assert_close,
+    collectives,
+    operands,
+    operands_of_fp8,
+    product,
+    put,
+    step_in_fp8,
+)
+
+
+@pytest.fixture(autouse=True)
+def _backend(backend: str) -> None:
+    """Runs every test of this module on every backend."""
+
+
+@pytest.mark.parametrize("name", [None, "block", "delayed"])
+@pytest.mark.parametrize("case", CASES)
+def test_types_that_are_sharded_say_what_is_sent(case: str, name: str | None) -> None:
+    recipe, bound = RECIPES[name] if name else (None, 1e-5)
+    mesh = explicit_mesh()
+    specs, expected, _ = CASES[case]
+    arrays = operands_of_fp8()
+    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+    step = functools.partial(step_in_fp8, recipe, out_sharding=expected[0])
+    compiled = jax.jit(step).lower(*sharded, state).compile()
+    results = compiled(*sharded, state)
+
+    # The gradient of a bias that is whole is gathered from the devices that have the kernels.
+    gathered = {"all-gather"} if recipe is not None and "experts" in case else set()
+    assert {*collectives(compiled)} <= {"all-reduce", *gathered}
+    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
+    # Gradients are sharded as their arguments.
+    for result, spec in zip(results, (expected[0], *specs[:3]), strict=False):
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim)
+
+
+def explicit_mesh() -> Mesh:
+    need_devices(4)
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+
+
+def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
+    mesh = explicit_mesh()
+    x, kernel, *_ = operands()
+
+    def multiply(x_spec: P, kernel_spec: P, **out: Any) -> Any:
+        arguments = put(mesh, x, x_spec), put(mesh, kernel, kernel_spec)
+        return jax.jit(lambda *of: jg.ragged_dot(*of, SIZES, precision="highest", **out))(*arguments)
+
+    assert jax.typeof(multiply(P("data"), OUT_OF_KERNEL)).sharding.spec == P("data", "model")
+    for specs in [(LAST, LAST), (P("data"), P("data")), (P("data"), P(None, "data")), (WHOLE, P("model"))]:
+        with pytest.raises(ValueError, match=r"ambiguous how the output should be sharded.*`out_sharding`"):
+            multiply(*specs)
+        for out in (P("data"), P(None, "model"), P("data", "model"), NamedSharding(mesh, WHOLE)):
+            y = multiply(*specs, out_sharding=out)
+            spec = out.spec if isinstance(out, NamedSharding) else out
+            assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+            np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_sharded_types_are_gathered_and_their_gradients_scattered() -> None:
+    mesh = explicit_mesh()
+    x, kernel, *_ = operands()
+
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jg.ragged_dot(x, kernel, SIZES, precision="highest", out_sharding=P("data"))))
+
+    arguments = put(mesh, jnp.nan_to_num(x), P("data")), put(mesh, kernel, P(None, "data"))
+    step = jax.jit(jax.grad(loss, argnums=1))
+    assert collectives(step.lower(*arguments).compile()) == {"all-gather": 1, "reduce-scatter": 1}
+    twice = jax.jit(jax.grad(lambda *of: jnp.sum(jax.grad(loss, argnums=1)(*of) ** 2), argnums=1))
+    expected = jax.grad(lambda *of: jnp.sum(jax.grad(unsharded_loss, argnums=1)(*of) ** 2), argnums=1)
+    assert_close(twice(*arguments), expected(jnp.nan_to_num(x), kernel), 1e-5)
+
+
+def unsharded_loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(product(x, kernel)))
+
+
+def test_a_batch_of_sharded_types() -> None:
+    mesh = explicit_mesh()
+    x, kernel, *_ = operands()
+    batch = jnp.stack([x, 2 * x])
+    result = jax.jit(jax.vmap(product, in_axes=(0, None)))(put(mesh, batch, P(None, "data")), put(mesh, kernel, WHOLE))
+
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "data")), 3)
+    np.testing.assert_allclose(result, jax.vmap(product, in_axes=(0, None))(batch, kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_types_need_no_jit() -> None:
+    mesh = explicit_mesh()
+    x, kernel, *_ = operands()
+    y = product(put(mesh, x, P("data")), kernel)
+
+    assert jax.typeof(y).sharding.spec == P("data", None)
+    np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
