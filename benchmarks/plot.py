@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import cublaslt_rates
-from benchmarks.cases import DTYPE
+from benchmarks.cases import DTYPE, LAYERS
 from benchmarks.rows import Record, Row
 from benchmarks.shapes import SHAPES, SWEEPS, Shape
 from benchmarks.suites import SUITES
@@ -41,22 +41,24 @@ def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: l
     for index, variant in enumerate(variants):
         heights = {groups.index(group): height or 0.0 for group, row, height in bars if row.case.variant == variant}
         places = [place - 0.4 + (index + 0.5) * width for place in heights]
-        axes.bar(places, list(heights.values()), width, label=variant)
+        if places:
+            axes.bar(places, list(heights.values()), width, color=f"C{index}", label=variant)
     axes.set_xticks(range(len(groups)), groups, fontsize="small")
 
 
 def _panels(record: Record, against: str | None) -> Figure:
-    """Draws bars in panels: rates by operation, or speeds relative to a variant by the type of the kernel.
+    """Draws bars in panels: rates or speeds of whole layers by operation, other speeds by the type of the kernel.
 
     Lines mark cuBLASLt's own rates on the device that they hold for.
     """
     panels: dict[str, list[tuple[str, Row, float | None]]] = {}
     for row in record.rows:
-        # Panels of rates have the operation as their title.
-        operation = f" {row.case.operation}" if against and row.case.operation not in ("dense", "moe") else ""
+        # Rates, and speeds of whole layers, have a panel for each operation.
+        by_kernel = against and row.case.operation not in LAYERS
+        title = f"{row.case.kernel_dtype} kernel" if by_kernel else row.case.operation
+        operation = f" {row.case.operation}" if by_kernel and row.case.operation != "dense" else ""
         group = f"{row.case.shape.name}{operation}\n{row.case.skew}"
         height = record.speed(row, against) if against else row.rate
-        title = f"{row.case.kernel_dtype} kernel" if against else row.case.operation
         panels.setdefault(title, []).append((group, row, height))
     variants = _variants(record.rows)
     groups = max(len({group for group, *_ in bars}) for bars in panels.values())
