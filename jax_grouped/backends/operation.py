@@ -199,8 +199,9 @@ def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tu
             dimension = names.split().index(wanted)
             axes = axes_of(array.sharding, dimension)
             parts = math.prod(mesh.shape[axis] for axis in axes)
-            divides = array.shape[dimension] % (parts * operation.grain(wanted)) == 0
-            if parts > 1 and divides and not (taken | others) & {*axes}:
+            # One part is the whole, but its axes belong to the types of results.
+            divides = parts == 1 or array.shape[dimension] % (parts * operation.grain(wanted)) == 0
+            if axes and divides and not (taken | others) & {*axes}:
                 splits[wanted] = Split(axes, parts)
                 taken |= {*axes}
     return splits

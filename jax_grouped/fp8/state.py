@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.core.config import config
@@ -170,9 +171,16 @@ def _mark(amax: jax.Array) -> jax.Array:
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
-    """Takes the maximum over the mesh axes over which `amax` varies and the history does not."""
+    """Takes the maximum over the mesh axes over which `amax` varies and the history does not.
+
+    Gives the result a type that is sharded as that of the history is.
+    """
     axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
-    return jax.lax.pmax(amax, axes) if axes else amax
+    amax = jax.lax.pmax(amax, axes) if axes else amax
+    mesh, spec = jax.typeof(history).sharding.mesh, jax.typeof(history).sharding.spec
+    if AxisType.Explicit not in mesh.axis_types or jax.typeof(amax).sharding.spec == spec[:1]:
+        return amax
+    return jax.sharding.reshard(amax, NamedSharding(mesh, PartitionSpec(*spec[:1])))
 
 
 def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None:

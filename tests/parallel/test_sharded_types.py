@@ -63,6 +63,25 @@ def explicit_mesh() -> Mesh:
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
 
 
+@pytest.mark.parametrize("name", [None, "delayed"])
+@pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
+def test_an_axis_of_one_device_is_part_of_the_types(case: str, name: str | None) -> None:
+    need_devices(2)
+    recipe, bound = RECIPES[name] if name else (None, 1e-5)
+    types = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:2])
+    specs, expected, _ = CASES[case]
+    arrays = operands_of_fp8()
+    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=expected[0]))
+    results = step(*sharded, put(mesh, state, WHOLE))
+
+    assert jax.typeof(results[0]).sharding.spec == P(*expected[0], *[None] * (2 - len(expected[0])))
+    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
+
+
 def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
     mesh = explicit_mesh()
     x, kernel, *_ = operands()

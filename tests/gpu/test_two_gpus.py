@@ -1,0 +1,86 @@
+"""Sharded products and layers on two GPUs, beside the results of one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests.meshes import need_devices
+from tests.parallel.sharded import (
+    CASES,
+    GROUPS,
+    RECIPES,
+    WHOLE,
+    assert_close,
+    operands_of_fp8,
+    put,
+    step_in_fp8,
+)
+
+pytestmark = pytest.mark.gpu
+
+#: Without a recipe, sums over devices are rounded in another order.
+BOUNDS: dict[str | None, tuple[jg.Recipe | None, float]] = {None: (None, 1e-5), **RECIPES}
+
+
+def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
+    """Returns a mesh with two devices along one of the axes that the cases name."""
+    need_devices(2)
+    sizes = [2 if axis == sharded_axis else 1 for axis in ("data", "model")]
+    return jax.make_mesh((*sizes,), ("data", "model"), axis_types=(type_,) * 2, devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit], ids=lambda type_: type_.name)
+@pytest.mark.parametrize("axis", ["data", "model"])
+@pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
+def test_steps_agree_with_those_of_one_gpu(case: str, axis: str, type_: AxisType, name: str | None) -> None:
+    recipe, bound = BOUNDS[name]
+    mesh = mesh_of_two(axis, type_)
+    specs, results, _ = CASES[case]
+    arrays = operands_of_fp8()
+    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    out = results[0] if type_ == AxisType.Explicit else None
+    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=out))
+    got = [step(*sharded, put(mesh, state, WHOLE)) for _ in range(2)]
+
+    assert_close(got[0], jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
+    assert_close(got[1], got[0], 0)
+
+
+@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling(), jg.DelayedScaling()], ids=repr)
+def test_a_stack_of_layers_trains_as_on_one_gpu(recipe: jg.Recipe | None) -> None:
+    mesh = mesh_of_two("data", AxisType.Auto)
+    x, *_, targets = operands_of_fp8()
+    x, sizes = jnp.nan_to_num(x), jnp.array([16, 0, 40, 8])
+    layers = jg.linen.GroupedDense(256, GROUPS, recipe=recipe), jg.linen.GroupedDense(512, GROUPS, recipe=recipe)
+    variables = [layer.init(jax.random.key(i), x, sizes) for i, layer in enumerate(layers)]
+
+    def loss(variables: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+        for layer, of in zip(layers, variables, strict=True):
+            x = layer.apply(of, x, sizes)
+        return jnp.mean((x - targets) ** 2)
+
+    @jax.jit
+    def step(variables: Any, x: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(variables, x, targets)
+        next_states = [{**of, "params": None} for of in gradients]
+        params = [
+            jax.tree.map(lambda p, g: p - 0.1 * g, of["params"], gradient["params"])
+            for of, gradient in zip(variables, gradients, strict=True)
+        ]
+        return [{**state, "params": of} for state, of in zip(next_states, params, strict=True)], value
+
+    tokens = NamedSharding(mesh, P("data"))
+    one, two = variables, put(mesh, variables, WHOLE)
+    for _ in range(4):
+        one, expected = step(one, x, targets)
+        two, value = step(two, *(jax.device_put(of, tokens) for of in (x, targets)))
+        assert_close(value, expected, 1e-4)
