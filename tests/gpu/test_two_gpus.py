@@ -24,8 +24,8 @@ from tests.parallel.sharded import (
 
 pytestmark = pytest.mark.gpu
 
-#: Without a recipe, sums over devices are rounded in another order.
-BOUNDS: dict[str | None, tuple[jg.Recipe | None, float]] = {None: (None, 1e-5), **RECIPES}
+#: Two devices add up in another order, and tensor cores keep fewer digits of sums in FP8 than float32 has.
+BOUNDS = {name: (recipe, max(bound, 1e-4)) for name, (recipe, bound) in RECIPES.items()}
 
 
 def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
@@ -40,7 +40,7 @@ def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
 @pytest.mark.parametrize("axis", ["data", "model"])
 @pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
 def test_steps_agree_with_those_of_one_gpu(case: str, axis: str, type_: AxisType, name: str | None) -> None:
-    recipe, bound = BOUNDS[name]
+    recipe, bound = BOUNDS[name] if name else (None, 1e-5)
     mesh = mesh_of_two(axis, type_)
     specs, results, _ = CASES[case]
     arrays = operands_of_fp8()
