@@ -15,7 +15,7 @@ from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
-from jax_grouped.moe.exchange import Method
+from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.routing import Score
 from jax_grouped.ops import checks
@@ -300,7 +300,7 @@ class MoEMlp(nn.Module):
     expert_axis: str | None = None
     feature_axis: str | None = None
     batch_axes: Sequence[str] = ()
-    exchange_method: Method = "auto"
+    exchange_method: ExchangeMethod = "auto"
     expert_groups: int | None = None
     top_groups: int | None = None
     activation: Activation = "silu_mul"

@@ -1,6 +1,5 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -13,14 +12,19 @@ from jax_grouped.backends.spec import Activation
 from jax_grouped.core.values import as_array, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.moe.exchange import Method, plan_exchange, return_rows, send_rows
-from jax_grouped.moe.experts import routed_mlp, weighted_mlp
+from jax_grouped.moe.expert_parallel import (
+    ExchangeMethod,
+    canonical_method,
+    mlp_of_exchanged_rows,
+    mlp_of_gathered_tokens,
+)
+from jax_grouped.moe.experts import routed_mlp
 from jax_grouped.moe.mlp import as_weights
-from jax_grouped.moe.permutation import Permutation, check_pairs, permute, unpermute
-from jax_grouped.moe.routing import Score, balance_loss, route_arguments
+from jax_grouped.moe.permutation import Permutation, check_pairs
+from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights
-from jax_grouped.ops.routing import route_and_group
+from jax_grouped.ops.routing import route, route_and_group
 
 
 class MoEMetrics(NamedTuple):
@@ -66,7 +70,7 @@ def moe_mlp(
     expert_axis: str | None = None,
     feature_axis: str | None = None,
     batch_axes: Sequence[str] = (),
-    exchange_method: Method = "auto",
+    exchange_method: ExchangeMethod = "auto",
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
@@ -98,7 +102,7 @@ def moe_mlp(
         top_groups: the number of groups that a token's experts may come from.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
             experts are chosen equally often. Rows without room are dropped from the longest groups, which are cut to
-            one length and lose their last rows, and are counted; with an `expert_axis`, a group is the rows of one
+            one length and lose their last rows, and are counted; where rows are exchanged, a group is the rows of one
             source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
             `expert_axis` `D * T * min(top_k, E / D)`.
         activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is `[E / D, K, F]`.
@@ -107,7 +111,10 @@ def moe_mlp(
         expert_axis: mesh axis over which the experts are split.
         feature_axis: mesh axis over which `F` is split.
         batch_axes: mesh axes over which one batch is split; the balance loss is then that of the whole batch.
-        exchange_method: how rows travel over `expert_axis`, see `plan_exchange`.
+        exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
+            and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
+            "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
+            `D <= top_k`, else the "auto" of `plan_exchange`.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
             first device adds it to its part of the sum.
@@ -162,27 +169,41 @@ def moe_mlp(
         expert_groups=expert_groups,
         top_groups=top_groups,
     )
+    pairs = check_pairs((tokens, top_k), num_experts, None)
     worst = devices * tokens * min(top_k, num_experts // devices)
-    capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * tokens * top_k))
-    pairs = check_pairs((tokens, top_k), num_experts, capacity)
-    routing, grouped, load, probability_sums = route_and_group(
-        logits, bias, spec, rows=min(capacity, pairs) if devices == 1 else pairs
+    capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
+    factor = jnp.asarray(weight_scale, jnp.float32)
+    network: dict[str, Any] = dict(
+        gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision
     )
-    weights = routing.weights * jnp.asarray(weight_scale, routing.weights.dtype)
-    permutation = Permutation(*grouped)
-    dropped = permutation.dropped
-    if devices == 1:
-        y = routed_mlp(x, gate_up, down, permutation, weights, activation, recipe, precision, shared)
-    else:
-        rows = permute(x, permutation)
-        exchange = plan_exchange(
-            permutation.group_sizes, expert_axis, num_rows=rows.shape[0], capacity=capacity, method=exchange_method
+    if devices > 1 and canonical_method(exchange_method, devices, top_k) == "gather":
+        assert expert_axis is not None
+        routing = Routing(*route(logits, bias, spec))
+        load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
+        room = None if capacity == worst else capacity
+        y, dropped = mlp_of_gathered_tokens(
+            x, routing.experts, routing.weights * factor, expert_axis, capacity=room, shared=shared, **network
         )
-        rows = send_rows(rows, exchange)
-        row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
-        rows = weighted_mlp(rows, gate_up, down, exchange.group_sizes, row_weights, activation, recipe, precision)
-        y = unpermute(return_rows(rows, exchange), permutation, shared=shared)
-        dropped = exchange.dropped
+    else:
+        rows = min(capacity, pairs) if devices == 1 else pairs
+        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
+        permutation, weights = Permutation(*grouped), routed.weights * factor
+        if devices == 1:
+            y, dropped = (
+                routed_mlp(x, permutation=permutation, weights=weights, shared=shared, **network),
+                permutation.dropped,
+            )
+        else:
+            y, dropped = mlp_of_exchanged_rows(
+                x,
+                permutation,
+                weights,
+                expert_axis,
+                capacity=capacity,
+                method=exchange_method,
+                shared=shared,
+                **network,
+            )
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
     loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
@@ -211,12 +232,6 @@ def _refuse_gradient(axis_name: str, *_: Any) -> NoReturn:
 
 
 _sum_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
-
-
-def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:
-    """Returns the weight of each row, `float32[R, 1]`."""
-    of_pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
-    return permute(weights.reshape(weights.size, 1), of_pairs)
 
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:

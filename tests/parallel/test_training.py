@@ -57,6 +57,16 @@ def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: di
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
+def test_training_with_exchanged_rows_is_that_of_one_device(backend: str) -> None:
+    axes = dict(expert=2, feature=2)
+    mesh = mesh_of(axes)
+    model = programs.model("nnx", axes, exchange_method="padded")
+
+    got = programs.sharded(model, mesh).run()
+
+    assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
+
+
 def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     # As many as split the batch evenly.
     devices = 2 ** (jax.device_count().bit_length() - 1)

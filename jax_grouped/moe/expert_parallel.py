@@ -1,0 +1,164 @@
+"""Experts on the devices of a mesh axis: tokens travel to them, and results travel back.
+
+There are two ways. The devices exchange a row for each pair of a token and a choice, `T k (D - 1) / D` rows per device
+on average. Or they gather the tokens of all devices, `T (D - 1)` rows per device, and each applies its own experts to
+them: fewer rows if there are fewer devices than choices, because most tokens then have several experts on one device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.moe.exchange import plan_exchange, return_rows, send_rows
+from jax_grouped.moe.experts import routed_mlp, weighted_mlp
+from jax_grouped.moe.permutation import Permutation, add_shared, group_by_expert, permute, unpermute
+
+#: Way in which tokens reach the devices of their experts.
+ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
+
+
+def canonical_method(method: ExchangeMethod, devices: int, top_k: int) -> ExchangeMethod:
+    """Returns "gather" for "auto" where it moves at most as many rows as an exchange of rows.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if method not in get_args(ExchangeMethod):
+        raise ValueError(f"exchange_method must be one of {get_args(ExchangeMethod)}, got {method!r}.")
+    return "gather" if method == "auto" and devices <= top_k else method
+
+
+def mlp_of_gathered_tokens(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    axis_name: Hashable,
+    *,
+    capacity: int | None,
+    shared: jax.Array | None,
+    **network: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
+
+    A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32.
+
+    Args:
+        x: `[T, K]`, the tokens of this device.
+        experts: `int32[T, k]`, the experts of its tokens, numbered over all devices.
+        weights: `float32[T, k]`, the factor of each choice.
+        axis_name: mesh axis of `D` devices.
+        capacity: most rows of this device's experts; None drops none.
+        shared: `[T, N]`, added to the sums, or None.
+        network: `gate_up`, `down`, `activation`, `recipe` and `precision` of `routed_mlp`.
+
+    Returns:
+        `[T, N]` in the type of `x`, and `int32[]`, the number of this device's pairs that were dropped.
+    """
+    tokens, own = x.shape[0], network["gate_up"].kernel.shape[0]
+    me = jax.lax.axis_index(axis_name)
+    # Also over axes that split the kernels alone, so that gradients are summed over these after they were scattered.
+    x, weights, experts, *_ = vary_alike(x, weights, experts, network["gate_up"].kernel, me)
+    experts = jax.lax.all_gather(experts, axis_name, tiled=True) - own * me
+    permutation = group_by_expert(experts, own, capacity=capacity)
+    parts = routed_mlp(_gather(x, axis_name), permutation=permutation, weights=_gather(weights, axis_name), **network)
+    y = add_shared(_sum_of_parts(parts, axis_name), shared).astype(x.dtype)
+    if capacity is None:
+        return y, jnp.zeros((), jnp.int32)
+    is_own = (experts >= 0) & (experts < own)
+    dropped = is_own & (permutation.inverse >= permutation.order.shape[0])
+    of_sources = jnp.sum(dropped.reshape(-1, tokens * experts.shape[1]), axis=1, dtype=jnp.int32)
+    return y, jax.lax.psum_scatter(of_sources, axis_name)
+
+
+def mlp_of_exchanged_rows(
+    x: jax.Array,
+    permutation: Permutation,
+    weights: jax.Array,
+    axis_name: Hashable,
+    *,
+    capacity: int,
+    method: Literal["auto", "ragged", "padded"],
+    shared: jax.Array | None,
+    **network: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends the rows of each token to their experts' devices, and sums the results that are sent back.
+
+    Args:
+        x: as in `mlp_of_gathered_tokens`.
+        permutation: of this device's tokens to the rows of the experts of all devices.
+        weights: as in `mlp_of_gathered_tokens`.
+        axis_name: likewise.
+        capacity: as in `plan_exchange`.
+        method: likewise.
+        shared: as in `mlp_of_gathered_tokens`.
+        network: likewise.
+
+    Returns:
+        As `mlp_of_gathered_tokens`.
+    """
+    rows = permute(x, permutation)
+    exchange = plan_exchange(
+        permutation.group_sizes, axis_name, num_rows=rows.shape[0], capacity=capacity, method=method
+    )
+    rows = send_rows(rows, exchange)
+    row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
+    rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
+    return unpermute(return_rows(rows, exchange), permutation, shared=shared), exchange.dropped
+
+
+def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:
+    """Returns the weight of each row, `float32[R, 1]`."""
+    of_pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
+    return permute(weights.reshape(weights.size, 1), of_pairs)
+
+
+# JAX's gradient of a gather is a sum in the type of the parts. This one is in float32, and sends as many bytes.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: jax.Array, axis_name: Hashable) -> jax.Array:
+    """Returns the rows of all devices, `[T, C]` to `[D T, C]`."""
+    return jax.lax.all_gather(x, axis_name, tiled=True)
+
+
+def _gather_forward(x: jax.Array, axis_name: Hashable) -> tuple[jax.Array, None]:
+    return _gather(x, axis_name), None
+
+
+def _gather_backward(axis_name: Hashable, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (_sum_of_parts(gradient, axis_name).astype(gradient.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _sum_of_parts(parts: jax.Array, axis_name: Hashable) -> jax.Array:
+    """Returns the sums for this device's rows of what all devices have for them, `[D T, C]` to `float32[T, C]`."""
+    return _summed(parts.dtype, parts, axis_name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _summed(dtype: DTypeLike, parts: jax.Array, axis_name: Hashable) -> jax.Array:
+    """Sums parts of this type."""
+    del dtype
+    devices = jax.lax.axis_size(axis_name)
+    of_devices = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
+    received = jax.lax.all_to_all(of_devices, axis_name, 0, 0)
+    return functools.reduce(jnp.add, (received[device].astype(jnp.float32) for device in range(devices)))
+
+
+def _summed_forward(dtype: DTypeLike, parts: jax.Array, axis_name: Hashable) -> tuple[jax.Array, None]:
+    return _summed(dtype, parts, axis_name), None
+
+
+def _summed_backward(dtype: DTypeLike, axis_name: Hashable, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (_gather(gradient.astype(dtype), axis_name),)
+
+
+_summed.defvjp(_summed_forward, _summed_backward)

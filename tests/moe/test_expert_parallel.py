@@ -1,0 +1,110 @@
+"""Experts on several devices: both ways in which tokens reach them, against one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from jax_grouped.moe.expert_parallel import canonical_method
+from tests.meshes import data_mesh
+
+T, K, F, E, TOP_K = 32, 32, 16, 4, 2
+DEVICES = 2
+SPLIT = (P("data"),) * 4
+LAYER = dict(top_k=TOP_K, precision="highest", activation="gelu_mul")
+
+
+def arrays(dtype: Any = jnp.float32) -> list[jax.Array]:
+    """Returns tokens, logits, and the kernels of all experts."""
+    rng = np.random.default_rng(0)
+    shapes = (T, K), (T, E), (E, K, 2 * F), (E, F, K)
+    x, logits, gate_up, down = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    return [x.astype(dtype), logits, gate_up.astype(dtype), down.astype(dtype)]
+
+
+def on_devices(function: Any, out_specs: Any = P("data")) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=out_specs))
+
+
+@pytest.mark.parametrize("method", ["gather", "padded"])
+def test_results_and_gradients_are_those_of_one_device(method: str) -> None:
+    weights = jnp.cos(jnp.arange(K, dtype=jnp.float32))
+
+    def loss(x: jax.Array, logits: jax.Array, *kernels: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
+        y, metrics = jg.moe.moe_mlp(x, logits, *kernels, shared=x, **LAYER, **options)
+        return jnp.sum(y * weights), (y, metrics.expert_load)
+
+    def gradients(*arrays: jax.Array, **options: Any) -> Any:
+        return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+
+    split = on_devices(functools.partial(gradients, expert_axis="data", exchange_method=method))
+
+    got, (y, load) = split(*arrays())
+
+    expected, (expected_y, expected_load) = gradients(*arrays())
+    for a, b in zip((y, *got), (expected_y, *expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    assert load.reshape(DEVICES, E).sum(axis=0).tolist() == expected_load.tolist()
+
+
+def test_parts_of_sums_are_added_in_float32() -> None:
+    def result(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return jg.moe.moe_mlp(*arrays, **LAYER, **options)[0]
+
+    exact = result(*arrays()).astype(jnp.bfloat16)
+    got = on_devices(functools.partial(result, expert_axis="data", exchange_method="gather"))(*arrays(jnp.bfloat16))
+    on_one = result(*arrays(jnp.bfloat16))
+
+    def error(y: jax.Array) -> float:
+        return float(jnp.linalg.norm((y - exact).astype(jnp.float32)))
+
+    # A sum of two parts in bfloat16 would round a third time.
+    assert error(got) < 1.3 * error(on_one)
+
+
+def test_longest_groups_of_gathered_tokens_are_cut() -> None:
+    x, logits, gate_up, down = arrays()
+    logits = jnp.tile(jnp.array([2.0, 1.0, 0.0, -1.0]), (T, 1))  # all to the experts of the first device
+
+    def result(*arrays: jax.Array, **options: Any) -> Any:
+        y, metrics = jg.moe.moe_mlp(*arrays, **LAYER, **options)
+        return y, metrics.dropped[None]
+
+    split = functools.partial(result, expert_axis="data", capacity_factor=0.75, exchange_method="gather")
+
+    y, dropped = on_devices(split)(x, logits, gate_up, down)
+
+    # A device has capacity for 0.75 * T / 2 * 2 = 24 rows, 12 of each expert: those of the first device's tokens.
+    assert dropped.tolist() == [2 * (T // 2 - 12), T]
+    expected, _ = result(x, logits, gate_up, down)
+    np.testing.assert_allclose(y[:12], expected[:12], rtol=1e-5, atol=1e-5)
+    assert not y[12:].any()
+
+
+def test_tokens_are_gathered_where_that_moves_fewer_rows() -> None:
+    assert canonical_method("auto", devices=8, top_k=8) == "gather"
+    assert canonical_method("auto", devices=16, top_k=8) == "auto"
+    assert canonical_method("padded", devices=2, top_k=8) == "padded"
+    with pytest.raises(ValueError, match="exchange_method must be one of .*, got 'ring'"):
+        canonical_method("ring", devices=2, top_k=8)  # type: ignore[arg-type]
+
+
+def test_a_gather_sends_each_token_once_to_each_device() -> None:
+    def gradient(*arrays: jax.Array) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            options = dict(expert_axis="data", exchange_method="gather", **LAYER)
+            return jnp.sum(jg.moe.moe_mlp(x, *arrays[1:], **options)[0].astype(jnp.float32))
+
+        return jax.grad(loss)(arrays[0])
+
+    text = on_devices(gradient).lower(*arrays(jnp.bfloat16)).as_text()
+
+    gathers = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+    wide = [line for line in gathers if f"tensor<{T // DEVICES}x{K}xbf16>" in line]
+    assert len(wide) == 2  # tokens and the gradient of the result
+    assert "ragged_all_to_all" not in text
