@@ -23,15 +23,15 @@ from jax_grouped.moe.permutation import Permutation, add_shared, group_by_expert
 ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
 
 
-def canonical_method(method: ExchangeMethod, devices: int, top_k: int) -> ExchangeMethod:
-    """Returns "gather" for "auto" where it moves at most as many rows as an exchange of rows.
+def gathers(method: ExchangeMethod, devices: int, top_k: int) -> bool:
+    """Tells whether tokens are gathered: "auto" does where that moves at most as many rows as an exchange of rows.
 
     Raises:
         ValueError: there is no such method.
     """
     if method not in get_args(ExchangeMethod):
         raise ValueError(f"exchange_method must be one of {get_args(ExchangeMethod)}, got {method!r}.")
-    return "gather" if method == "auto" and devices <= top_k else method
+    return method == "gather" or (method == "auto" and devices <= top_k)
 
 
 def mlp_of_gathered_tokens(
@@ -83,7 +83,7 @@ def mlp_of_exchanged_rows(
     axis_name: Hashable,
     *,
     capacity: int,
-    method: Literal["auto", "ragged", "padded"],
+    method: ExchangeMethod,
     shared: jax.Array | None,
     **network: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -102,6 +102,7 @@ def mlp_of_exchanged_rows(
     Returns:
         As `mlp_of_gathered_tokens`.
     """
+    assert method != "gather"
     rows = permute(x, permutation)
     exchange = plan_exchange(
         permutation.group_sizes, axis_name, num_rows=rows.shape[0], capacity=capacity, method=method

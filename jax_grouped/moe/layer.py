@@ -14,7 +14,7 @@ from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,
-    canonical_method,
+    gathers,
     mlp_of_exchanged_rows,
     mlp_of_gathered_tokens,
 )
@@ -176,7 +176,7 @@ def moe_mlp(
     network: dict[str, Any] = dict(
         gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision
     )
-    if devices > 1 and canonical_method(exchange_method, devices, top_k) == "gather":
+    if devices > 1 and gathers(exchange_method, devices, top_k):
         assert expert_axis is not None
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)

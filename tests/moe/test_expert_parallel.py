@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.moe.expert_parallel import canonical_method
+from jax_grouped.moe.expert_parallel import gathers
 from tests.meshes import data_mesh
 
 T, K, F, E, TOP_K = 32, 32, 16, 4, 2
@@ -27,8 +27,8 @@ def arrays(dtype: Any = jnp.float32) -> list[jax.Array]:
     return [x.astype(dtype), logits, gate_up.astype(dtype), down.astype(dtype)]
 
 
-def on_devices(function: Any, out_specs: Any = P("data")) -> Any:
-    return jax.jit(jax.shard_map(function, mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=out_specs))
+def on_devices(function: Any) -> Any:
+    return jax.jit(jax.shard_map(function, mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=P("data")))
 
 
 @pytest.mark.parametrize("method", ["gather", "padded"])
@@ -87,11 +87,12 @@ def test_longest_groups_of_gathered_tokens_are_cut() -> None:
 
 
 def test_tokens_are_gathered_where_that_moves_fewer_rows() -> None:
-    assert canonical_method("auto", devices=8, top_k=8) == "gather"
-    assert canonical_method("auto", devices=16, top_k=8) == "auto"
-    assert canonical_method("padded", devices=2, top_k=8) == "padded"
-    with pytest.raises(ValueError, match="exchange_method must be one of .*, got 'ring'"):
-        canonical_method("ring", devices=2, top_k=8)  # type: ignore[arg-type]
+    assert gathers("auto", devices=8, top_k=8)
+    assert not gathers("auto", devices=16, top_k=8)
+    assert gathers("gather", devices=16, top_k=8)
+    assert not gathers("padded", devices=2, top_k=8)
+    with pytest.raises(ValueError, match=r"exchange_method must be one of .*, got 'ring'"):
+        gathers("ring", devices=2, top_k=8)  # type: ignore[arg-type]
 
 
 def test_a_gather_sends_each_token_once_to_each_device() -> None:
