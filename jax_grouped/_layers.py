@@ -1,5 +1,6 @@
 """Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import axis_size
+from jax_grouped.core.varying import axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights
 from jax_grouped.ops.quantize import quantize_kernel
@@ -66,6 +68,11 @@ def num_features(x: jax.Array, shape: str) -> int:
     return x.shape[-1]
 
 
+def has_sharded_type(x: jax.Array) -> bool:
+    """Tells whether the type of `x` is sharded, over mesh axes of type `Explicit`."""
+    return any(axes is not None for axes in jax.typeof(as_array("x", x)).sharding.spec)
+
+
 def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapping[str, int]) -> None:
     """Raises unless a layer can be made with this recipe and these sizes, which are given by name.
 
@@ -88,9 +95,10 @@ def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes
         name: name of the kernel and bias in the error.
         given: `kernel` and `bias`, as arrays or in Flax's boxes; either may be missing.
         shape: shape of the device's part of the kernel, `(E / D, K, ...)`.
-        axes: mesh axes over which the whole is split; without any, this checks nothing and other checks suffice.
+        axes: mesh axes over which `jax.shard_map` may split the whole; where it splits over none, this checks nothing
+            and other checks suffice.
     """
-    split_over = [axis for axis in axes if axis is not None]
+    split_over = [axis for axis in axes if axis is not None and is_bound(axis)]
     for parameter, part in (("kernel", shape), ("bias", (shape[0], *shape[2:]))):
         for array in jax.tree.leaves(given.get(parameter)):
             if split_over and jnp.shape(array) != part:
@@ -107,18 +115,19 @@ def gate_up_shape(experts: int, features: int, hidden: int, activation: Activati
 
 def apply_moe(
     layer: Any,
+    axes: MoEAxes,
     x: jax.Array,
     router: Callable[[jax.Array], jax.Array],
     gate_up: Weights,
     down: Weights,
     selection_bias: jax.Array | None,
     shared: jax.Array | None,
-    **axes: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
     x = as_array("x", x)
     tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
-    checks.check_kernel("gate_up", gate_up.kernel, "x", tokens)
+    flat = jax.ShapeDtypeStruct((*gate_up.kernel.shape[:2], math.prod(gate_up.kernel.shape[2:])), gate_up.kernel.dtype)
+    checks.check_kernel("gate_up", flat, "x", tokens)
     if shared is not None:
         shared = as_array("shared", shared)
         if shared.shape != x.shape:
@@ -142,7 +151,9 @@ def apply_moe(
         precision=layer.precision,
         exchange_method=layer.exchange_method,
         shared=shared,
-        **axes,
+        expert_axis=axes.expert,
+        feature_axis=axes.feature,
+        batch_axes=axes.batch,
     )
     return y.reshape(x.shape), metrics
 
@@ -177,7 +188,7 @@ def quantized(kernel: jax.Array, recipe: Recipe | None, fp8_state: Fp8State | No
         assert fp8_state is not None
         # Convert to float32 first: Flax's type whose sum is the maximum passes through stop_gradient.
         scale = jax.lax.stop_gradient(fp8_state.astype(jnp.float32)).scales(recipe).kernel
-    return quantize_kernel(kernel, recipe, scale=scale, **options)
+    return quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe, scale=scale, **options)
 
 
 def requantized(
@@ -197,12 +208,12 @@ def requantized(
 
 
 def local_size(name: str, size: int, axis_name: str | None) -> int:
-    """Returns one device's part of `size` features or experts.
+    """Returns one device's part of `size` features or experts inside `jax.shard_map` over the axis, else `size`.
 
     Raises:
-        ValueError: `size` cannot be split evenly over the axis, or there is no such axis.
+        ValueError: `size` cannot be split evenly over the axis.
     """
-    devices = 1 if axis_name is None else axis_size(axis_name)
+    devices = axis_size(axis_name) if axis_name is not None and is_bound(axis_name) else 1
     if size % devices:
         raise ValueError(f"{name} must be a multiple of the {devices} devices of the axis {axis_name!r}, got {size}.")
     return size // devices

@@ -1,7 +1,6 @@
 """Flax linen layers."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -17,11 +16,12 @@ from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
+from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.moe.routing import Score
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
-from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.inputs import Weights, flat_weights
 
 try:
     import flax.linen as nn
@@ -169,20 +169,23 @@ class GroupedKernel(nn.Module):
         super().__post_init__()
         _layers.check_layer(self.recipe, {}, {})
 
-    @nn.compact
     def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
         """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state`, `kernel_cache`; some are None.
 
         Raises:
             ValueError: as in `GroupedDense`.
         """
+        return flat_weights(self.stored(is_first_microbatch))
+
+    @nn.compact
+    def stored(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters."""
         _layers.check_caching(self.recipe, self.cache_kernel, is_first_microbatch)
-        groups, inputs, *features = self.shape
-        N = math.prod(features)
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype).reshape(groups, inputs, N)
+        groups, _, *features = self.shape
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
         if self.bias_init is not None:
-            bias = self.param("bias", self.bias_init, (groups, *features), self.param_dtype).reshape(groups, N)
+            bias = self.param("bias", self.bias_init, (groups, *features), self.param_dtype)
         state = self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None
         cache = self._kernel_cache(kernel, state, is_first_microbatch) if self.cache_kernel else None
         return Weights(kernel, bias, cache, state)
@@ -242,8 +245,9 @@ class MoEMlp(nn.Module):
     `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
     `down`.
 
-    On several devices, `init` always makes the whole parameters. `apply` inside `jax.shard_map` over a mesh that has
-    `expert_axis` or `feature_axis` takes this device's part of them: `gate_up` split as `P(expert_axis, None, None,
+    On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
+    and a mesh that has the axes splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this
+    device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
     feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
     `P(expert_axis)`, and the router whole.
 
@@ -335,12 +339,12 @@ class MoEMlp(nn.Module):
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
         features = _layers.num_features(x, "[..., K]")
-        # `init` makes the whole parameters, also inside `jax.shard_map`.
-        expert_axis, feature_axis, batch_axes = self.expert_axis, self.feature_axis, self.batch_axes
-        if self.is_initializing():
-            expert_axis, feature_axis, batch_axes = None, None, ()
-        experts = _layers.local_size("num_experts", self.num_experts, expert_axis)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, feature_axis)
+        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.batch_axes)
+        if self.is_initializing() and not _layers.has_sharded_type(x):
+            # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
+            axes = MoEAxes.of(None, None, ())
+        experts = _layers.local_size("num_experts", self.num_experts, axes.expert)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, axes.feature)
 
         def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
             kernel = GroupedKernel(
@@ -353,8 +357,8 @@ class MoEMlp(nn.Module):
                 name=name,
             )
             given = self.variables.get("params", {}).get(name, {})
-            _layers.check_part(name, given, shape, (expert_axis, feature_axis))
-            return kernel(is_first_microbatch)
+            _layers.check_part(name, given, shape, (axes.expert, axes.feature))
+            return kernel.stored(is_first_microbatch)
 
         router = nn.Dense(
             self.num_experts,
@@ -368,8 +372,7 @@ class MoEMlp(nn.Module):
             "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
         )
         down = weights("down", (experts, hidden, features), self.down_init)
-        axes = dict(expert_axis=expert_axis, feature_axis=feature_axis, batch_axes=batch_axes)
-        return _layers.apply_moe(self, x, router, gate_up, down, selection_bias, shared, **axes)
+        return _layers.apply_moe(self, axes, x, router, gate_up, down, selection_bias, shared)
 
 
 def __dir__() -> list[str]:

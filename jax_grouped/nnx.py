@@ -1,6 +1,5 @@
 """Flax NNX layers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,11 +17,12 @@ from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
+from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.moe.routing import Score
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
-from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.inputs import Weights, flat_weights
 
 try:
     from flax import nnx
@@ -136,11 +136,13 @@ class GroupedKernel(nnx.Module):
         Raises:
             ValueError: as in `GroupedDense`.
         """
+        return flat_weights(self.stored(is_first_microbatch))
+
+    def stored(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters."""
         _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
-        groups, inputs, *features = self.kernel.shape
-        N = math.prod(features)
-        kernel = self.kernel[...].reshape(groups, inputs, N)
-        bias = None if self.bias is None else self.bias[...].reshape(groups, N)
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...]
         state = None if self.fp8_state is None else self.fp8_state.get_value()
         cache = None
         if self.kernel_cache is not None and is_first_microbatch is not None:
@@ -267,8 +269,8 @@ class MoEMlp(nnx.Module):
     This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
     arguments.
 
-    On several devices, the constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer
-    from this device's part of them.
+    On several devices, the constructor always makes the whole parameters, which plain `jax.jit` takes too. Inside
+    `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
 
     Attributes:
         router: `nnx.Linear`, its kernel `[K, E]`.
@@ -398,9 +400,9 @@ class MoEMlp(nnx.Module):
         gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)
         self._check_part("gate_up", self.gate_up, gate_up_shape)
         self._check_part("down", self.down, (experts, hidden, self.features))
-        gate_up, down = (kernel.weights(is_first_microbatch) for kernel in (self.gate_up, self.down))
-        axes = dict(expert_axis=self.expert_axis, feature_axis=self.feature_axis, batch_axes=self.batch_axes)
-        return _layers.apply_moe(self, x, self.router, gate_up, down, selection_bias, shared, **axes)
+        gate_up, down = (kernel.stored(is_first_microbatch) for kernel in (self.gate_up, self.down))
+        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.batch_axes)
+        return _layers.apply_moe(self, axes, x, self.router, gate_up, down, selection_bias, shared)
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}

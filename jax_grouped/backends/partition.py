@@ -33,10 +33,7 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
     """
     avals = [*map(jax.typeof, arrays)]
     if mesh := _explicit_mesh_of(avals, like):
-        if not any(isinstance(x, jax.core.Tracer) for x in arrays):  # Nothing else tells the devices.
-            shardings = (x.sharding for x in arrays if jax.typeof(x).sharding.mesh == mesh)
-            mesh = next(sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-        return _apply_to_types(operation, mesh, avals, arrays, like)
+        return _apply_to_types(operation, _with_devices(mesh, arrays), avals, arrays, like)
     if _auto_mesh_of(avals) is None:
         return operation.whole(*arrays)
     return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
@@ -46,6 +43,23 @@ def lie_on_mesh(*arrays: jax.Array) -> bool:
     """Tells whether an operation on the arrays can be split: JAX knows one mesh, and XLA or the types do the rest."""
     avals = [*map(jax.typeof, arrays)]
     return _explicit_mesh_of(avals, ()) is not None or _auto_mesh_of(avals) is not None
+
+
+def known_mesh(*arrays: jax.Array) -> Any | None:
+    """Returns the mesh that JAX knows for the arrays, whatever its axes; None if there is none, or several."""
+    meshes = {aval.sharding.mesh for aval in map(jax.typeof, arrays) if not aval.sharding.mesh.empty}
+    if len(meshes) > 1:
+        return None
+    mesh = meshes.pop() if meshes else jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else _with_devices(mesh, arrays)
+
+
+def _with_devices(mesh: Any, arrays: Sequence[jax.Array]) -> Any:
+    """Returns the mesh with its devices if the arrays are no tracers: then nothing else tells the devices."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return mesh
+    shardings = (x.sharding for x in arrays if jax.typeof(x).sharding.mesh == mesh)
+    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), mesh)
 
 
 def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:

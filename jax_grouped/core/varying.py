@@ -16,6 +16,15 @@ def axis_size(axis_name: Hashable) -> int:
         ) from None
 
 
+def is_bound(axis_name: Hashable) -> bool:
+    """Tells whether a surrounding `jax.shard_map` or `jax.pmap` maps over the axis."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
 def varying_axes(x: jax.Array) -> frozenset[Any]:
     """Returns the mesh axes over which `x` differs between devices; none outside `jax.shard_map`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)

@@ -63,7 +63,8 @@ def mlp_of_gathered_tokens(
     tokens, own = x.shape[0], network["gate_up"].kernel.shape[0]
     me = jax.lax.axis_index(axis_name)
     # Also over axes that split the kernels alone, so that gradients are summed over these after they were scattered.
-    x, weights, experts, *_ = vary_alike(x, weights, experts, network["gate_up"].kernel, me)
+    x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
+    experts, me = vary_alike(experts, me)
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - own * me
     permutation = group_by_expert(experts, own, capacity=capacity)
     parts = routed_mlp(_gather(x, axis_name), permutation=permutation, weights=_gather(weights, axis_name), **network)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.spec import Activation
+from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
@@ -20,10 +20,11 @@ from jax_grouped.moe.expert_parallel import (
 )
 from jax_grouped.moe.experts import routed_mlp
 from jax_grouped.moe.mlp import as_weights
+from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
 from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments
 from jax_grouped.ops import checks
-from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.inputs import Weights, flat_weights
 from jax_grouped.ops.routing import route, route_and_group
 
 
@@ -82,16 +83,20 @@ def moe_mlp(
     for it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The
     routing weights' gradient is computed from the activation's, with the precision of the recipe.
 
-    The axes are those of a mesh that a surrounding `jax.shard_map` splits the arguments over. `expert_axis` splits the
-    experts and the tokens: rows travel to their experts' devices and back. `feature_axis` splits `F`, the features
-    inside an expert: each device has a part of the gate's features, then a part of up's, and the results are summed
-    over the axis; their gradients need the checks of `jax.shard_map` on (`check_vma=True`). Axes that split only tokens
-    are named in `batch_axes` alone, for the balance loss.
+    The axes are those of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one device's.
+    Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then computes
+    its part, the result is split as `x` is, and the metrics are those of all tokens.
+
+    `expert_axis` splits the experts and the tokens: these travel to their experts' devices, and results travel back.
+    `feature_axis` splits `F`, the features inside an expert: each device has a part of the gate's features, then a part
+    of up's, and the results are summed over the axis. Inside `jax.shard_map` their gradients need its checks on
+    (`check_vma=True`). Axes that split only tokens are named in `batch_axes` alone.
 
     Args:
-        x: `[T, K]` tokens of this device, bfloat16, float16 or float32.
+        x: `[T, K]` tokens, bfloat16, float16 or float32.
         logits: `[T, E]`, the router's scores of all experts.
-        gate_up: `[E / D, K, 2 F]`, this device's experts, see `grouped_mlp`. `D` is the size of `expert_axis`, else 1.
+        gate_up: `[E / D, K, 2 F]` or `[E / D, K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the size of
+            `expert_axis`, else 1. Whole arrays have all `E` experts.
         down: `[E / D, F, N]`.
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
@@ -110,7 +115,7 @@ def moe_mlp(
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
         feature_axis: mesh axis over which `F` is split.
-        batch_axes: mesh axes over which one batch is split; the balance loss is then that of the whole batch.
+        batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
         exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
             and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
             "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
@@ -136,20 +141,65 @@ def moe_mlp(
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
     x, logits = as_array("x", x), as_array("logits", logits)
-    shared = None if shared is None else as_array("shared", shared)
-    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
-    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    arrays = MoEArrays(
+        x,
+        logits,
+        as_weights("gate_up", gate_up),
+        as_weights("down", down),
+        None if selection_bias is None else as_array("selection_bias", selection_bias),
+        None if shared is None else as_array("shared", shared),
+    )
+    axes = MoEAxes.of(expert_axis, feature_axis, batch_axes)
+    of_device = functools.partial(
+        _of_device,
+        top_k=top_k,
+        score=score,
+        normalize_weights=normalize_weights,
+        weight_scale=weight_scale,
+        expert_groups=expert_groups,
+        top_groups=top_groups,
+        capacity_factor=None if capacity_factor is None else _checked_factor(capacity_factor),
+        activation=activation,
+        recipe=recipe,
+        precision=precision,
+        exchange_method=exchange_method,
+    )
+    mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
+    if mesh is None:
+        return of_device(arrays, axes)
+
+    def with_sums(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
+        y, metrics = of_device(own, axes._replace(batch=axes.tokens))
+        load, dropped = (jax.lax.psum(of, axes.tokens) for of in (metrics.expert_load, metrics.dropped))
+        return y, MoEMetrics(metrics.balance_loss, load, dropped)
+
+    return call_on_mesh(with_sums, mesh, axes, arrays, gated=is_gated(activation))
+
+
+def _of_device(
+    arrays: MoEArrays,
+    axes: MoEAxes,
+    *,
+    top_k: int,
+    capacity_factor: float | None,
+    weight_scale: float,
+    activation: Activation,
+    recipe: Recipe | None,
+    precision: jax.lax.PrecisionLike,
+    exchange_method: ExchangeMethod,
+    **routing_options: Any,
+) -> tuple[jax.Array, MoEMetrics]:
+    """Computes `moe_mlp` for one device's arrays, with axes that are bound."""
+    x, logits, gate_up, down, selection_bias, shared = arrays
+    expert_axis, feature_axis, batch_axes = axes
+    gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
-    for axis in batch_axes:
-        axis_size(axis)  # Raises where there is no such axis.
     if feature_axis is not None and axis_size(feature_axis) > 1:
         _check_split("gate_up", gate_up.kernel, feature_axis)
         _check_split("down", down.kernel, feature_axis)
         if shared is not None:
             _check_same("shared", shared, feature_axis)
     _check_arguments(x, logits, gate_up.kernel.shape, devices)
-    if capacity_factor is not None:
-        capacity_factor = _checked_factor(capacity_factor)
     tokens, num_experts = logits.shape
     if feature_axis is not None:
         # The results of all devices are summed, so only the first device adds what all of them have.
@@ -162,48 +212,32 @@ def moe_mlp(
     bias, spec = route_arguments(
         logits,
         top_k,
-        score=score,
-        normalize_weights=normalize_weights,
         selection_bias=selection_bias,
         weight_scale=weight_scale,
-        expert_groups=expert_groups,
-        top_groups=top_groups,
+        **routing_options,
     )
     pairs = check_pairs((tokens, top_k), num_experts, None)
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
     factor = jnp.asarray(weight_scale, jnp.float32)
-    network: dict[str, Any] = dict(
-        gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision
+    options: dict[str, Any] = dict(
+        gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision, shared=shared
     )
     if devices > 1 and gathers(exchange_method, devices, top_k):
-        assert expert_axis is not None
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
-        room = None if capacity == worst else capacity
-        y, dropped = mlp_of_gathered_tokens(
-            x, routing.experts, routing.weights * factor, expert_axis, capacity=room, shared=shared, **network
-        )
+        options |= dict(capacity=None if capacity == worst else capacity)
+        y, dropped = mlp_of_gathered_tokens(x, routing.experts, routing.weights * factor, expert_axis, **options)
     else:
         rows = min(capacity, pairs) if devices == 1 else pairs
         routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
         permutation, weights = Permutation(*grouped), routed.weights * factor
         if devices == 1:
-            y, dropped = (
-                routed_mlp(x, permutation=permutation, weights=weights, shared=shared, **network),
-                permutation.dropped,
-            )
+            y = routed_mlp(x, permutation=permutation, weights=weights, **options)
+            dropped = permutation.dropped
         else:
-            y, dropped = mlp_of_exchanged_rows(
-                x,
-                permutation,
-                weights,
-                expert_axis,
-                capacity=capacity,
-                method=exchange_method,
-                shared=shared,
-                **network,
-            )
+            options |= dict(capacity=capacity, method=exchange_method)
+            y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
     loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)

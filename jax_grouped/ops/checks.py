@@ -60,7 +60,9 @@ def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
         raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
 
 
-def check_kernel(name: str, kernel: jax.Array, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
+def check_kernel(
+    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
+) -> None:
     """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
     check_dtype(f"{name}'s type", kernel.dtype)
     if kernel.ndim != 3:

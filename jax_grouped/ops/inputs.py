@@ -49,6 +49,16 @@ class Weights(NamedTuple):
     dkernel_accumulator: jax.Array | None = None
 
 
+def flat_weights(weights: Weights) -> Weights:
+    """Returns weights whose features are one axis: those of parameters `[E, K, ...]` and `[E, ...]`."""
+
+    def flat(x: Any, leading: int) -> Any:
+        return x if x is None or x.ndim <= leading + 1 else x.reshape(*x.shape[:leading], -1)
+
+    kernel, accumulator = flat(weights.kernel, 2), flat(weights.dkernel_accumulator, 2)
+    return weights._replace(kernel=kernel, bias=flat(weights.bias, 1), dkernel_accumulator=accumulator)
+
+
 class Inputs(NamedTuple):
     """The arrays of one `grouped_dense`.
 

@@ -226,6 +226,19 @@ def sharded(model: Model, mesh: Mesh) -> Training:
     return Training(jax.jit(step), place(start, parts), lambda batch: place(batch, (split, split)))
 
 
+def under_jit(model: Model, mesh: Mesh) -> Training:
+    """Returns training under `jax.jit` alone, with variables and batches on the mesh."""
+    axes = dict(mesh.shape)
+    start, split = _start(model), P(None, token_axes(axes))
+    step = functools.partial(local_step, model, {}, checked=True)
+
+    def place(array: np.ndarray, spec: P) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    parts = jax.tree.map(place, start, specs(axes, start))
+    return Training(jax.jit(step), parts, lambda batch: tuple(place(array, split) for array in batch))
+
+
 @functools.cache
 def on_one_device(device: jax.Device, backend: str, *, steps: int = STEPS, **options: Any) -> Any:
     """Runs `Training.run` for linen's model with these options; `backend` is the current one."""

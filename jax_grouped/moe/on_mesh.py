@@ -1,0 +1,189 @@
+"""`moe_mlp` under plain `jax.jit` with sharded arrays: a `jax.shard_map` over the mesh that the arrays lie on.
+
+XLA cannot split the routing, because every row depends on the group sizes of all tokens. So the axes that the caller
+names say what each device computes. The result is that of a single device with the whole batch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_grouped.backends.partition import known_mesh
+from jax_grouped.core.varying import is_bound
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray
+from jax_grouped.ops.inputs import Weights
+
+
+class MoEArrays(NamedTuple):
+    """The arrays of one `moe_mlp`; the last two may be None."""
+
+    x: jax.Array
+    logits: jax.Array
+    gate_up: Weights
+    down: Weights
+    selection_bias: jax.Array | None
+    shared: jax.Array | None
+
+
+class MoEAxes(NamedTuple):
+    """The mesh axes of one `moe_mlp`, as it documents them."""
+
+    expert: str | None
+    feature: str | None
+    batch: tuple[str, ...]
+
+    @classmethod
+    def of(cls, expert: str | None, feature: str | None, batch: Sequence[str]) -> Self:
+        """Returns the axes of a layer, whose `batch_axes` may be one name."""
+        return cls(expert, feature, (batch,) if isinstance(batch, str) else tuple(batch))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that split the tokens."""
+        return self.batch if self.expert is None or self.expert in self.batch else (*self.batch, self.expert)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The axes that split anything."""
+        return self.tokens if self.feature is None else (*self.tokens, self.feature)
+
+
+def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | None:
+    """Returns the mesh that the arrays lie on, if the call is to be split over axes of it.
+
+    It is not to be split if there are no axes, or if a surrounding `jax.shard_map` or `jax.pmap` splits it.
+
+    Raises:
+        ValueError: there is no mesh with these axes, or only some of them are split already.
+    """
+    unbound = [axis for axis in axes.all if not is_bound(axis)]
+    if not unbound:
+        return None
+    if len(unbound) < len(axes.all):
+        raise ValueError(
+            f"A surrounding jax.shard_map or jax.pmap splits some of the mesh axes {list(axes.all)}, but not "
+            f"{unbound}: let it split all of them, or none."
+        )
+    mesh = known_mesh(*arrays)
+    names = () if mesh is None else mesh.axis_names
+    if missing := [axis for axis in unbound if axis not in names]:
+        raise ValueError(
+            f"There is no mesh axis {missing[0]!r} here: call it inside jax.shard_map or jax.pmap over it, or with "
+            "arrays on a mesh that has it, which their NamedSharding or jax.set_mesh tells."
+        )
+    return mesh
+
+
+def call_on_mesh(
+    of_device: Callable[[MoEArrays], tuple[jax.Array, Any]],
+    mesh: Mesh | AbstractMesh,
+    axes: MoEAxes,
+    arrays: MoEArrays,
+    *,
+    gated: bool,
+) -> tuple[jax.Array, Any]:
+    """Calls the function on every device with its part of the arrays.
+
+    Args:
+        of_device: returns `[T / D, N]` and what is the same on all devices.
+        mesh: the mesh.
+        axes: axes of it.
+        arrays: the whole arrays.
+        gated: whether `gate_up` holds a gate's features, then as many others.
+
+    Returns:
+        `[T, N]`, split as the tokens are, and what is the same on all devices.
+
+    Raises:
+        ValueError: tokens, experts or features cannot be split evenly, or a kernel cache would be split over features.
+    """
+    _check_sizes(mesh, axes, arrays)
+    if gated:
+        arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))
+    specs = _specs(axes, arrays, gated=gated)
+    if {*mesh.axis_types} == {AxisType.Explicit}:
+        arrays, given = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs), arrays
+    else:
+        given = None
+
+    def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
+        return of_device(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(axes.tokens), P()))
+    y, same = jax.jit(run)(arrays)  # Outside jit, shard_map has no derivative of some rules.
+    if given is not None:  # As the rows of x are.
+        y = _placed(y, mesh, P(jax.typeof(given.x).sharding.spec[0]))
+    return y, same
+
+
+def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
+    """Returns the spec of each array, in the same structure."""
+    tokens, halves = P(axes.tokens), (None,) * gated
+
+    def of_weights(weights: Weights, kernel: P, bias: P) -> Any:
+        others = jax.tree.map(lambda _: P(axes.expert), weights)
+        optional = dict(bias=bias, dkernel_accumulator=kernel)
+        named = {name: spec for name, spec in optional.items() if getattr(weights, name) is not None}
+        return others._replace(kernel=kernel, **named)
+
+    gate_up = P(axes.expert, None, *halves, axes.feature), P(axes.expert, *halves, axes.feature)
+    specs = dict(
+        gate_up=of_weights(arrays.gate_up, *gate_up),
+        down=of_weights(arrays.down, P(axes.expert, axes.feature), P(axes.expert)),
+    )
+    if arrays.selection_bias is not None:
+        specs["selection_bias"] = P()
+    return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
+
+
+def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) -> None:
+    tokens, (experts, hidden, _) = arrays.x.shape[0], arrays.down.kernel.shape
+    for name, size, split_over in (
+        ("x must have tokens", tokens, axes.tokens),
+        ("down must have experts", experts, (axes.expert,)),
+        ("down must have features F", hidden, (axes.feature,)),
+    ):
+        names = [axis for axis in split_over if axis is not None]
+        parts = math.prod(mesh.shape[axis] for axis in names)
+        if size % parts:
+            raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
+    cached = arrays.gate_up.kernel_cache is not None or arrays.down.kernel_cache is not None
+    if cached and axes.feature is not None and mesh.shape[axes.feature] > 1:
+        raise ValueError(
+            f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
+            "this device's part of the kernel."
+        )
+
+
+def _with_halves(weights: Weights) -> Weights:
+    """Returns `gate_up` with an axis for the gate and the other half: only then each device's part is contiguous."""
+
+    def halves(x: Any, leading: int) -> Any:
+        return x if x is None or x.ndim > leading + 1 else x.reshape(*x.shape[:leading], 2, -1)
+
+    kernel, accumulator = halves(weights.kernel, 2), halves(weights.dkernel_accumulator, 2)
+    return weights._replace(kernel=kernel, bias=halves(weights.bias, 1), dkernel_accumulator=accumulator)
+
+
+def _part(weights: Weights) -> Weights:
+    """Returns a device's part of weights, whose cache does not know yet that it is a part."""
+    cache = weights.kernel_cache
+    if cache is None:
+        return weights
+
+    def part(scaled: ScaledArray) -> ScaledArray:
+        groups = scaled.data.shape[0]
+        assert scaled.layout.stack_rows is not None
+        layout = dataclasses.replace(scaled.layout, num_groups=groups, tokens=groups * scaled.layout.stack_rows)
+        return dataclasses.replace(scaled, layout=layout)
+
+    return weights._replace(kernel_cache=KernelCache(part(cache.rowwise), part(cache.columnwise), cache.amax))
