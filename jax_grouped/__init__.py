@@ -29,7 +29,7 @@ from jax_grouped.ops.gradients import overwrite_with_gradient as overwrite_with_
 from jax_grouped.ops.gradients import reduce_gradients as reduce_gradients
 from jax_grouped.ops.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.ops.quantize import grouped_quantize as grouped_quantize
-from jax_grouped.ops.quantize import quantize_kernel as quantize_kernel
+from jax_grouped.ops.quantize_kernel import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_grouped.ops.residuals import DenseResiduals as DenseResiduals

@@ -20,7 +20,7 @@ from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights
-from jax_grouped.ops.quantize import quantize_kernel
+from jax_grouped.ops.quantize_kernel import quantize_kernel
 
 Initializer = Callable[..., Any]
 

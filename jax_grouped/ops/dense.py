@@ -25,7 +25,8 @@ from jax_grouped.ops.bias import add_bias, bias_grad
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import Operand, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
-from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens, quantize_with_activation
+from jax_grouped.ops.quantize import quantize_stack, quantize_tokens, quantize_with_activation
+from jax_grouped.ops.quantize_kernel import kernel_spec
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
 
 #: Packages and modules whose frames lie between a line of the user and a differentiation rule.

@@ -20,7 +20,8 @@ from jax_grouped.fp8.state import PerTensor
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
 from jax_grouped.ops.inputs import DenseSpec, Inputs
-from jax_grouped.ops.quantize import kernel_spec, quantize_stack, quantize_tokens
+from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
+from jax_grouped.ops.quantize_kernel import kernel_spec
 
 
 def is_split(inputs: Inputs, spec: DenseSpec) -> bool:

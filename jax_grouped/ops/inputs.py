@@ -19,7 +19,7 @@ from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
 from jax_grouped.fp8.state import Fp8State, check_state
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.quantize import check_cache, kernel_spec, scaling_options
+from jax_grouped.ops.quantize_kernel import check_cache, kernel_spec, scaling_options
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 

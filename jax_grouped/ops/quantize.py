@@ -1,11 +1,8 @@
-"""Quantization to FP8: `grouped_quantize`, `grouped_dequantize` and `quantize_kernel`."""
-
-import dataclasses
-from typing import Any
+"""Quantization to FP8: `grouped_quantize` and `grouped_dequantize`."""
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jax_grouped.backends import primitives
 from jax_grouped.backends.reference.quantize import quantize_nothing
@@ -14,15 +11,11 @@ from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import Groups, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool
 from jax_grouped.core.varying import vary_alike
-from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
+from jax_grouped.fp8.arrays import GroupedQuantized, ScaledArray
 from jax_grouped.fp8.recipes import (
-    DelayedScaling,
-    MXFP8BlockScaling,
-    Recipe,
     ScalingMode,
     canonical_epsilon,
     canonical_fp8,
-    check_recipe,
 )
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
@@ -284,115 +277,3 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     params = primitives.common_params(operands)
     out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **params)[0]
     return out.reshape(scaled.shape)
-
-
-def quantize_kernel(
-    kernel: jax.Array,
-    recipe: Recipe,
-    *,
-    previous: KernelCache | None = None,
-    skip: ArrayLike | None = None,
-    scale: jax.Array | None = None,
-) -> KernelCache:
-    """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
-
-    Microbatches share the result. With `previous` and a `skip` on the device, a step that is traced or captured once
-    quantizes again only when the weights have changed. The result has no gradient. `grouped_dense` takes both the
-    kernel and the cache, and gives `kernel` its gradient.
-
-    Args:
-        kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
-        recipe: how to scale, and to which type (`fwd_dtype`).
-        previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
-        skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
-        scale: `float32[E]`, for `DelayedScaling` only, which needs it: `fp8_state.scales(recipe).kernel`.
-
-    Returns:
-        Both orientations and the largest values.
-
-    Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
-
-    Example:
-        kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])
-        recipe = jg.Float8BlockScaling()
-
-        cache = jg.quantize_kernel(kernel, recipe)
-        y = jg.grouped_dense(jnp.ones((16, 32)), kernel, group_sizes, recipe=recipe, kernel_cache=cache)
-
-        assert jnp.allclose(y[:14], 32, rtol=1e-3)
-    """
-    kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
-    checks.check_stack("kernel", kernel)
-    check_recipe(recipe, optional=False)
-    if (previous is None) != (skip is None):
-        raise ValueError("previous and skip must be given together: skip says whether to return previous.")
-    if (scale is not None) != isinstance(recipe, DelayedScaling):
-        needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
-        raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
-    checks.check_fp8_kernel("kernel", kernel.shape)
-
-    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), cached=previous is not None)
-    operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
-    if previous is not None:
-        check_cache("previous", previous, "the result", kernel.shape, spec)
-        row, column = previous.rowwise, previous.columnwise
-        operands += [checks.canonical_flag("skip", skip)]
-        operands += [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]
-    quantized = quantize_stack(kernel, *operands, spec=spec)
-    assert quantized.rowwise is not None
-    assert quantized.columnwise is not None
-    return KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax)
-
-
-def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
-    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
-    return QuantizeSpec(
-        recipe.kernel_mode,
-        recipe.fwd_dtype,
-        num_groups=shape[0],
-        stack_rows=shape[1],
-        columnwise=True,
-        **scaling_options(recipe),
-    )
-
-
-def scaling_options(recipe: Recipe) -> dict[str, Any]:
-    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
-    return dict(
-        given_scale=isinstance(recipe, DelayedScaling),
-        pow2_scales=getattr(recipe, "pow2_scales", False),
-        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
-        # Products need scales in the order that Blackwell's matmul reads.
-        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
-    )
-
-
-def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
-    """Raises unless `cache` is the result of `spec` for kernels `[E, K, N]` of this shape.
-
-    Args:
-        name: name of the argument.
-        cache: the argument.
-        like: words for the object that has this shape and recipe.
-        shape: shape of the kernels.
-        spec: quantization of the kernels.
-
-    Raises:
-        TypeError: `cache` is no KernelCache.
-        ValueError: `cache` is of another kernel or recipe.
-    """
-    if not isinstance(cache, KernelCache):
-        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
-    tokens = shape[0] * shape[1], shape[2]
-    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
-        got, expected = getattr(cache, orientation), spec.layout(tokens, columnwise=columnwise)
-        if got.layout != expected or got.dtype != spec.dtype:
-            raise ValueError(
-                f"{name}.{orientation} must be of the same shape and recipe as {like}: "
-                f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
-            )
-        checks.check_scaled(got)
-    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
-        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")

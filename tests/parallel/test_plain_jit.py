@@ -1,5 +1,6 @@
 """Layers under plain `jax.jit`, with arrays on a mesh: training is that of one device, and only what must travels."""
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import mesh_of, need_devices
+from tests.meshes import mesh_of
 from tests.parallel import programs
 from tests.parallel.test_training import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
 
@@ -57,3 +58,132 @@ def test_training_with_delayed_scaling_is_that_of_one_device(backend: str, kind:
 
     expected = programs.on_one_device(jax.devices()[0], backend, steps=steps, **options)
     assert_close(got, expected, FP8_TOLERANCE[backend])
+
+
+T, K, F, E, TOP_K = 64, 32, 48, 8, 2
+SIZES = dict(num_experts=E, top_k=TOP_K, hidden_features=F)
+
+
+def put(mesh: Mesh, array: jax.Array, *spec: Any) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+def arrays() -> list[jax.Array]:
+    """Returns tokens, logits, and the kernels of all experts."""
+    rng = np.random.default_rng(0)
+    shapes = (T, K), (T, E), (E, K, 2, F), (E, F, K)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
+
+
+def gathered_shapes(compiled: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of what a compiled program gathers."""
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
+    return [tuple(map(int, shape.split(","))) for shape in found]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
+    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    x, logits, gate_up, down = arrays()
+    placed = [put(mesh, of, ("data", "expert")) for of in (x, logits)] + [
+        put(mesh, of, "expert") for of in (gate_up, down)
+    ]
+
+    def gradients(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            y, metrics = jg.moe.moe_mlp(*arrays, top_k=TOP_K, expert_axis="expert", batch_axes=("data",))
+            return jnp.sum(y**2) + metrics.balance_loss
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+
+    compiled = jax.jit(gradients).lower(*placed).compile()
+
+    # The tokens of both devices along the axis, their choices and weights, and the gradients of their results.
+    assert sorted(gathered_shapes(compiled)) == sorted([(T // 2, TOP_K), (T // 2, TOP_K), (T // 2, K), (T // 2, K)])
+    for gradient, argument in zip(compiled(*placed), placed, strict=True):
+        assert gradient.sharding.is_equivalent_to(argument.sharding, argument.ndim)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_each_device_quantizes_its_own_kernels(backend: str, kind: str, recipe: jg.Recipe) -> None:
+    if backend == "cuda" and isinstance(recipe, jg.MXFP8BlockScaling):
+        pytest.skip("products of MXFP8 need Blackwell")
+    mesh = typed_mesh(kind, dict(expert=2))
+    kernel = arrays()[3]
+
+    def again(kernel: jax.Array, skip: jax.Array) -> Any:
+        first = jg.quantize_kernel(kernel, recipe)
+        return first, jg.quantize_kernel(2 * kernel, recipe, previous=first, skip=skip)
+
+    placed = put(mesh, kernel, "expert"), put(mesh, jnp.array(False))
+    compiled = jax.jit(again).lower(*placed).compile()
+
+    assert "all-gather" not in compiled.as_text()
+    expected = jax.jit(again)(kernel, jnp.array(False))
+    jax.tree.map(np.testing.assert_array_equal, compiled(*placed), expected)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kind: str) -> None:
+    del backend
+    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    options = dict(**SIZES, recipe=jg.Float8BlockScaling(), cache_kernel=True)
+    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
+    x = arrays()[0]
+    variables = split.init(jax.random.key(0), x)
+    placed = jax.tree.map_with_path(
+        lambda path, of: put(mesh, of, "expert" if "router" not in str(path) else None), variables
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(layer: Any, variables: Any, x: jax.Array) -> Any:
+        first, changed = layer.apply(variables, x, is_first_microbatch=True, mutable=[jg.linen.KERNEL_CACHE])
+        return first[0], layer.apply({**variables, **changed}, x, is_first_microbatch=False)[0]
+
+    compiled = results.lower(split, placed, put(mesh, x, "data")).compile()
+
+    assert not [shape for shape in gathered_shapes(compiled) if len(shape) > 2]
+    expected = results(jg.linen.MoEMlp(**options), variables, x)
+    for got, of_one in zip(compiled(placed, put(mesh, x, "data")), expected, strict=True):
+        np.testing.assert_allclose(got, of_one, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    mesh = mesh_of(dict(data=2, expert=2))
+    layer = jg.linen.MoEMlp(**SIZES, expert_axis="expert", batch_axes=("data",))
+    x = arrays()[0]
+    variables = layer.init(jax.random.key(0), x)
+
+    with pytest.raises(ValueError, match=r"x must have tokens in a multiple of 4, the devices along \['data', 'exp"):
+        layer.apply(variables, put(mesh, x[:6]))
+    with pytest.raises(ValueError, match=r"There is no mesh axis 'data' here: call it inside jax\.shard_map"):
+        layer.apply(variables, x)
+    split = jax.shard_map(
+        layer.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"splits some of the mesh axes \['data', 'expert'\], but not \['expert'\]"):
+        jax.jit(split)(variables, x)
+
+    cached = jg.quantize_kernel(jnp.ones((E, K, 2 * F)), recipe := jg.Float8BlockScaling())
+    gate_up = jg.moe.Weights(jnp.ones((E, K, 2 * F)), kernel_cache=cached)
+    with pytest.raises(ValueError, match="A kernel cache cannot be split over the feature_axis 'expert'"):
+        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=recipe, feature_axis="expert")
+
+
+def test_arrays_without_a_sharding_are_split_over_the_mesh_that_is_set() -> None:
+    mesh = mesh_of(dict(expert=2))
+    x, logits, *kernels = arrays()
+
+    def result(*arrays: jax.Array, **axes: Any) -> jax.Array:
+        return jg.moe.moe_mlp(*arrays, top_k=TOP_K, precision="highest", **axes)[0]
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda *arrays: result(*arrays, expert_axis="expert")).lower(x, logits, *kernels).compile()
+
+    assert "all-to-all" in compiled.as_text()
+    np.testing.assert_allclose(compiled(x, logits, *kernels), result(x, logits, *kernels), rtol=1e-5, atol=1e-4)

@@ -1,0 +1,171 @@
+"""`quantize_kernel`, which microbatches share, and the checks of its result."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_grouped.backends.operation import Local, Operation, Result, Split
+from jax_grouped.backends.partition import apply
+from jax_grouped.backends.spec import QuantizeSpec
+from jax_grouped.core.values import as_array
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray
+from jax_grouped.fp8.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, ScalingMode, check_recipe
+from jax_grouped.ops import checks
+from jax_grouped.ops.quantize import quantize_stack
+
+
+def quantize_kernel(
+    kernel: jax.Array,
+    recipe: Recipe,
+    *,
+    previous: KernelCache | None = None,
+    skip: ArrayLike | None = None,
+    scale: jax.Array | None = None,
+) -> KernelCache:
+    """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
+
+    Microbatches share the result. With `previous` and a `skip` on the device, a step that is traced or captured once
+    quantizes again only when the weights have changed. The result has no gradient. `grouped_dense` takes both the
+    kernel and the cache, and gives `kernel` its gradient.
+
+    Args:
+        kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
+        recipe: how to scale, and to which type (`fwd_dtype`).
+        previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
+        skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
+        scale: `float32[E]`, for `DelayedScaling` only, which needs it: `fp8_state.scales(recipe).kernel`.
+
+    Returns:
+        Both orientations and the largest values.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+
+    Example:
+        kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])
+        recipe = jg.Float8BlockScaling()
+
+        cache = jg.quantize_kernel(kernel, recipe)
+        y = jg.grouped_dense(jnp.ones((16, 32)), kernel, group_sizes, recipe=recipe, kernel_cache=cache)
+
+        assert jnp.allclose(y[:14], 32, rtol=1e-3)
+    """
+    kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
+    checks.check_stack("kernel", kernel)
+    check_recipe(recipe, optional=False)
+    if (previous is None) != (skip is None):
+        raise ValueError("previous and skip must be given together: skip says whether to return previous.")
+    if (scale is not None) != isinstance(recipe, DelayedScaling):
+        needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
+        raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
+    checks.check_fp8_kernel("kernel", kernel.shape)
+
+    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), cached=previous is not None)
+    operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
+    if previous is not None:
+        check_cache("previous", previous, "the result", kernel.shape, spec)
+        row, column = previous.rowwise, previous.columnwise
+        operands += [checks.canonical_flag("skip", skip)]
+        operands += [row.data, row.scale_inv, column.data, column.scale_inv, previous.amax]
+    row_data, row_scale, column_data, column_scale, amax = apply(_QuantizeKernel(spec), kernel, *operands)
+    tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
+    rowwise, columnwise = (spec.layout(tokens, columnwise=columnwise) for columnwise in (False, True))
+    return KernelCache(
+        ScaledArray(row_data, row_scale, None, rowwise), ScaledArray(column_data, column_scale, None, columnwise), amax
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizeKernel(Operation):
+    """The quantization of kernels in both orientations, whose results are arrays: e kernels, k and n their features.
+
+    Devices can have some of the kernels each. The other dimensions are those of stored data and scales.
+    """
+
+    spec: QuantizeSpec
+    splittable = ("e",)
+
+    @property
+    def _results(self) -> tuple[str, ...]:
+        scales = {ScalingMode.TENSOR: ("e", "e")}.get(self.spec.mode, ("e r s", "e c d"))
+        if self.spec.swizzled_scales:
+            scales = "e r", "e c"
+        return "e k n", scales[0], "e n m", scales[1], "e"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        previous = ("f", *self._results) if self.spec.cached else ()
+        return "e k n", *["e"] * self.spec.given_scale, *previous
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return tuple(map(Result, self._results))
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
+
+        def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
+            quantized = quantize_stack(kernel, *more, spec=spec)
+            row, column = quantized.rowwise, quantized.columnwise
+            assert row is not None
+            assert column is not None
+            return [row.data, row.scale_inv, column.data, column.scale_inv, quantized.amax]
+
+        return run
+
+
+def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
+    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
+    return QuantizeSpec(
+        recipe.kernel_mode,
+        recipe.fwd_dtype,
+        num_groups=shape[0],
+        stack_rows=shape[1],
+        columnwise=True,
+        **scaling_options(recipe),
+    )
+
+
+def scaling_options(recipe: Recipe) -> dict[str, Any]:
+    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
+    return dict(
+        given_scale=isinstance(recipe, DelayedScaling),
+        pow2_scales=getattr(recipe, "pow2_scales", False),
+        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+        # Products need scales in the order that Blackwell's matmul reads.
+        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
+    )
+
+
+def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
+    """Raises unless `cache` is the result of `spec` for kernels `[E, K, N]` of this shape.
+
+    Args:
+        name: name of the argument.
+        cache: the argument.
+        like: words for the object that has this shape and recipe.
+        shape: shape of the kernels.
+        spec: quantization of the kernels.
+
+    Raises:
+        TypeError: `cache` is no KernelCache.
+        ValueError: `cache` is of another kernel or recipe.
+    """
+    if not isinstance(cache, KernelCache):
+        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
+    tokens = shape[0] * shape[1], shape[2]
+    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
+        got, expected = getattr(cache, orientation), spec.layout(tokens, columnwise=columnwise)
+        if got.layout != expected or got.dtype != spec.dtype:
+            raise ValueError(
+                f"{name}.{orientation} must be of the same shape and recipe as {like}: "
+                f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
+            )
+        checks.check_scaled(got)
+    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
+        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")
