@@ -150,6 +150,7 @@ def apply_moe(
         recipe=layer.recipe,
         precision=layer.precision,
         exchange_method=layer.exchange_method,
+        quantized_exchange=layer.quantized_exchange,
         shared=shared,
         expert_axis=axes.expert,
         feature_axis=axes.feature,

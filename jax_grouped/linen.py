@@ -265,7 +265,7 @@ class MoEMlp(nn.Module):
         router_init, gate_up_init, down_init, bias_init: called with `(key, shape, param_dtype)`.
         recipe: how the experts compute in FP8; None to compute in `dtype`.
         cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method: as in `jg.moe.moe_mlp`.
+        expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in `jg.moe.moe_mlp`.
         expert_groups, top_groups: likewise.
         activation: that of the experts, see `jg.moe.grouped_mlp`.
 
@@ -305,6 +305,7 @@ class MoEMlp(nn.Module):
     feature_axis: str | None = None
     batch_axes: Sequence[str] = ()
     exchange_method: ExchangeMethod = "auto"
+    quantized_exchange: bool = True
     expert_groups: int | None = None
     top_groups: int | None = None
     activation: Activation = "silu_mul"

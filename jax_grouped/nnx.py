@@ -283,7 +283,8 @@ class MoEMlp(nnx.Module):
         score, normalize_weights, weight_scale, capacity_factor: as in linen.
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method, expert_groups, top_groups, activation: as in linen.
+        expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in linen.
+        expert_groups, top_groups, activation: as in linen.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -322,6 +323,7 @@ class MoEMlp(nnx.Module):
         feature_axis: str | None = None,
         batch_axes: Sequence[str] = (),
         exchange_method: ExchangeMethod = "auto",
+        quantized_exchange: bool = True,
         expert_groups: int | None = None,
         top_groups: int | None = None,
         activation: Activation = "silu_mul",
@@ -369,6 +371,7 @@ class MoEMlp(nnx.Module):
         self.feature_axis = feature_axis
         self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
         self.exchange_method = exchange_method
+        self.quantized_exchange = quantized_exchange
         self.expert_groups = expert_groups
         self.top_groups = top_groups
         self.activation = activation

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.backends.spec import Activation, is_gated
-from jax_grouped.core.values import as_array, static_number
+from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.expert_parallel import (
@@ -72,6 +72,7 @@ def moe_mlp(
     feature_axis: str | None = None,
     batch_axes: Sequence[str] = (),
     exchange_method: ExchangeMethod = "auto",
+    quantized_exchange: bool = True,
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
@@ -120,6 +121,9 @@ def moe_mlp(
             and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
             "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
             `D <= top_k`, else the "auto" of `plan_exchange`.
+        quantized_exchange: whether gathered tokens, and gradients of results, travel in FP8, if the recipe is
+            `Float8BlockScaling` with `pow2_scales`. That halves their bytes. The kernels' gradients then come from
+            tokens and gradients that were rounded along the features before they are rounded along the rows.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
             first device adds it to its part of the sum.
@@ -163,6 +167,7 @@ def moe_mlp(
         recipe=recipe,
         precision=precision,
         exchange_method=exchange_method,
+        quantized_exchange=static_bool("quantized_exchange", quantized_exchange),
     )
     mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
     if mesh is None:
@@ -187,6 +192,7 @@ def _of_device(
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
     exchange_method: ExchangeMethod,
+    quantized_exchange: bool,
     **routing_options: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Computes `moe_mlp` for one device's arrays, with axes that are bound."""
@@ -226,7 +232,7 @@ def _of_device(
     if devices > 1 and gathers(exchange_method, devices, top_k):
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
-        options |= dict(capacity=None if capacity == worst else capacity)
+        options |= dict(capacity=None if capacity == worst else capacity, quantized=quantized_exchange)
         y, dropped = mlp_of_gathered_tokens(x, routing.experts, routing.weights * factor, expert_axis, **options)
     else:
         rows = min(capacity, pairs) if devices == 1 else pairs

@@ -1,6 +1,8 @@
 """Experts on several devices: both ways in which tokens reach them, against one device."""
 
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -109,3 +111,42 @@ def test_a_gather_sends_each_token_once_to_each_device() -> None:
     wide = [line for line in gathers if f"tensor<{T // DEVICES}x{K}xbf16>" in line]
     assert len(wide) == 2  # tokens and the gradient of the result
     assert "ragged_all_to_all" not in text
+
+
+def test_quantized_exchange_loses_nothing_that_fp8_keeps() -> None:
+    features = 256  # Two blocks.
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((T, features), np.float32) * 10.0 ** rng.uniform(-3, 3, (T, 1))).astype(
+        "bfloat16"
+    )
+    gate_up, down = (
+        jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((E, features, 2 * F), (E, F, features))
+    )
+    inputs = x, arrays()[1], gate_up.astype(x.dtype), down.astype(x.dtype)
+
+    def results(x: jax.Array, logits: jax.Array, *kernels: jax.Array, quantized: bool) -> Any:
+        def layer(x: jax.Array, *kernels: jax.Array) -> jax.Array:
+            options = dict(expert_axis="data", exchange_method="gather", quantized_exchange=quantized)
+            return jg.moe.moe_mlp(x, logits, *kernels, top_k=TOP_K, recipe=jg.Float8BlockScaling(), **options)[0]
+
+        y, pull = jax.vjp(layer, x, *kernels)
+        return y, *pull(jnp.cos(y))
+
+    steps = {quantized: on_devices(functools.partial(results, quantized=quantized)) for quantized in (True, False)}
+    (y, dx, *dkernels), (wide_y, wide_dx, *wide_dkernels) = (step(*inputs) for step in steps.values())
+
+    # Products of tokens quantize the same blocks again.
+    np.testing.assert_array_equal(y, wide_y)
+    np.testing.assert_array_equal(dx, wide_dx)
+    for narrow, wide in zip(dkernels, wide_dkernels, strict=True):
+        assert jnp.linalg.norm((narrow - wide).astype(jnp.float32)) < 0.05 * jnp.linalg.norm(wide.astype(jnp.float32))
+    narrow_bytes, wide_bytes = (gathered_bytes(step.lower(*inputs).as_text()) for step in steps.values())
+    assert narrow_bytes < 0.53 * wide_bytes
+
+
+def gathered_bytes(text: str) -> int:
+    """Returns the bytes of tokens and gradients that a program gathers."""
+    found = re.findall(r"stablehlo\.all_gather.*-> tensor<((?:\d+x)+)(ui8|f32|bf16)>", text)
+    size = {"ui8": 1, "bf16": 2, "f32": 4}
+    shapes = [(math.prod(map(int, shape.split("x")[:-1])), size[dtype]) for shape, dtype in found]
+    return sum(count * width for count, width in shapes if count != TOP_K * T)

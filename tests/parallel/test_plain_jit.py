@@ -32,6 +32,7 @@ def typed_mesh(kind: str, axes: Mapping[str, int]) -> Mesh:
     [
         ("linen", dict(data=2, expert=2), False),
         ("nnx", dict(data=2, expert=2), True),
+        ("nnx", dict(expert=2), False),
         ("nnx", dict(feature=4), False),
         ("linen", dict(data=2, expert=2, feature=2), True),
         ("linen", dict(expert=8), False),
