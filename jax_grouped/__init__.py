@@ -31,6 +31,7 @@ from jax_grouped.ops.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.ops.quantize import grouped_quantize as grouped_quantize
 from jax_grouped.ops.quantize_kernel import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
+from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_grouped.ops.residuals import DenseResiduals as DenseResiduals
 from jax_grouped.ops.residuals import PendingWgrad as PendingWgrad
@@ -82,6 +83,7 @@ __all__ = [
     "overwrite_with_gradient",
     "quantize_kernel",
     "ragged_dot",
+    "ragged_dot_general",
     "reduce_gradients",
 ]
 

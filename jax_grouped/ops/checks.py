@@ -118,7 +118,7 @@ def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
 
 
 def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
-    sizes = _integers("group_sizes", group_sizes)
+    sizes = integers("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
     return sizes
@@ -130,7 +130,7 @@ def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     return canonical_sizes(group_sizes, capacity)
 
 
-def _integers(name: str, values: GroupSizes) -> jax.Array:
+def integers(name: str, values: GroupSizes) -> jax.Array:
     """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values.
 
     Raises:
@@ -168,7 +168,7 @@ def _host_integers(name: str, values: GroupSizes) -> jax.Array:
 def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     if group_offset is None:
         return jnp.zeros((1,), jnp.int32)
-    offset = _integers("group_offset", group_offset)
+    offset = integers("group_offset", group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
     offset = offset.reshape(1)
@@ -339,7 +339,7 @@ def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
         TypeError: they are not of an integer type.
         ValueError: they have another shape, or one does not fit into 64 bits.
     """
-    indices = _integers("row_indices", row_indices)
+    indices = integers("row_indices", row_indices)
     if indices.ndim != 1:
         raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
     if indices.dtype == jnp.int32:

@@ -76,11 +76,26 @@ def ragged_dot(
     checks.check_tokens("lhs", lhs)
     checks.check_kernel("rhs", rhs, "lhs", lhs)
     groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
+    lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
+    spec = GemmSpec("fprop", rhs.shape[0], out_dtype, precision)
+    return multiply(lhs, rhs, groups, spec, checks.canonical_out_spec(out_sharding))
+
+
+def canonical_types(
+    lhs: jax.Array, rhs: jax.Array, precision: jax.lax.PrecisionLike, preferred_element_type: DTypeLike | None
+) -> tuple[jax.Array, jax.Array, np.dtype, jax.lax.Precision]:
+    """Returns the operands in the smallest type that holds both, the type of the result, and the precision."""
     out_dtype = _result_type(lhs.dtype, rhs.dtype, preferred_element_type)
-    compute_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    lhs, rhs, *varying = vary_alike(lhs.astype(compute_dtype), rhs.astype(compute_dtype), *groups)
-    spec = GemmSpec("fprop", rhs.shape[0], out_dtype, checks.canonical_precision(precision, compute_dtype))
-    return gemm(lhs, rhs, Groups(*varying), spec, out_spec=checks.canonical_out_spec(out_sharding))
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    return lhs.astype(dtype), rhs.astype(dtype), out_dtype, checks.canonical_precision(precision, dtype)
+
+
+def multiply(
+    lhs: jax.Array, rhs: jax.Array, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> jax.Array:
+    """Returns the product that `spec` names, also of arrays that vary over different axes of a `jax.shard_map`."""
+    lhs, rhs, *varying = vary_alike(lhs, rhs, *groups)
+    return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
 
 
 def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> np.dtype:
