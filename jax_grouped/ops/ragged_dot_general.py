@@ -85,17 +85,17 @@ def ragged_dot_general(
     dims = ragged_dot_dimension_numbers
     _check_dimension_numbers(lhs, rhs, group_sizes, dims, group_offset)
     lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
-    contracting_and_batch = dims.dot_dimension_numbers
-    lhs_batch, rhs_batch = contracting_and_batch[1]
+    lhs_batch, rhs_batch = dims.dot_dimension_numbers[1]
     if dims.lhs_ragged_dimensions[0] in lhs_batch:
-        return jax.lax.dot_general(lhs, rhs, contracting_and_batch, precision, out_dtype, out_sharding=out_sharding)
+        return jax.lax.dot_general(
+            lhs, rhs, dims.dot_dimension_numbers, precision, out_dtype, out_sharding=out_sharding
+        )
 
     form = _form_of(lhs, rhs, dims)
-    # The groups come before the batch dimensions in the result of wgrad.
-    batch_start = int(form.product == "wgrad")
-    batch_stop = batch_start + len(lhs_batch)
-    out_spec = tuple(checks.canonical_out_spec(out_sharding) or ())
-    spec_of_element = PartitionSpec(*out_spec[:batch_start], *out_spec[batch_stop:])
+    out_spec = checks.canonical_out_spec(out_sharding)
+    # Batch dimensions come first in the result, but for the groups of wgrad.
+    batch_axis = int(form.product == "wgrad")
+    spec_of_batch, spec_of_element = _split_spec(out_spec, batch_axis, batch_axis + len(lhs_batch))
 
     def element(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if form.product == "wgrad":
@@ -104,14 +104,14 @@ def ragged_dot_general(
         else:
             groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
             num_groups = rhs.shape[0]
-        spec = GemmSpec(form.product, num_groups, out_dtype, precision)
-        return multiply(lhs, rhs, groups, spec, None if out_sharding is None else spec_of_element)
+        return multiply(lhs, rhs, groups, GemmSpec(form.product, num_groups, out_dtype, precision), spec_of_element)
 
     function: Callable[..., jax.Array] = element
     for _ in lhs_batch:
-        function = jax.vmap(function, (0, 0, None if group_sizes.ndim == 1 else 0), batch_start)
-    out = function(lhs.transpose(*lhs_batch, *form.lhs_order), rhs.transpose(*rhs_batch, *form.rhs_order), group_sizes)
-    return jax.sharding.reshard(out, out_sharding) if any(out_spec[batch_start:batch_stop]) else out
+        function = jax.vmap(function, (0, 0, None if group_sizes.ndim == 1 else 0), batch_axis)
+    lhs, rhs = lhs.transpose(*lhs_batch, *form.lhs_order), rhs.transpose(*rhs_batch, *form.rhs_order)
+    out = function(lhs, rhs, group_sizes)
+    return jax.sharding.reshard(out, out_sharding) if any(spec_of_batch) else out
 
 
 class _Form(NamedTuple):
@@ -138,6 +138,13 @@ def _form_of(lhs: jax.Array, rhs: jax.Array, dims: jax.lax.RaggedDotDimensionNum
         return _Form("wgrad", (*lhs_contracting, *lhs_kept), (*rhs_contracting, *rhs_kept))
     product: Product = "fprop" if rhs_contracting[0] < rhs_kept[0] else "dgrad"
     return _Form(product, (*lhs_kept, *lhs_contracting), (*rhs_group, *sorted((*rhs_contracting, *rhs_kept))))
+
+
+def _split_spec(spec: PartitionSpec | None, start: int, stop: int) -> tuple[PartitionSpec, PartitionSpec | None]:
+    """Returns the spec of the dimensions from `start` to `stop`, and that of the others."""
+    if spec is None:
+        return PartitionSpec(), None
+    return PartitionSpec(*spec[start:stop]), PartitionSpec(*spec[:start], *spec[stop:])
 
 
 def _check_dimension_numbers(

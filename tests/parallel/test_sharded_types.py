@@ -101,6 +101,38 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
             np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "dims", "out"),
+    [
+        (((8, 4), P("data")), ((2, 6, 4), P(None, "model")), ((([1], [2]), ([], [])), [0], [0]), None),
+        (((8, 4), P("data")), ((8, 6), P("data")), ((([0], [0]), ([], [])), [0], []), P(None, "model")),
+        (((3, 8, 4), P(None, "data")), ((3, 2, 4, 6), WHOLE), ((([2], [2]), ([0], [0])), [1], [1]), P(None, "data")),
+        (((2, 8, 4), P(None, "data")), ((2, 8, 6), WHOLE), ((([1], [1]), ([0], [0])), [1], []), P(None, "data")),
+        (((2, 8, 4), P("data")), ((2, 4, 6), P("data")), ((([2], [1]), ([0], [0])), [0], []), P("data")),
+    ],
+    ids=["dgrad", "wgrad", "batch", "wgrad of a batch", "ragged batch"],
+)
+def test_dimension_numbers_of_sharded_types(lhs: Any, rhs: Any, dims: Any, out: P | None) -> None:
+    mesh = explicit_mesh()
+    arrays = [jax.random.normal(jax.random.key(len(shape)), shape) for shape, _ in (lhs, rhs)]
+    sharded = [put(mesh, array, spec) for array, (_, spec) in zip(arrays, (lhs, rhs), strict=True)]
+
+    def step(out: NamedSharding | None, *operands: jax.Array) -> Any:
+        numbers = jax.lax.RaggedDotDimensionNumbers(*dims)
+
+        def loss(*operands: jax.Array) -> Any:
+            y = jg.ragged_dot_general(*operands, jnp.array([3, 4]), numbers, precision="highest", out_sharding=out)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(*operands)
+
+    results = jax.jit(functools.partial(step, None if out is None else NamedSharding(mesh, out)))(*sharded)
+
+    assert_close(jax.tree.leaves(results), jax.tree.leaves(step(None, *arrays)), 1e-5)
+    y = results[1]
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model") if out is None else out), y.ndim)
+
+
 def test_weights_of_sharded_types_are_gathered_and_their_gradients_scattered() -> None:
     mesh = explicit_mesh()
     x, kernel, *_ = operands()
