@@ -47,8 +47,8 @@ def ragged_dot(
             `T` do not exist.
         precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters
             for float32 inputs only. A `jax.lax.DotAlgorithmPreset` or its name counts as the precision that is as
-            exact: `BF16_BF16_F32` as `DEFAULT`; `TF32_TF32_F32`, `BF16_BF16_F32_X3` and those of float16 as `HIGH`;
-            `F32_F32_F32`, `TF32_TF32_F32_X3`, `BF16_BF16_F32_X6` and `_X9` as `HIGHEST`. Default:
+            exact on the `cuda` backend: `BF16_BF16_F32` as `DEFAULT`; `TF32_TF32_F32`, `BF16_BF16_F32_X3` and those of
+            float16 as `HIGH`; `F32_F32_F32`, `TF32_TF32_F32_X3`, `BF16_BF16_F32_X6` and `_X9` as `HIGHEST`. Default:
             `jax.default_matmul_precision`.
         preferred_element_type: type of the result, one of the three types above. Default: the promoted input type.
         group_offset: scalar or `[1]` integer: `rhs` holds the groups `[group_offset, group_offset + G)`. The result is

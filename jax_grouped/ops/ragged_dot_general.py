@@ -39,12 +39,13 @@ def ragged_dot_general(
     |----------------|----------------------------------------|-------------------|-----------------------------------|
     | `[B..., T, K]` | `[B..., G, K, N]` or `[B..., G, N, K]` | `[B..., T, N]`    | multiplies its rows by its matrix |
     | `[B..., T, K]` | `[B..., T, N]`                         | `[G, B..., K, N]` | sums over its rows                |
-    | `[B..., M, K]` | `[B..., K, N]`                         | `[B..., M, N]`    | changes nothing, as in JAX        |
+    | `[B..., M, K]` | `[B..., K, N]`                         | `[B..., M, N]`    | has no effect                     |
 
     Both orders of `K` and `N` in the first form are read as they are. Operands with another order of dimensions are
     transposed first. In the second form, the matrix of a group without rows is zero.
 
-    Accumulation, types, rows of no group, gradients and `jax.vmap` are those of `jax_grouped.ragged_dot`.
+    In the first two forms, accumulation, rows of no group, gradients and `jax.vmap` are those of
+    `jax_grouped.ragged_dot`. The third is one `jax.lax.dot_general`, which does not read the group sizes, as in JAX.
 
     Args:
         lhs: bfloat16, float16 or float32.
@@ -53,7 +54,8 @@ def ragged_dot_general(
             integers. Negative ones count as 0, and rows past `T` do not exist.
         ragged_dot_dimension_numbers: contracting and batch dimensions of `lhs` and `rhs`, the ragged dimension of
             `lhs`, and in the first form the group dimension of `rhs`.
-        precision: as in `jax_grouped.ragged_dot`, also a `jax.lax.DotAlgorithmPreset`.
+        precision: as in `jax_grouped.ragged_dot`, also a `jax.lax.DotAlgorithmPreset`. In the third form XLA multiplies
+            with it: on a GPU, float32 is TF32 unless it is `HIGHEST`.
         preferred_element_type: type of the result, bfloat16, float16 or float32. Default: the promoted input type.
         group_offset: scalar or `[1]` integer, in the first form only: `rhs` holds the groups
             `[group_offset, group_offset + G)`. The result is zero in the rows of other groups.
@@ -90,7 +92,6 @@ def ragged_dot_general(
         return jax.lax.dot_general(
             lhs, rhs, dims.dot_dimension_numbers, precision, out_dtype, out_sharding=out_sharding
         )
-
     form = _form_of(lhs, rhs, dims)
     out_spec = checks.canonical_out_spec(out_sharding)
     # Batch dimensions come first in the result, but for the groups of wgrad.

@@ -277,6 +277,18 @@ def test_presets_of_fp8_and_float64_are_refused(dtype: str, function: Callable[.
             )
 
 
+def test_a_ragged_batch_takes_the_same_presets() -> None:
+    case = CASES["ragged batch"]
+    for preset in jax.lax.DotAlgorithmPreset:
+        if preset.name in PRESETS:
+            program = jax.make_jaxpr(functools.partial(case.run, precision=preset))(*case.operands())
+            precision, _ = PRESETS[preset.name]
+            assert f"precision=(Precision.{precision}, Precision.{precision})" in str(program)
+        else:
+            with pytest.raises(ValueError, match=f"of 16-bit or 32-bit operands, got .*{preset.name}"):
+                case.run(*case.operands(), precision=preset)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @each_form
 def test_a_number_of_rows_can_be_left_open(form: Case, platform: str) -> None:
