@@ -94,7 +94,7 @@ def ragged_dot_general(
         )
     form = _form_of(lhs, rhs, dims)
     out_spec = checks.canonical_out_spec(out_sharding)
-    # Batch dimensions come first in the result, but for the groups of wgrad.
+    # The result begins with the batch dimensions, that of wgrad with the groups.
     batch_axis = int(form.product == "wgrad")
     spec_of_batch, spec_of_element = _split_spec(out_spec, batch_axis, batch_axis + len(lhs_batch))
 
@@ -155,7 +155,7 @@ def _check_dimension_numbers(
     dims: jax.lax.RaggedDotDimensionNumbers,
     group_offset: ArrayLike | None,
 ) -> None:
-    """Raises what JAX raises for dimension numbers that do not fit the shapes, and where no offset is supported."""
+    """Raises as JAX does unless the dimension numbers fit the shapes, and for an offset without a group dimension."""
     if not isinstance(dims, jax.lax.RaggedDotDimensionNumbers):
         raise TypeError(f"ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers, got {shown(dims)}.")
     sizes = group_sizes.shape
@@ -169,6 +169,6 @@ def _check_dimension_numbers(
         sizes = (*sizes[:-1], *(rhs.shape[i] for i in dims.rhs_group_dimensions if i in range(rhs.ndim)))
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs.shape, rhs.shape)]
     shapes.append(jax.ShapeDtypeStruct(sizes, jnp.int32))
-    # On a mesh, JAX would ask for out_sharding.
+    # Only the shapes are checked: on a mesh, JAX would ask for out_sharding.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         jax.eval_shape(functools.partial(_JAX_RAGGED_DOT_GENERAL, ragged_dot_dimension_numbers=dims), *shapes)

@@ -118,9 +118,9 @@ def test_gradients_are_those_of_a_dense_sum(backend: str, case: Case) -> None:
     assert_close(got, expected, 1e-4)
 
 
-@pytest.mark.parametrize("form", ["fprop", "dgrad"])
-def test_gradients_are_those_of_jax(backend: str, form: str) -> None:
-    case = FORMS[form]
+@pytest.mark.parametrize("name", ["fprop", "dgrad"])
+def test_gradients_are_those_of_jax(backend: str, name: str) -> None:
+    case = FORMS[name]
     got, expected = (jax.jit(gradients(function))(*case.operands()) for function in (case.run, case.run_jax))
     assert_close(got, expected)
 
@@ -247,8 +247,6 @@ def basic(lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
 
 
 FUNCTIONS = {"ragged_dot": (basic, "fprop")} | {name: (form.run, name) for name, form in FORMS.items()}
-
-
 each_function = pytest.mark.parametrize(("function", "name"), FUNCTIONS.values(), ids=FUNCTIONS)
 
 
@@ -342,11 +340,11 @@ FPROP = FORMS["fprop"].dims
         (dict(group_sizes=[1.0, 2.0]), TypeError, "group_sizes must be of an integer type, got float"),
         (dict(preferred_element_type="int8"), TypeError, "preferred_element_type must be bfloat16, .* got int8"),
         (dict(precision=jg.Float8BlockScaling()), TypeError, "precision must not be a recipe"),
-        (dict(rhs=RHS[:, :2]), TypeError, r"contracting dimensions .* \(4,\) and \(2,\)"),
-        (dict(group_sizes=[1, 2, 3]), TypeError, "group dimension size to be 3, got 2"),
-        (dict(group_sizes=[[1, 2]]), TypeError, r"group_sizes to have shape \(2,\), got \(1, 2\)"),
-        (dict(dims=numbers(([1], [1]), 2, 0)), TypeError, "ragged dimension"),
-        (dict(dims=numbers(([1], [1]), 0)), TypeError, "exactly one rhs group dimension"),
+        (dict(rhs=RHS[:, :2]), TypeError, r"\(4,\) and \(2,\)"),
+        (dict(group_sizes=[1, 2, 3]), TypeError, "3, got 2"),
+        (dict(group_sizes=[[1, 2]]), TypeError, r"\(2,\), got \(1, 2\)"),
+        (dict(dims=numbers(([1], [1]), 2, 0)), TypeError, "lhs ragged dimension"),
+        (dict(dims=numbers(([1], [1]), 0)), TypeError, "rhs group dimension"),
         (
             dict(group_sizes=[1], group_offset=0),
             ValueError,
@@ -354,6 +352,7 @@ FPROP = FORMS["fprop"].dims
         ),
         (dict(group_offset=[1, 2]), ValueError, r"group_offset must be a scalar or have shape \[1\], got \(2,\)"),
     ],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_ragged_dot_general_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = dict(lhs=LHS, rhs=RHS, group_sizes=[2, 3], dims=FPROP) | arguments
