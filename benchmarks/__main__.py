@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import fidelity, memory
+from benchmarks import fidelity, gpus, memory
 from benchmarks.cases import OPERATIONS
 from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     losses.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
     losses.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
     losses.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
+    scales = add("gpus", gpus.measure, "measure a layer on one GPU and on all, with as much work on each")
+    scales.add_argument("--layers", nargs="+", choices=gpus.LAYERS, default=[*gpus.LAYERS], metavar="NAME")
+    scales.add_argument("--variants", nargs="+", choices=gpus.RECIPES, default=[*gpus.RECIPES], metavar="NAME")
+    scales.add_argument("--capacity-factor", type=float, default=1.25, help="of the layer (default: 1.25)")
+    scales.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 
 

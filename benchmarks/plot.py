@@ -163,3 +163,21 @@ def losses(runs: Sequence[Any], path: Path) -> None:
     losses.legend(title="training, smoothed, and held out (dots)")
     differences.set(xlabel="step", ylabel="held-out loss, % above bf16")
     figure.savefig(path, dpi=150)
+
+
+def gpus(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draws the rows of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(rows))
+    one, every = (np.array([np.median(row[name]) for row in rows]) for name in ("one_gpu_ms", "all_gpus_ms"))
+    communication = np.array([row["exposed_ms"] for row in rows])
+    axes.bar(places - 0.2, one, 0.38, color="C0", label="1 GPU")
+    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{rows[0]['gpus']} GPUs")
+    axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
+    for place, row, height in zip(places, rows, every, strict=True):
+        axes.annotate(f"{row['efficiency']:.0%}", (place + 0.2, height), ha="center", va="bottom")
+    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in rows])
+    axes.set(ylabel="ms per step", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=150)

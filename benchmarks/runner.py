@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -61,15 +61,22 @@ def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> N
         row.parts = {name: 1e3 * time / row.calls for name, time in parts.items()}
 
 
+class Block(Protocol):
+    """Calls that can be timed, such as `benchmarks.peers.Work`."""
+
+    def block(self, calls: int) -> Any: ...
+
+
 class Span(NamedTuple):
     """A kernel or copy on the GPU."""
 
     name: str
     start: float  # In nanoseconds.
     end: float
+    gpu: int = 0
 
 
-def profile(work: Work, calls: int) -> list[Span]:
+def profile(work: Block, calls: int) -> list[Span]:
     """Profiles a block of calls; RuntimeError if the profile shows nothing, as on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -83,7 +90,7 @@ def profile(work: Work, calls: int) -> list[Span]:
 def read_profile(path: Path) -> list[Span]:
     """Reads the kernels and copies on all GPUs from a file of the profiler, in the order in which they start."""
     spans = [
-        Span(event.name, event.start_ns, event.end_ns)
+        Span(event.name, event.start_ns, event.end_ns, int(plane.name.split(":")[2].split()[0]))
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
@@ -102,7 +109,7 @@ def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
     """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
     spans = profile(work, calls)
     parts = dict.fromkeys(PARTS, 0.0)
-    for name, start, end in spans:
+    for name, start, end, _ in spans:
         found = (part for part, words in _WORDS.items() if any(word in name.lower() for word in words))
         parts[next(found)] += (end - start) / 1e9
     return _seconds(spans), parts
