@@ -57,7 +57,7 @@ def _mesh(gpus: int) -> Mesh:
 
 
 def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: float | None, **options: Any) -> Work:
-    """Returns the passes of a layer, forward and backward, each under plain `jax.jit` over this many GPUs."""
+    """Returns the forward and the backward pass of a layer, under plain `jax.jit` over this many GPUs."""
     mesh, k = _mesh(gpus), shape.top_k
     tokens, experts, K, F = gpus * shape.tokens, gpus * shape.num_groups, shape.K, shape.N // 2
     shapes = (tokens, K), (K, experts), (experts, K, 2 * F), (experts, F, K), (tokens, K)
@@ -71,20 +71,17 @@ def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: fl
     arguments = jax.jit(draw, out_shardings=[NamedSharding(mesh, spec) for spec in specs])(keys)
     axes = dict(expert_axis=AXIS, capacity_factor=capacity_factor, **options) if gpus > 1 else {}
 
-    def apply(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        logits = jg.moe.router_logits(x, router)
-        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=k, recipe=recipe, **axes)[0]
+    def step(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, dy: jax.Array) -> Any:
+        def forward(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+            logits = jg.moe.router_logits(x, router)
+            return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=k, recipe=recipe, **axes)[0]
 
-    # In a model, other layers lie between a layer's passes: XLA cannot let them share what both compute.
-    forward = jax.jit(lambda *arguments: jax.vjp(apply, *arguments))
-    backward = jax.jit(lambda pull_back, dy: pull_back(dy))
+        y, pull_back = jax.vjp(forward, x, router, gate_up, down)
+        # In a model, the gradient of the result follows from the result.
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, pull_back(dy)
 
-    def step(*arguments: jax.Array) -> Any:
-        *inputs, dy = arguments
-        y, pull_back = forward(*inputs)
-        return y, backward(pull_back, dy)
-
-    return Work(step, arguments)
+    return Work(jax.jit(step), arguments)
 
 
 def exchange(shape: Shape, gpus: int) -> Work:

@@ -1,12 +1,12 @@
 """Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, is_gated
@@ -19,7 +19,7 @@ from jax_grouped.fp8.state import Fp8State
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
-from jax_grouped.ops.inputs import Weights
+from jax_grouped.ops.inputs import Weights, flat_shape
 from jax_grouped.ops.quantize_kernel import quantize_kernel
 
 Initializer = Callable[..., Any]
@@ -125,14 +125,14 @@ def apply_moe(
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
     x = as_array("x", x)
-    tokens = jnp.reshape(x, (-1, num_features(x, "[..., K]")))
-    flat = jax.ShapeDtypeStruct((*gate_up.kernel.shape[:2], math.prod(gate_up.kernel.shape[2:])), gate_up.kernel.dtype)
+    tokens = _as_rows(x, num_features(x, "[..., K]"))
+    flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
     checks.check_kernel("gate_up", flat, "x", tokens)
     if shared is not None:
         shared = as_array("shared", shared)
         if shared.shape != x.shape:
             raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
-        shared = jnp.reshape(shared, tokens.shape)
+        shared = _as_rows(shared, tokens.shape[1])
     y, metrics = moe_mlp(
         converted(tokens, gate_up, layer.dtype),
         router(tokens),
@@ -156,7 +156,16 @@ def apply_moe(
         feature_axis=axes.feature,
         batch_axes=axes.batch,
     )
-    return y.reshape(x.shape), metrics
+    y = y.reshape(x.shape)
+    return (jax.sharding.reshard(y, jax.typeof(x).sharding) if has_sharded_type(x) else y), metrics
+
+
+def _as_rows(x: jax.Array, features: int) -> jax.Array:
+    """Returns tokens `[..., K]` as `[T, K]`. In a type that is sharded, only the first axis stays so."""
+    if has_sharded_type(x) and x.ndim > 2:
+        sharding = jax.typeof(x).sharding
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0])))
+    return jnp.reshape(x, (-1, features))
 
 
 def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None) -> None:

@@ -246,8 +246,8 @@ class MoEMlp(nn.Module):
     `down`.
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
-    and a mesh that has the axes splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this
-    device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
+    and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
+    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
     feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
     `P(expert_axis)`, and the router whole.
 

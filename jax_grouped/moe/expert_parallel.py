@@ -28,14 +28,14 @@ from jax_grouped.ops.quantize_kernel import scaling_options
 ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
 
 
-def gathers(method: ExchangeMethod, devices: int, top_k: int) -> bool:
-    """Tells whether tokens are gathered: "auto" does where that moves at most as many rows as an exchange of rows.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+def check_method(method: ExchangeMethod) -> None:
+    """Raises ValueError if there is no such method."""
     if method not in get_args(ExchangeMethod):
         raise ValueError(f"exchange_method must be one of {get_args(ExchangeMethod)}, got {method!r}.")
+
+
+def gathers(method: ExchangeMethod, devices: int, top_k: int) -> bool:
+    """Tells whether tokens are gathered: "auto" does where that moves at most as many rows as an exchange of rows."""
     return method == "gather" or (method == "auto" and devices <= top_k)
 
 
@@ -69,7 +69,8 @@ def mlp_of_gathered_tokens(
     """
     tokens, own = x.shape[0], network["gate_up"].kernel.shape[0]
     me = jax.lax.axis_index(axis_name)
-    # Also over axes that split the kernels alone, so that gradients are summed over these after they were scattered.
+    # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
+    # parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
     experts, me = vary_alike(experts, me)
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - own * me

@@ -14,17 +14,18 @@ from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,
+    check_method,
     gathers,
     mlp_of_exchanged_rows,
     mlp_of_gathered_tokens,
 )
 from jax_grouped.moe.experts import routed_mlp
-from jax_grouped.moe.mlp import as_weights
+from jax_grouped.moe.mlp import as_weights, check_shapes
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
 from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments
 from jax_grouped.ops import checks
-from jax_grouped.ops.inputs import Weights, flat_weights
+from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.routing import route, route_and_group
 
 
@@ -33,7 +34,8 @@ class MoEMetrics(NamedTuple):
 
     Attributes:
         balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
-        expert_load: `int32[E]`, number of this device's pairs of a token and an expert, per expert.
+        expert_load: `int32[E]`, number of pairs of a token and an expert, per expert: of this device's tokens inside
+            `jax.shard_map` and `jax.pmap`, else of all.
         dropped: `int32[]`, number of these pairs that found no room; always 0 without a `capacity_factor`.
 
     Example:
@@ -60,7 +62,7 @@ def moe_mlp(
     top_k: int,
     score: Score = "softmax",
     normalize_weights: bool = True,
-    weight_scale: float = 1.0,
+    weight_scale: float | jax.Array = 1.0,
     selection_bias: jax.Array | None = None,
     expert_groups: int | None = None,
     top_groups: int | None = None,
@@ -86,7 +88,8 @@ def moe_mlp(
 
     The axes are those of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one device's.
     Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then computes
-    its part, the result is split as `x` is, and the metrics are those of all tokens.
+    its part, and the metrics are those of all tokens. The result is split over the axes of the tokens or, where these
+    are of type `Explicit`, as `x` is.
 
     `expert_axis` splits the experts and the tokens: these travel to their experts' devices, and results travel back.
     `feature_axis` splits `F`, the features inside an expert: each device has a part of the gate's features, then a part
@@ -152,7 +155,9 @@ def moe_mlp(
         as_weights("down", down),
         None if selection_bias is None else as_array("selection_bias", selection_bias),
         None if shared is None else as_array("shared", shared),
+        weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
+    check_method(exchange_method)
     axes = MoEAxes.of(expert_axis, feature_axis, batch_axes)
     of_device = functools.partial(
         _of_device,
@@ -172,13 +177,17 @@ def moe_mlp(
     mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
     if mesh is None:
         return of_device(arrays, axes)
+    if x.shape[:1] == (0,):
+        return of_device(arrays, MoEAxes.of(None, None, ()))
+    _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
+    check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
-    def with_sums(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
+    def summed_over_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
         y, metrics = of_device(own, axes._replace(batch=axes.tokens))
         load, dropped = (jax.lax.psum(of, axes.tokens) for of in (metrics.expert_load, metrics.dropped))
         return y, MoEMetrics(metrics.balance_loss, load, dropped)
 
-    return call_on_mesh(with_sums, mesh, axes, arrays, gated=is_gated(activation))
+    return call_on_mesh(summed_over_tokens, mesh, axes, arrays, gated=is_gated(activation))
 
 
 def _of_device(
@@ -187,7 +196,7 @@ def _of_device(
     *,
     top_k: int,
     capacity_factor: float | None,
-    weight_scale: float,
+    weight_scale: float | jax.Array,
     activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
@@ -196,7 +205,8 @@ def _of_device(
     **routing_options: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Computes `moe_mlp` for one device's arrays, with axes that are bound."""
-    x, logits, gate_up, down, selection_bias, shared = arrays
+    x, logits, gate_up, down, selection_bias, shared, array_scale = arrays
+    weight_scale = weight_scale if array_scale is None else array_scale
     expert_axis, feature_axis, batch_axes = axes
     gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
@@ -229,7 +239,7 @@ def _of_device(
     options: dict[str, Any] = dict(
         gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision, shared=shared
     )
-    if devices > 1 and gathers(exchange_method, devices, top_k):
+    if devices > 1 and tokens > 0 and gathers(exchange_method, devices, top_k):
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
         options |= dict(capacity=None if capacity == worst else capacity, quantized=quantized_exchange)
@@ -242,7 +252,8 @@ def _of_device(
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
             dropped = permutation.dropped
         else:
-            options |= dict(capacity=capacity, method=exchange_method)
+            method = "auto" if exchange_method == "gather" else exchange_method
+            options |= dict(capacity=capacity, method=method)
             y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)

@@ -101,7 +101,7 @@ def canonical_mlp(
     """
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
     checks.check_activation_name(activation)
-    _check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
+    check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     if recipe is not None:
         checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
     gate_up, up = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
@@ -125,7 +125,8 @@ def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
     return weights._replace(kernel=as_array(name, weights.kernel))
 
 
-def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Activation) -> None:
+def check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Activation) -> None:
+    """Raises ValueError unless kernels of these shapes follow each other."""
     halves, features = (2, "2 F") if is_gated(activation) else (1, "F")
     if len(gate_up) != 3 or len(down) != 3 or gate_up[0] != down[0] or gate_up[2] != halves * down[1]:
         raise ValueError(

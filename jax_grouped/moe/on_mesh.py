@@ -20,7 +20,7 @@ from jax_grouped.ops.inputs import Weights
 
 
 class MoEArrays(NamedTuple):
-    """The arrays of one `moe_mlp`; the last two may be None."""
+    """The arrays of one `moe_mlp`; the last three may be None."""
 
     x: jax.Array
     logits: jax.Array
@@ -28,6 +28,7 @@ class MoEArrays(NamedTuple):
     down: Weights
     selection_bias: jax.Array | None
     shared: jax.Array | None
+    weight_scale: jax.Array | None  # None if the program knows it as a number.
 
 
 class MoEAxes(NamedTuple):
@@ -39,8 +40,20 @@ class MoEAxes(NamedTuple):
 
     @classmethod
     def of(cls, expert: str | None, feature: str | None, batch: Sequence[str]) -> Self:
-        """Returns the axes of a layer, whose `batch_axes` may be one name."""
-        return cls(expert, feature, (batch,) if isinstance(batch, str) else tuple(batch))
+        """Returns the axes of a layer, whose `batch_axes` may be one name.
+
+        Raises:
+            ValueError: one axis would split two things.
+        """
+        axes = cls(expert, feature, (batch,) if isinstance(batch, str) else tuple(batch))
+        if feature is not None and feature in axes.tokens:
+            raise ValueError(
+                f"feature_axis {feature!r} must be none of expert_axis and batch_axes, because its devices have the "
+                f"same tokens, got {expert!r} and {axes.batch}."
+            )
+        if len({*axes.batch}) < len(axes.batch):
+            raise ValueError(f"batch_axes must be different axes, got {axes.batch}.")
+        return axes
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -62,7 +75,7 @@ def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | No
         ValueError: there is no mesh with these axes, or only some of them are split already.
     """
     unbound = [axis for axis in axes.all if not is_bound(axis)]
-    if not unbound:
+    if not unbound:  # Or there are no axes.
         return None
     if len(unbound) < len(axes.all):
         raise ValueError(
@@ -70,12 +83,14 @@ def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | No
             f"{unbound}: let it split all of them, or none."
         )
     mesh = known_mesh(*arrays)
-    names = () if mesh is None else mesh.axis_names
-    if missing := [axis for axis in unbound if axis not in names]:
+    if missing := [axis for axis in unbound if mesh is None or axis not in mesh.axis_names]:
         raise ValueError(
-            f"There is no mesh axis {missing[0]!r} here: call it inside jax.shard_map or jax.pmap over it, or with "
-            "arrays on a mesh that has it, which their NamedSharding or jax.set_mesh tells."
+            f"There is no mesh axis {missing[0]!r} here: put all arrays on one mesh with this axis (jax.device_put "
+            "with a NamedSharding), set it with jax.set_mesh, or call inside jax.shard_map or jax.pmap over it."
         )
+    assert mesh is not None
+    if len({*mesh.axis_types}) > 1:
+        raise ValueError(f"The axes of the mesh must be all Auto or all Explicit, got {mesh}.")
     return mesh
 
 
@@ -97,28 +112,28 @@ def call_on_mesh(
         gated: whether `gate_up` holds a gate's features, then as many others.
 
     Returns:
-        `[T, N]`, split as the tokens are, and what is the same on all devices.
+        `[T, N]` and what is the same on all devices. Over axes of type `Explicit`, rows are split as those of `x`.
 
     Raises:
-        ValueError: tokens, experts or features cannot be split evenly, or a kernel cache would be split over features.
+        ValueError: tokens, experts or features cannot be split evenly, or a kernel cache would be split over features,
+            or an accumulator would be summed over devices.
     """
     _check_sizes(mesh, axes, arrays)
     if gated:
         arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))
     specs = _specs(axes, arrays, gated=gated)
-    if {*mesh.axis_types} == {AxisType.Explicit}:
-        arrays, given = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs), arrays
-    else:
-        given = None
+    is_typed = {*mesh.axis_types} == {AxisType.Explicit}
+    rows = jax.typeof(arrays.x).sharding.spec[0]
+    if is_typed:
+        arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
 
     def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
         return of_device(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(axes.tokens), P()))
-    y, same = jax.jit(run)(arrays)  # Outside jit, shard_map has no derivative of some rules.
-    if given is not None:  # As the rows of x are.
-        y = _placed(y, mesh, P(jax.typeof(given.x).sharding.spec[0]))
-    return y, same
+    # Outside jit, shard_map does not differentiate some rules. Such a call is compiled each time.
+    y, same = jax.jit(run)(arrays)
+    return _placed(y, mesh, P(rows)) if is_typed else y, same
 
 
 def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
@@ -140,8 +155,7 @@ def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
         gate_up=of_weights(arrays.gate_up, *gate_up),
         down=of_weights(arrays.down, P(axes.expert, axes.feature), P(axes.expert)),
     )
-    if arrays.selection_bias is not None:
-        specs["selection_bias"] = P()
+    specs |= {name: P() for name in ("selection_bias", "weight_scale") if getattr(arrays, name) is not None}
     return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
 
 
@@ -162,6 +176,12 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
             f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
             "this device's part of the kernel."
         )
+    accumulates = any(of.dkernel_accumulator is not None for of in (arrays.gate_up, arrays.down))
+    if accumulates and (others := [axis for axis in axes.tokens if axis != axes.expert and mesh.shape[axis] > 1]):
+        raise ValueError(
+            f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
+            "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."
+        )
 
 
 def _with_halves(weights: Weights) -> Weights:
@@ -175,7 +195,7 @@ def _with_halves(weights: Weights) -> Weights:
 
 
 def _part(weights: Weights) -> Weights:
-    """Returns a device's part of weights, whose cache does not know yet that it is a part."""
+    """Returns weights whose cache has a layout of this device's number of kernels."""
     cache = weights.kernel_cache
     if cache is None:
         return weights

@@ -1,6 +1,7 @@
 """Inputs of `grouped_dense` and its halves, checked and converted to one form."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -47,6 +48,11 @@ class Weights(NamedTuple):
     kernel_cache: KernelCache | None = None
     fp8_state: Fp8State | None = None
     dkernel_accumulator: jax.Array | None = None
+
+
+def flat_shape(kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a kernel `[E, K, ...]` whose features are one axis."""
+    return kernel if len(kernel) < 3 else (*kernel[:2], math.prod(kernel[2:]))
 
 
 def flat_weights(weights: Weights) -> Weights:

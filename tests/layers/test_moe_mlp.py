@@ -277,8 +277,8 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
         (dict(activation="swish"), r"^activation must be one of \(.*\), got 'swish'\.$"),
         (dict(cache_kernel=True), "cache_kernel=True needs a recipe"),
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
-        (dict(expert_axis="expert"), "no mesh axis 'expert' here: call it inside jax.shard_map"),
-        (dict(feature_axis="model"), "no mesh axis 'model' here: call it inside jax.shard_map"),
+        (dict(expert_axis="expert"), "no mesh axis 'expert' here: put all arrays on one mesh"),
+        (dict(feature_axis="model"), "no mesh axis 'model' here: put all arrays on one mesh"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from tests.meshes import mesh_of
 from tests.parallel import programs
-from tests.parallel.test_training import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
+from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
 
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_split_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"x must have tokens in a multiple of 4, the devices along \['data', 'exp"):
         layer.apply(variables, put(mesh, x[:6]))
-    with pytest.raises(ValueError, match=r"There is no mesh axis 'data' here: call it inside jax\.shard_map"):
+    with pytest.raises(ValueError, match="There is no mesh axis 'data' here: put all arrays on one mesh with this"):
         layer.apply(variables, x)
     split = jax.shard_map(
         layer.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}, check_vma=False
@@ -174,6 +174,48 @@ def test_what_cannot_be_split_is_named() -> None:
     gate_up = jg.moe.Weights(jnp.ones((E, K, 2 * F)), kernel_cache=cached)
     with pytest.raises(ValueError, match="A kernel cache cannot be split over the feature_axis 'expert'"):
         jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=recipe, feature_axis="expert")
+
+
+def test_axes_that_split_two_things_are_refused() -> None:
+    mesh = mesh_of(dict(data=2, expert=2))
+    x, *others = (put(mesh, of) for of in arrays())
+
+    with pytest.raises(ValueError, match="feature_axis 'expert' must be none of expert_axis and batch_axes"):
+        jg.moe.moe_mlp(x, *others, top_k=1, feature_axis="expert", batch_axes=("data", "expert"))
+    mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ValueError, match="The axes of the mesh must be all Auto or all Explicit"):
+        jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), top_k=1, expert_axis="expert")
+    accumulating = jg.moe.Weights(others[2], dkernel_accumulator=others[2])
+    with pytest.raises(ValueError, match=r"dkernel_accumulator cannot be added to where mesh axes \['data'\] split"):
+        jg.moe.moe_mlp(x, *others[:2], accumulating, top_k=1, batch_axes="data")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
+    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    options = dict(**SIZES, precision="highest")
+    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
+    x = arrays()[0].reshape(8, 8, K)
+    variables = split.init(jax.random.key(0), x)
+
+    def result(layer: Any, variables: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return layer.clone(weight_scale=scale).apply(variables, x)[0]
+
+    placed = jax.tree.map(lambda of: put(mesh, of), (variables, x, jnp.float32(2)))
+    got = jax.jit(result, static_argnums=0)(split, placed[0], put(mesh, x, None, "data"), placed[2])
+
+    expected = result(jg.linen.MoEMlp(**options), variables, x, jnp.float32(2))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens_are_sent_nowhere() -> None:
+    mesh = mesh_of(dict(expert=2))
+    x, logits, *kernels = (put(mesh, of) for of in arrays())
+
+    def loss(x: jax.Array, logits: jax.Array) -> jax.Array:
+        return jg.moe.moe_mlp(x, logits, *kernels, top_k=TOP_K, expert_axis="expert")[0].sum()
+
+    assert jax.jit(jax.grad(loss))(x[:0], logits[:0]).shape == (0, K)
 
 
 def test_arrays_without_a_sharding_are_split_over_the_mesh_that_is_set() -> None:

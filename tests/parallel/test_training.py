@@ -12,29 +12,10 @@ import jax_grouped as jg
 from tests import oracle, quantize_oracle
 from tests.meshes import mesh_of
 from tests.parallel import programs
-from tests.parallel.programs import by_name
+from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, by_name
 from tests.programs import custom_calls
 
 pytestmark = pytest.mark.slow
-
-BLOCK = jg.Float8BlockScaling()
-DELAYED = jg.DelayedScaling(amax_history_len=2)
-
-#: Tolerances, relative for losses and absolute for parameters, which are about 1. In FP8, a sum that is rounded
-#: differently is sometimes quantized to a neighbour; and the tensor cores of GPUs keep few bits of FP8 sums.
-FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 3e-3}
-
-
-def assert_close(got: Any, expected: Any, tolerance: float) -> None:
-    """Compares the losses of all steps, and parameters after the last."""
-    (losses, history), (expected_losses, expected_history) = got, expected
-    np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
-    assert losses[-1] < 0.9 * losses[0]
-    variables, expected_variables = by_name(history[-1]), by_name(expected_history[-1])
-    assert variables.keys() == expected_variables.keys()
-    for name, value in expected_variables.items():
-        if not name.endswith(("scale", "history", "mark")):
-            np.testing.assert_allclose(variables[name], value, rtol=0, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize(
