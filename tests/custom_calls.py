@@ -52,6 +52,7 @@ def gemm(
         a_mode=np.int32(0),
         b_mode=np.int32(0),
         tokens=np.int64(0),
+        expected_tokens=np.int64(0),
         weight_batch=np.int64(1),
         gathered=np.int32(0),
         accumulate=False,

@@ -1,5 +1,6 @@
 #include "csrc/gemm/gemm.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -21,10 +22,11 @@ struct GemmAttributes {
   bool scaled;         // the scales of a and b follow the other operands
   ScalingMode a_mode;  // for scaled operands
   ScalingMode b_mode;
-  int64_t tokens;        // per batch element, for scaled operands
-  int64_t weight_batch;  // batch elements that have weights of their own
-  Gather gathered;       // the indices of rows follow the other operands
-  bool accumulate;       // an accumulator is the last operand
+  int64_t tokens;           // per batch element, for scaled operands
+  int64_t expected_tokens;  // per batch element; 0 for all that there is room for
+  int64_t weight_batch;     // batch elements that have weights of their own
+  Gather gathered;          // the indices of rows follow the other operands
+  bool accumulate;          // an accumulator is the last operand
   bool autotune;
 };
 
@@ -36,7 +38,8 @@ XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Gather);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMember<::jax_grouped::Product>("product"),
                                       StructMember<bool>("scaled"), StructMember<::jax_grouped::ScalingMode>("a_mode"),
                                       StructMember<::jax_grouped::ScalingMode>("b_mode"),
-                                      StructMember<int64_t>("tokens"), StructMember<int64_t>("weight_batch"),
+                                      StructMember<int64_t>("tokens"), StructMember<int64_t>("expected_tokens"),
+                                      StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
                                       StructMember<bool>("autotune"));
 
@@ -160,6 +163,12 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
   problem->elements_per_weight = static_cast<int32_t>(call.Batch() / attributes.weight_batch);
   const ffi::AnyBuffer& rows = problem->gathered == Gather::kA ? tokens : call.a;
   problem->tokens = problem->scaled ? attributes.tokens * call.Batch() : rows.dimensions()[0];
+  if (attributes.expected_tokens < 0) {
+    return Invalid(kOp,
+                   "expected_tokens must not be negative, got " + std::to_string(attributes.expected_tokens) + ".");
+  }
+  const int64_t expected = attributes.expected_tokens * call.Batch();
+  problem->expected_tokens = expected == 0 ? problem->tokens : std::min(expected, problem->tokens);
   if (problem->gathered != Gather::kNone) {
     problem->gathered_from = (problem->gathered == Gather::kA ? call.a : call.b).dimensions()[0];
   }

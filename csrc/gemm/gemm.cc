@@ -50,7 +50,7 @@ bool IsSm90Wgrad(const GemmProblem& problem) {
   if (problem.accumulate) {
     // The L2 cache would round sums to 16 bits before it adds them.
     if (problem.result_type != CUDA_R_32F) return false;
-    if (problem.tokens < kTokensToAccumulate * problem.num_groups) return false;
+    if (problem.expected_tokens < kTokensToAccumulate * problem.num_groups) return false;
   }
   return sm90::MaxWgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
@@ -58,9 +58,9 @@ bool IsSm90Wgrad(const GemmProblem& problem) {
 bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   if (problem.accumulate || Depth(problem) > kMostDepth) return false;
   const int64_t features = ResultFeatures(problem);
-  const int64_t tiles =
-      MaxRowBlocks(problem.tokens, problem.num_groups, sm90::kTileTokens) * CeilDiv(features, sm90::kTileFeatures);
-  if (problem.tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
+  const int64_t tiles = MaxRowBlocks(problem.expected_tokens, problem.num_groups, sm90::kTileTokens) *
+                        CeilDiv(features, sm90::kTileFeatures);
+  if (problem.expected_tokens < sm90::kTileTokens * problem.num_groups && tiles > processors) return false;
   // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
   return sm90::MaxTokenProductWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);

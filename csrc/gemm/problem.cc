@@ -7,9 +7,9 @@ namespace {
 
 auto Fields(const GemmProblem& problem) {
   return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
-                         problem.a_mode, problem.b_mode, problem.tokens, problem.in_features, problem.out_features,
-                         problem.num_groups, problem.elements_per_weight, problem.accumulate, problem.gathered,
-                         problem.gathered_from);
+                         problem.a_mode, problem.b_mode, problem.tokens, problem.expected_tokens, problem.in_features,
+                         problem.out_features, problem.num_groups, problem.elements_per_weight, problem.accumulate,
+                         problem.gathered, problem.gathered_from);
 }
 
 const char* Name(Product product) {
@@ -126,6 +126,9 @@ std::string Describe(const GemmProblem& problem) {
                      (problem.accumulate ? " onto " : " -> ") + Name(problem.result_type) + ", E " +
                      std::to_string(problem.num_groups) + " T " + std::to_string(problem.tokens) + " K " +
                      std::to_string(problem.in_features) + " N " + std::to_string(problem.out_features);
+  if (problem.expected_tokens < problem.tokens) {
+    text += ", " + std::to_string(problem.expected_tokens) + " tokens expected";
+  }
   if (problem.elements_per_weight > 1) {
     text += ", weights of " + std::to_string(problem.elements_per_weight) + " batch elements";
   }

@@ -39,7 +39,8 @@ struct GemmProblem {
   bool scaled;
   ScalingMode a_mode;  // for scaled operands: kTensor or kMx for both, or kBlock1D for tokens and kBlock2D for weights
   ScalingMode b_mode;
-  int64_t tokens;       // capacity of the token arrays
+  int64_t tokens;           // capacity of the token arrays
+  int64_t expected_tokens;  // number of them that belongs to groups, as far as known; chooses algorithms
   int64_t in_features;  // multiple of kFeatureAlignment, or of kFp8Alignment for scaled operands; so is out_features
   int64_t out_features;
   int64_t num_groups;

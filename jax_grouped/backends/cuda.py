@@ -138,6 +138,7 @@ def grouped_gemm(
         b_mode=np.int32(_MODES.index(spec.b.mode) if spec.b else 0),
         # The shape of columnwise tokens does not give the number of tokens.
         tokens=np.int64(spec.a.tokens if spec.a else 0),
+        expected_tokens=np.int64(spec.expected_tokens),
         weight_batch=np.int64(weights // spec.num_groups),
         gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,

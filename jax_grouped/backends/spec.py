@@ -50,6 +50,7 @@ class GemmSpec:
         precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
         a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
         gathered: the operand that is given as tokens: a, with `wgrad` a or b; None without a permutation.
+        expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
         autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
@@ -60,6 +61,7 @@ class GemmSpec:
     a: QuantizedLayout | None = None
     b: QuantizedLayout | None = None
     gathered: Literal["a", "b"] | None = None
+    expected_tokens: int = 0
     autotune: bool = False
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def mlp_of_gathered_tokens(
         capacity: most rows of this device's experts; None drops none.
         quantized: whether tokens, and gradients of sums, travel in FP8 if the recipe scales blocks by powers of two.
         shared: `[T, N]`, added to the sums, or None.
-        network: `gate_up`, `down`, `activation`, `recipe` and `precision` of `routed_mlp`.
+        network: `gate_up`, `down`, `activation`, `recipe`, `precision` and `expected_rows` of `routed_mlp`.
 
     Returns:
         `[T, N]` in the type of `x`, and `int32[]`, the number of this device's pairs that were dropped.

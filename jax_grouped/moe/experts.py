@@ -59,6 +59,7 @@ def routed_mlp(
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     shared: jax.Array | None = None,
+    expected_rows: int = 0,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
@@ -72,6 +73,7 @@ def routed_mlp(
         recipe: likewise.
         precision: likewise.
         shared: `[T, N]`, as in `unpermute`.
+        expected_rows: number of rows of all experts, by which algorithms are chosen; 0 for all `R`.
 
     Returns:
         `[T, N]` in the type of `x`.
@@ -81,7 +83,7 @@ def routed_mlp(
         ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision)
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     routing = (weights, permutation.order, permutation.inverse)
@@ -102,6 +104,7 @@ def weighted_mlp(
     activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
+    expected_rows: int = 0,
 ) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already.
 
@@ -114,6 +117,7 @@ def weighted_mlp(
         activation: as in `routed_mlp`.
         recipe: as in `routed_mlp`.
         precision: as in `routed_mlp`.
+        expected_rows: as in `routed_mlp`.
 
     Returns:
         `[R, N]` in the type of `rows`.
@@ -122,7 +126,7 @@ def weighted_mlp(
         TypeError: as `grouped_mlp`.
         ValueError: likewise.
     """
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision)
+    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
     if down.bias is not None:
@@ -138,10 +142,15 @@ def _canonical(
     activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
+    expected_rows: int,
 ) -> tuple[Weights, Weights, MlpSpec]:
     """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
     gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision)
-    return gate_up, down._replace(bias=None), spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
+    spec = spec._replace(
+        up=dataclasses.replace(spec.up, expected_tokens=expected_rows),
+        down=dataclasses.replace(spec.down, expected_tokens=expected_rows, bias_dtype=None),
+    )
+    return gate_up, down._replace(bias=None), spec
 
 
 def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: MlpSpec) -> jax.Array:

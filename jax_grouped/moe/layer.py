@@ -242,7 +242,8 @@ def _of_device(
     if devices > 1 and tokens > 0 and gathers(exchange_method, devices, top_k):
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
-        options |= dict(capacity=None if capacity == worst else capacity, quantized=quantized_exchange)
+        room = None if capacity == worst else capacity
+        options |= dict(capacity=room, quantized=quantized_exchange, expected_rows=pairs)
         y, dropped = mlp_of_gathered_tokens(x, routing.experts, routing.weights * factor, expert_axis, **options)
     else:
         rows = min(capacity, pairs) if devices == 1 else pairs
@@ -253,7 +254,7 @@ def _of_device(
             dropped = permutation.dropped
         else:
             method = "auto" if exchange_method == "gather" else exchange_method
-            options |= dict(capacity=capacity, method=method)
+            options |= dict(capacity=capacity, method=method, expected_rows=pairs)
             y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)

@@ -105,7 +105,7 @@ class DenseSpec:
 
     With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
     `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
-    activation's result.
+    activation's result. `expected_tokens` is that of `GemmSpec`.
     """
 
     recipe: Recipe | None
@@ -117,6 +117,7 @@ class DenseSpec:
     bias_dtype: DTypeLike | None
     input_activation: Activation | None = None
     output_activation: Activation | None = None
+    expected_tokens: int = 0
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
     @property
@@ -131,7 +132,7 @@ class DenseSpec:
 
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
         """Returns the spec of one of the three products."""
-        return GemmSpec(product, self.num_groups, out_dtype, self.precision)
+        return GemmSpec(product, self.num_groups, out_dtype, self.precision, expected_tokens=self.expected_tokens)
 
     def x_spec(self, *, rowwise: bool = True, columnwise: bool = True, **options: Any) -> QuantizeSpec:
         """Returns the quantization of the tokens, with these options of `QuantizeSpec`."""

@@ -127,6 +127,7 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
         "weight_batch must divide the batch size and the number of weights, and be the batch size for wgrad, "
         "got 3 of 1 and 4 weights.",
     ),
+    (dict(expected_tokens=-1), "expected_tokens must not be negative, got -1."),
     (
         dict(offset=(3,), scratch=gemm_scratch_bytes(3, 4)),
         "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and tokens, got 3.",

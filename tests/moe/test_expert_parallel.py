@@ -97,6 +97,17 @@ def test_tokens_are_gathered_where_that_moves_fewer_rows() -> None:
         check_method("ring")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("method", ["gather", "padded"])
+def test_products_expect_an_even_share_of_rows_whatever_their_capacity(method: str) -> None:
+    def result(*arrays: jax.Array) -> jax.Array:
+        return jg.moe.moe_mlp(*arrays, **LAYER, expert_axis="data", exchange_method=method)[0]
+
+    program = str(jax.make_jaxpr(on_devices(result))(*arrays()))
+
+    share = TOP_K * T // DEVICES
+    assert program.count(f"expected_tokens={share}") == 2
+
+
 def test_a_gather_sends_each_token_once_to_each_device() -> None:
     def gradient(*arrays: jax.Array) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:

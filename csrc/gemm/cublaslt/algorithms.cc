@@ -25,7 +25,7 @@ void SetAverage(const CublasLt& library, cublasLtMatmulPreference_t preference,
 }
 
 void SetAverages(const CublasLt& library, const GemmProblem& problem, cublasLtMatmulPreference_t preference) {
-  const int64_t tokens = std::max<int64_t>(1, problem.tokens / problem.num_groups);
+  const int64_t tokens = std::max<int64_t>(1, problem.expected_tokens / problem.num_groups);
   int64_t rows = problem.out_features;
   int64_t columns = tokens;
   int64_t reduction = problem.in_features;
