@@ -389,6 +389,7 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         "a_mode": f"{list(ScalingMode).index(a.mode)} : i32",
         "b_mode": f"{list(ScalingMode).index(b.mode)} : i32",
         "tokens": "300 : i64",
+        "expected_tokens": "0 : i64",
         "weight_batch": "1 : i64",
         "gathered": "0 : i32",
         "accumulate": "false",
