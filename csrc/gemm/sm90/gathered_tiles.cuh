@@ -81,6 +81,9 @@ struct alignas(1024) GatheredShared {
   Barrier empty[GatheredTile::kStages];
   Barrier tile_full[kTilesAhead];
   Barrier tile_empty[kTilesAhead];
+  Barrier next_full;
+  Barrier next_empty;
+  int32_t next_tile;
 };
 static_assert(sizeof(GatheredShared) <= kMostSharedBytes);
 static_assert(offsetof(GatheredShared, b) % 1024 == 0 && offsetof(GatheredShared, staging) % 1024 == 0);
@@ -111,6 +114,9 @@ struct GatheredAddresses {
   __device__ uint32_t TileEmpty(int slot) const {
     return base + offsetof(GatheredShared, tile_empty) + slot * sizeof(Barrier);
   }
+  __device__ uint32_t NextFull() const { return base + offsetof(GatheredShared, next_full); }
+  __device__ uint32_t NextEmpty() const { return base + offsetof(GatheredShared, next_empty); }
+  __device__ uint32_t NextTile() const { return base + offsetof(GatheredShared, next_tile); }
 };
 
 // The array of which rows are gathered, and the row of it in each row of the operand.
@@ -227,6 +233,8 @@ __device__ __forceinline__ void SetUpGatheringBlock(const GatheredAddresses& sha
       InitBarrier(shared.TileFull(i), 1);
       InitBarrier(shared.TileEmpty(i), kMathThreads);
     }
+    InitBarrier(shared.NextFull(), 1);
+    InitBarrier(shared.NextEmpty(), kWarpGroupThreads * kCluster);
     FenceBarrierInit();
   }
   SynchronizeCluster();

@@ -37,6 +37,7 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
   args.gathered = Gathered(problem, buffers, gathered, gathered_features);
   args.group_tiles = static_cast<int32_t>(ClusterTiles(high, CeilDiv(high, kCluster), wide));
   args.cluster_tiles = groups.AllGroups() * args.group_tiles;
+  args.tile_counter = workspace.tile_counter;
   args.column_features = static_cast<int32_t>(copied_features);
   args.dweight_type = problem.result_type;
   // Boxes of the transposes of float32 tiles have 32 rows; see Staging::StoreTransposed.

@@ -21,9 +21,10 @@ struct GatheredWgradArguments {
   CUtensorMap dweight;
   const CUtensorMap* maps;  // of the operand that is not gathered, for every group
   GroupTable table;         // the first batch element's
-  const int32_t* order;     // of the groups of each batch element, those with the most rows first
+  const int32_t* order;     // of the groups of each batch element: those with the most rows first, for short last tiles
   GatheredRows gathered;
   int32_t cluster_tiles;    // of all groups
+  int32_t* tile_counter;    // of TileScheduler
   int32_t group_tiles;      // cluster tiles of one group
   int32_t column_features;  // of the operand that is not gathered
   cudaDataType_t dweight_type;
@@ -37,14 +38,6 @@ struct GatheredWgradTile {
   int32_t tokens = 0;   // of the group
   bool shared = false;  // both blocks of the cluster have the same part of the operand that is not gathered
 };
-
-// Returns the cluster tile of this cluster in a round, in which each cluster computes one. Every other round goes
-// through the clusters in reverse. Because the groups with the most rows come first, all clusters get about as many
-// stages.
-__device__ inline int32_t TileOfRound(int32_t round) {
-  const int32_t cluster = round % 2 == 0 ? FirstTileIndex() : Clusters() - 1 - FirstTileIndex();
-  return round * Clusters() + cluster;
-}
 
 // The tiles of a block, one per cluster tile.
 class GatheredWgradTiles {
@@ -90,17 +83,20 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
   constexpr uint32_t kCopiedBytes = sizeof(GatheredShared::b[0]);
   const bool leads = LeadsProducer();
   GatheredWgradTiles tiles(args);
+  TileScheduler scheduler(shared, args.tile_counter);
   TileQueue queue(shared);
   GatheredStage stage;
   int32_t group = -1;
-  GatheredWgradTile next_tile = tiles.At(TileOfRound(0));
+  int32_t next_index = FirstTileIndex();
+  GatheredWgradTile next_tile = tiles.At(next_index);
   RowsOfThread<GatheredTile::kDepth> next;
   next.Load(args.gathered, next_tile.output.group_row, next_tile.tokens);
-  for (int32_t round = 0; TileOfRound(round) < args.cluster_tiles; ++round) {
+  while (next_index < args.cluster_tiles) {
     const GatheredWgradTile tile = next_tile;
     const OutputTile& output = tile.output;
     const CUtensorMap* const map = args.maps + output.group;
     if (leads) {
+      scheduler.Request();
       queue.Post(output);
       if (output.group != group) {
         group = output.group;
@@ -110,7 +106,11 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
     const int32_t last = max(output.blocks, 1) - 1;
     for (int32_t block = 0; block <= last; ++block) {
       // The next tile is found when the ring has begun to fill with this one.
-      if (block == min(last, GatheredTile::kStages / 2)) next_tile = tiles.At(TileOfRound(round + 1));
+      if (block == min(last, GatheredTile::kStages / 2)) {
+        if (leads) scheduler.Publish();
+        next_index = scheduler.Next();
+        next_tile = tiles.At(next_index);
+      }
       const RowsOfThread<GatheredTile::kDepth> rows = next;
       // The indices of the next stage arrive during this stage.
       const bool ends = block == last;
@@ -135,6 +135,7 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
       stage.Advance();
     }
   }
+  if (leads) queue.Post(OutputTile());
 }
 
 // Stores a math group's part of a tile. With kGathersDy the tile is transposed: its rows are the features of dy.
@@ -163,8 +164,9 @@ __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const 
   TileQueue queue(shared);
   Staging<GatheredTile::kStagedBoxes> staging(shared.Staging(position.group), position, args.dweight_type);
   GatheredStage stage;
-  for (int32_t round = 0; TileOfRound(round) < args.cluster_tiles; ++round) {
+  for (;;) {
     const OutputTile tile = queue.Take();
+    if (Uniform(tile.group) < 0) break;
     const int first_row = position.group * Fragment::kRows;
     WideFragment sums;
     Clear(sums);

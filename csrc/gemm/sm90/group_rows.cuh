@@ -28,7 +28,8 @@ struct GroupRowsSetup {
   int64_t row_bytes;
   RowBlockCounts element_row_blocks;
   GroupTable table;
-  int32_t* order;  // null if the product needs none
+  int32_t* order;         // null if the product needs none
+  int32_t* tile_counter;  // gets zero
 };
 
 // Most groups that are ordered by their rows. With more, one tile is a small part of a block's work.
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
   if (blockIdx.x > 0) {
     return ZeroOtherRows<kGroupRowsThreads>(batch.At(element), element, args.data, args.row_bytes);
   }
+  if (element == 0 && threadIdx.x == 0) *args.tile_counter = 0;
   const GroupTable table = args.table.At(element);
   FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
   if (args.order != nullptr) OrderGroups(table, args.order + element * batch.num_groups);
@@ -92,19 +94,21 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
 #endif
 }
 
-// The parts of the workspace: a map of each group's rows, the table of every batch element, and the order of its
-// groups.
+// The parts of the workspace: a map of each group's rows, the table of every batch element, the order of its groups,
+// and the counter of a TileScheduler.
 struct GroupRowsWorkspace {
   CUtensorMap* maps;
   GroupTable table;
   int32_t* order;
+  int32_t* tile_counter;
   int64_t bytes;
 
   GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups) {
     maps = static_cast<CUtensorMap*>(base);
     table = {reinterpret_cast<int32_t*>(maps + batch * num_groups), static_cast<int32_t>(num_groups)};
     order = table.base + batch * GroupTable::Size(num_groups);
-    bytes = reinterpret_cast<const char*>(order + batch * num_groups) - static_cast<char*>(base);
+    tile_counter = order + batch * num_groups;
+    bytes = reinterpret_cast<const char*>(tile_counter + 1) - static_cast<char*>(base);
   }
 
   // Returns the most bytes that `all_groups` groups in a batch can use.
@@ -128,6 +132,7 @@ Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& grou
   setup.element_row_blocks = element_row_blocks;
   setup.table = workspace.table;
   if (orders_groups) setup.order = workspace.order;
+  setup.tile_counter = workspace.tile_counter;
   const int zeroing_blocks = zeroes_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
   const dim3 blocks(1 + zeroing_blocks, groups.batch);
   return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);

@@ -65,6 +65,20 @@ __device__ inline void ArriveAt(uint32_t barrier, uint32_t block) {
       : "memory");
 }
 
+// Stores a number in a block of the cluster, at the same address of shared memory. That block's barrier counts the 4
+// bytes.
+__device__ inline void StoreIn(uint32_t block, uint32_t address, int32_t value, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote_address, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote_address, %0, %3;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [remote_address], %1, [remote_barrier];\n"
+      "}" ::"r"(address),
+      "r"(value), "r"(barrier), "r"(block)
+      : "memory");
+}
+
 // Waits until a phase of the given parity has ended.
 __device__ inline void WaitForPhase(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -223,6 +237,12 @@ __device__ void WaitForReads() {
 __device__ inline float LoadShared(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+__device__ inline int32_t LoadSharedInteger(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 

@@ -26,6 +26,11 @@
 //                                              copies rows to all of them
 //   tile_full[slot]   math threads, p          lane 0 of the producer, which has written the tile
 //   tile_empty[slot]  producer, p ^ 1          every math thread of the block
+//   next_full         producer, p              lane 0 of the producer, which announces the bytes of the index
+//   next_empty        producer of the first    every producer thread of the cluster
+//                     block, p ^ 1
+//
+// The last two are those of TileScheduler, which not every kernel uses.
 //
 // A position in a ring starts with parity 0, which flips at each wrap. The first wait for `full` thus waits for the
 // first phase. The first wait for `empty` is for parity 1, the phase before the first, which counts as ended: the ring
@@ -80,7 +85,7 @@ constexpr int kTilesAhead = 2;
 
 // A tile, as the producer passes it to the math groups.
 struct alignas(16) OutputTile {
-  int32_t group = -1;     // index in the batch
+  int32_t group = -1;     // index in the batch; -1 after the last tile
   int32_t group_row = 0;  // first row of the group in a result that all groups share
   int32_t row = 0;        // first row, counted in the group's result
   int32_t column = 0;     // first column; may lie right of the result
@@ -107,6 +112,9 @@ struct alignas(1024) Shared {
   Barrier empty[kStages];
   Barrier tile_full[kTilesAhead];
   Barrier tile_empty[kTilesAhead];
+  Barrier next_full;
+  Barrier next_empty;
+  int32_t next_tile;
 };
 
 constexpr int kMostSharedBytes = 227 * 1024;  // of one block on Hopper
@@ -143,6 +151,9 @@ struct Addresses {
   __device__ uint32_t Empty(int stage) const { return base + offsetof(Shared, empty) + stage * sizeof(Barrier); }
   __device__ uint32_t TileFull(int slot) const { return base + offsetof(Shared, tile_full) + slot * sizeof(Barrier); }
   __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Shared, tile_empty) + slot * sizeof(Barrier); }
+  __device__ uint32_t NextFull() const { return base + offsetof(Shared, next_full); }
+  __device__ uint32_t NextEmpty() const { return base + offsetof(Shared, next_empty); }
+  __device__ uint32_t NextTile() const { return base + offsetof(Shared, next_tile); }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -171,16 +182,17 @@ __device__ __forceinline__ void SetTilePosition(int32_t index_in_group, int32_t 
   tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
 }
 
-// A cluster computes kCluster adjacent tiles at once: a cluster tile. Cluster c of n takes the cluster tiles c, c + n,
-// c + 2 n, ...
+// A cluster computes kCluster adjacent tiles at once: a cluster tile. Cluster c of n begins with the cluster tile c. It
+// then takes c + n, c + 2 n, ..., or what TileScheduler gives it.
 __device__ inline int32_t FirstTileIndex() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
 
 // Queue of tiles from the producer to the math groups of its block. Finding a tile takes divisions and reads of global
 // memory. The tensor cores would wait for these if the math groups did them.
 //
-// The math groups keep their own index of cluster tiles all the same. If the end of a loop comes from shared memory,
-// the compiler cannot prove that all lanes leave the loop together, and starting a product in it takes twice as long.
+// If the end of a loop comes from shared memory, the compiler cannot prove that all lanes leave the loop together, and
+// starting a product in it takes twice as long. The math groups therefore count cluster tiles themselves, or with a
+// TileScheduler leave the loop by Uniform(tile.group) < 0.
 template <typename SharedAddresses>
 class TileQueue {
  public:
@@ -217,6 +229,53 @@ class TileQueue {
  private:
   SharedAddresses shared_;
   RingSlot<kTilesAhead> slot_;
+};
+
+// Gives each cluster its next cluster tile when it needs one, from a counter in global memory. A cluster that starts
+// late, because another kernel such as NCCL's holds its SMs, then computes fewer tiles, and no other cluster waits for
+// it at the end.
+//
+// For each tile, every block requests the next one. The first block of the cluster publishes its index to all blocks.
+template <typename SharedAddresses>
+class TileScheduler {
+ public:
+  __device__ TileScheduler(const SharedAddresses& shared, int32_t* counter) : shared_(shared), counter_(counter) {}
+
+  // Requests the next index. All lanes of one warp of each producer must call it, and Publish some time later: the
+  // answer takes a microsecond.
+  __device__ void Request() {
+    if (Lane() == 0) {
+      ArriveExpecting(shared_.NextFull(), sizeof(int32_t));
+      if (RankInCluster() == 0) next_ = Clusters() + atomicAdd(counter_, 1);
+    }
+    __syncwarp();
+  }
+
+  __device__ void Publish() const {
+    if (RankInCluster() == 0) {
+      WaitForPhase(shared_.NextEmpty(), parity_ ^ 1);
+      const int32_t next = Uniform(next_);
+      if (const int block = Lane(); block < kCluster) {
+        StoreIn(block, shared_.NextTile(), next, shared_.NextFull());
+      }
+    }
+    __syncwarp();
+  }
+
+  // Returns the index that was published. All threads of the producer must call it.
+  __device__ int32_t Next() {
+    WaitForPhase(shared_.NextFull(), parity_);
+    const int32_t next = LoadSharedInteger(shared_.NextTile());
+    ArriveAt(shared_.NextEmpty(), 0);
+    parity_ ^= 1;
+    return Uniform(next);
+  }
+
+ private:
+  SharedAddresses shared_;
+  int32_t* counter_;
+  int32_t next_ = 0;
+  uint32_t parity_ = 0;
 };
 
 // Returns the first row, within a tile, of a math group's product in a wave.
@@ -316,6 +375,8 @@ __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
       InitBarrier(shared.TileFull(i), 1);
       InitBarrier(shared.TileEmpty(i), kMathThreads);
     }
+    InitBarrier(shared.NextFull(), 1);
+    InitBarrier(shared.NextEmpty(), 32 * kCluster);
     FenceBarrierInit();
   }
   SynchronizeCluster();

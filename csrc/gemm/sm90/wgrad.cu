@@ -21,6 +21,7 @@ struct WgradSetup {
   RowBlockCounts element_row_blocks;
   GroupTable table;
   GroupMaps group_maps;
+  int32_t* tile_counter;  // gets zero
 };
 
 // Finds the groups of a batch element in each block and describes their operands.
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
   __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
+  if (element == 0 && threadIdx.x == 0) *args.tile_counter = 0;
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads, Counts<RowBlock::k16, RowBlock::k128>>(batch, element, args.element_row_blocks, table);
   // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
@@ -55,13 +57,14 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 struct Workspace {
   GroupMaps maps;
   GroupTable table;
+  int32_t* tile_counter;
   int64_t bytes;
 
   Workspace(void* base, int64_t batch, int64_t num_groups) {
     maps = {static_cast<CUtensorMap*>(base)};
     table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
-    const int32_t* end = table.base + batch * GroupTable::Size(num_groups);
-    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
+    tile_counter = table.base + batch * GroupTable::Size(num_groups);
+    bytes = reinterpret_cast<const char*>(tile_counter + 1) - static_cast<char*>(base);
   }
 };
 
@@ -85,6 +88,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   setup.element_row_blocks = LayoutOfA(problem, groups).ElementRowBlocks();
   setup.table = workspace.table;
   setup.group_maps = workspace.maps;
+  setup.tile_counter = workspace.tile_counter;
   // The maps have the smallest number of tokens until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.a, kFp8Alignment, in_features, kTileRows / kCluster), &setup.maps[0]));
@@ -99,6 +103,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   args.maps = workspace.maps;
   args.table = workspace.table;
   args.cluster_tiles = groups.AllGroups() * static_cast<int32_t>(group_tiles);
+  args.tile_counter = workspace.tile_counter;
   args.x_scale = static_cast<const float*>(buffers.a_scale);
   args.dy_scale = static_cast<const float*>(buffers.b_scale);
   args.in_features = in_features;

@@ -29,6 +29,7 @@ struct WgradArguments {
   GroupMaps maps;
   GroupTable table;       // the first batch element's
   int32_t cluster_tiles;  // of all groups
+  int32_t* tile_counter;  // of TileScheduler
   const float* x_scale;
   const float* dy_scale;
   int32_t in_features;
@@ -83,11 +84,13 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
   constexpr int kSliceRows = kTileRows / kCluster;
   const int32_t first_in_slice = RankInCluster() * kSliceRows;
   WgradTiles<kMode> tiles(args);
+  TileScheduler scheduler(shared, args.tile_counter);
   TileQueue queue(shared);
   Stage stage;
   int32_t group = -1;
-  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index = scheduler.Next()) {
     const OutputTile& tile = tiles.At(index);
+    scheduler.Request();
     queue.Post(tile);
     if (tile.group != group) {
       group = tile.group;
@@ -96,6 +99,7 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
     }
     constexpr uint32_t kBytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      if (block == tile.blocks / 2) scheduler.Publish();
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (Lane() == 0) {
@@ -116,7 +120,9 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       }
       __syncwarp();
     }
+    if (tile.blocks == 0) scheduler.Publish();
   }
+  queue.Post(OutputTile());
 }
 
 // Scales of a thread's columns of a tile: two scales in each 8 columns, read from `first` on.
@@ -150,8 +156,9 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
   TileQueue queue(shared);
   Staging<kStagedBoxes> staging(shared.Staging(position.group), position, args.dweight_type);
   Stage stage;
-  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index += Clusters()) {
+  for (;;) {
     const OutputTile tile = queue.Take();
+    if (Uniform(tile.group) < 0) break;
     Fragment sums[kWaves];
     Clear(sums);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
