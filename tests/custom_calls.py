@@ -56,6 +56,7 @@ def gemm(
         weight_batch=np.int64(1),
         gathered=np.int32(0),
         accumulate=False,
+        zero_other_rows=True,
         autotune=False,
     )
     operands = [(a, a_type), (b, b_type), *more]
@@ -165,7 +166,8 @@ def permute_rows(
     rows: Array = ((2 * ROWS, FEATURES), BF16),
 ) -> jax.Array:
     """Copies every token to row 1."""
-    return ungrouped_call("jax_grouped_permute_rows", [x, (order, I32), (inverse, I32)], [rows])[0]
+    operands = [x, (order, I32), (inverse, I32)]
+    return ungrouped_call("jax_grouped_permute_rows", operands, [rows], dict(zero_tail=True))[0]
 
 
 def route(

@@ -27,6 +27,7 @@ struct GemmAttributes {
   int64_t weight_batch;     // batch elements that have weights of their own
   Gather gathered;          // the indices of rows follow the other operands
   bool accumulate;          // an accumulator is the last operand
+  bool zero_other_rows;     // rows of no group of the result, except for wgrad, become zero
   bool autotune;
 };
 
@@ -41,7 +42,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("expected_tokens"),
                                       StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
-                                      StructMember<bool>("autotune"));
+                                      StructMember<bool>("zero_other_rows"), StructMember<bool>("autotune"));
 
 namespace jax_grouped {
 namespace {
@@ -262,6 +263,7 @@ ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProble
   buffers->a = call.a.untyped_data();
   buffers->b = call.b.untyped_data();
   buffers->d = call.d.untyped_data();
+  buffers->zero_other_rows = attributes.zero_other_rows;
   buffers->scratch = call.scratch.untyped_data();
   buffers->workspace = call.workspace.untyped_data();
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "a", buffers->a));

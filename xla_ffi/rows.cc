@@ -63,7 +63,8 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
 }
 JAX_GROUPED_CATCH(kActivationGrad)
 
-ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S32Buffer inverse, AnyResult rows) try {
+ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S32Buffer inverse, AnyResult rows,
+                       bool zero_tail) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "x", x, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "inverse", inverse, 2));
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "the result", *rows, 2));
@@ -91,8 +92,8 @@ ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S
   buffers.order = order.typed_data();
   buffers.inverse = inverse.typed_data();
   buffers.rows = rows->untyped_data();
-  return ToError(kPermuteRows,
-                 LaunchPermuteRows(stream, buffers, tokens, static_cast<int>(choices), num_rows, token_bytes));
+  return ToError(kPermuteRows, LaunchPermuteRows(stream, buffers, tokens, static_cast<int>(choices), num_rows,
+                                                 token_bytes, zero_tail));
 }
 JAX_GROUPED_CATCH(kPermuteRows)
 
@@ -116,7 +117,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<S32Buffer>()
                                   .Arg<S32Buffer>()
-                                  .Ret<ffi::AnyBuffer>(),
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("zero_tail"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

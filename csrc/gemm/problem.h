@@ -61,6 +61,7 @@ struct GemmBuffers {
   int64_t weight_scales;       // inverse scales per weight; 0 for kWgrad and without scales
   const int32_t* row_indices;  // [tokens], for a gathered operand
   void* d;
+  bool zero_other_rows;  // of d, of kFprop and kDgrad; rows of no group otherwise hold anything
   void* scratch;    // GemmScratch::Bytes() is its size
   void* workspace;  // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on
 };

@@ -6,6 +6,7 @@ rules, so `jax.vmap` never reaches a custom call.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import extension
 from jax_grouped.backends.extension import require_usable as require_usable
 from jax_grouped.backends.reference import rows as reference_rows
-from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, batched
+from jax_grouped.backends.spec import Activation, GemmSpec, Product, QuantizeSpec, batched
 from jax_grouped.core.groups import (
     FEATURE_ALIGNMENT,
     bias_grad_tiles,
@@ -103,8 +104,9 @@ def grouped_gemm(
     """Returns the product that `spec` names, accumulated in float32."""
     if spec.gathered is not None:
         if not _gathers(a, b, spec, batch):
-            a = permute_rows(a, *more, batch=batch) if spec.gathered == "a" else a
-            b = permute_rows(b, *more, batch=batch) if spec.gathered == "b" else b
+            options: dict[str, Any] = dict(zero_tail=spec.zero_other_rows, batch=batch)
+            a = permute_rows(a, *more, **options) if spec.gathered == "a" else a
+            b = permute_rows(b, *more, **options) if spec.gathered == "b" else b
             spec = dataclasses.replace(spec, gathered=None)
             return grouped_gemm(a, b, group_sizes, group_offset, spec=spec, batch=batch)
         tokens = a if spec.gathered == "a" else b
@@ -142,6 +144,7 @@ def grouped_gemm(
         weight_batch=np.int64(weights // spec.num_groups),
         gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,
+        zero_other_rows=spec.zero_other_rows,
         autotune=spec.autotune,
     )[0]
 
@@ -152,17 +155,22 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 
-def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
-    """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer.
+def gathers_fast(product: Product, features: int) -> bool:
+    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them.
 
     A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
     """
+    return features <= (_MOST_FEATURES_OF_GATHERED_WGRAD if product == "wgrad" else _MOST_FEATURES_OF_GATHERED)
+
+
+def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+    """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer."""
     few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
     if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
         return False
     if spec.product == "wgrad":
-        return (b if spec.gathered == "a" else a).shape[1] <= _MOST_FEATURES_OF_GATHERED_WGRAD
-    return b.shape[2 if spec.product == "fprop" else 1] <= _MOST_FEATURES_OF_GATHERED
+        return gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
+    return gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
 
 
 def _unscaled(
@@ -275,8 +283,8 @@ def activation_grad(
     return tuple(call(x, da, row_weights, activation=np.int32(_ACTIVATIONS.index(activation))))
 
 
-def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, batch: int) -> jax.Array:
-    """Returns the result of the reference backend, from one kernel if the tokens are of whole vectors."""
+def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool, batch: int) -> jax.Array:
+    """Returns the rows of the reference backend, from one kernel if the tokens are of whole vectors."""
     if batch > 1:
         pairs, of_element = inverse.size, inverse.size // batch
         inverse = _in_whole_batch(inverse.reshape(-1), order.shape[0] // batch, batch).reshape(inverse.shape)
@@ -286,7 +294,7 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, batch: i
         return reference_rows.permute(x, order, inverse)
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     call = jax.ffi.ffi_call("jax_grouped_permute_rows", rows)
-    return call(x, order, inverse)
+    return call(x, order, inverse, zero_tail=zero_tail)
 
 
 def quantize(

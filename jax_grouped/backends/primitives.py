@@ -248,8 +248,8 @@ def _activation_grad_results(x: Any, da: Any, row_weights: Any, *, activation: A
     return [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da, row_weights)]
 
 
-def _permute_rows_results(x: Any, order: Any, inverse: Any) -> Any:
-    del inverse
+def _permute_rows_results(x: Any, order: Any, inverse: Any, *, zero_tail: bool) -> Any:
+    del inverse, zero_tail
     return [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)]
 
 
@@ -346,7 +346,7 @@ BIAS_GRAD = _define(
 ACTIVATION_GRAD = _define(
     "activation_grad", _activation_grad_results, reference_rows.activation_grad, cuda.activation_grad
 )
-#: `(x, order, inverse) -> [rows]`.
+#: `(x, order, inverse) -> [rows]` with `zero_tail`.
 PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
 #: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
 ROUTE = _define("route", _route_results, reference_routing.route, cuda_routing.route)

@@ -51,6 +51,8 @@ class GemmSpec:
         a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
         gathered: the operand that is given as tokens: a, with `wgrad` a or b; None without a permutation.
         expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
+        zero_other_rows: whether rows of no group are zero in the result of `fprop` and `dgrad`, which costs their
+            writes. Otherwise they hold anything, and the permutation must have a pair for each row of a group.
         autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
@@ -62,6 +64,7 @@ class GemmSpec:
     b: QuantizedLayout | None = None
     gathered: Literal["a", "b"] | None = None
     expected_tokens: int = 0
+    zero_other_rows: bool = True
     autotune: bool = False
 
     def __post_init__(self) -> None:

@@ -131,6 +131,10 @@ class Oriented(NamedTuple):
     inner_products: jax.Array | None = None
 
 
+#: Kernels as products read them.
+Kernels = Oriented | GroupedQuantized | KernelCache
+
+
 class Saved(NamedTuple):
     """Residuals of a differentiation rule."""
 
@@ -240,18 +244,19 @@ def fprop(
     for_gradients: bool,
     keep_tokens: bool = True,
     tokens: Oriented | GroupedQuantized | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[jax.Array, DenseResiduals]:
     """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
 
-    Without `keep_tokens` they lack the tokens, which the backward pass then provides. `tokens` are those of the inputs
-    as the product reads them, if the caller has quantized them already.
+    Without `keep_tokens` they lack the tokens, which the backward pass then provides. `tokens` and `kernels` are those
+    of the inputs as the product reads them, if the caller has quantized them already.
     """
     x, weights, groups, row_indices = inputs
-    scales = _scales(spec, weights.fp8_state)
     keep = for_gradients and keep_tokens
     if tokens is None:
         tokens = quantized(x, groups, spec, weights.fp8_state, columnwise=keep, row_indices=row_indices)
-    kernels = _kernels(weights, spec, scales, rowwise=for_gradients)
+    if kernels is None:
+        kernels = quantized_kernels(weights, spec, rowwise=for_gradients)
     assert tokens.rowwise is not None
     assert kernels.columnwise is not None
     out_spec = spec.partitions.out
@@ -335,14 +340,14 @@ def quantized(
     )
 
 
-def _kernels(
-    weights: Weights, spec: DenseSpec, scales: PerTensor | None, *, rowwise: bool
-) -> Oriented | GroupedQuantized | KernelCache:
+def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
+    """Returns the kernels as the products read them; those that dgrad reads only if `rowwise`."""
     if spec.recipe is None:
         kernel = weights.kernel.astype(spec.x_dtype)
         return Oriented(kernel, kernel)
     if weights.kernel_cache is not None:
         return weights.kernel_cache
+    scales = _scales(spec, weights.fp8_state)
     given = () if scales is None else (scales.kernel,)
     both = kernel_spec(weights.kernel.shape, spec.recipe)
     return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))

@@ -105,7 +105,7 @@ class DenseSpec:
 
     With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
     `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
-    activation's result. `expected_tokens` is that of `GemmSpec`.
+    activation's result. `expected_tokens` and `zero_other_rows` are those of `GemmSpec`.
     """
 
     recipe: Recipe | None
@@ -118,6 +118,7 @@ class DenseSpec:
     input_activation: Activation | None = None
     output_activation: Activation | None = None
     expected_tokens: int = 0
+    zero_other_rows: bool = True
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
     @property
@@ -132,7 +133,8 @@ class DenseSpec:
 
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
         """Returns the spec of one of the three products."""
-        return GemmSpec(product, self.num_groups, out_dtype, self.precision, expected_tokens=self.expected_tokens)
+        options: dict[str, Any] = dict(expected_tokens=self.expected_tokens, zero_other_rows=self.zero_other_rows)
+        return GemmSpec(product, self.num_groups, out_dtype, self.precision, **options)
 
     def x_spec(self, *, rowwise: bool = True, columnwise: bool = True, **options: Any) -> QuantizeSpec:
         """Returns the quantization of the tokens, with these options of `QuantizeSpec`."""

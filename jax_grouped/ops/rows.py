@@ -66,8 +66,8 @@ def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) ->
     return activation_grad(*primals, activation), derivatives
 
 
-@jax.custom_jvp
-def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, zero_tail: bool = True) -> jax.Array:
     """Copies each token to the rows of its choices; differentiable any number of times.
 
     Args:
@@ -75,16 +75,17 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Arra
         order: `int32[R]`, the pair of a token and a choice in each row, `T * k` in the tail, as in
             `jax_grouped.moe.Permutation`.
         inverse: `int32[T, k]`, the row of each pair; `R` or more, or a negative number, for one that has none.
+        zero_tail: whether the tail is zero, which costs its writes; otherwise it holds anything.
 
     Returns:
-        `[R, C]`, zeros in the tail.
+        `[R, C]`.
     """
     operands = vary_alike(x, order, inverse)
     if 0 in (*x.shape, *order.shape):
         return reference.permute(*operands)
-    return primitives.PERMUTE_ROWS.bind(*operands, **primitives.common_params(operands))[0]
+    return primitives.PERMUTE_ROWS.bind(*operands, zero_tail=zero_tail, **primitives.common_params(operands))[0]
 
 
 @permute_rows.defjvp
-def _permute_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return permute_rows(*primals), reference.permute(tangents[0], *primals[1:])
+def _permute_rows_jvp(zero_tail: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return permute_rows(*primals, zero_tail), reference.permute(tangents[0], *primals[1:])

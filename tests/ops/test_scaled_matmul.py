@@ -393,6 +393,7 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         "weight_batch": "1 : i64",
         "gathered": "0 : i32",
         "accumulate": "false",
+        "zero_other_rows": "true",
         "autotune": "false",
     }
 

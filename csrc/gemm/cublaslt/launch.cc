@@ -15,7 +15,7 @@ GemmSetup SetupOf(const GemmProblem& problem, const Groups& groups, const GemmBu
   setup.matrices[2] = operands.d;
   setup.elements_per_weight = problem.elements_per_weight;
   setup.beta = problem.accumulate ? 1.0f : 0.0f;
-  setup.zero_rest = problem.product != Product::kWgrad && !problem.accumulate;
+  setup.zero_rest = buffers.zero_other_rows && problem.product != Product::kWgrad && !problem.accumulate;
   setup.scaled = problem.scaled;
   if (!problem.scaled) return setup;
   const QuantizedLayout a = LayoutOfA(problem, groups);

@@ -159,7 +159,7 @@ Status TrialOperands::Create(const GemmProblem& problem, cudaStream_t stream) {
     char* const a_scale = take(sizes.a_scale);
     char* const b_scale = take(sizes.b_scale);
     char* const d = take(sizes.d);
-    buffers_.push_back({a, b, a_scale, b_scale, weight_scales, nullptr, d, scratch, workspace});
+    buffers_.push_back({a, b, a_scale, b_scale, weight_scales, nullptr, d, true, scratch, workspace});
     JAX_GROUPED_RETURN_IF_FAILED(Fill(a, sizes.a, ElementPattern(problem.a_type), &random, stream));
     JAX_GROUPED_RETURN_IF_FAILED(Fill(b, sizes.b, ElementPattern(problem.b_type), &random, stream));
     JAX_GROUPED_RETURN_IF_FAILED(Fill(a_scale, sizes.a_scale, ones, &random, stream));

@@ -23,7 +23,7 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
   using RowBlocks = Counts<kGatheredTileRows, kGatheredPairRows>;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
       "Launching the setup of a gathered product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), true, false, workspace, &args.all_results));
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
   args.results = workspace.maps;
   args.table = workspace.table;
   args.tokens = Gathered(problem, buffers, buffers.a, Depth(problem));

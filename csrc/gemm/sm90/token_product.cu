@@ -23,7 +23,7 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   using RowBlocks = Counts<RowBlock::k4, kTileRowBlock>;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
       "Launching the setup of a grouped product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), true, false, workspace, &args.all_results));
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
 
   const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, kTileRows);
   const auto element_cluster_tiles = static_cast<int32_t>(row_tiles * CeilDiv(features, kCluster * kTileColumns));

@@ -17,11 +17,11 @@ def activation_grad(
     return dx.astype(x.dtype), (a * weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
 
 
-def gather(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns `x[indices]`, zero for an index outside of `[0, T)`, whatever any other row of `x` holds."""
+def gather(x: jax.Array, indices: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Returns `x[indices]`, `fill` for an index outside of `[0, T)`, whatever any other row of `x` holds."""
     if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
         x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
-    return x.at[indices].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return x.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
 def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -29,6 +29,6 @@ def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
     return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
 
 
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns each row's token, zeros in the tail: `[T, C] -> [R, C]`."""
-    return gather(x, tokens_of(order, inverse))
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool = True) -> jax.Array:
+    """Returns each row's token, zeros in the tail, or NaN where it may hold anything: `[T, C] -> [R, C]`."""
+    return gather(x, tokens_of(order, inverse), fill=0.0 if zero_tail else jnp.nan)
