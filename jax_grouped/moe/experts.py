@@ -16,17 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_grouped.backends.cuda import gathers_fast
 from jax_grouped.backends.reference.rows import gather, tokens_of
 from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
-from jax_grouped.moe.mlp import MlpSpec, canonical_mlp
+from jax_grouped.moe.mlp import canonical_mlp
 from jax_grouped.moe.permutation import Permutation, add_shared, sum_of_choices
+from jax_grouped.moe.token_gather import TokenGather, restored, summed
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.dense import (
+    Kernels,
     Oriented,
     Saved,
     dgrad,
@@ -37,16 +40,19 @@ from jax_grouped.ops.dense import (
     quantized,
     quantized_gradient,
     quantized_gradient_of_activation,
+    quantized_kernels,
     save,
     wgrad,
 )
 from jax_grouped.ops.gemm import Gathered
-from jax_grouped.ops.inputs import Inputs, Weights, vary_inputs
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, vary_inputs
 from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.rows import activate, activation_grad
+from jax_grouped.ops.rows import activate, activation_grad, permute_rows
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
+#: Parts in which sums return to the devices of the tokens. More parts start more collectives, of 20 us each.
+_CHUNKS = 2
 
 
 def routed_mlp(
@@ -60,20 +66,25 @@ def routed_mlp(
     precision: jax.lax.PrecisionLike = None,
     shared: jax.Array | None = None,
     expected_rows: int = 0,
+    token_gather: TokenGather | None = None,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
+
+    With `token_gather`, the permutation is one of the tokens of all devices. Each token gets the sum of its results on
+    all devices, of which each rounds its part to the type of `x`.
 
     Args:
         x: `[T, K]` tokens.
         gate_up: weights as in `grouped_mlp`.
         down: weights as in `grouped_mlp`.
-        permutation: of the tokens to `R` rows.
+        permutation: of the tokens, or those that are gathered, to `R` rows.
         weights: `float32[T, k]`, the factor of each choice.
         activation: as in `grouped_mlp`.
         recipe: likewise.
         precision: likewise.
         shared: `[T, N]`, as in `unpermute`.
         expected_rows: number of rows of all experts, by which algorithms are chosen; 0 for all `R`.
+        token_gather: the gather of the tokens of all devices of a mesh axis, for experts that are split over it.
 
     Returns:
         `[T, N]` in the type of `x`.
@@ -86,12 +97,14 @@ def routed_mlp(
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
-    routing = (weights, permutation.order, permutation.inverse)
+    routing = (weights, permutation.order, permutation.inverse, down.bias)
+    # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
+    spec = spec._replace(
+        token_gather=token_gather,
+        up=dataclasses.replace(spec.up, zero_other_rows=jax.config.jax_debug_nans),
+        down=dataclasses.replace(spec.down, zero_other_rows=jax.config.jax_debug_nans),
+    )
     sums = _vary_and_apply(up_inputs, without_bias, routing, spec)
-    if down.bias is not None:
-        # It is the same for all rows of an expert, so it need not be added to each of them.
-        of_experts = _weights_of_experts(weights, permutation)
-        sums += jnp.matmul(of_experts, down.bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     return add_shared(sums, shared).astype(x.dtype)
 
 
@@ -128,7 +141,7 @@ def weighted_mlp(
     """
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
-    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None), spec)
+    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None, None), spec)
     if down.bias is not None:
         zeros, bias, *of_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
         weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*of_groups))
@@ -143,38 +156,39 @@ def _canonical(
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
     expected_rows: int,
-) -> tuple[Weights, Weights, MlpSpec]:
+) -> tuple[Weights, Weights, "_Spec"]:
     """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
     gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision)
-    spec = spec._replace(
-        up=dataclasses.replace(spec.up, expected_tokens=expected_rows),
-        down=dataclasses.replace(spec.down, expected_tokens=expected_rows, bias_dtype=None),
-    )
-    return gate_up, down._replace(bias=None), spec
+    up_spec = dataclasses.replace(spec.up, expected_tokens=expected_rows)
+    down_spec = dataclasses.replace(spec.down, expected_tokens=expected_rows, bias_dtype=None)
+    return gate_up, down._replace(bias=None), _Spec(activation, up_spec, down_spec)
 
 
-def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: MlpSpec) -> jax.Array:
+def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: "_Spec") -> jax.Array:
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
     return _experts(_Arrays(*vary_inputs(up, down_inputs, more=routing)), spec)
 
 
-def _weights_of_experts(weights: jax.Array, permutation: Permutation) -> jax.Array:
-    """Returns each token's weight of each expert, `float32[T, E]`, zero for an expert that it has no row of."""
-    ends = jnp.cumsum(permutation.group_sizes, dtype=jnp.int32)
-    expert = count_not_above(ends, permutation.inverse)
-    chosen = expert[..., None] == jnp.arange(ends.shape[0], dtype=jnp.int32)
-    return jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+class _Spec(NamedTuple):
+    """The static part: the activation, both products, and the gather of tokens if they are split over devices."""
+
+    activation: Activation
+    up: DenseSpec
+    down: DenseSpec
+    token_gather: TokenGather | None = None
 
 
 class _Arrays(NamedTuple):
     """The arrays of both products, and the routing.
 
     Attributes:
-        up: with the tokens `[T, K]` and the token of each row, or with the rows `[R, K]`.
-        down: without tokens.
+        up: with the tokens `[T, K]` and the token of each row, or with the rows `[R, K]`. Once they are gathered, the
+            tokens are as they were sent.
+        down: without tokens and bias.
         weights: `float32[T, k]` with tokens, `float32[R]` with rows.
         order, inverse: those of the `Permutation`; None with rows.
+        bias: `[E, N]` of the second product with tokens, or None.
     """
 
     up: Inputs
@@ -182,22 +196,38 @@ class _Arrays(NamedTuple):
     weights: jax.Array
     order: jax.Array | None
     inverse: jax.Array | None
+    bias: jax.Array | None
 
     def combined(self, rows: jax.Array) -> jax.Array:
         """Returns the weighted sum of each token's rows, or the weighted rows, in float32."""
-        if self.inverse is not None:
-            return sum_of_choices(rows, self.inverse, self.weights)
-        return rows.astype(jnp.float32) * self.weights[:, None]
+        if self.inverse is None:
+            return rows.astype(jnp.float32) * self.weights[:, None]
+        sums = sum_of_choices(rows, self.inverse, self.weights)
+        return sums if self.bias is None else sums + self.weighted_bias(self.bias, self.weights)
+
+    def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the sum of each token's biases times these weights, `float32[T, N]`.
+
+        A bias is the same for all rows of an expert, so it need not be added to each of them.
+        """
+        assert self.inverse is not None
+        ends = jnp.cumsum(self.up.groups.sizes, dtype=jnp.int32)
+        expert = count_not_above(ends, self.inverse)
+        chosen = expert[..., None] == jnp.arange(ends.shape[0], dtype=jnp.int32)
+        of_experts = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+        return jnp.matmul(of_experts, bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     def row_weights(self) -> jax.Array:
         """Returns the weight of each row, `float32[R]`."""
         return self.weights if self.order is None else gather(self.weights.reshape(self.weights.size), self.order)
 
-    def gradients(self, drows: jax.Array, dweights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the gradients of `up.x` and of `weights` from those of the rows."""
-        if self.inverse is None:
-            return drows, dweights
-        return sum_of_choices(drows, self.inverse).astype(drows.dtype), gather(dweights, self.inverse)
+    def of_tokens(self, drows: jax.Array) -> jax.Array:
+        """Returns the gradient of `up.x` from that of the rows."""
+        return drows if self.inverse is None else sum_of_choices(drows, self.inverse).astype(drows.dtype)
+
+    def of_choices(self, dweights: jax.Array) -> jax.Array:
+        """Returns the gradient of `weights` from that of the rows' weights."""
+        return dweights if self.inverse is None else gather(dweights, self.inverse)
 
 
 class _Saved(NamedTuple):
@@ -208,40 +238,71 @@ class _Saved(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _experts(arrays: _Arrays, spec: MlpSpec) -> jax.Array:
-    return arrays.combined(_products(arrays, spec, for_gradients=False)[1])
+def _experts(arrays: _Arrays, spec: _Spec) -> jax.Array:
+    return _apply(arrays, spec, for_gradients=False)[0]
 
 
-def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _Saved]:
+def _forward(primals: Any, spec: _Spec) -> tuple[jax.Array, _Saved]:
     up, down = primal_values(primals.up), primal_values(primals.down)
     arrays = _Arrays(up, down, *jax.tree.map(lambda primal: primal.value, tuple(primals[2:])))
-    hidden, rows, of_up, of_down = _products(arrays, spec, for_gradients=True)
+    return _apply(arrays, spec, for_gradients=True)
+
+
+def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
+    kernels = None
+    if spec.token_gather is not None:
+        quantizes = spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
+        kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients) if quantizes else None
+        x, kernels = spec.token_gather.tokens(arrays.up.x, kernels)
+        up = arrays.up._replace(x=x)  # type: ignore[arg-type]
+        arrays = arrays._replace(up=up, weights=spec.token_gather.weights(arrays.weights))
+    hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
-    return arrays.combined(rows), _Saved(arrays, hidden, save(up, of_up), save(down, of_down))
+    return _sums(arrays, rows, spec), _Saved(arrays, hidden, save(arrays.up, of_up), save(arrays.down, of_down))
+
+
+def _sums(arrays: _Arrays, rows: jax.Array, spec: _Spec) -> jax.Array:
+    """Returns the sums for the tokens of this device, in float32.
+
+    Those of several devices are made in two chunks, so that the first one travels while the second one is summed.
+    """
+    gather = spec.token_gather
+    if gather is None or arrays.inverse is None:
+        return arrays.combined(rows)
+    chunks = [gather.chunks_of_devices(of, _CHUNKS) for of in (arrays.inverse, arrays.weights)]
+    received: list[jax.Array] = []
+    for inverse, weights in zip(*chunks, strict=True):
+        parts = arrays._replace(inverse=inverse, weights=weights).combined(rows).astype(spec.up.x_dtype)
+        # XLA runs one collective at a time, in this order.
+        parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
+        received.append(gather.returned(parts))
+    return jnp.concatenate([summed(of) for of in received])
 
 
 def _products(
-    arrays: _Arrays, spec: MlpSpec, *, for_gradients: bool
+    arrays: _Arrays, spec: _Spec, kernels: Kernels | None, *, for_gradients: bool
 ) -> tuple[jax.Array, jax.Array, DenseResiduals, DenseResiduals]:
     """Returns the results of both products, and the residuals of both without tokens."""
     up, down = arrays.up, arrays.down
+    up = up._replace(x=restored(up.x, spec.up.x_dtype))
     options: dict[str, Any] = dict(for_gradients=for_gradients, keep_tokens=False)
     (rows,), row_indices = _gathered([up.x], arrays, spec)
-    tokens = _quantized_once(arrays, spec)
-    hidden, of_up = fprop(up._replace(x=rows, row_indices=row_indices), spec.up, tokens=tokens, **options)
+    tokens = _quantized_once(arrays._replace(up=up), spec)
+    up = up._replace(x=rows, row_indices=row_indices)
+    hidden, of_up = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, of_down = fprop(down._replace(x=activated), spec.down, **options)
     return hidden, results, of_up, of_down
 
 
-def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: MlpSpec) -> tuple[list[Any], jax.Array | None]:
+def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: _Spec) -> tuple[list[Any], jax.Array | None]:
     """Returns the rows of arrays of tokens; with a recipe the arrays, and the indices by which quantization gathers."""
     if spec.up.recipe is not None or arrays.order is None or arrays.inverse is None:
         return of_tokens, arrays.up.row_indices
     return [Gathered(x, arrays.order, arrays.inverse) for x in of_tokens], None
 
 
-def _quantized_once(arrays: _Arrays, spec: MlpSpec) -> Oriented | None:
+def _quantized_once(arrays: _Arrays, spec: _Spec) -> Oriented | None:
     """Returns the first product's tokens where the scales of a token do not depend on its expert, else None."""
     recipe, order, inverse = spec.up.recipe, arrays.order, arrays.inverse
     if recipe is None or recipe.token_mode != ScalingMode.BLOCK_1D or order is None or inverse is None:
@@ -250,34 +311,56 @@ def _quantized_once(arrays: _Arrays, spec: MlpSpec) -> Oriented | None:
     return Oriented(quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, of_rows), None)
 
 
-def _backward(spec: MlpSpec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
+def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     arrays, _, up, down = saved
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
-        return (_Arrays(of_up, of_down, zero, zero, zero),)
-    groups = arrays.up.groups
-    # Without the barrier, XLA would find that the forward pass has gathered the tokens, and keep them until now.
-    x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(arrays.up.x.dtype)))
-    (x, dy), row_indices = _gathered([x, dy], arrays, spec)
+        return (_Arrays(of_up, of_down, zero, zero, zero, zero),)
+    # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
+    x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
+    (x,), row_indices = _gathered([restored(x, spec.up.x_dtype)], arrays, spec)
+    tokens = quantized(
+        x, arrays.up.groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices
+    ).columnwise
+    if spec.token_gather is not None:
+        if isinstance(tokens, Gathered) and not gathers_fast("wgrad", spec.up.out_shape[1]):
+            tokens = permute_rows(*tokens, zero_tail=spec.up.zero_other_rows)
+        dy, tokens = spec.token_gather.gradients(dy, tokens)
+        dy = restored(dy, spec.up.x_dtype)
+    dbias = bias_dweights = None
+    if arrays.bias is not None:
+        _, pull_back = jax.vjp(arrays.weighted_bias, arrays.bias, arrays.weights)
+        dbias, bias_dweights = pull_back(dy.astype(jnp.float32))
+    (dy,), _ = _gathered([dy], arrays, spec)
     if spec.down.recipe is None:
         pending, gradient, dweights = _backward_of_down(saved, dy, spec)
     else:
         pending, gradient, dweights = _backward_of_quantized_down(saved, dy, row_indices)
     ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
+    dweights = arrays.of_choices(dweights)
+    if bias_dweights is not None:
+        dweights += bias_dweights
     drows, pending = dgrad(up.residuals, gradient)
-    tokens = quantized(x, groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices)
-    pending = dataclasses.replace(pending, x=tokens.columnwise)
+    pending = dataclasses.replace(pending, x=tokens)
+    if spec.token_gather is None:
+        dx = arrays.of_tokens(drows)
+    else:
+        # XLA runs one collective at a time: this one during dgrad, and that of dx during wgrad.
+        dweights = summed(spec.token_gather.returned(dweights))
+        drows, dweights = jax.lax.optimization_barrier((drows, dweights))
+        dx, operands = jax.lax.optimization_barrier((arrays.of_tokens(drows), (pending.x, pending.dy)))
+        pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
+        dx = summed(spec.token_gather.returned(dx)).astype(dx.dtype)
     dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
-    dx, dweights = arrays.gradients(drows, dweights)
-    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero),)
+    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias),)
 
 
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _backward_of_down(
-    saved: _Saved, dy: jax.Array, spec: MlpSpec
+    saved: _Saved, dy: jax.Array, spec: _Spec
 ) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
     """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
     arrays, hidden, up, down = saved
