@@ -121,10 +121,11 @@ def quantize_permuted(
     scale: Array = ((BLOCK_SCALES,), F32),
     table: Shape = (TABLE,),
     offset: Shape = (1,),
+    more: Sequence[Array] = (),
     **attributes: Any,
 ) -> jax.Array:
     defaults = dict(num_groups=np.int64(GROUPS), pow2_scales=False, amax_epsilon=np.float32(0))
-    operands, results = [x, (inverse, I32)], [data, scale, (table, I32)]
+    operands, results = [x, (inverse, I32), *more], [data, scale, (table, I32)]
     return call("jax_grouped_quantize_permuted", operands, results, defaults, attributes, offset)[0]
 
 

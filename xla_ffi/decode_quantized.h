@@ -57,6 +57,27 @@ inline ffi::Error CheckScaled(const char* op, const QuantizedLayout& layout, con
   return CheckAlignment(op, "the " + name + " scales", scale.untyped_data());
 }
 
+// The rows of an FP8 input `x` and their inverse scales: those of kBlock1D for a stack of equal groups.
+inline ffi::Error DecodeScaledInput(const char* op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& x_scale,
+                                    const float** scale, int64_t* group_rows) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "x_scale", x_scale, 3));
+  QuantizedLayout layout{};
+  layout.mode = ScalingMode::kBlock1D;
+  layout.batch = 1;
+  layout.tokens = x.dimensions()[0];
+  layout.features = x.dimensions()[1];
+  layout.num_groups = static_cast<int32_t>(x_scale.dimensions()[0]);
+  if (layout.num_groups <= 0 || layout.tokens % layout.num_groups != 0) {
+    return Invalid(op, "the groups of x_scale must divide the rows of x, got " + std::to_string(layout.num_groups) +
+                           " groups and " + std::to_string(layout.tokens) + " rows.");
+  }
+  layout.stack_rows = layout.tokens / layout.num_groups;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckScaled(op, layout, x, x_scale));
+  *scale = static_cast<const float*>(x_scale.untyped_data());
+  *group_rows = layout.stack_rows;
+  return ffi::Error::Success();
+}
+
 }  // namespace jax_grouped
 
 #endif  // JAX_GROUPED_XLA_FFI_DECODE_QUANTIZED_H_

@@ -159,8 +159,12 @@ int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
 ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attributes, QuantizeProblem* problem) {
   JAX_GROUPED_RETURN_IF_ERROR(CheckMode(kQuantize, attributes.mode));
   JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kQuantize, attributes.activation));
-  const auto type = FloatType(x.element_type());
-  if (!type) return Invalid(kQuantize, "x must be bfloat16, float16 or float32.");
+  const auto fp8_type = Fp8Type(x.element_type());
+  const auto type = fp8_type ? fp8_type : FloatType(x.element_type());
+  if (!type) return Invalid(kQuantize, "x must be bfloat16, float16, float32 or FP8.");
+  if (fp8_type && (attributes.mode != ScalingMode::kBlock1D || attributes.activation != Activation::kNone)) {
+    return Invalid(kQuantize, "an FP8 x is quantized in mode BLOCK_1D without an activation only.");
+  }
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
   if (x.dimensions()[0] == 0) return Invalid(kQuantize, "x must have rows.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckOptions(attributes));
@@ -180,12 +184,16 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   return CheckAlignment(kQuantize, "x", x.untyped_data());
 }
 
-// Decodes `x` and the indices of its rows, and gives the number of rows to quantize.
+// Decodes `x`, the scales of an FP8 `x` and the indices of its rows, and gives the number of rows to quantize.
 ffi::Error DecodeRows(const ffi::AnyBuffer& x, const QuantizeAttributes& attributes, OptionalBuffers* optional,
                       QuantizeBuffers* buffers, int64_t* rows) {
   buffers->x = x.untyped_data();
   buffers->x_rows = x.dimensions()[0];
   *rows = buffers->x_rows;
+  if (Fp8Type(x.element_type())) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(x_scale, optional->NextArgument());
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaledInput(kQuantize, x, *x_scale, &buffers->x_scale, &buffers->x_group_rows));
+  }
   if (!attributes.gathered) return ffi::Error::Success();
   JAX_GROUPED_ASSIGN_OR_RETURN(indices, optional->NextArgument());
   if (indices->element_type() != ffi::S32) return Invalid(kQuantize, "row_indices must be int32.");

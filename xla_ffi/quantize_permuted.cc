@@ -31,8 +31,9 @@ constexpr char kOp[] = "jax_grouped_quantize_permuted";
 // Checks the tokens and their rows, and decodes their number and types.
 ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const S32Buffer& inverse, const ffi::AnyBuffer& data,
                          PermutedProblem* problem) {
-  const auto input_type = FloatType(x.element_type());
-  if (!input_type) return Invalid(kOp, "x must be bfloat16, float16 or float32.");
+  const auto fp8_type = Fp8Type(x.element_type());
+  const auto input_type = fp8_type ? fp8_type : FloatType(x.element_type());
+  if (!input_type) return Invalid(kOp, "x must be bfloat16, float16, float32 or FP8.");
   const auto output_type = Fp8Type(data.element_type());
   if (!output_type) return Invalid(kOp, "the data must be float8_e4m3fn or float8_e5m2.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "x", x, 2));
@@ -56,8 +57,8 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const S32Buffer& inverse, cons
 }
 
 ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inverse, S32Buffer group_sizes,
-                            S32Buffer group_offset, AnyResult data, AnyResult scale, ffi::Result<S32Buffer> table,
-                            const QuantizePermutedAttributes& attributes) try {
+                            S32Buffer group_offset, ffi::RemainingArgs more, AnyResult data, AnyResult scale,
+                            ffi::Result<S32Buffer> table, const QuantizePermutedAttributes& attributes) try {
   PermutedProblem problem{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, inverse, *data, &problem));
   problem.pow2_scales = attributes.pow2_scales;
@@ -80,6 +81,13 @@ ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inv
                                            static_cast<int64_t>(table->element_count()),
                                            groups.batch * GroupTable::Size(groups.num_groups)));
   PermutedBuffers buffers{};
+  const bool is_fp8 = Fp8Type(x.element_type()).has_value();
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kOp, "the number of scales of x", static_cast<int64_t>(more.size()), is_fp8 ? 1 : 0));
+  if (is_fp8) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(x_scale, more.get<ffi::AnyBuffer>(0));
+    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaledInput(kOp, x, *x_scale, &buffers.x_scale, &buffers.x_group_rows));
+  }
   buffers.x = x.untyped_data();
   buffers.inverse = inverse.typed_data();
   buffers.data = static_cast<uint8_t*>(data->untyped_data());
@@ -98,6 +106,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePermutedExecute, QuantizePermuted,
                                   .Arg<S32Buffer>()
                                   .Arg<S32Buffer>()
                                   .Arg<S32Buffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<S32Buffer>()

@@ -7,6 +7,7 @@
 #include "csrc/common/launch.cuh"
 #include "csrc/common/shared_memory.h"
 #include "csrc/quantize/activation.cuh"
+#include "csrc/quantize/scaled_source.cuh"
 #include "csrc/quantize/tiles.cuh"
 
 namespace jax_grouped {
@@ -47,6 +48,11 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
 template <ScalingMode kMode, typename Fp8>
 Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
                            const QuantizeArguments& args) {
+  if constexpr (kMode == ScalingMode::kBlock1D) {
+    if (buffers.x_scale != nullptr) {
+      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeScaledSource(problem, buffers));
+    }
+  }
   return WithSource(problem, buffers,
                     [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
 }

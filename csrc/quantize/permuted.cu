@@ -6,6 +6,7 @@
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/table.cuh"
 #include "csrc/groups/zero_rows.cuh"
+#include "csrc/quantize/scaled_source.cuh"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
@@ -20,6 +21,7 @@ constexpr int kStepColumns = 32 * kLaneColumns;
 
 struct PermutedArguments {
   PermutedBuffers buffers;
+  ScaledRows scaled;  // the tokens, if they have scales
   Groups groups;
   GroupTable table;  // the first batch element's
   RowBlockCounts element_row_blocks;
@@ -101,6 +103,21 @@ struct Columns {
     }
   }
 
+  // Loads the same columns of tokens that have scales.
+  __device__ void Load(const ScaledRows& tokens, int64_t token, int32_t first) {
+    uint2 bytes[kSteps];
+    float scales[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int32_t column = first + step * kStepColumns;
+      const bool exists = column < tokens.features;
+      bytes[step] = exists ? tokens.Load8(token, column) : uint2{};
+      scales[step] = exists ? tokens.LoadScale(static_cast<uint32_t>(token), column) : 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) tokens.Convert8(bytes[step], scales[step], pairs[step]);
+  }
+
   // Finds the largest finite absolute value of the lane's columns in each step. Returns false if a value is not finite.
   __device__ bool FindAmax(uint32_t (&amax)[kSteps]) const {
     bool finite = true;
@@ -129,24 +146,30 @@ struct Columns {
   }
 };
 
-// Quantizes one token per warp.
-template <typename T, typename Fp8>
+// Quantizes one token per warp. Tokens that have scales are read as bfloat16.
+template <typename T, typename Fp8, bool kScaled>
 __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_constant__ PermutedArguments args) {
   using Columns = Columns<T>;
   constexpr int kSteps = Columns::kSteps;
   cudaGridDependencySynchronize();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
   if (token >= args.tokens) return;
-  const T* x = static_cast<const T*>(args.buffers.x) + token * args.features;
+  const auto load = [&](int32_t first, Columns* columns) {
+    if constexpr (kScaled) {
+      columns->Load(args.scaled, token, first);
+    } else {
+      columns->Load(static_cast<const T*>(args.buffers.x) + token * args.features, first, args.features);
+    }
+  };
   for (int first_choice = 0; first_choice < args.choices; first_choice += 32) {
     // These loads are issued before those that find the rows.
     Columns columns;
-    columns.Load(x, Lane() * kLaneColumns, args.features);
+    load(Lane() * kLaneColumns, &columns);
     const Destination own = FindDestination(args, token, first_choice + Lane());
     const int choices = min(args.choices - first_choice, 32);
     for (int32_t begin = 0; begin < args.features; begin += kSteps * kStepColumns) {
       const int32_t first = begin + Lane() * kLaneColumns;
-      if (begin > 0) columns.Load(x, first, args.features);
+      if (begin > 0) load(first, &columns);
       uint32_t amax[kSteps];
       const bool finite = columns.FindAmax(amax);
       const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
@@ -181,9 +204,10 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
   }
 }
 
-template <typename T>
+template <typename T, bool kScaled = false>
 Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
-  const auto kernel = output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3> : QuantizePermuted<T, E5m2>;
+  const auto kernel =
+      output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled> : QuantizePermuted<T, E5m2, kScaled>;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
   return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
 }
@@ -204,9 +228,12 @@ Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const P
   args.feature_blocks = static_cast<int32_t>(CeilDiv(problem.features, kBlock));
   args.pow2_scales = problem.pow2_scales;
   args.amax_epsilon = problem.amax_epsilon;
+  args.scaled = MakeScaledRows(buffers.x, buffers.x_scale, problem.input_type, args.tokens, problem.features,
+                               buffers.x_group_rows);
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * problem.features), groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(
       Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
+  if (buffers.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true>(stream, problem.output_type, args);
   switch (problem.input_type) {
     case CUDA_R_16BF:
       return LaunchOfType<__nv_bfloat16>(stream, problem.output_type, args);

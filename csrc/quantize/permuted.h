@@ -15,7 +15,7 @@ namespace jax_grouped {
 
 // The static part, with scales of kBlock1D.
 struct PermutedProblem {
-  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
+  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
   int64_t tokens;              // per batch element
   int choices;                 // per token
@@ -26,7 +26,9 @@ struct PermutedProblem {
 
 // Device memory for all elements of a batch. The groups' capacity is the number of rows.
 struct PermutedBuffers {
-  const void* x;  // [tokens, features]
+  const void* x;         // [tokens, features]
+  const float* x_scale;  // of an FP8 x, or null: as in QuantizeBuffers
+  int64_t x_group_rows;
   const int32_t*
       inverse;     // [tokens, choices]: the row of each pair, counted in its element; no row if it is in no group
   uint8_t* data;   // [rows, features]

@@ -17,7 +17,7 @@ namespace jax_grouped {
 // The static part of a quantization.
 struct QuantizeProblem {
   ScalingMode mode;
-  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F
+  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
   int64_t features;            // the result's, a multiple of kFp8Alignment
   bool pow2_scales;
@@ -37,6 +37,10 @@ struct QuantizeBuffers {
   // row_indices[i], or zeros if there is no such row. Only without an activation.
   const int32_t* row_indices;
   int64_t x_rows;
+  // Inverse scales of an FP8 `x`, or null: those of kBlock1D for a stack of groups of x_group_rows rows. Only for
+  // kBlock1D without an activation.
+  const float* x_scale;
+  int64_t x_group_rows;
   const float* row_weights;  // [tokens], factors of the activation's result or its gradient; null for 1
   const bool* skip;          // [batch]; where it is true, nothing else is read and nothing is written
   void* row_data;

@@ -36,7 +36,8 @@ __device__ void CopyToken(const uint4* token, int vectors, const int32_t* rows_o
   }
 }
 
-// The first blocks copy one token per warp. The others, if there are any, zero the rows that have no pair, one per warp.
+// The first blocks copy one token per warp. The others, if there are any, zero the rows that have no pair, one per
+// warp.
 __global__ void __launch_bounds__(32 * kWarps)
     PermuteRows(const uint4* __restrict__ x, const int32_t* __restrict__ order, const int32_t* __restrict__ inverse,
                 uint4* __restrict__ rows, int64_t tokens, int choices, int64_t num_rows, int vectors) {

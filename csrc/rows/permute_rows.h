@@ -21,9 +21,9 @@ struct PermuteRowsBuffers {
   void* rows;              // [rows, token_bytes]
 };
 
-// Copies each token to the rows of its choices. With `zero_tail`, writes zeros to the tail. Reads each token once: rows that read
-// their tokens would read them from memory again, because the rows that are written drive the tokens out of the L2
-// cache.
+// Copies each token to the rows of its choices. With `zero_tail`, writes zeros to the tail. Reads each token once: rows
+// that read their tokens would read them from memory again, because the rows that are written drive the tokens out of
+// the L2 cache.
 Status LaunchPermuteRows(cudaStream_t stream, const PermuteRowsBuffers& buffers, int64_t tokens, int choices,
                          int64_t rows, int64_t token_bytes, bool zero_tail);
 

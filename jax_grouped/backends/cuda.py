@@ -307,7 +307,8 @@ def quantize(
     partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
     if spec.gathered_rows is not None and batch > 1:
-        more = (_in_whole_batch(more[0], shape[0], batch), *more[1:])
+        i = int(spec.scaled_input)
+        more = (*more[:i], _in_whole_batch(more[i], shape[0], batch), *more[i + 1 :])
     operands = (x, group_sizes, group_offset, *more)
     # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
     first = len(operands) - len(results)
@@ -344,7 +345,7 @@ def quantize_permuted(
     inverse: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    *,
+    *x_scale: jax.Array,
     spec: QuantizeSpec,
     batch: int,
 ) -> tuple[jax.Array, ...]:
@@ -359,6 +360,7 @@ def quantize_permuted(
         inverse,
         group_sizes,
         group_offset,
+        *x_scale,
         num_groups=np.int64(batch * spec.num_groups),
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),

@@ -108,7 +108,7 @@ class GemmSpec:
 class QuantizeSpec:
     """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
 
-    `more` holds these operands in this order, each only if its flag is set: `row_indices [R]`, `scale [G]`,
+    `more` holds these operands in this order, each only if its flag is set: `x_scale`, `row_indices [R]`, `scale [G]`,
     `activation_input`, `row_weights [T]`, `activated_scale [G]` if scales are given and the activation's result is
     quantized too, and `skip` with the previous results, whose bytes are kept if `skip` is true.
 
@@ -117,6 +117,8 @@ class QuantizeSpec:
         dtype: the FP8 type.
         num_groups: `G`, the number of groups to quantize; `group_sizes` may describe more.
         stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
+        scaled_input: whether `x` is FP8 numbers. `x_scale` is then their inverse scales, as in a rowwise stack of
+            `BLOCK_1D`, and the values are read as bfloat16 (`BLOCK_1D` without an activation only).
         gathered_rows: `R`, the number of rows, if they are gathered: row `i` is `x[row_indices[i]]`, or zero if there
             is no such row. None if `x` holds the rows themselves.
         rowwise, columnwise: the orientations to make.
@@ -139,6 +141,7 @@ class QuantizeSpec:
     dtype: DTypeLike
     num_groups: int
     stack_rows: int | None = None
+    scaled_input: bool = False
     gathered_rows: int | None = None
     rowwise: bool = True
     columnwise: bool = False

@@ -284,10 +284,9 @@ def _products(
 ) -> tuple[jax.Array, jax.Array, DenseResiduals, DenseResiduals]:
     """Returns the results of both products, and the residuals of both without tokens."""
     up, down = arrays.up, arrays.down
-    up = up._replace(x=restored(up.x, spec.up.x_dtype))
     options: dict[str, Any] = dict(for_gradients=for_gradients, keep_tokens=False)
     (rows,), row_indices = _gathered([up.x], arrays, spec)
-    tokens = _quantized_once(arrays._replace(up=up), spec)
+    tokens = _quantized_once(arrays, spec)
     up = up._replace(x=rows, row_indices=row_indices)
     hidden, of_up = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
@@ -319,7 +318,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         return (_Arrays(of_up, of_down, zero, zero, zero, zero),)
     # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
-    (x,), row_indices = _gathered([restored(x, spec.up.x_dtype)], arrays, spec)
+    (x,), row_indices = _gathered([x], arrays, spec)
     tokens = quantized(
         x, arrays.up.groups, spec.up, up.residuals.fp8_state, rowwise=False, row_indices=row_indices
     ).columnwise
@@ -327,11 +326,10 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         if isinstance(tokens, Gathered) and not gathers_fast("wgrad", spec.up.out_shape[1]):
             tokens = permute_rows(*tokens, zero_tail=spec.up.zero_other_rows)
         dy, tokens = spec.token_gather.gradients(dy, tokens)
-        dy = restored(dy, spec.up.x_dtype)
     dbias = bias_dweights = None
     if arrays.bias is not None:
         _, pull_back = jax.vjp(arrays.weighted_bias, arrays.bias, arrays.weights)
-        dbias, bias_dweights = pull_back(dy.astype(jnp.float32))
+        dbias, bias_dweights = pull_back(restored(dy, spec.up.x_dtype).astype(jnp.float32))
     (dy,), _ = _gathered([dy], arrays, spec)
     if spec.down.recipe is None:
         pending, gradient, dweights = _backward_of_down(saved, dy, spec)

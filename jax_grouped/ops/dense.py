@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache
+from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
 from jax_grouped.ops import dense_on_mesh
@@ -317,7 +317,7 @@ def _scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
 
 
 def quantized(
-    x: jax.Array,
+    x: jax.Array | ScaledArray,
     groups: Groups,
     spec: DenseSpec,
     state: Fp8State | None,
@@ -326,8 +326,12 @@ def quantized(
     columnwise: bool = True,
     row_indices: jax.Array | None = None,
 ) -> Oriented | GroupedQuantized:
-    """Returns the tokens as the products read them. `row_indices` are those of `grouped_quantize`."""
+    """Returns the tokens as the products read them. `row_indices` are those of `grouped_quantize`.
+
+    With block scaling, the tokens may be a stack that is quantized already.
+    """
     if spec.recipe is None:
+        assert not isinstance(x, ScaledArray)
         return Oriented(x, x)
     scales = _scales(spec, state)
     options = dict(rowwise=rowwise, columnwise=columnwise)
@@ -355,7 +359,7 @@ def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Ke
 
 def quantized_gradient(
     residuals: DenseResiduals,
-    dy: jax.Array,
+    dy: jax.Array | ScaledArray,
     activation_input: jax.Array | None = None,
     *,
     row_indices: jax.Array | None = None,
@@ -367,6 +371,7 @@ def quantized_gradient(
     """
     spec = residuals.spec
     if spec.recipe is None:
+        assert not isinstance(dy, ScaledArray)
         dbias = None
         if spec.bias_dtype is not None:
             out_spec = spec.partitions.bias

@@ -1,5 +1,7 @@
 """Quantization to FP8: `grouped_quantize` and `grouped_dequantize`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -162,9 +164,25 @@ def _as_tokens(
     return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
 
 
-def quantize_tokens(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
-    """Quantizes `x [T, C]` as `spec` says. The further operands are those of `QuantizeSpec`."""
+def quantize_tokens(
+    x: jax.Array | ScaledArray, groups: Groups, *more: jax.Array, spec: QuantizeSpec
+) -> GroupedQuantized:
+    """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, as `spec` says.
+
+    The further operands are those of `QuantizeSpec`.
+    """
+    x, more, spec = _with_scale(x, more, spec)
     return _scaled_arrays(_results(x, groups, *more, spec=spec), x.shape, groups, spec)
+
+
+def _with_scale(
+    x: jax.Array | ScaledArray, more: tuple[jax.Array, ...], spec: QuantizeSpec
+) -> tuple[jax.Array, tuple[jax.Array, ...], QuantizeSpec]:
+    """Returns the data `[T, C]`, the operands with the scales of `x`, if it has scales, and the spec that says so."""
+    if not isinstance(x, ScaledArray):
+        return x, more, spec
+    data = x.data.reshape(-1, x.layout.features)
+    return data, (x.scale_inv, *more), dataclasses.replace(spec, scaled_input=True)
 
 
 def quantize_with_activation(
@@ -213,18 +231,19 @@ def _scaled_arrays(
 
 
 def quantize_permuted(
-    x: jax.Array, groups: Groups, order: jax.Array, inverse: jax.Array, spec: QuantizeSpec
+    x: jax.Array | ScaledArray, groups: Groups, order: jax.Array, inverse: jax.Array, spec: QuantizeSpec
 ) -> ScaledArray:
     """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Quantizes each token once.
 
     Args:
-        x: `[T, C]` tokens.
+        x: `[T, C]` tokens, or a stack, as in `quantize_tokens`.
         groups: the groups of the `R` rows.
         order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
         inverse: `int32[T, k]`, the row of each pair, likewise.
         spec: of `BLOCK_1D`, rowwise alone, with `gathered_rows`; no further operands.
     """
-    operands = vary_alike(x, order, inverse, *groups)
+    x, x_scale, spec = _with_scale(x, (), spec)
+    operands = vary_alike(x, order, inverse, *groups, *x_scale)
     if 0 in (*x.shape, *order.shape, spec.num_groups):
         rowwise = quantize_tokens(x, groups, tokens_of(order, inverse), spec=spec).rowwise
         assert rowwise is not None

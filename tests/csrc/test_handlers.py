@@ -164,7 +164,7 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
     (dict(activation=8), "there is no activation 8."),
     (dict(activation=SILU_MUL, x=(32, 40)), "quantized features must be a positive multiple of 16 below 2^31, got 20."),
     (dict(activation=SILU_MUL, x=(32, 33)), "x's shape[1] must be 32, got 33."),
-    (dict(x_type=FP8), "x must be bfloat16, float16 or float32."),
+    (dict(x_type=jnp.int32), "x must be bfloat16, float16, float32 or FP8."),
     (dict(x=(32, 16, 1)), "the rank of x must be 2, got 3."),
     (dict(x=(0, 16)), "x must have rows."),
     (dict(x=(32, 24)), "quantized features must be a positive multiple of 16 below 2^31, got 24."),
@@ -221,6 +221,8 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
     (dict(dbias=[((4, 16), F32)], cached=True), "dbias cannot be cached."),
     (dict(partial_sums=((0,), BF16)), "the partial sums must be float32."),
     (dict(scratch=16), f"the bytes of scratch must be at least {quantize_scratch_bytes(ROWS, GROUPS)}, got 16."),
+    (dict(x_type=FP8), "an FP8 x is quantized in mode BLOCK_1D without an activation only."),
+    (dict(x_type=FP8, mode=1), "the attributes ask for more operands than there are."),
     (dict(given_scale=True), "the attributes ask for more operands than there are."),
     (dict(more=[((4,), F32)]), "the number of operands after those of the attributes must be 0, got 1."),
     (dict(surplus=[((4,), F32)]), "the number of surplus results must be 0, got 1."),
@@ -294,7 +296,7 @@ def test_permute_rows_refuses(change: dict, message: str) -> None:
 
 
 @cases(
-    (dict(x=((32, 16), I32)), "x must be bfloat16, float16 or float32."),
+    (dict(x=((32, 16), I32)), "x must be bfloat16, float16, float32 or FP8."),
     (dict(x=((32, 16, 1), BF16)), "the rank of x must be 2, got 3."),
     (dict(inverse=(32,)), "the rank of inverse must be 2, got 1."),
     (dict(inverse=(31, 2)), "inverse's shape[0] must be 32, got 31."),
@@ -313,6 +315,14 @@ def test_permute_rows_refuses(change: dict, message: str) -> None:
     ),
     (dict(scale=((4,), F32)), f"the number of rowwise scales must be {BLOCK_SCALES}, got 4."),
     (dict(scale=((BLOCK_SCALES,), BF16)), "the rowwise scales must be float32."),
+    (dict(x=((32, 16), FP8)), "the number of scales of x must be 1, got 0."),
+    (dict(more=[((1, 1, 32), F32)]), "the number of scales of x must be 0, got 1."),
+    (dict(x=((32, 16), FP8), more=[((32,), F32)]), "the rank of x_scale must be 3, got 1."),
+    (
+        dict(x=((32, 16), FP8), more=[((3, 1, 32), F32)]),
+        "the groups of x_scale must divide the rows of x, got 3 groups and 32 rows.",
+    ),
+    (dict(x=((32, 16), FP8), more=[((1, 1, 16), F32)]), "the number of rowwise scales must be 32, got 16."),
     (dict(table=(4,)), f"the size of the group table must be at least {TABLE}, got 4."),
 )
 def test_quantize_permuted_refuses(change: dict, message: str) -> None:

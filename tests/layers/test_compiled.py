@@ -101,6 +101,40 @@ def test_sums_over_devices_run_beside_products(recipe: Recipe | None, quantizati
     assert any(program[i + 1] in {"gemm", "quantize"} for i in begun)
 
 
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
+def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> None:
+    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "expert")
+    features = 1024  # So many that wgrad copies the rows of tokens first.
+    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * features), (2 * E, features, K), (2 * T, K)
+
+    def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
+        def layer(*arrays: Any) -> jax.Array:
+            return jg.moe.moe_mlp(*arrays, top_k=2, recipe=recipe, expert_axis="expert")[0]
+
+        y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
+        return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
+
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("expert"))) for shape in shapes
+    ]
+
+    program = launches_of(jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""}))
+
+    def during(kind: str) -> list[set[str]]:
+        begun = [i for i, name in enumerate(program) if name == f"{kind}-start"]
+        return [set(program[i + 1 : program.index(f"{kind}-done", i)]) for i in begun]
+
+    first_sums, of_weights, of_tokens = during("all-to-all")
+    assert "fusion" in first_sums  # The second half is summed.
+    assert "gemm" in of_weights
+    assert "gemm" in of_tokens
+    gathered = during("all-gather")
+    if recipe is None:
+        assert any("permute_rows" in names for names in gathered)
+    else:
+        assert sum("quantize" in names for names in gathered) == 2
+
+
 def test_swiglu_is_part_of_the_quantization() -> None:
     def results(x: Any, gate_up: Any, down: Any, sizes: Any, dy: Any) -> Any:
         def mlp(x: Any, gate_up: Any, down: Any) -> jax.Array:

@@ -42,6 +42,9 @@ CASES = {
     "37 groups": Case(tuple(int(size) for size in np.random.default_rng(0).integers(0, 90, 37)), 136, 40),
     "128 groups": Case(tuple(int(size) for size in np.random.default_rng(1).integers(0, 40, 128)), 192, 520),
     "several tiles per block": Case((3000, 0, 5000, 1111), 256, 1544),
+    "more tiles than run at once": Case(
+        tuple(int(size) for size in np.random.default_rng(2).integers(0, 200, 40)), 1024, 520
+    ),
     "all empty": Case((0, 0), 64, 72),
 }
 
@@ -109,6 +112,22 @@ def check(case: Case, product: Product, gathered: str, dtype: str, out_dtype: st
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_products_of_gathered_rows(backend: str, case: Case, product: Product, gathered: str, out_dtype: str) -> None:
     check(case, product, gathered, "bfloat16", out_dtype)
+
+
+@pytest.mark.parametrize(("product", "gathered"), FORMS)
+def test_rows_of_no_group_may_hold_anything(backend: str, product: Product, gathered: str) -> None:
+    case = Case((37, 0, 190), 64, 128)
+    operands = Operands(case, product, gathered, "bfloat16")
+    copied = [permute_rows(*one) if isinstance(one, Gathered) else one for one in operands.arrays]
+    spec = GemmSpec(product, 3, "bfloat16")
+
+    for arrays in (operands.arrays, copied):
+        got, expected = (
+            gemm(*arrays, operands.groups, dataclasses.replace(spec, zero_other_rows=zero)) for zero in (False, True)
+        )
+
+        rows = slice(None) if product == "wgrad" else slice(sum(case.sizes))
+        np.testing.assert_array_equal(got[rows].astype(jnp.float32), expected[rows].astype(jnp.float32))
 
 
 @pytest.mark.parametrize(("product", "gathered"), FORMS)

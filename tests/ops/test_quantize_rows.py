@@ -1,5 +1,6 @@
 """Quantization of rows that it gathers, and of rows that it weights: the bits of rows that were written before."""
 
+import dataclasses
 import operator
 import re
 from typing import Any
@@ -86,6 +87,50 @@ def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str
     np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.data))
     written = sum(-(-int(size) // 4) * 4 for size in sizes) * -(-x.shape[1] // 128)
     np.testing.assert_array_equal(got.scale_inv[:written], expected.scale_inv[:written])
+
+
+@pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_quantized_stack_is_quantized_again_as_its_values(backend: str, fp8: str) -> None:
+    # Rows of groups whose scales need padding, and features whose last block is short.
+    stack = jnp.where(jnp.isinf(tokens()), 3, tokens()).reshape(2, TOKENS // 2, FEATURES)
+    scaled = jg.grouped_quantize(stack, None, ScalingMode.BLOCK_1D, dtype=fp8, pow2_scales=True).rowwise
+    values = jg.grouped_dequantize(scaled, jnp.bfloat16).reshape(TOKENS, FEATURES)
+    order, inverse = permutation(170)
+    sizes = Groups(jnp.array([110, 0, 1, 50]), jnp.zeros(1, jnp.int32))
+    spec = permuted_spec(170, pow2_scales=True, columnwise=True)
+
+    def made(x: Any) -> list[Any]:
+        alone = dataclasses.replace(spec, columnwise=False)
+        plain = quantize_tokens(
+            x, Groups(SIZES[2:], sizes.offset), spec=dataclasses.replace(alone, gathered_rows=None, num_groups=2)
+        )
+        gathered = quantize_tokens(x, sizes, order // 2, spec=spec)
+        permuted = quantize_permuted(x, sizes, order, inverse, alone)
+        arrays = [gathered.rowwise, gathered.columnwise, permuted, plain.rowwise]
+        data = [array.data for array in arrays if not array.layout.columnwise]
+        # Scales and columnwise data have padding that nothing writes.
+        return [*map(jg.grouped_dequantize, arrays), *data, gathered.amax, plain.amax]
+
+    for got, expected in zip(made(scaled), made(values), strict=True):
+        np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))
+
+
+def test_quantized_stacks_under_vmap(backend: str) -> None:
+    x = jnp.stack([tokens("float32"), 3 * tokens("float32")[::-1]]).at[:, jnp.array([7, 82])].set(1)
+    spec = dataclasses.replace(permuted_spec(200, pow2_scales=True), columnwise=True)
+
+    def quantize(x: jax.Array, sizes: jax.Array) -> Any:
+        scaled = jg.grouped_quantize(x.reshape(2, 45, -1), None, ScalingMode.BLOCK_1D, pow2_scales=True).rowwise
+        again = quantize_tokens(scaled, Groups(sizes, jnp.zeros(1, jnp.int32)), row_indices(), spec=spec)
+        return again.rowwise.data, jg.grouped_dequantize(again.columnwise), again.amax
+
+    sizes = jnp.stack([SIZES - 10, SIZES[::-1]])
+
+    got = jax.vmap(quantize)(x, sizes)
+
+    for i in range(2):
+        for batched, one in zip(got, quantize(x[i], sizes[i]), strict=True):
+            np.testing.assert_array_equal(as_bytes(batched[i]), as_bytes(one))
 
 
 def test_tokens_quantized_once_under_vmap(backend: str) -> None:

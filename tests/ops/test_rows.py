@@ -163,6 +163,8 @@ def test_tokens_are_copied(backend: str, features: int, rows: int, dtype: str) -
     exist = np.asarray(order) < 63
     expected = np.where(exist[:, None], np.asarray(x, np.float32)[np.where(exist, order, 0) // 3], 0)
     np.testing.assert_array_equal(got.astype(jnp.float32), expected)
+    with_any_tail = permute_rows(x, order, inverse, zero_tail=False)
+    np.testing.assert_array_equal(with_any_tail.astype(jnp.float32)[exist], expected[exist])
 
 
 @pytest.mark.parametrize(("tokens", "rows", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])

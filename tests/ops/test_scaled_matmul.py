@@ -216,6 +216,14 @@ def test_wgrad_adds_to_an_accumulator(backend: str, mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["block", "tensor"])
+def test_wgrad_of_more_tiles_than_run_at_once(mode: str) -> None:
+    sizes = shapes.group_sizes(FULL_TILES_OF_MANY, "lognormal").copy()
+    sizes[[3, 20]] = 0
+    make_case("wgrad", mode, shape=FULL_TILES_OF_MANY, sizes=sizes).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["block", "tensor"])
 @pytest.mark.parametrize(("tokens", "out_dtype", "accumulate"), WGRADS)
 def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype: str, accumulate: bool) -> None:
     shape = dataclasses.replace(LONG_GROUPS, tokens=tokens)

@@ -22,7 +22,8 @@
 namespace jax_grouped {
 namespace sm90 {
 
-static_assert(kMostGatheredGroups * (sizeof(CUtensorMap) + (GroupTable::Size(1) + 1) * sizeof(int32_t)) + sizeof(int32_t) <=
+static_assert(kMostGatheredGroups * (sizeof(CUtensorMap) + (GroupTable::Size(1) + 1) * sizeof(int32_t)) +
+                      sizeof(int32_t) <=
                   kWorkspaceBytes,
               "GroupRowsWorkspace::MaxBytes() fits the workspace");
 

@@ -15,6 +15,7 @@ from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import FP8_ALIGNMENT, GroupRows, GroupTable, RowPositions, group_rows, round_up
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
 
 
 def quantize(
@@ -23,6 +24,8 @@ def quantize(
     """Returns the results that `spec` asks for, in its order."""
     # Without the barrier, XLA for GPUs leaves out conversions to 16 bits before this, and unrounded numbers are read.
     x, *operands = jax.lax.optimization_barrier((x, *more))
+    if spec.scaled_input:
+        x = _values(x, operands.pop(0))
     if spec.gathered_rows is not None:
         x = x.at[operands.pop(0)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     scale = operands.pop(0) if spec.given_scale else None
@@ -56,6 +59,17 @@ def quantize(
         skip, *previous = operands
         return jax.lax.cond(skip[0], lambda: tuple(previous), quantized)
     return quantized()
+
+
+def _values(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Returns the values of a rowwise stack of `BLOCK_1D`, `[T, C]`."""
+    (tokens, features), groups = x.shape, scale_inv.shape[0]
+    rows = tokens // groups
+    layout = QuantizedLayout(
+        ScalingMode.BLOCK_1D, False, tokens=tokens, features=features, num_groups=groups, stack_rows=rows
+    )
+    values = stack.dequantize(x.reshape(groups, rows, features), scale_inv, layout)
+    return values.reshape(tokens, features).astype(jnp.bfloat16)
 
 
 def _quantize(
@@ -183,11 +197,11 @@ def quantize_permuted(
     inverse: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    *,
+    *x_scale: jax.Array,
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
     """Returns the rowwise data and scales of the rows that `spec` gathers, each of the token of its pair."""
-    return quantize(x, group_sizes, group_offset, tokens_of(order, inverse), spec=spec)[:2]
+    return quantize(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), spec=spec)[:2]
 
 
 def dequantize(
