@@ -113,6 +113,31 @@ def gate_up_shape(experts: int, features: int, hidden: int, activation: Activati
     return (experts, features, 2, hidden) if is_gated(activation) else (experts, features, hidden)
 
 
+#: Names of the axes of experts, of the model's features `K` and of the experts' features `F`; None for none.
+LogicalAxes = tuple[str | None, str | None, str | None]
+
+
+def axis_names(logical_axes: LogicalAxes | None, activation: Activation) -> dict[str, tuple[str | None, ...]]:
+    """Returns the names of the axes of each kernel and bias of `MoEMlp`; empty without names.
+
+    Raises:
+        ValueError: there are not three names.
+    """
+    if logical_axes is None:
+        return {}
+    if isinstance(logical_axes, str) or len(logical_axes) != 3:
+        raise ValueError(f"logical_axes must name the axes of experts, K and F, got {logical_axes!r}.")
+    experts, features, hidden = logical_axes
+    halves = (None,) if is_gated(activation) else ()
+    return {
+        "router": (features, None),
+        "gate_up": (experts, features, *halves, hidden),
+        "gate_up bias": (experts, *halves, hidden),
+        "down": (experts, hidden, features),
+        "down bias": (experts, features),
+    }
+
+
 def apply_moe(
     layer: Any,
     axes: MoEAxes,

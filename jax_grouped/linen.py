@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._layers import Initializer
+from jax_grouped._layers import Initializer, LogicalAxes
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.arrays import KernelCache
@@ -268,6 +268,8 @@ class MoEMlp(nn.Module):
         expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in `jg.moe.moe_mlp`.
         expert_groups, top_groups: likewise.
         activation: that of the experts, see `jg.moe.grouped_mlp`.
+        logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
+            parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
     Example:
         layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
@@ -309,12 +311,14 @@ class MoEMlp(nn.Module):
     expert_groups: int | None = None
     top_groups: int | None = None
     activation: Activation = "silu_mul"
+    logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = dict(num_experts=self.num_experts, top_k=self.top_k)
         _layers.check_layer(self.recipe, counts, dict(hidden_features=self.hidden_features))
         checks.check_activation_name(self.activation)
+        _layers.axis_names(self.logical_axes, self.activation)
 
     @nn.compact
     def __call__(
@@ -347,11 +351,16 @@ class MoEMlp(nn.Module):
         experts = _layers.local_size("num_experts", self.num_experts, axes.expert)
         hidden = _layers.local_size("hidden_features", self.hidden_features, axes.feature)
 
+        names = _layers.axis_names(self.logical_axes, self.activation)
+
+        def named(init: Initializer, parameter: str) -> Initializer:
+            return nn.with_logical_partitioning(init, names[parameter]) if names else init
+
         def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
             kernel = GroupedKernel(
                 shape,
-                kernel_init=kernel_init,
-                bias_init=self.bias_init if self.use_bias else None,
+                kernel_init=named(kernel_init, name),
+                bias_init=named(self.bias_init, f"{name} bias") if self.use_bias else None,
                 param_dtype=self.param_dtype,
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
@@ -366,7 +375,7 @@ class MoEMlp(nn.Module):
             use_bias=False,
             dtype=jnp.float32,
             param_dtype=self.param_dtype,
-            kernel_init=self.router_init,
+            kernel_init=named(self.router_init, "router"),
             name="router",
         )
         gate_up = weights(

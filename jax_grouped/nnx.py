@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._layers import Initializer
+from jax_grouped._layers import Initializer, LogicalAxes
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.arrays import KernelCache
@@ -285,6 +285,7 @@ class MoEMlp(nnx.Module):
         recipe, cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in linen.
         expert_groups, top_groups, activation: as in linen.
+        logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -327,11 +328,17 @@ class MoEMlp(nnx.Module):
         expert_groups: int | None = None,
         top_groups: int | None = None,
         activation: Activation = "silu_mul",
+        logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         counts = dict(num_experts=num_experts, top_k=top_k)
         _layers.check_layer(recipe, counts, dict(features=features, hidden_features=hidden_features))
         checks.check_activation_name(activation)
+        names = _layers.axis_names(logical_axes, activation)
+
+        def metadata(parameter: str) -> dict[str, Any]:
+            return {"out_sharding": names[parameter]} if names else {}
+
         self.router = nnx.Linear(
             features,
             num_experts,
@@ -339,10 +346,11 @@ class MoEMlp(nnx.Module):
             dtype=jnp.float32,
             param_dtype=param_dtype,
             kernel_init=router_init,
+            kernel_metadata=metadata("router"),
             rngs=rngs,
         )
 
-        def kernel(shape: tuple[int, ...], kernel_init: Initializer) -> GroupedKernel:
+        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> GroupedKernel:
             return GroupedKernel(
                 shape,
                 kernel_init=kernel_init,
@@ -350,6 +358,8 @@ class MoEMlp(nnx.Module):
                 param_dtype=param_dtype,
                 recipe=recipe,
                 cache_kernel=cache_kernel,
+                kernel_metadata=metadata(name),
+                bias_metadata=metadata(f"{name} bias"),
                 rngs=rngs,
             )
 
@@ -357,8 +367,8 @@ class MoEMlp(nnx.Module):
         self.num_experts = num_experts
         self.hidden_features = hidden_features
         gate_up_shape = _layers.gate_up_shape(num_experts, features, hidden_features, activation)
-        self.gate_up = kernel(gate_up_shape, gate_up_init)
-        self.down = kernel((num_experts, hidden_features, features), down_init)
+        self.gate_up = kernel("gate_up", gate_up_shape, gate_up_init)
+        self.down = kernel("down", (num_experts, hidden_features, features), down_init)
         self.top_k = top_k
         self.score = score
         self.normalize_weights = normalize_weights

@@ -153,6 +153,25 @@ def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) 
     np.testing.assert_array_equal(y[half:], 0)
 
 
+@pytest.mark.parametrize(("activation", "gate"), [("silu_mul", (None,)), ("relu", ())])
+def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[None, ...]) -> None:
+    options = dict(OPTIONS, activation=activation, logical_axes=("expert", "embed", "mlp"))
+    expected = {
+        "router": {"kernel": P("embed", None)},
+        "gate_up": {"kernel": P("expert", "embed", *gate, "mlp"), "bias": P("expert", *gate, "mlp")},
+        "down": {"kernel": P("expert", "mlp", "embed"), "bias": P("expert", "embed")},
+    }
+
+    named = jax.eval_shape(jg.linen.MoEMlp(**options).init, jax.random.key(0), x())
+    rules = [("expert", "expert"), ("embed", None), ("mlp", "model")]
+    with jax.set_mesh(mesh_of({"expert": 1, "model": 1})), nn.logical_axis_rules(rules):
+        nnx_state = nnx.state(jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0)), nnx.Param)
+
+    assert nn.get_partition_spec(named)["params"] == expected
+    nnx_names = {".".join(path): P(*of.out_sharding) for path, of in nnx.to_flat_state(nnx_state)}
+    assert nnx_names == {f"{layer}.{name}": spec for layer, of in expected.items() for name, spec in of.items()}
+
+
 def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
     layer = jg.linen.MoEMlp(**OPTIONS, expert_axis="data")
     specs = {"params": {name: P() if name == "router" else P("data") for name in params()}}
@@ -278,6 +297,7 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
         (dict(cache_kernel=True), "cache_kernel=True needs a recipe"),
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
         (dict(expert_axis="expert"), "no mesh axis 'expert' here: put all arrays on one mesh"),
+        (dict(logical_axes=("expert", "embed")), "logical_axes must name the axes of experts, K and F, got"),
         (dict(feature_axis="model"), "no mesh axis 'model' here: put all arrays on one mesh"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
