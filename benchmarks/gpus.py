@@ -19,6 +19,7 @@ from benchmarks import plot
 from benchmarks.rows import Record
 from benchmarks.runner import Span, profile
 from benchmarks.shapes import SHAPES, Shape
+from jax_grouped.examples.parallel import COPY_ENGINES
 from jax_grouped.examples.settings import UsageError
 
 #: Layers of one GPU.
@@ -81,7 +82,7 @@ def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: fl
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, pull_back(dy)
 
-    return Work(jax.jit(step), arguments)
+    return Work(jax.jit(step, compiler_options=COPY_ENGINES if gpus > 1 else None), arguments)
 
 
 def exchange(shape: Shape, gpus: int) -> Work:
@@ -89,12 +90,16 @@ def exchange(shape: Shape, gpus: int) -> Work:
     mesh = _mesh(gpus)
     x = jnp.zeros((gpus * gpus, shape.tokens, shape.K), jnp.bfloat16, device=NamedSharding(mesh, P(AXIS)))
     send = functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0)
-    return Work(jax.jit(jax.shard_map(send, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))), (x,))
+    program = jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), compiler_options=COPY_ENGINES
+    )
+    return Work(program, (x,))
 
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    communicates = [span for span in spans if "nccl" in span.name.lower() or "ragged" in span.name.lower()]
+    names = "nccl", "ragged", "memcpyp2p"
+    communicates = [span for span in spans if any(name in span.name.lower() for name in names)]
     computes = [span for span in spans if span not in communicates]
     both, alone = _length(communicates), _length(spans) - _length(computes)
     return both / 1e9, alone / 1e9
@@ -141,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> int:
     gpus = len(jax.devices("gpu")) if jax.default_backend() == "gpu" else 0
     if gpus < 2:
         raise UsageError(f"needs several GPUs, JAX finds {gpus}")
-    record = Record.new("gpus", None, {"gpus": gpus, "capacity_factor": arguments.capacity_factor})
+    record = Record.new("gpus", None, {"gpus": gpus, "capacity_factor": arguments.capacity_factor, **COPY_ENGINES})
     found = []
     for row in rows(gpus, arguments.layers, arguments.variants, arguments.capacity_factor):
         found.append(row)

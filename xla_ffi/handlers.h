@@ -9,7 +9,8 @@ namespace jax_grouped {
 
 // Computes a grouped matmul:
 //   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, row_indices][, accumulator])
-//       {product, scaled, a_mode, b_mode, tokens, weight_batch, gathered, accumulate, autotune}
+//       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows,
+//        autotune}
 //       -> (d, scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
@@ -17,7 +18,7 @@ namespace jax_grouped {
 // accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
 // batch elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's
-// algorithms are timed once, before the first call.
+// algorithms are timed once, before the first call. Without zero_other_rows, rows of no group may hold anything in d.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
@@ -29,8 +30,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 //   jax_grouped_activation_grad(input, da, row_weights) {activation} -> (dinput, weighted, inner_products)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationGradExecute);
 
-// Copies each token of x to the rows of its choices, and zeros to rows of no token:
-//   jax_grouped_permute_rows(x, order, inverse) -> (rows)
+// Copies each token of x to the rows of its choices, and with zero_tail zeros to rows of no token:
+//   jax_grouped_permute_rows(x, order, inverse) {zero_tail} -> (rows)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
 
 // Chooses each token's experts:
@@ -49,19 +50,20 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(RouteExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
 
 // Quantizes the rows of each group:
-//   jax_grouped_quantize(x, group_sizes, group_offset[, row_indices][, scale][, activation_input][, row_weights]
-//                        [, activated_scale][, skip, previous results...]) {...} ->
+//   jax_grouped_quantize(x, group_sizes, group_offset[, x_scale][, row_indices][, scale][, activation_input]
+//                        [, row_weights][, activated_scale][, skip, previous results...]) {...} ->
 //       ([rowwise data, scales,] [columnwise data, scales,] amax[, dbias][, inner_products]
 //        [, activated data, scales, amax], scratch, partial sums)
 //
-// The attributes say which optional operands and results there are. The caller should alias the previous results to the
+// The attributes say which optional operands and results there are. An FP8 x has x_scale: its inverse scales, as in a
+// rowwise stack of blocks of 1 x 128. The caller should alias the previous results to the
 // results; otherwise they are copied. With stack_rows, every group must have that number of rows: the arrays have no
 // room for groups of other sizes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Quantizes each token of x rowwise in blocks of 1 x 128, and copies it to the rows of its choices:
-//   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset) {num_groups, pow2_scales, amax_epsilon} ->
-//       (data, scales, group tables)
+//   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset[, x_scale])
+//       {num_groups, pow2_scales, amax_epsilon} -> (data, scales, group tables)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizePermutedExecute);
 
 // Dequantizes an array:

@@ -22,7 +22,7 @@ def test_exposed_communication_is_that_under_which_nothing_runs() -> None:
         Span("ncclDevKernel_AllGather", 5.0, 30.0),  # 15 alone, until the next kernel starts
         Span("nvjet", 25.0, 40.0),
         Span("ncclDevKernel_SendRecv", 50.0, 60.0),
-        Span("ncclDevKernel_SendRecv", 52.0, 65.0),  # 15 together
+        Span("MemcpyP2P", 52.0, 65.0),  # 15 together
     ]
 
     communication, alone = exposed(spans)
