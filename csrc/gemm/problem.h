@@ -62,8 +62,8 @@ struct GemmBuffers {
   const int32_t* row_indices;  // [tokens], for a gathered operand
   void* d;
   bool zero_other_rows;  // of d, of kFprop and kDgrad; rows of no group otherwise hold anything
-  void* scratch;    // GemmScratch::Bytes() is its size
-  void* workspace;  // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on
+  void* scratch;         // GemmScratch::Bytes() is its size
+  void* workspace;       // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on
 };
 
 // Size of GemmBuffers::workspace in bytes, as NVIDIA recommends for Hopper.

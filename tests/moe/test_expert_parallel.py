@@ -54,6 +54,21 @@ def test_results_and_gradients_are_those_of_one_device(method: str) -> None:
     assert load.reshape(DEVICES, E).sum(axis=0).tolist() == expected_load.tolist()
 
 
+def test_debug_nans_finds_none_in_rows_of_no_expert() -> None:
+    def residuals(x: jax.Array, *rest: jax.Array) -> Any:
+        y, pull_back = jax.vjp(lambda x: jg.moe.moe_mlp(x, *rest, expert_axis="data", **LAYER)[0], x)
+        return y, jax.tree.leaves(pull_back)
+
+    def whole() -> Any:
+        options = dict(mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=P("data"), check_vma=False)
+        return jax.jit(jax.shard_map(residuals, **options))(*arrays())
+
+    if jax.default_backend() == "cpu":  # Elsewhere these rows may hold anything.
+        assert any(jnp.isnan(x).any() for x in jax.tree.leaves(whole()) if x.dtype == jnp.float32)
+    with jax.debug_nans(True):
+        jax.block_until_ready(whole())
+
+
 def test_parts_of_sums_are_added_in_float32() -> None:
     def result(*arrays: jax.Array, **options: Any) -> jax.Array:
         return jg.moe.moe_mlp(*arrays, **LAYER, **options)[0]
