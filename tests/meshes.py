@@ -28,3 +28,12 @@ def mesh_of(axes: Mapping[str, int]) -> Mesh:
     need_devices(devices)
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh((*axes.values(),), (*axes,), axis_types=types, devices=jax.devices()[:devices])
+
+
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def typed_mesh(kind: str, axes: Mapping[str, int]) -> Mesh:
+    """Returns `mesh_of(axes)` with axes of one of the `TYPES`."""
+    mesh = mesh_of(axes)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(TYPES[kind],) * len(axes))

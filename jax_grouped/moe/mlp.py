@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_grouped.backends.operation import axes_of
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
+from jax_grouped.ops.dense_on_mesh import is_split
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 from jax_grouped.ops.rows import activate
@@ -29,6 +33,7 @@ def grouped_mlp(
     activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Applies a feed-forward network per group: by default `(silu(x @ gate) * (x @ up)) @ down` (arXiv:2002.05202).
 
@@ -38,6 +43,9 @@ def grouped_mlp(
     again from the first product's result, which is kept in its own type. Everything else is as in
     `jax_grouped.grouped_dense`: types, rows of no group, gradients, the values kept under
     `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
+
+    Under plain `jax.jit` with sharded arrays, both products are split as `jax_grouped.grouped_dense` is: activation and
+    quantization are then two passes, with a rounding to the type of `x` in between.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -50,6 +58,7 @@ def grouped_mlp(
         recipe: how both products are computed in FP8, with `K`, `F` and `N` multiples of 16; None to compute in the
             type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+        out_sharding: as in `jax_grouped.ragged_dot`.
 
     Returns:
         `[T, N]` in the type of `x`.
@@ -67,14 +76,36 @@ def grouped_mlp(
     """
     x = as_array("x", x)
     gate_up, down, spec = canonical_mlp(x, gate_up, down, activation, recipe, precision)
-    if recipe is None:
-        dense = functools.partial(grouped_dense, group_sizes=group_sizes, precision=precision)
-        return dense(activate(dense(x, **gate_up._asdict()), activation), **down._asdict())
+    if _is_composed(x, (gate_up, spec.up), (down, spec.down)):
+        dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
+        hidden = dense(x, **gate_up._asdict(), out_sharding=_hidden_spec(x, gate_up.kernel, down.kernel))
+        hidden = checkpoint_name(hidden, _HIDDEN_NAME)
+        return dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
 
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
     return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
+
+
+def _is_composed(x: jax.Array, *products: tuple[Weights, DenseSpec]) -> bool:
+    """Tells whether the products are separate operations: without a recipe, and if XLA can split one of them."""
+    return any(
+        spec.recipe is None or is_split(Inputs(x, weights, None), spec)  # type: ignore[arg-type]
+        for weights, spec in products
+    )
+
+
+def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> PartitionSpec:
+    """Returns the spec of the type of the activation's input: tokens as those of `x`, features as those of `gate_up`.
+
+    Features stay whole if their axes split the tokens too, or do not divide the `F` features of each half.
+    """
+    of_x, of_kernel = jax.typeof(x).sharding, jax.typeof(gate_up).sharding
+    axes = axes_of(of_kernel, 2)
+    parts = math.prod(of_kernel.mesh.shape[axis] for axis in axes)
+    is_free = not {*axes} & {*axes_of(of_x, 0)} and down.shape[1] % parts == 0
+    return PartitionSpec(of_x.spec[0], of_kernel.spec[2] if is_free else None)
 
 
 class MlpSpec(NamedTuple):

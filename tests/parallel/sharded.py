@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,28 @@ def put(mesh: Mesh, array: Any, spec: P) -> jax.Array:
 def collectives(compiled: Any) -> dict[str, int]:
     """Counts the collectives of a compiled program, by name."""
     return Counter(re.findall(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", compiled.as_text()))
+
+
+class Collective(NamedTuple):
+    """One array that a compiled program sends, and the shape that its collective gives it on each device."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def sent(compiled: Any) -> Counter[Collective]:
+    """Counts the arrays that a program sends. On GPUs, XLA flattens and merges what it sends: the test is skipped."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("reads what programs for the CPU send")
+    found = re.findall(
+        r"= (.*?) (all-\w+(?:-\w+)*|reduce-scatter|collective-\w+|ragged-\w+(?:-\w+)*)\(", compiled.as_text()
+    )
+    return Counter(
+        Collective(kind, tuple(map(int, filter(None, shape.split(",")))), dtype)
+        for results, kind in found
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results)
+    )
 
 
 class Case(NamedTuple):

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,16 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import mesh_of
+from tests.meshes import TYPES, mesh_of, typed_mesh
 from tests.parallel import programs
 from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
-
-TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-def typed_mesh(kind: str, axes: Mapping[str, int]) -> Mesh:
-    mesh = mesh_of(axes)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(TYPES[kind],) * len(axes))
 
 
 @pytest.mark.slow
