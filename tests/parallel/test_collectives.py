@@ -1,0 +1,108 @@
+"""All that the devices send in a step of the whole layer under plain `jax.jit`, read from compiled programs."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped as jg
+from tests.meshes import TYPES, typed_mesh
+from tests.parallel.sharded import Collective, sent
+
+T, K, F, E, TOP_K = 64, 32, 256, 8, 2
+RECIPES = [None, jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.DelayedScaling(), jg.MXFP8BlockScaling()]
+#: With at most `TOP_K` devices along `expert`, tokens are gathered; with more, rows are exchanged.
+GATHERED, EVERYTHING, EXCHANGED = dict(expert=2, fsdp=2), dict(expert=2, feature=2, fsdp=2), dict(data=2, expert=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [*((kind, axes) for kind in TYPES for axes in (GATHERED, EVERYTHING)), ("auto", EXCHANGED)],
+    ids=str,
+)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_a_step_of_a_layer_sends_what_is_promised(kind: str, axes: dict[str, int], recipe: jg.Recipe | None) -> None:
+    assert by_rows(sent(compiled_step(kind, axes, recipe))) == promised(axes, recipe)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_weights_of_a_rematerialised_layer_are_gathered_in_each_pass(kind: str) -> None:
+    got = sent(compiled_step(kind, GATHERED, None, remat=True))
+
+    gathered = {of.shape: count for of, count in got.items() if of.kind == "all-gather" and of.shape[0] == E // 2}
+    assert gathered == {(E // 2, K, 2, F): 2, (E // 2, F, K): 2}
+
+
+def compiled_step(kind: str, axes: Mapping[str, int], recipe: jg.Recipe | None, *, remat: bool = False) -> Any:
+    """Returns the gradients of parameters, states and tokens as one program; the axes are those of `programs`."""
+    mesh = typed_mesh(kind, axes)
+    expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
+    tokens = tuple(name for name in axes if name != "feature")
+    options: dict[str, Any] = dict(num_experts=E, top_k=TOP_K, hidden_features=F, recipe=recipe)
+    make = nn.remat(jg.linen.MoEMlp) if remat else jg.linen.MoEMlp
+    layer = make(**options, expert_axis=expert, feature_axis=feature, batch_axes=tokens)
+
+    def on_mesh(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def variable(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        kernels = {"router": P(), "gate_up": P(expert, fsdp, None, feature), "down": P(expert, feature, fsdp)}
+        *_, name, last = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return on_mesh(leaf, kernels[name] if last == "kernel" else P(expert))
+
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        y, metrics = layer.apply(variables, x)
+        return jnp.mean(y**2) + metrics.balance_loss
+
+    x = jax.ShapeDtypeStruct((T, K), jnp.float32)
+    variables = jax.tree.map_with_path(variable, jax.eval_shape(layer.init, jax.random.key(0), x))
+    arguments = variables, on_mesh(x, P(tokens))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
+    return jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=shardings).lower(*arguments).compile()
+
+
+def by_rows(sent: Counter[Collective]) -> Counter[Collective]:
+    """Counts rows of what all-to-alls send: XLA lists a part per device, and the layer may send in several pieces."""
+    rows: Counter[Collective] = Counter()
+    for of, count in sent.items():
+        if of.kind == "all-to-all":
+            rows[of._replace(shape=of.shape[-1:])] += count * math.prod(of.shape[:-1])
+        else:
+            rows[of] += count
+    return rows
+
+
+def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
+    """Returns what docs/parallelism.md says that a device gets, in both passes."""
+    devices, features = axes["expert"], F // axes.get("feature", 1)
+    experts, tokens = E // devices, T * axes.get("feature", 1) // math.prod(axes.values())
+    # The sums of the balance loss, and the gradients of all kernels, that of the router transposed.
+    sums = [(E,), (E, K), (experts, K, 2 * features), (experts, features, K)]
+    gathers: list[tuple[tuple[int, ...], str]] = []
+    rows = {}
+    if "fsdp" in axes:  # Weights, once for both passes.
+        gathers += [((experts, K, 2, features), "f32"), ((experts, features, K), "f32")]
+    if "feature" in axes:  # Results, and gradients of tokens and of routing weights.
+        sums += [(tokens, K), (tokens, K), (tokens, TOP_K)]
+    if isinstance(recipe, jg.DelayedScaling):  # Largest values of three tensors in each product.
+        sums += 6 * [(experts,)]
+    if devices <= TOP_K:  # Choices and weights; tokens and gradients of results.
+        gathers += [((devices * tokens, TOP_K), "s32"), ((devices * tokens, TOP_K), "f32")]
+        if isinstance(recipe, jg.Float8BlockScaling):
+            gathers += 2 * [((devices, tokens, K), "u8"), ((devices, 1, tokens), "f32")]
+        else:
+            gathers += 2 * [((devices * tokens, K), "f32")]
+        # Parts of the results and of the tokens' gradients; gradients of weights.
+        rows = {K: 2 * devices * tokens, TOP_K: devices * tokens}
+    else:  # Group sizes; rows, results and their gradients; weights and their gradients.
+        gathers += [((devices, E), "s32")]
+        rows = {K: 4 * devices * tokens * TOP_K, 1: 2 * devices * tokens * TOP_K}
+    listed = Counter([*(("all-reduce", shape, "f32") for shape in sums), *(("all-gather", *of) for of in gathers)])
+    return listed + Counter({("all-to-all", (columns,), "f32"): count for columns, count in rows.items()})
