@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.backends.cuda import gathers_fast
@@ -24,7 +25,7 @@ from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import canonical_mlp
-from jax_grouped.moe.permutation import Permutation, add_shared, sum_of_choices
+from jax_grouped.moe.permutation import Permutation, checked_shared, sum_of_choices
 from jax_grouped.moe.token_gather import TokenGather, restored, summed
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
@@ -97,15 +98,17 @@ def routed_mlp(
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
-    routing = (weights, permutation.order, permutation.inverse, down.bias)
+    if shared is not None:
+        shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
+    routing = (weights, permutation.order, permutation.inverse, down.bias, shared)
     # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
     spec = spec._replace(
         token_gather=token_gather,
+        shared_dtype=None if shared is None else shared.dtype,
         up=dataclasses.replace(spec.up, zero_other_rows=jax.config.jax_debug_nans),
         down=dataclasses.replace(spec.down, zero_other_rows=jax.config.jax_debug_nans),
     )
-    sums = _vary_and_apply(up_inputs, without_bias, routing, spec)
-    return add_shared(sums, shared).astype(x.dtype)
+    return _vary_and_apply(up_inputs, without_bias, routing, spec).astype(x.dtype)
 
 
 def weighted_mlp(
@@ -141,7 +144,8 @@ def weighted_mlp(
     """
     gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
-    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, (row_weights, None, None, None), spec)
+    routing = (row_weights, None, None, None, None)
+    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, routing, spec)
     if down.bias is not None:
         zeros, bias, *of_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
         weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*of_groups))
@@ -171,12 +175,13 @@ def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, 
 
 
 class _Spec(NamedTuple):
-    """The static part: the activation, both products, and the gather of tokens if they are split over devices."""
+    """The static part: the activation, both products, the gather of tokens if any, and the type of a shared result."""
 
     activation: Activation
     up: DenseSpec
     down: DenseSpec
     token_gather: TokenGather | None = None
+    shared_dtype: np.dtype | None = None
 
 
 class _Arrays(NamedTuple):
@@ -189,6 +194,7 @@ class _Arrays(NamedTuple):
         weights: `float32[T, k]` with tokens, `float32[R]` with rows.
         order, inverse: those of the `Permutation`; None with rows.
         bias: `[E, N]` of the second product with tokens, or None.
+        shared: `[T, N]`, added to the sums of this device's tokens, or None; not kept for the backward pass.
     """
 
     up: Inputs
@@ -197,6 +203,7 @@ class _Arrays(NamedTuple):
     order: jax.Array | None
     inverse: jax.Array | None
     bias: jax.Array | None
+    shared: jax.Array | None
 
     def combined(self, rows: jax.Array) -> jax.Array:
         """Returns the weighted sum of each token's rows, or the weighted rows, in float32."""
@@ -253,12 +260,16 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
     if spec.token_gather is not None:
         quantizes = spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
         kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients) if quantizes else None
-        x, kernels = spec.token_gather.tokens(arrays.up.x, kernels)
+        x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
         up = arrays.up._replace(x=x)  # type: ignore[arg-type]
-        arrays = arrays._replace(up=up, weights=spec.token_gather.weights(arrays.weights))
+        arrays = arrays._replace(up=up, weights=spec.token_gather.weights(arrays.weights), shared=shared)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
-    return _sums(arrays, rows, spec), _Saved(arrays, hidden, save(arrays.up, of_up), save(arrays.down, of_down))
+    sums = _sums(arrays, rows, spec)
+    if arrays.shared is not None:
+        sums += arrays.shared.astype(jnp.float32)
+        arrays = arrays._replace(shared=None)
+    return sums, _Saved(arrays, hidden, save(arrays.up, of_up), save(arrays.down, of_down))
 
 
 def _sums(arrays: _Arrays, rows: jax.Array, spec: _Spec) -> jax.Array:
@@ -315,8 +326,9 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
-        return (_Arrays(of_up, of_down, zero, zero, zero, zero),)
+        return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
     # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
+    dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
     (x,), row_indices = _gathered([x], arrays, spec)
     tokens = quantized(
@@ -351,7 +363,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
         dx = summed(spec.token_gather.returned(dx)).astype(dx.dtype)
     dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
-    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias),)
+    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared),)
 
 
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)

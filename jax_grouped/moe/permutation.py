@@ -187,23 +187,23 @@ def unpermute(
                 f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
             )
         sums = _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
-    return add_shared(sums, shared).astype(rows.dtype)
+    if shared is not None:
+        sums += checked_shared(shared, sums.shape).astype(jnp.float32)
+    return sums.astype(rows.dtype)
 
 
-def add_shared(sums: jax.Array, shared: jax.Array | None) -> jax.Array:
-    """Adds `shared` `[T, C]`, if there is any, to `float32[T, C]`.
+def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `shared` as an array.
 
     Raises:
-        TypeError: `shared` has a type that is not supported.
-        ValueError: `shared` has another shape than `sums`.
+        TypeError: it has a type that is not supported.
+        ValueError: it has another shape than this one.
     """
-    if shared is None:
-        return sums
     shared = as_array("shared", shared)
     checks.check_dtype("shared's type", shared.dtype)
-    if shared.shape != sums.shape:
-        raise ValueError(f"shared must have the shape [T, N] of the result, {sums.shape}, got {shared.shape}.")
-    return sums + shared.astype(jnp.float32)
+    if shared.shape != shape:
+        raise ValueError(f"shared must have the shape [T, N] of the result, {shape}, got {shared.shape}.")
+    return shared
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:

@@ -101,6 +101,28 @@ def test_sums_over_devices_run_beside_products(recipe: Recipe | None, quantizati
     assert any(program[i + 1] in {"gemm", "quantize"} for i in begun)
 
 
+def test_a_shared_expert_runs_during_the_gather_of_tokens() -> None:
+    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "expert")
+
+    def results(x: Any, logits: Any, gate_up: Any, down: Any, shared: Any) -> Any:
+        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2, shared=x @ shared, expert_axis="expert")[0]
+
+    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * N), (2 * E, N, K), (K, K)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("expert" if i < 4 else None)))
+        for i, shape in enumerate(shapes)
+    ]
+
+    made = jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""})
+
+    names = re.findall(r"^ +%?([\w.-]+) = ", made.as_text().split("ENTRY", 1)[1], re.MULTILINE)
+    (product,) = (i for i, name in enumerate(names) if name.startswith("gemm_fusion_dot"))
+    begun, done = (
+        next(i for i, name in enumerate(names) if name.startswith(f"all-gather-{of}")) for of in ("start", "done")
+    )
+    assert begun < product < done
+
+
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
 def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> None:
     mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "expert")
