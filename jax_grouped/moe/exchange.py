@@ -236,6 +236,15 @@ def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Sl
         raise TypeError(f"rows must be of a floating-point type, got {rows.dtype.name}.")
     if rows.ndim != 2 or rows.shape[0] != source.num_rows:
         raise ValueError(f"rows must have shape [{source.num_rows}, C] for this exchange, got {rows.shape}.")
+    return _vary_and_move(rows, exchange, source, target)
+
+
+def move_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """Sends rows of any type, as `send_rows` does; without a gradient."""
+    return _vary_and_move(rows, exchange, exchange.outgoing, exchange.incoming)
+
+
+def _vary_and_move(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
     arrays, structure = jax.tree.flatten((rows, source, target))
     return _move(exchange.axis_name, exchange.method, *jax.tree.unflatten(structure, vary_alike(*arrays)))
 

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.varying import vary_alike
-from jax_grouped.moe.exchange import plan_exchange, return_rows, send_rows
+from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
-from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
+from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
 from jax_grouped.moe.token_gather import TokenGather
+from jax_grouped.moe.wire import send_tokens, sum_returned, wire_recipe
 
 #: Way in which tokens reach the devices of their experts.
 ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
@@ -67,7 +68,7 @@ def mlp_of_gathered_tokens(
     experts, me = vary_alike(experts, me)
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - own * me
     permutation = group_by_expert(experts, own, capacity=capacity)
-    gather = TokenGather(axis_name, network["recipe"] if quantized else None)
+    gather = TokenGather(axis_name, wire_recipe(network["recipe"], quantized=quantized))
     y = routed_mlp(x, permutation=permutation, weights=weights, token_gather=gather, **network)
     if capacity is None:
         return y, jnp.zeros((), jnp.int32)
@@ -85,6 +86,7 @@ def mlp_of_exchanged_rows(
     *,
     capacity: int,
     method: ExchangeMethod,
+    quantized: bool,
     shared: jax.Array | None,
     **network: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -97,6 +99,7 @@ def mlp_of_exchanged_rows(
         axis_name: likewise.
         capacity: as in `plan_exchange`.
         method: likewise.
+        quantized: as in `mlp_of_gathered_tokens`.
         shared: as in `routed_mlp`.
         network: as in `mlp_of_gathered_tokens`.
 
@@ -104,14 +107,12 @@ def mlp_of_exchanged_rows(
         As `mlp_of_gathered_tokens`.
     """
     assert method != "gather"
-    rows = permute(x, permutation)
-    exchange = plan_exchange(
-        permutation.group_sizes, axis_name, num_rows=rows.shape[0], capacity=capacity, method=method
-    )
-    rows = send_rows(rows, exchange)
+    num_rows, recipe = permutation.order.shape[0], wire_recipe(network["recipe"], quantized=quantized)
+    exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity, method=method)
+    rows = send_tokens(x, permutation, exchange, recipe)
     row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
     rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
-    return unpermute(return_rows(rows, exchange), permutation, shared=shared), exchange.dropped
+    return sum_returned(rows, permutation, exchange, recipe, shared), exchange.dropped
 
 
 def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:

@@ -124,7 +124,7 @@ def moe_mlp(
             and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
             "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
             `D <= top_k`, else the "auto" of `plan_exchange`.
-        quantized_exchange: whether gathered tokens, and gradients of results, travel in FP8, if the recipe is
+        quantized_exchange: whether tokens, and gradients of results, travel in FP8, if the recipe is
             `Float8BlockScaling` with `pow2_scales`. That halves their bytes. The kernels' gradients then come from
             tokens and gradients that were rounded along the features before they are rounded along the rows.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
@@ -254,7 +254,7 @@ def _of_device(
             dropped = permutation.dropped
         else:
             method = "auto" if exchange_method == "gather" else exchange_method
-            options |= dict(capacity=capacity, method=method, expected_rows=pairs)
+            options |= dict(capacity=capacity, method=method, quantized=quantized_exchange, expected_rows=pairs)
             y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)

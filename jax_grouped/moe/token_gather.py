@@ -1,9 +1,4 @@
-"""Gather of the tokens of all devices of a mesh axis, and the return of the sums that each device makes for them.
-
-With block scaling, tokens and gradients can travel in FP8, in 0.516 of the bytes of bfloat16. Blocks whose scales are
-powers of two can be quantized again without another error: the numbers have as few digits, and the scale is the same or
-fits them better. Only numbers far below the largest of another block lose digits.
-"""
+"""Gather of the tokens of all devices of a mesh axis, and the return of the sums that each device makes for them."""
 
 import dataclasses
 import functools
@@ -14,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
-from jax_grouped.ops.quantize import grouped_dequantize, quantize_stack
-from jax_grouped.ops.quantize_kernel import scaling_options
+from jax_grouped.fp8.recipes import Float8BlockScaling
+from jax_grouped.moe.wire import quantize_rows
+from jax_grouped.ops.quantize import grouped_dequantize
 
 _T = TypeVar("_T")
 
@@ -32,12 +26,11 @@ class TokenGather:
 
     Attributes:
         axis_name: the mesh axis.
-        recipe: with one that scales blocks by powers of two, tokens and gradients travel as its FP8 numbers; None to
-            send them as they are.
+        recipe: tokens and gradients travel as its FP8 numbers; None to send them as they are.
     """
 
     axis_name: Hashable
-    recipe: Recipe | None
+    recipe: Float8BlockScaling | None
 
     def tokens(self, x: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
         """Gathers `[T, C]` to `[D T, C]` for the forward pass.
@@ -72,9 +65,8 @@ class TokenGather:
         return jax.lax.all_to_all(of_devices, self.axis_name, 0, 0)
 
     def _gather(self, x: jax.Array, dtype: DTypeLike | None, meanwhile: _T) -> tuple[Received, _T]:
-        scales_blocks = isinstance(self.recipe, Float8BlockScaling) and self.recipe.pow2_scales
         received: Received
-        if self.recipe is None or dtype is None or not scales_blocks or 0 in x.shape:
+        if self.recipe is None or dtype is None or 0 in x.shape:
             received = jax.lax.all_gather(x, self.axis_name, tiled=True)
         else:
             received = _gather_quantized(x, self.recipe, dtype, self.axis_name)
@@ -96,11 +88,9 @@ def restored(received: Received, dtype: DTypeLike) -> jax.Array:
     return grouped_dequantize(received, dtype).reshape(-1, received.layout.features)
 
 
-def _gather_quantized(x: jax.Array, recipe: Recipe, dtype: DTypeLike, axis_name: Hashable) -> ScaledArray:
+def _gather_quantized(x: jax.Array, recipe: Float8BlockScaling, dtype: DTypeLike, axis_name: Hashable) -> ScaledArray:
     """Gathers the FP8 numbers and the scales of a stack of one from each device."""
-    spec = QuantizeSpec(recipe.token_mode, dtype, num_groups=1, stack_rows=x.shape[0], **scaling_options(recipe))
-    own = quantize_stack(x[None], spec=spec).rowwise
-    assert own is not None
+    own = quantize_rows(x, recipe, dtype)
     scale_inv = jax.lax.all_gather(own.scale_inv, axis_name, tiled=True)
     # XLA runs one collective at a time. The scales go first, so that other work runs during the longer transfer.
     data, scale_inv = jax.lax.optimization_barrier((own.data, scale_inv))

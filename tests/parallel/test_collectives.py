@@ -86,7 +86,7 @@ def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
     # The sums of the balance loss, and the gradients of all kernels, that of the router transposed.
     sums = [(E,), (E, K), (experts, K, 2 * features), (experts, features, K)]
     gathers: list[tuple[tuple[int, ...], str]] = []
-    rows = {}
+    rows: dict[tuple[int, str], int] = {}
     if "fsdp" in axes:  # Weights, once for both passes.
         gathers += [((experts, K, 2, features), "f32"), ((experts, features, K), "f32")]
     if "feature" in axes:  # Results, and gradients of tokens and of routing weights.
@@ -100,9 +100,13 @@ def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
         else:
             gathers += 2 * [((devices * tokens, K), "f32")]
         # Parts of the results and of the tokens' gradients; gradients of weights.
-        rows = {K: 2 * devices * tokens, TOP_K: devices * tokens}
+        rows = {(K, "f32"): 2 * devices * tokens, (TOP_K, "f32"): devices * tokens}
     else:  # Group sizes; rows, results and their gradients; weights and their gradients.
         gathers += [((devices, E), "s32")]
-        rows = {K: 4 * devices * tokens * TOP_K, 1: 2 * devices * tokens * TOP_K}
+        sent = devices * tokens * TOP_K
+        # Four FP8 numbers make a word, and so does the scale of up to 128.
+        there = (K // 4 + 1, "s32") if isinstance(recipe, jg.Float8BlockScaling) else (K, "f32")
+        rows = {(K, "f32"): 2 * sent, (1, "f32"): 2 * sent}
+        rows[there] = rows.get(there, 0) + 2 * sent
     listed = Counter([*(("all-reduce", shape, "f32") for shape in sums), *(("all-gather", *of) for of in gathers)])
-    return listed + Counter({("all-to-all", (columns,), "f32"): count for columns, count in rows.items()})
+    return listed + Counter({("all-to-all", (columns,), dtype): count for (columns, dtype), count in rows.items()})
