@@ -147,8 +147,13 @@ def apply_moe(
     down: Weights,
     selection_bias: jax.Array | None,
     shared: jax.Array | None,
+    accumulate_into: Mapping[str, jax.Array] | None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
+    if unknown := {*(accumulate_into or {})} - {"gate_up", "down"}:
+        raise ValueError(f"accumulate_into has gradients of gate_up and down, got {sorted(unknown)}.")
+    gate_up = accumulating(gate_up, "gate_up", (accumulate_into or {}).get("gate_up"))
+    down = accumulating(down, "down", (accumulate_into or {}).get("down"))
     x = as_array("x", x)
     tokens = _as_rows(x, num_features(x, "[..., K]"))
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
@@ -183,6 +188,17 @@ def apply_moe(
     )
     y = y.reshape(x.shape)
     return (jax.sharding.reshard(y, jax.typeof(x).sharding) if has_sharded_type(x) else y), metrics
+
+
+def accumulating(weights: Weights, name: str, accumulate_into: jax.Array | None) -> Weights:
+    """Returns the weights with an accumulator, if there is one. Raises ValueError unless it is like the kernel."""
+    if accumulate_into is None:
+        return weights
+    accumulator = as_array("accumulate_into", accumulate_into)
+    got, expected = ((of.shape, of.dtype.name) for of in (accumulator, weights.kernel))
+    if got != expected:
+        raise ValueError(f"accumulate_into must be like the kernel of {name}, {expected}, got {got}.")
+    return weights._replace(dkernel_accumulator=accumulator)
 
 
 def _as_rows(x: jax.Array, features: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Flax linen layers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,12 @@ class GroupedDense(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+        self,
+        x: jax.Array,
+        group_sizes: GroupSizes,
+        *,
+        is_first_microbatch: ArrayLike | None = None,
+        accumulate_into: jax.Array | None = None,
     ) -> jax.Array:
         """Applies each group's layer to its rows.
 
@@ -106,13 +111,17 @@ class GroupedDense(nn.Module):
                 stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
                 scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
                 Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
+            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this sum
+                with that of the call added, by the matmul itself; see `dkernel_accumulator` of
+                `jax_grouped.grouped_dense`.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
 
         Raises:
             ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` without a recipe, or
-                the collection `kernel_cache` would have to be written but is not mutable.
+                the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
+                like the kernel.
         """
         kernel = GroupedKernel(
             (self.num_groups, _layers.num_features(x, "[T, K]"), self.features),
@@ -124,7 +133,7 @@ class GroupedDense(nn.Module):
         )
         # Put the variables of `kernel` directly into this layer's scope.
         nn.share_scope(self, kernel)
-        weights = kernel(is_first_microbatch)
+        weights = _layers.accumulating(kernel(is_first_microbatch), "GroupedDense", accumulate_into)
         x = _layers.converted(x, weights, self.dtype)
         return grouped_dense(
             x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
@@ -328,6 +337,7 @@ class MoEMlp(nn.Module):
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
+        accumulate_into: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies to every token the experts that the router chooses for it.
 
@@ -336,6 +346,8 @@ class MoEMlp(nn.Module):
             selection_bias: `[E]`, see `jg.moe.top_k_routing`.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
+            accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
+                `GroupedDense`.
 
         Returns:
             `[..., K]`, and the metrics.
@@ -382,7 +394,7 @@ class MoEMlp(nn.Module):
             "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
         )
         down = weights("down", (experts, hidden, features), self.down_init)
-        return _layers.apply_moe(self, axes, x, router, gate_up, down, selection_bias, shared)
+        return _layers.apply_moe(self, axes, x, router, gate_up, down, selection_bias, shared, accumulate_into)
 
 
 def __dir__() -> list[str]:

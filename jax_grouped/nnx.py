@@ -238,7 +238,12 @@ class GroupedDense(GroupedKernel):
         self.precision = precision
 
     def __call__(
-        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+        self,
+        x: jax.Array,
+        group_sizes: GroupSizes,
+        *,
+        is_first_microbatch: ArrayLike | None = None,
+        accumulate_into: jax.Array | None = None,
     ) -> jax.Array:
         """Applies each group's layer to its rows.
 
@@ -249,14 +254,18 @@ class GroupedDense(GroupedKernel):
                 stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
                 scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
                 Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
+            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this sum
+                with that of the call added, by the matmul itself; see `dkernel_accumulator` of
+                `jax_grouped.grouped_dense`.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
 
         Raises:
-            ValueError: there is `is_first_microbatch` without `cache_kernel`.
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `accumulate_into` is not like the
+                kernel.
         """
-        weights = self.weights(is_first_microbatch)
+        weights = _layers.accumulating(self.weights(is_first_microbatch), "GroupedDense", accumulate_into)
         x = _layers.converted(x, weights, self.dtype)
         return grouped_dense(
             x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
@@ -393,6 +402,7 @@ class MoEMlp(nnx.Module):
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
+        accumulate_into: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies to every token the experts that the router chooses for it.
 
@@ -401,6 +411,8 @@ class MoEMlp(nnx.Module):
             selection_bias: `[E]`, see `jg.moe.top_k_routing`.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
+            accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
+                `GroupedDense`.
 
         Returns:
             `[..., K]`, and the metrics.
@@ -415,7 +427,7 @@ class MoEMlp(nnx.Module):
         self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (kernel.stored(is_first_microbatch) for kernel in (self.gate_up, self.down))
         axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.batch_axes)
-        return _layers.apply_moe(self, axes, x, self.router, gate_up, down, selection_bias, shared)
+        return _layers.apply_moe(self, axes, x, self.router, gate_up, down, selection_bias, shared, accumulate_into)
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}

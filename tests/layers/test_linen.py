@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jax_grouped as jg
 
@@ -63,6 +64,28 @@ def test_types_follow_dense(x_dtype: str, dtype: str | None, param_dtype: str, e
     assert jax.eval_shape(dense.init_with_output, jax.random.key(0), x)[0].dtype == expected
     assert all(leaf.dtype == param_dtype for leaf in jax.tree.leaves(gradient))
     assert jnp.isfinite(y)
+
+
+def test_the_kernels_gradient_is_added_to_what_is_given() -> None:
+    x = jax.random.normal(jax.random.key(1), (10, 4))
+    layers = jg.linen.GroupedDense(6, 3), jg.nnx.GroupedDense(4, 6, 3, rngs=nnx.Rngs(0))
+    params = initialised(layers[0], x)
+    nnx.update(layers[1], params)
+
+    def of_linen(params: dict, into: jax.Array | None) -> jax.Array:
+        return jnp.sum(jnp.sin(layers[0].apply({"params": params}, x, SIZES, accumulate_into=into)))
+
+    def of_nnx(layer: jg.nnx.GroupedDense, into: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(layer(x, SIZES, accumulate_into=into)))
+
+    total = jax.grad(of_linen)(params, jnp.full((3, 4, 6), 2.0))
+
+    plain = jax.grad(of_linen)(params, None)
+    np.testing.assert_allclose(total["kernel"], plain["kernel"] + 2, rtol=1e-5, atol=1e-6)
+    nnx_total = nnx.grad(of_nnx)(layers[1], jnp.full((3, 4, 6), 2.0))
+    np.testing.assert_allclose(nnx_total["kernel"][...], total["kernel"], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"accumulate_into must be like the kernel of GroupedDense, .* got \(\(3, 6\)"):
+        of_nnx(layers[1], jnp.zeros((3, 6)))
 
 
 def test_logical_partitioning_names_reach_the_parameters() -> None:

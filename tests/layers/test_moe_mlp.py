@@ -172,6 +172,46 @@ def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[N
     assert nnx_names == {f"{layer}.{name}": spec for layer, of in expected.items() for name, spec in of.items()}
 
 
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["plain", "block"])
+def test_kernels_accumulate_into_what_is_given(recipe: jg.Recipe | None) -> None:
+    options = dict(OPTIONS, recipe=recipe)
+    whole = jg.linen.MoEMlp(**options)
+
+    def loss(params: Params, into: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(whole.apply({"params": params}, x(), accumulate_into=into)[0]))
+
+    def loss_of(layer: jg.nnx.MoEMlp, into: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(layer(x(), accumulate_into=into)[0]))
+
+    into = {name: jnp.cos(params()[name]["kernel"]) for name in ("gate_up", "down")}
+
+    got = jax.jit(jax.grad(loss))(params(), into)
+    of_nnx = nnx.jit(nnx.grad(loss_of))(nnx_layer(recipe=recipe), {"down": into["down"]})
+
+    plain = jax.jit(jax.grad(loss))(params(), None)
+    for name, sums in into.items():
+        expected = plain[name]["kernel"] + sums
+        np.testing.assert_allclose(got[name]["kernel"], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got[name]["bias"], plain[name]["bias"])
+    np.testing.assert_allclose(of_nnx["down"]["kernel"][...], got["down"]["kernel"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_nnx["gate_up"]["kernel"][...], plain["gate_up"]["kernel"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({"router": jnp.zeros((K, E))}, r"accumulate_into has gradients of gate_up and down, got \['router'\]"),
+        (
+            {"down": jnp.zeros((E, K, F))},
+            r"accumulate_into must be like the kernel of down, \(\(6, 32, 16\), 'float32'\)",
+        ),
+    ],
+)
+def test_what_nothing_can_accumulate_into_is_named(into: dict[str, jax.Array], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jg.linen.MoEMlp(**OPTIONS).apply({"params": params()}, x(), accumulate_into=into)
+
+
 def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
     layer = jg.linen.MoEMlp(**OPTIONS, expert_axis="data")
     specs = {"params": {name: P() if name == "router" else P("data") for name in params()}}
