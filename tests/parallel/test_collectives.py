@@ -40,6 +40,38 @@ def test_weights_of_a_rematerialised_layer_are_gathered_in_each_pass(kind: str) 
     assert gathered == {(E // 2, K, 2, F): 2, (E // 2, F, K): 2}
 
 
+def test_weights_that_microbatches_share_are_gathered_in_fp8() -> None:
+    mesh, both = typed_mesh("auto", GATHERED), P(("expert", "fsdp"))
+    options: dict[str, Any] = dict(num_experts=E, top_k=TOP_K, hidden_features=F, recipe=jg.Float8BlockScaling())
+    layer = jg.linen.MoEMlp(**options, cache_kernel=True, expert_axis="expert", batch_axes=("fsdp",))
+
+    def loss(params: Any, cache: Any, x: jax.Array) -> Any:
+        variables = {"params": params, "kernel_cache": cache}
+        (y, _), updated = layer.apply(variables, x, is_first_microbatch=True, mutable=["kernel_cache"])
+        return jnp.mean(y**2), updated
+
+    x = jax.ShapeDtypeStruct((T, K), jnp.float32)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def on_mesh(path: Any, of: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return of.update(sharding=NamedSharding(mesh, P() if "router" in jax.tree_util.keystr(path) else both))
+
+    arguments = jax.tree.map_with_path(on_mesh, (shapes["params"], shapes["kernel_cache"], x))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 2), has_aux=True))
+
+    got = sent(gradients.lower(*arguments).compile())
+
+    weights = {of for of in got if of.kind == "all-gather" and math.prod(of.shape) >= E // 2 * K * F}
+    # XLA for CPUs gathers FP8 numbers as float16.
+    assert {of.dtype for of in weights} <= {"f16", "f8e4m3fn"}
+    assert {of.shape for of in weights} == {
+        (E // 2, 2 * F, K),
+        (E // 2, K, F),
+        (E // 2, K, 2 * F),
+        (E // 2, F, K),
+    }
+
+
 def compiled_step(kind: str, axes: Mapping[str, int], recipe: jg.Recipe | None, *, remat: bool = False) -> Any:
     """Returns the gradients of parameters, states and tokens as one program; the axes are those of `programs`."""
     mesh = typed_mesh(kind, axes)
