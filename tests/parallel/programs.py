@@ -225,12 +225,13 @@ def sharded(model: Model, mesh: Mesh) -> Training:
         out_specs=(*parts, P()),
     )
 
-    def placed(array: np.ndarray, spec: P) -> jax.Array:
-        # Every process creates the parts of its own devices.
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
-
-    place = functools.partial(jax.tree.map, placed)
+    place = functools.partial(jax.tree.map, functools.partial(placed, mesh))
     return Training(jax.jit(step), place(start, parts), lambda batch: place(batch, (split, split)))
+
+
+def placed(mesh: Mesh, array: np.ndarray, spec: P) -> jax.Array:
+    """Returns the array on the mesh, of which every process creates the parts of its own devices."""
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
 
 def under_jit(model: Model, mesh: Mesh) -> Training:

@@ -1,6 +1,6 @@
-"""Two processes, with several CPU devices each, train as one device does."""
+"""Two processes, with several CPU devices each, train as one device does, and exchange tokens in both ways."""
 
-import json
+import itertools
 import os
 import socket
 import subprocess
@@ -10,19 +10,23 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from tests.parallel import programs, training_process
+from tests.parallel import layer, programs, training_process
 
 ROOT = Path(__file__).parents[2]
 PROCESSES, SECONDS = 2, 120
 
 
-def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_device_does(tmp_path: Path) -> None:
     port = free_port()
     started = [Started(tmp_path / f"process {process}", port, process) for process in range(PROCESSES)]
     try:
         # While they compile.
-        expected, _ = programs.on_one_device(jax.devices("cpu")[0], "xla")
+        device = jax.devices("cpu")[0]
+        losses, _ = programs.on_one_device(device, "xla")
+        one_device = Mesh(np.array([device]), ("data",))
+        of_layer = {recipe: layer.results(one_device, recipe) for recipe in layer.RECIPES}
         wait(started)
     finally:
         for process in started:
@@ -30,20 +34,29 @@ def test_two_processes_train_as_one_device_does(tmp_path: Path) -> None:
 
     assert all(process.succeeded for process in started), "\n".join(map(str, started))
     for process in started:
-        losses = json.loads(process.output.read_text().splitlines()[-1])
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert expected[-1] < 0.9 * expected[0]
+        arrays = np.load(process.arrays)
+        np.testing.assert_allclose(arrays["losses"], losses, rtol=programs.FLOAT32_TOLERANCE)
+        for recipe, expected in of_layer.items():
+            for method, name in itertools.product(layer.METHODS, expected):
+                of_processes = arrays[f"{recipe} {method} {name}"]
+                error = np.linalg.norm(of_processes - expected[name]) / np.linalg.norm(expected[name])
+                assert error <= layer.TOLERANCES[recipe], f"{recipe}, {method}, {name} {of_processes.shape}: {error}"
+    assert losses[-1] < 0.9 * losses[0]
 
 
 class Started:
     """Process of `tests.training_process`, and the files that it writes below a name."""
 
     def __init__(self, name: Path, port: int, process: int):
-        self.output, self.errors = name.with_suffix(".out"), name.with_suffix(".err")
-        command = [sys.executable, "-m", training_process.__name__, str(port), str(process), str(PROCESSES)]
-        with self.output.open("w") as output, self.errors.open("w") as errors:
+        self.arrays, self.errors = name.with_suffix(".npz"), name.with_suffix(".err")
+        arguments = [str(port), str(process), str(PROCESSES), str(self.arrays)]
+        with self.errors.open("w") as errors:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=errors, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+                [sys.executable, "-m", training_process.__name__, *arguments],
+                stdout=errors,
+                stderr=errors,
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )
 
     def __str__(self) -> str:

@@ -1,26 +1,33 @@
-"""One of several processes that train together: `python3 -m tests.parallel.training_process PORT PROCESS PROCESSES`.
+"""One of several processes that train together, and then compute a layer with each method of the exchange.
 
-The last line that it prints is a JSON list, the losses of all steps.
+Run `python3 -m tests.parallel.training_process PORT PROCESS PROCESSES OUT`. It writes `OUT`, a file of type `.npz`: the
+losses of all steps, and the arrays of the layer by recipe, method and name.
 """
 
-import json
 import sys
 
 import jax
+import numpy as np
 
 from tests.meshes import mesh_of
-from tests.parallel import programs
+from tests.parallel import layer, programs
 
 DEVICES = 4
 #: The experts' axis is the first, so it spans the processes.
 AXES = dict(expert=4, data=2)
 
 
-def main(port: str, process: str, processes: str) -> None:
+def main(port: str, process: str, processes: str, out: str) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(process), initialization_timeout=60)
-    losses, _ = programs.sharded(programs.model("nnx", AXES), mesh_of(AXES)).run()
-    print(json.dumps(losses.tolist()))
+    mesh = mesh_of(AXES)
+    losses, _ = programs.sharded(programs.model("nnx", AXES), mesh).run()
+    arrays = {"losses": losses}
+    for recipe in layer.RECIPES:
+        for method in layer.METHODS:
+            of_layer = layer.results(mesh, recipe, exchange_method=method)
+            arrays |= {f"{recipe} {method} {name}": array for name, array in of_layer.items()}
+    np.savez(out, **arrays)
 
 
 if __name__ == "__main__":
