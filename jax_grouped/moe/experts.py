@@ -102,11 +102,12 @@ def routed_mlp(
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
     routing = (weights, permutation.order, permutation.inverse, down.bias, shared)
     # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
+    zero_other_rows = jax.debug_nans.value
     spec = spec._replace(
         token_gather=token_gather,
         shared_dtype=None if shared is None else shared.dtype,
-        up=dataclasses.replace(spec.up, zero_other_rows=jax.config.jax_debug_nans),
-        down=dataclasses.replace(spec.down, zero_other_rows=jax.config.jax_debug_nans),
+        up=dataclasses.replace(spec.up, zero_other_rows=zero_other_rows),
+        down=dataclasses.replace(spec.down, zero_other_rows=zero_other_rows),
     )
     return _vary_and_apply(up_inputs, without_bias, routing, spec).astype(x.dtype)
 
