@@ -146,7 +146,8 @@ def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> Non
         begun = [i for i, name in enumerate(program) if name == f"{kind}-start"]
         return [set(program[i + 1 : program.index(f"{kind}-done", i)]) for i in begun]
 
-    first_sums, of_weights, of_tokens = during("all-to-all")
+    # Some versions of XLA also start the second half of the sums, with nothing to run meanwhile.
+    first_sums, *_, of_weights, of_tokens = during("all-to-all")
     assert "fusion" in first_sums  # The second half is summed.
     assert "gemm" in of_weights
     assert "gemm" in of_tokens
@@ -154,7 +155,7 @@ def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> Non
     if recipe is None:
         assert any("permute_rows" in names for names in gathered)
     else:
-        assert sum("quantize" in names for names in gathered) == 2
+        assert sum("quantize" in names for names in gathered) >= 2
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:
