@@ -56,9 +56,9 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
 //        [, activated data, scales, amax], scratch, partial sums)
 //
 // The attributes say which optional operands and results there are. An FP8 x has x_scale: its inverse scales, as in a
-// rowwise stack of blocks of 1 x 128. The caller should alias the previous results to the
-// results; otherwise they are copied. With stack_rows, every group must have that number of rows: the arrays have no
-// room for groups of other sizes.
+// rowwise stack of blocks of 1 x 128. The caller should alias the previous results to the results; otherwise they are
+// copied. With stack_rows, every group must have that number of rows: the arrays have no room for groups of other
+// sizes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Quantizes each token of x rowwise in blocks of 1 x 128, and copies it to the rows of its choices:

@@ -262,6 +262,7 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
         quantizes = spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
         kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients) if quantizes else None
         x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
+        # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
         up = arrays.up._replace(x=x)  # type: ignore[arg-type]
         arrays = arrays._replace(up=up, weights=spec.token_gather.weights(arrays.weights), shared=shared)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
@@ -328,8 +329,8 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
         return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
-    # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
+    # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
     (x,), row_indices = _gathered([x], arrays, spec)
     tokens = quantized(

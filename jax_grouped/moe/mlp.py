@@ -89,11 +89,8 @@ def grouped_mlp(
 
 
 def _is_composed(x: jax.Array, *products: tuple[Weights, DenseSpec]) -> bool:
-    """Tells whether the products are separate operations: without a recipe, and if XLA can split one of them."""
-    return any(
-        spec.recipe is None or is_split(Inputs(x, weights, None), spec)  # type: ignore[arg-type]
-        for weights, spec in products
-    )
+    """Tells whether the products are separate operations: if there is no recipe, or if XLA can split one of them."""
+    return any(spec.recipe is None or is_split(x, weights, spec) for weights, spec in products)
 
 
 def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> PartitionSpec:

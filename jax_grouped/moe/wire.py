@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_grouped.backends.reference.scales import spread
 from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
@@ -26,8 +27,9 @@ from jax_grouped.ops.rows import permute_rows
 
 def wire_recipe(recipe: Recipe | None, *, quantized: bool) -> Float8BlockScaling | None:
     """Returns the recipe if rows may travel in its FP8 numbers: if asked for, and if it scales by powers of two."""
-    scales_blocks = isinstance(recipe, Float8BlockScaling) and recipe.pow2_scales
-    return recipe if quantized and scales_blocks else None  # type: ignore[return-value]
+    if quantized and isinstance(recipe, Float8BlockScaling) and recipe.pow2_scales:
+        return recipe
+    return None
 
 
 def quantize_rows(x: jax.Array, recipe: Float8BlockScaling, dtype: DTypeLike) -> ScaledArray:
@@ -86,7 +88,7 @@ def _sent(
     received = move_rows(words, exchange)
     numbers, scales = jnp.split(received, [features // 4], axis=1)
     data = jax.lax.bitcast_convert_type(numbers, dtype).reshape(-1, features)
-    of_columns = jnp.repeat(jax.lax.bitcast_convert_type(scales, jnp.float32), BLOCK, axis=1)[:, :features]
+    of_columns = spread(jax.lax.bitcast_convert_type(scales, jnp.float32), BLOCK, features, axis=1)
     return (data.astype(jnp.float32) * of_columns).astype(x.dtype)
 
 

@@ -151,14 +151,14 @@ class SavedOnMesh(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
-    if dense_on_mesh.is_split(inputs, spec):
+    if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
         return dense_on_mesh.fprop(inputs, spec, _scales(spec, inputs.weights.fp8_state))[0]
     return fprop(inputs, spec, for_gradients=False)[0]
 
 
 def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved | SavedOnMesh]:
     inputs = primal_values(primals)
-    if dense_on_mesh.is_split(inputs, spec):
+    if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
         state = inputs.weights.fp8_state
         y, amax = dense_on_mesh.fprop(inputs, spec, _scales(spec, state))
         return y, SavedOnMesh(inputs, DenseResiduals(None, None, inputs.groups, state, amax, spec))

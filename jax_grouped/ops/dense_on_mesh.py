@@ -19,15 +19,14 @@ from jax_grouped.fp8.recipes import DelayedScaling
 from jax_grouped.fp8.state import PerTensor
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
-from jax_grouped.ops.inputs import DenseSpec, Inputs
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
 from jax_grouped.ops.quantize_kernel import kernel_spec
 
 
-def is_split(inputs: Inputs, spec: DenseSpec) -> bool:
+def is_split(x: jax.Array, weights: Weights, spec: DenseSpec) -> bool:
     """Tells whether `fprop` and `gradients` of this module are to be called. A cache of the kernel is not split."""
-    weights = inputs.weights
-    return spec.recipe is not None and weights.kernel_cache is None and lie_on_mesh(inputs.x, weights.kernel)
+    return spec.recipe is not None and weights.kernel_cache is None and lie_on_mesh(x, weights.kernel)
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[jax.Array, dict[str, jax.Array] | None]:

@@ -127,7 +127,7 @@ def test_other_recipes_send_no_more_than_maxima(kind: str, name: str) -> None:
 
     got = run(kind, name, case)
 
-    # Of the tokens and the result's gradient of each product. A device has its kernels whole.
+    # Maxima of the tokens and of the result's gradient of each product are combined. A device has its kernels whole.
     maxima = {Collective("all-reduce", (E // 2,), "f32"): 4} if name == "delayed" else {}
     assert got == listed(case) + Counter(maxima)
 
