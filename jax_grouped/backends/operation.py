@@ -5,7 +5,8 @@ The collectives of a plan are the least that its shardings need:
 - A dimension that operands and results share is split everywhere. That costs nothing.
 - A result of parts of another dimension is summed over them with one `psum` or, where only a part of the sum is
   wanted, one `psum_scatter`; a largest value is found with one `pmax`.
-- A dimension that cannot be split, or not evenly, is gathered. So is one of two that are split over the same axis.
+- A dimension that cannot be split, or not evenly, is gathered. So is one of two that are split over the same axis. An
+  operation may gather an operand itself, to send it in another form.
 """
 
 import abc
@@ -24,10 +25,14 @@ Local = Callable[..., Sequence[jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A dimension of one call: the mesh axes that it is split over, and the number of its parts."""
+    """A dimension of one call: the mesh axes that it is split over, and the number of its parts.
+
+    Over the axes `stored`, an operand that the operation itself gathers is stored in parts.
+    """
 
     axes: tuple[str, ...] = ()
     parts: int = 1
+    stored: tuple[str, ...] = ()
 
     def index(self) -> jax.Array | int:
         """Returns the part that this device has."""
@@ -70,6 +75,11 @@ class Operation(abc.ABC):
 
     @property
     def added(self) -> tuple[int, int] | None:
+        return None
+
+    @property
+    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
+        """Position of an operand that the local function gathers, if it is stored in parts along these dimensions."""
         return None
 
     @abc.abstractmethod
@@ -124,6 +134,10 @@ class Batched(Operation):
     def added(self) -> tuple[int, int] | None:
         return self.inner.added
 
+    @property
+    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
+        return self.inner.gathers
+
     def grain(self, dimension: str) -> int:
         return self.inner.grain(dimension)
 
@@ -151,12 +165,16 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
     named_operands = [*zip(operation.operands, operands, strict=True)]
     named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
     splits = _splits(operation, mesh, [*named_operands, *named_results])
+    gathered, dimensions = operation.gathers or (None, ())
+    if gathered is not None:
+        splits |= _storage(operation, mesh, *named_operands[gathered], dimensions, splits)
 
-    def spec(names: str) -> PartitionSpec:
-        return PartitionSpec(*(splits[name].axes or None for name in names.split()))
+    def spec(names: str, *, stored: bool = False) -> PartitionSpec:
+        of_dimensions = [splits[name] for name in names.split()]
+        return PartitionSpec(*(of.axes or (of.stored if stored else ()) or None for of in of_dimensions))
 
     reductions = [_Reduction.of(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
-    operand_specs = [spec(names) for names in operation.operands]
+    operand_specs = [spec(names, stored=i == gathered) for i, names in enumerate(operation.operands)]
     result_specs = [of.scattered(spec(names)) for (names, _), of in zip(named_results, reductions, strict=True)]
     local = operation.local(splits)
     added, to = operation.added or (None, 0)
@@ -205,6 +223,36 @@ def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tu
                 splits[wanted] = Split(axes, parts)
                 taken |= {*axes}
     return splits
+
+
+def _storage(
+    operation: Operation,
+    mesh: Mesh | AbstractMesh,
+    names: str,
+    array: Any,
+    dimensions: Sequence[str],
+    splits: Mapping[str, Split],
+) -> dict[str, Split]:
+    """Returns the splits of those of the dimensions that an operand is stored in parts along, and that are not split.
+
+    Args:
+        operation: the operation.
+        mesh: the mesh.
+        names: the dimensions of the operand.
+        array: its shape and sharding.
+        dimensions: those along which the operation gathers it.
+        splits: how the dimensions of the operation are split.
+    """
+    taken = {axis for name in names.split() for axis in splits[name].axes}
+    stored = {}
+    for dimension, name in enumerate(names.split()):
+        axes = axes_of(array.sharding, dimension)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        divides = array.shape[dimension] % (parts * operation.grain(name)) == 0
+        if parts > 1 and divides and name in dimensions and not splits[name].axes and not taken & {*axes}:
+            stored[name] = dataclasses.replace(splits[name], stored=axes)
+            taken |= {*axes}
+    return stored
 
 
 @dataclasses.dataclass(frozen=True)

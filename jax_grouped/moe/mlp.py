@@ -17,7 +17,7 @@ from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.dense_on_mesh import is_split
-from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_weights, vary_inputs
+from jax_grouped.ops.inputs import DenseSpec, Inputs, Partitions, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES
 from jax_grouped.ops.rows import activate
 
@@ -76,7 +76,7 @@ def grouped_mlp(
     """
     x = as_array("x", x)
     gate_up, down, spec = canonical_mlp(x, gate_up, down, activation, recipe, precision)
-    if _is_composed(x, (gate_up, spec.up), (down, spec.down)):
+    if _is_composed(x, gate_up, down, spec, out_sharding):
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
         hidden = dense(x, **gate_up._asdict(), out_sharding=_hidden_spec(x, gate_up.kernel, down.kernel))
         hidden = checkpoint_name(hidden, _HIDDEN_NAME)
@@ -88,9 +88,12 @@ def grouped_mlp(
     return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
 
 
-def _is_composed(x: jax.Array, *products: tuple[Weights, DenseSpec]) -> bool:
-    """Tells whether the products are separate operations: if there is no recipe, or if XLA can split one of them."""
-    return any(spec.recipe is None or is_split(x, weights, spec) for weights, spec in products)
+def _is_composed(
+    x: jax.Array, gate_up: Weights, down: Weights, spec: "MlpSpec", out: NamedSharding | PartitionSpec | None
+) -> bool:
+    """Tells whether the products are separate operations: if there is no recipe, or if one of them can be split."""
+    last = dataclasses.replace(spec.down, partitions=Partitions(out=checks.canonical_out_spec(out)))
+    return spec.up.recipe is None or is_split(x, gate_up, spec.up) or is_split(x, down, last)
 
 
 def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> PartitionSpec:
@@ -120,8 +123,11 @@ def canonical_mlp(
     activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
+    parts: int = 1,
 ) -> tuple[Weights, Weights, MlpSpec]:
     """Returns both weights as arrays, and the static part of their products with tokens such as `x`.
+
+    The kernels are one of `parts`, as in `canonical_weights`.
 
     Raises:
         TypeError: as `grouped_mlp`.
@@ -132,9 +138,9 @@ def canonical_mlp(
     check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     if recipe is not None:
         checks.check_fp8_features("down", down.kernel.shape, down.kernel.shape[1], "F")
-    gate_up, up = canonical_weights(x, gate_up, recipe, None, precision, "gate_up")
+    gate_up, up = canonical_weights(x, gate_up, recipe, None, precision, "gate_up", parts)
     hidden = jax.ShapeDtypeStruct((x.shape[0], down.kernel.shape[1]), x.dtype)
-    down, spec = canonical_weights(hidden, down, recipe, None, precision, "down")
+    down, spec = canonical_weights(hidden, down, recipe, None, precision, "down", parts)
     return (
         gate_up,
         down,

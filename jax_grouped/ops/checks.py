@@ -74,7 +74,7 @@ def check_kernel(
         )
 
 
-def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
+def check_bias(bias: jax.Array, kernel: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless `bias` is the `[G, N]` of the kernel's `[G, K, N]`."""
     check_dtype("bias's type", bias.dtype)
     expected = (kernel.shape[0], kernel.shape[2])
@@ -83,7 +83,11 @@ def check_bias(bias: jax.Array, kernel: jax.Array) -> None:
 
 
 def canonical_groups(
-    group_sizes: GroupSizes, group_offset: ArrayLike | None, kernel_name: str, kernel: jax.Array, capacity: int
+    group_sizes: GroupSizes,
+    group_offset: ArrayLike | None,
+    kernel_name: str,
+    kernel: jax.Array | jax.ShapeDtypeStruct,
+    capacity: int,
 ) -> Groups:
     """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
 

@@ -5,6 +5,7 @@ quantizes its own part inside of the operations, and what waits for the backward
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,29 +15,35 @@ import jax.numpy as jnp
 from jax_grouped.backends.operation import Local, Operation, Result, Split
 from jax_grouped.backends.partition import apply, lie_on_mesh
 from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import feature_grain
-from jax_grouped.fp8.recipes import DelayedScaling
+from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import PerTensor
 from jax_grouped.ops.bias import add_bias
+from jax_grouped.ops.gather import gather_kernels
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
-from jax_grouped.ops.quantize_kernel import kernel_spec
+from jax_grouped.ops.quantize_kernel import cache_dimensions, kernel_spec
 
 
 def is_split(x: jax.Array, weights: Weights, spec: DenseSpec) -> bool:
-    """Tells whether `fprop` and `gradients` of this module are to be called. A cache of the kernel is not split."""
-    return spec.recipe is not None and weights.kernel_cache is None and lie_on_mesh(x, weights.kernel)
+    """Tells whether `fprop` and `gradients` of this module are to be called."""
+    return spec.recipe is not None and lie_on_mesh(x, weights.kernel, like=[spec.partitions.out])
 
 
 def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the result, and the largest values of both operands if their scales are given."""
     x, weights, groups, _ = inputs
-    given = () if scales is None else (scales.input, scales.kernel)
-    y, *amax = apply(_Fprop(spec), x, weights.kernel, *groups, *given, like=[spec.partitions.out])
+    cache = weights.kernel_cache
+    kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
+    given = () if scales is None else (scales.input, *([scales.kernel] if cache is None else []))
+    y, *amax = apply(_Fprop(spec, cache is not None), x, *kernels, *groups, *given, like=[spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
-    return y, dict(zip(("input", "kernel"), amax, strict=True)) if amax else None
+    if scales is None:
+        return y, None
+    return y, {"input": amax[0], "kernel": amax[1] if cache is None else cache.amax}
 
 
 class Gradients(NamedTuple):
@@ -51,63 +58,130 @@ class Gradients(NamedTuple):
 def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax.Array) -> Gradients:
     """Returns the gradients, and the largest values of `dy` if its scales are given."""
     x, weights, groups, _ = inputs
-    accumulator = weights.dkernel_accumulator
+    cache, accumulator = weights.kernel_cache, weights.dkernel_accumulator
+    kernels = (weights.kernel,) if cache is None else (cache.rowwise.data, cache.rowwise.scale_inv)
     out = weights.kernel if accumulator is None else accumulator
-    operation = _Gradients(spec, out.dtype, accumulator is not None)
-    given = (*(() if accumulator is None else (accumulator,)), *(() if scales is None else scales))
+    operation = _Gradients(spec, cache is not None, out.dtype, accumulator is not None)
+    accumulators = () if accumulator is None else (accumulator,)
+    given = () if scales is None else scales if cache is None else (scales.input, scales.output_grad)
     of = spec.partitions
     like = [of.x, of.kernel, *([] if spec.bias_dtype is None else [of.bias])]
-    dx, dkernel, *more = apply(operation, x, weights.kernel, dy, *groups, *given, like=like)
+    dx, dkernel, *more = apply(operation, x, *kernels, dy, *groups, *accumulators, *given, like=like)
     dbias = None if spec.bias_dtype is None else more.pop(0).astype(spec.bias_dtype)
     return Gradients(dx, dkernel, dbias, more.pop() if more else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass(Operation):
-    """A pass: t tokens, e kernels, k and n their features."""
+    """A pass: t tokens, e kernels, k and n their features. With `cached`, kernels are quantized already."""
 
     spec: DenseSpec
-    splittable = ("t", "e", "n", "k")
+    cached: bool
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        return ("t", "e") if self.cached else ("t", "e", "n", "k")
+
+    @property
+    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
+        if self.cached:
+            return None
+        # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
+        by_features = isinstance(self.spec.recipe, Float8BlockScaling | DelayedScaling)
+        return 1, ("e", "k", "n") if by_features else ("e",)
+
+    @property
+    def _recipe(self) -> Recipe:
+        assert self.spec.recipe is not None
+        return self.spec.recipe
 
     @property
     def _has_scales(self) -> bool:
         return isinstance(self.spec.recipe, DelayedScaling)
 
     def grain(self, dimension: str) -> int:
-        assert self.spec.recipe is not None
-        return feature_grain(self.spec.recipe.token_mode) if dimension in {"k", "n"} else 1
+        return feature_grain(self._recipe.token_mode) if dimension in {"k", "n"} else 1
 
-    def _own(self, x: jax.Array, kernel: jax.Array) -> DenseSpec:
-        """Returns the spec of a device that has these parts."""
-        own = jax.ShapeDtypeStruct(kernel.shape, self.spec.kernel.dtype)
-        return dataclasses.replace(self.spec, tokens=x.shape[0], kernel=own)
+    def _kernel_operands(self, *, columnwise: bool) -> tuple[str, ...]:
+        if not self.cached:
+            return ("e k n",)
+        row_data, row_scale, column_data, column_scale, _ = cache_dimensions(
+            kernel_spec(self.spec.kernel.shape, self._recipe)
+        )
+        return (column_data, column_scale) if columnwise else (row_data, row_scale)
+
+    def _own(self, x: jax.Array, splits: Mapping[str, Split]) -> DenseSpec:
+        """Returns the spec of a device that has these tokens."""
+        whole = self.spec.kernel
+        shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.shape, strict=True))
+        return dataclasses.replace(self.spec, tokens=x.shape[0], kernel=jax.ShapeDtypeStruct(shape, whole.dtype))
+
+    def _quantized(
+        self,
+        kernels: Sequence[jax.Array],
+        scales: Sequence[jax.Array],
+        own: DenseSpec,
+        splits: Mapping[str, Split],
+        *,
+        columnwise: bool,
+    ) -> tuple[ScaledArray, jax.Array | None]:
+        """Returns the kernels that this device multiplies by, and their largest values if they are quantized here.
+
+        Args:
+            kernels: as they are stored.
+            scales: the scale of each kernel, if scales are given.
+            own: the spec of this device.
+            splits: how dimensions are split, and kernels stored.
+            columnwise: the orientation.
+        """
+        groups, rows, features = own.kernel.shape
+        layout = kernel_spec(own.kernel.shape, self._recipe).layout((groups * rows, features), columnwise=columnwise)
+        if self.cached:
+            data, scale_inv = kernels
+            return ScaledArray(data, scale_inv, None, layout), None
+        (kernel,) = kernels
+        experts, *of_features = (splits[name].stored for name in "ekn")
+        if experts:
+            start = kernel.shape[0] * jax.lax.axis_index(experts)
+            scales = [jax.lax.dynamic_slice_in_dim(scale, start, kernel.shape[0]) for scale in scales]
+        spec = dataclasses.replace(
+            kernel_spec(kernel.shape, self._recipe), rowwise=not columnwise, columnwise=columnwise
+        )
+        quantized = quantize_stack(kernel, *scales, spec=spec)
+        scaled, amax = quantized.columnwise if columnwise else quantized.rowwise, quantized.amax
+        assert scaled is not None
+        if not (experts or any(of_features)):
+            return scaled, amax
+        if self._has_scales and any(of_features):
+            amax = jax.lax.pmax(amax, tuple(itertools.chain(*of_features)))
+        if self._has_scales and experts:
+            amax = jax.lax.all_gather(amax, experts, tiled=True)
+        storage = experts, *(reversed(of_features) if columnwise else of_features)
+        return gather_kernels(scaled, storage, layout), amax
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fprop(_Pass):
     @property
     def operands(self) -> tuple[str, ...]:
-        return "t k", "e k n", *GROUP_DIMENSIONS, *["e", "e"] * self._has_scales
+        scales = ["e"] * self._has_scales * (1 if self.cached else 2)
+        return "t k", *self._kernel_operands(columnwise=True), *GROUP_DIMENSIONS, *scales
 
     @property
     def results(self) -> tuple[Result, ...]:
         amax = Result("e", over="t k", how="max"), Result("e", over="k n", how="max")
-        return RESULTS["fprop"], *amax * self._has_scales
+        return RESULTS["fprop"], *(amax[:1] if self.cached else amax) * self._has_scales
 
     def local(self, splits: Mapping[str, Split]) -> Local:
-        def run(
-            x: jax.Array, kernel: jax.Array, sizes: jax.Array, offset: jax.Array, *scales: jax.Array
-        ) -> Sequence[jax.Array]:
-            spec = self._own(x, kernel)
-            assert spec.recipe is not None
-            groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=kernel.shape[0])
+        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
+            kernels, (sizes, offset, *scales) = more[: 1 + self.cached], more[1 + self.cached :]
+            spec = self._own(x, splits)
+            groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=spec.num_groups)
             tokens = quantize_tokens(x, groups, *scales[:1], spec=spec.x_spec(columnwise=False))
-            columnwise = dataclasses.replace(kernel_spec(kernel.shape, spec.recipe), rowwise=False)
-            kernels = quantize_stack(kernel, *scales[1:], spec=columnwise)
+            kernel, amax = self._quantized(kernels, scales[1:], spec, splits, columnwise=True)
             assert tokens.rowwise is not None
-            assert kernels.columnwise is not None
-            y = gemm(tokens.rowwise, kernels.columnwise, groups, spec.gemm("fprop", spec.out_dtype))
-            return [y, *(of.amax for of in (tokens, kernels) if self._has_scales and of.amax is not None)]
+            y = gemm(tokens.rowwise, kernel, groups, spec.gemm("fprop", spec.out_dtype))
+            return [y, *(of for of in (tokens.amax, amax) if self._has_scales and of is not None)]
 
         return run
 
@@ -120,7 +194,13 @@ class _Gradients(_Pass):
     @property
     def operands(self) -> tuple[str, ...]:
         accumulators = ["e k n"] * self.accumulates
-        return "t k", "e k n", "t n", *GROUP_DIMENSIONS, *accumulators, *["e"] * 3 * self._has_scales
+        scales = ["e"] * self._num_scales
+        return "t k", *self._kernel_operands(columnwise=False), "t n", *GROUP_DIMENSIONS, *accumulators, *scales
+
+    @property
+    def _num_scales(self) -> int:
+        """Number of operands with given scales: of tokens, of kernels unless cached, and of the result's gradient."""
+        return (2 if self.cached else 3) * self._has_scales
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -130,26 +210,21 @@ class _Gradients(_Pass):
 
     @property
     def added(self) -> tuple[int, int] | None:
-        return (5, 1) if self.accumulates else None
+        return (self.operands.index("o") + 1, 1) if self.accumulates else None
 
     def local(self, splits: Mapping[str, Split]) -> Local:
-        def run(
-            x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array
-        ) -> Sequence[jax.Array]:
-            spec = self._own(x, kernel)
-            assert spec.recipe is not None
-            groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=kernel.shape[0])
-            scales = more[-3:] if self._has_scales else ()
-            (accumulator,) = more[: len(more) - len(scales)] or (None,)
-            tokens = quantize_tokens(x, groups, *scales[:1], spec=spec.x_spec(rowwise=False))
-            rowwise = dataclasses.replace(kernel_spec(kernel.shape, spec.recipe), rowwise=True, columnwise=False)
-            kernels = quantize_stack(kernel, *scales[1:2], spec=rowwise)
-            gradient = quantize_tokens(dy, groups, *scales[2:], spec=spec.dy_spec())
+        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
+            kernels, (dy, sizes, offset, *others) = more[: 1 + self.cached], more[1 + self.cached :]
+            accumulator = others.pop(0) if len(others) > self._num_scales else None
+            spec = self._own(x, splits)
+            groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=spec.num_groups)
+            tokens = quantize_tokens(x, groups, *others[:1], spec=spec.x_spec(rowwise=False))
+            kernel, _ = self._quantized(kernels, others[1:-1], spec, splits, columnwise=False)
+            gradient = quantize_tokens(dy, groups, *others[-1:], spec=spec.dy_spec())
             assert tokens.columnwise is not None
-            assert kernels.rowwise is not None
             assert gradient.rowwise is not None
             assert gradient.columnwise is not None
-            dx = gemm(gradient.rowwise, kernels.rowwise, groups, spec.gemm("dgrad", spec.x_dtype))
+            dx = gemm(gradient.rowwise, kernel, groups, spec.gemm("dgrad", spec.x_dtype))
             wgrad = spec.gemm("wgrad", self.kernel_dtype)
             dkernel = gemm(tokens.columnwise, gradient.columnwise, groups, wgrad, accumulator)
             optional = gradient.dbias, gradient.amax if self._has_scales else None

@@ -188,8 +188,11 @@ def canonical_weights(
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
     name: str = "kernel",
+    parts: int = 1,
 ) -> tuple[Weights, DenseSpec]:
     """Returns the weights as arrays, and the static part of their product with tokens such as `x`.
+
+    The kernel, its cache and its accumulator are one of `parts` of the stack that the product multiplies by.
 
     Raises:
         TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.
@@ -199,22 +202,23 @@ def canonical_weights(
     kernel = as_array(name, kernel)
     checks.check_tokens("x", x)
     checks.check_kernel(name, kernel, "x", x)
+    whole = jax.ShapeDtypeStruct((parts * kernel.shape[0], *kernel.shape[1:]), kernel.dtype)
     out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
     checks.check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
         if isinstance(bias, Recipe) or is_recipe_class(bias):
             raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
-        checks.check_bias(bias, kernel)
+        checks.check_bias(bias, whole)
     _check_recipe(recipe, x, name, kernel, cache, precision)
-    check_state(state, recipe, kernel.shape[0])
+    check_state(state, recipe, whole.shape[0])
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
     spec = DenseSpec(
         recipe=recipe,
         precision=checks.canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype),
-        kernel=jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+        kernel=whole,
         tokens=x.shape[0],
         out_dtype=jnp.dtype(out_dtype),
         x_dtype=x.dtype,

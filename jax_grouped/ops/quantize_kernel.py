@@ -91,20 +91,13 @@ class _QuantizeKernel(Operation):
     splittable = ("e",)
 
     @property
-    def _results(self) -> tuple[str, ...]:
-        scales = {ScalingMode.TENSOR: ("e", "e")}.get(self.spec.mode, ("e r s", "e c d"))
-        if self.spec.swizzled_scales:
-            scales = "e r", "e c"
-        return "e k n", scales[0], "e n m", scales[1], "e"
-
-    @property
     def operands(self) -> tuple[str, ...]:
-        previous = ("f", *self._results) if self.spec.cached else ()
+        previous = ("f", *cache_dimensions(self.spec)) if self.spec.cached else ()
         return "e k n", *["e"] * self.spec.given_scale, *previous
 
     @property
     def results(self) -> tuple[Result, ...]:
-        return tuple(map(Result, self._results))
+        return tuple(map(Result, cache_dimensions(self.spec)))
 
     def local(self, splits: Mapping[str, Split]) -> Local:
         spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
@@ -117,6 +110,14 @@ class _QuantizeKernel(Operation):
             return [row.data, row.scale_inv, column.data, column.scale_inv, quantized.amax]
 
         return run
+
+
+def cache_dimensions(spec: QuantizeSpec) -> tuple[str, str, str, str, str]:
+    """Returns the dimensions of the arrays of a `KernelCache`, as an `Operation` names them."""
+    scales = {ScalingMode.TENSOR: ("e", "e")}.get(spec.mode, ("e r s", "e c d"))
+    if spec.swizzled_scales:
+        scales = "e r", "e c"
+    return "e k n", scales[0], "e n k", scales[1], "e"
 
 
 def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:

@@ -91,6 +91,8 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
         return jax.jit(lambda *of: jg.ragged_dot(*of, SIZES, precision="highest", **out))(*arguments)
 
     assert jax.typeof(multiply(P("data"), OUT_OF_KERNEL)).sharding.spec == P("data", "model")
+    y = multiply(WHOLE, WHOLE, out_sharding=P("data"))
+    assert jax.typeof(y).sharding.spec == P("data", None)
     for specs in [(LAST, LAST), (P("data"), P("data")), (P("data"), P(None, "data")), (WHOLE, P("model"))]:
         with pytest.raises(ValueError, match=r"ambiguous how the output should be sharded.*`out_sharding`"):
             multiply(*specs)
@@ -99,6 +101,33 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
             spec = out.spec if isinstance(out, NamedSharding) else out
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
             np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is(cached: bool) -> None:
+    mesh = explicit_mesh()
+    (recipe, bound), arrays = RECIPES["block"], operands_of_fp8()
+    cache = jg.quantize_kernel(arrays[1], recipe) if cached else None
+    *operands, dy = arrays
+    sharded = (*put(mesh, operands, WHOLE), put(mesh, dy, P("data")), None, None, put(mesh, cache, WHOLE))
+
+    results = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=P("data")))(*sharded)
+
+    assert jax.typeof(results[0]).sharding.spec == P("data", None)
+    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, None, None, cache), bound)
+
+
+@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling()], ids=["float32", "block"])
+def test_a_result_of_grouped_mlp_is_sharded_as_asked_for_even_if_no_operand_is(recipe: jg.Recipe | None) -> None:
+    mesh = explicit_mesh()
+    x, gate_up, *_ = operands_of_fp8()
+    down = gate_up[:, :, :256]
+    mlp = functools.partial(jg.moe.grouped_mlp, group_sizes=SIZES, recipe=recipe)
+
+    y = jax.jit(functools.partial(mlp, out_sharding=P("data")))(*put(mesh, (x, gate_up, down), WHOLE))
+
+    assert jax.typeof(y).sharding.spec == P("data", None)
+    np.testing.assert_allclose(y, mlp(x, gate_up, down), rtol=0.02, atol=0.02 * float(jnp.abs(y).max()))
 
 
 @pytest.mark.parametrize(
