@@ -1,5 +1,6 @@
 """Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
-from jax_grouped.fp8.state import Fp8State
+from jax_grouped.fp8.state import Fp8State, part_of_state
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
@@ -181,9 +182,11 @@ def apply_moe(
         precision=layer.precision,
         exchange_method=layer.exchange_method,
         quantized_exchange=layer.quantized_exchange,
+        quantized_combine=layer.quantized_combine,
         shared=shared,
         expert_axis=axes.expert,
         feature_axis=axes.feature,
+        fsdp_axis=axes.fsdp,
         batch_axes=axes.batch,
     )
     y = y.reshape(x.shape)
@@ -258,13 +261,21 @@ def requantized(
     return quantized(kernel, recipe, fp8_state, previous=stored, skip=skip)
 
 
-def local_size(name: str, size: int, axis_name: str | None) -> int:
-    """Returns one device's part of `size` features or experts inside `jax.shard_map` over the axis, else `size`.
+def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) -> Fp8State | None:
+    """Returns the state of this device's part of the kernel, for its quantization inside `jax.shard_map`."""
+    if state is None or fsdp_axis is None or not is_bound(fsdp_axis):
+        return state
+    return part_of_state(state, fsdp_axis, kernel.shape[0])
+
+
+def local_size(name: str, size: int, axes: Sequence[str | None]) -> int:
+    """Returns one device's part of `size` features or experts inside `jax.shard_map` over the axes, else `size`.
 
     Raises:
-        ValueError: `size` cannot be split evenly over the axis.
+        ValueError: `size` cannot be split evenly over the axes.
     """
-    devices = axis_size(axis_name) if axis_name is not None and is_bound(axis_name) else 1
+    split_over = [axis for axis in axes if axis is not None and is_bound(axis)]
+    devices = math.prod(map(axis_size, split_over))
     if size % devices:
-        raise ValueError(f"{name} must be a multiple of the {devices} devices of the axis {axis_name!r}, got {size}.")
+        raise ValueError(f"{name} must be a multiple of the {devices} devices along {split_over}, got {size}.")
     return size // devices

@@ -187,8 +187,11 @@ class GroupedKernel(nn.Module):
         return flat_weights(self.stored(is_first_microbatch))
 
     @nn.compact
-    def stored(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """Returns the same with `kernel` and `bias` in the shapes of the parameters."""
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
+
+        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
+        """
         _layers.check_caching(self.recipe, self.cache_kernel, is_first_microbatch)
         groups, _, *features = self.shape
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
@@ -196,7 +199,9 @@ class GroupedKernel(nn.Module):
         if self.bias_init is not None:
             bias = self.param("bias", self.bias_init, (groups, *features), self.param_dtype)
         state = self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None
-        cache = self._kernel_cache(kernel, state, is_first_microbatch) if self.cache_kernel else None
+        cache = None
+        if self.cache_kernel:
+            cache = self._kernel_cache(kernel, _layers.own_state(state, kernel, fsdp_axis), is_first_microbatch)
         return Weights(kernel, bias, cache, state)
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
@@ -274,7 +279,8 @@ class MoEMlp(nn.Module):
         router_init, gate_up_init, down_init, bias_init: called with `(key, shape, param_dtype)`.
         recipe: how the experts compute in FP8; None to compute in `dtype`.
         cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in `jg.moe.moe_mlp`.
+        expert_axis, feature_axis, fsdp_axis, batch_axes: as in `jg.moe.moe_mlp`.
+        exchange_method, quantized_exchange, quantized_combine: likewise.
         expert_groups, top_groups: likewise.
         activation: that of the experts, see `jg.moe.grouped_mlp`.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
@@ -314,9 +320,11 @@ class MoEMlp(nn.Module):
     cache_kernel: bool = False
     expert_axis: str | None = None
     feature_axis: str | None = None
+    fsdp_axis: str | None = None
     batch_axes: Sequence[str] = ()
     exchange_method: ExchangeMethod = "auto"
     quantized_exchange: bool = True
+    quantized_combine: bool = False
     expert_groups: int | None = None
     top_groups: int | None = None
     activation: Activation = "silu_mul"
@@ -356,12 +364,12 @@ class MoEMlp(nn.Module):
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
         features = _layers.num_features(x, "[..., K]")
-        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.batch_axes)
+        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.fsdp_axis, self.batch_axes)
         if self.is_initializing() and not _layers.has_sharded_type(x):
             # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
-            axes = MoEAxes.of(None, None, ())
-        experts = _layers.local_size("num_experts", self.num_experts, axes.expert)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, axes.feature)
+            axes = MoEAxes.of(None, None, None, ())
+        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
 
         names = _layers.axis_names(self.logical_axes, self.activation)
 
@@ -379,8 +387,8 @@ class MoEMlp(nn.Module):
                 name=name,
             )
             given = self.variables.get("params", {}).get(name, {})
-            _layers.check_part(name, given, shape, (axes.expert, axes.feature))
-            return kernel.stored(is_first_microbatch)
+            _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
+            return kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
 
         router = nn.Dense(
             self.num_experts,

@@ -138,8 +138,11 @@ class GroupedKernel(nnx.Module):
         """
         return flat_weights(self.stored(is_first_microbatch))
 
-    def stored(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """Returns the same with `kernel` and `bias` in the shapes of the parameters."""
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
+
+        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
+        """
         _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
@@ -149,7 +152,7 @@ class GroupedKernel(nnx.Module):
             cache = _layers.requantized(
                 kernel,
                 self.recipe,
-                state,
+                _layers.own_state(state, kernel, fsdp_axis),
                 stored=self.kernel_cache.get_value(),
                 is_first_microbatch=is_first_microbatch,
             )
@@ -292,7 +295,8 @@ class MoEMlp(nnx.Module):
         score, normalize_weights, weight_scale, capacity_factor: as in linen.
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, batch_axes, exchange_method, quantized_exchange: as in linen.
+        expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
+        exchange_method, quantized_exchange, quantized_combine: as in linen.
         expert_groups, top_groups, activation: as in linen.
         logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
@@ -331,9 +335,11 @@ class MoEMlp(nnx.Module):
         cache_kernel: bool = False,
         expert_axis: str | None = None,
         feature_axis: str | None = None,
+        fsdp_axis: str | None = None,
         batch_axes: Sequence[str] = (),
         exchange_method: ExchangeMethod = "auto",
         quantized_exchange: bool = True,
+        quantized_combine: bool = False,
         expert_groups: int | None = None,
         top_groups: int | None = None,
         activation: Activation = "silu_mul",
@@ -388,9 +394,11 @@ class MoEMlp(nnx.Module):
         self.recipe = recipe
         self.expert_axis = expert_axis
         self.feature_axis = feature_axis
+        self.fsdp_axis = fsdp_axis
         self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
         self.exchange_method = exchange_method
         self.quantized_exchange = quantized_exchange
+        self.quantized_combine = quantized_combine
         self.expert_groups = expert_groups
         self.top_groups = top_groups
         self.activation = activation
@@ -420,18 +428,20 @@ class MoEMlp(nnx.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
-        experts = _layers.local_size("num_experts", self.num_experts, self.expert_axis)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, self.feature_axis)
+        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.fsdp_axis, self.batch_axes)
+        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
         gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)
-        self._check_part("gate_up", self.gate_up, gate_up_shape)
-        self._check_part("down", self.down, (experts, hidden, self.features))
-        gate_up, down = (kernel.stored(is_first_microbatch) for kernel in (self.gate_up, self.down))
-        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.batch_axes)
+        self._check_part("gate_up", self.gate_up, gate_up_shape, axes)
+        self._check_part("down", self.down, (experts, hidden, self.features), axes)
+        gate_up, down = (
+            kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp) for kernel in (self.gate_up, self.down)
+        )
         return _layers.apply_moe(self, axes, x, self.router, gate_up, down, selection_bias, shared, accumulate_into)
 
-    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
+    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}
-        _layers.check_part(name, given, shape, (self.expert_axis, self.feature_axis))
+        _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
 
 
 def __dir__() -> list[str]:

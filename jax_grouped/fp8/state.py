@@ -1,7 +1,7 @@
 """The state of delayed scaling: the largest values of earlier steps. The next scales follow from it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Self
 
 import jax
@@ -181,6 +181,12 @@ def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
     if AxisType.Explicit not in mesh.axis_types or jax.typeof(amax).sharding.spec == spec[:1]:
         return amax
     return jax.sharding.reshard(amax, NamedSharding(mesh, PartitionSpec(*spec[:1])))
+
+
+def part_of_state(state: Fp8State, axis_name: Hashable, groups: int) -> Fp8State:
+    """Returns the state, in float32, of this device's groups, if each device of the mesh axis has so many of them."""
+    start = groups * jax.lax.axis_index(axis_name)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, groups), state.astype(jnp.float32))
 
 
 def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None:

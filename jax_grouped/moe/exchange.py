@@ -244,6 +244,11 @@ def move_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
     return _vary_and_move(rows, exchange, exchange.outgoing, exchange.incoming)
 
 
+def move_rows_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """Returns rows of any type, as `return_rows` does; without a gradient."""
+    return _vary_and_move(rows, exchange, exchange.incoming, exchange.outgoing)
+
+
 def _vary_and_move(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
     arrays, structure = jax.tree.flatten((rows, source, target))
     return _move(exchange.axis_name, exchange.method, *jax.tree.unflatten(structure, vary_alike(*arrays)))

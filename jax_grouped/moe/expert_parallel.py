@@ -17,7 +17,7 @@ from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
 from jax_grouped.moe.token_gather import TokenGather
-from jax_grouped.moe.wire import send_tokens, sum_returned, wire_recipe
+from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 
 #: Way in which tokens reach the devices of their experts.
 ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
@@ -40,8 +40,9 @@ def mlp_of_gathered_tokens(
     weights: jax.Array,
     axis_name: Hashable,
     *,
+    num_experts: int,
     capacity: int | None,
-    quantized: bool,
+    wire: Wire,
     **network: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
@@ -53,26 +54,27 @@ def mlp_of_gathered_tokens(
         experts: `int32[T, k]`, the experts of its tokens, numbered over all devices.
         weights: `float32[T, k]`, the factor of each choice.
         axis_name: mesh axis of `D` devices.
+        num_experts: `E / D`, the number of this device's experts.
         capacity: most rows of this device's experts; None drops none.
-        quantized: whether tokens, and gradients of sums, travel in FP8 if the recipe scales blocks by powers of two.
-        network: `gate_up`, `down`, `activation`, `recipe`, `precision`, `shared` and `expected_rows` of `routed_mlp`.
+        wire: the form in which tokens and sums travel.
+        network: other arguments of `routed_mlp`.
 
     Returns:
         `[T, N]` in the type of `x`, and `int32[]`, the number of this device's pairs that were dropped.
     """
-    tokens, own = x.shape[0], network["gate_up"].kernel.shape[0]
+    tokens = x.shape[0]
     me = jax.lax.axis_index(axis_name)
     # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
     # parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
     experts, me = vary_alike(experts, me)
-    experts = jax.lax.all_gather(experts, axis_name, tiled=True) - own * me
-    permutation = group_by_expert(experts, own, capacity=capacity)
-    gather = TokenGather(axis_name, wire_recipe(network["recipe"], quantized=quantized))
+    experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
+    permutation = group_by_expert(experts, num_experts, capacity=capacity)
+    gather = TokenGather(axis_name, wire)
     y = routed_mlp(x, permutation=permutation, weights=weights, token_gather=gather, **network)
     if capacity is None:
         return y, jnp.zeros((), jnp.int32)
-    is_own = (experts >= 0) & (experts < own)
+    is_own = (experts >= 0) & (experts < num_experts)
     dropped = is_own & (permutation.inverse >= permutation.order.shape[0])
     of_sources = jnp.sum(dropped.reshape(-1, tokens * experts.shape[1]), axis=1, dtype=jnp.int32)
     return y, jax.lax.psum_scatter(of_sources, axis_name)
@@ -86,7 +88,7 @@ def mlp_of_exchanged_rows(
     *,
     capacity: int,
     method: ExchangeMethod,
-    quantized: bool,
+    wire: Wire,
     shared: jax.Array | None,
     **network: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -99,20 +101,20 @@ def mlp_of_exchanged_rows(
         axis_name: likewise.
         capacity: as in `plan_exchange`.
         method: likewise.
-        quantized: as in `mlp_of_gathered_tokens`.
+        wire: as in `mlp_of_gathered_tokens`.
         shared: as in `routed_mlp`.
-        network: as in `mlp_of_gathered_tokens`.
+        network: other arguments of `weighted_mlp`.
 
     Returns:
         As `mlp_of_gathered_tokens`.
     """
     assert method != "gather"
-    num_rows, recipe = permutation.order.shape[0], wire_recipe(network["recipe"], quantized=quantized)
+    num_rows = permutation.order.shape[0]
     exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity, method=method)
-    rows = send_tokens(x, permutation, exchange, recipe)
+    rows = send_tokens(x, permutation, exchange, wire)
     row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
     rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
-    return sum_returned(rows, permutation, exchange, recipe, shared), exchange.dropped
+    return sum_returned(rows, permutation, exchange, wire, shared), exchange.dropped
 
 
 def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:

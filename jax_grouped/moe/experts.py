@@ -27,6 +27,7 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import canonical_mlp
 from jax_grouped.moe.permutation import Permutation, checked_shared, sum_of_choices
 from jax_grouped.moe.token_gather import TokenGather, restored, summed
+from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.dense import (
@@ -68,6 +69,7 @@ def routed_mlp(
     shared: jax.Array | None = None,
     expected_rows: int = 0,
     token_gather: TokenGather | None = None,
+    weight_gather: WeightGather | None = None,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
@@ -86,6 +88,8 @@ def routed_mlp(
         shared: `[T, N]`, as in `unpermute`.
         expected_rows: number of rows of all experts, by which algorithms are chosen; 0 for all `R`.
         token_gather: the gather of the tokens of all devices of a mesh axis, for experts that are split over it.
+        weight_gather: the gather of kernels of which each device of a mesh axis has a part. Biases and states are
+            whole.
 
     Returns:
         `[T, N]` in the type of `x`.
@@ -95,8 +99,10 @@ def routed_mlp(
         ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
-    groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
+    gate_up, without_bias, spec = _canonical(
+        rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather
+    )
+    groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     if shared is not None:
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
@@ -122,6 +128,7 @@ def weighted_mlp(
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     expected_rows: int = 0,
+    weight_gather: WeightGather | None = None,
 ) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already.
 
@@ -135,6 +142,7 @@ def weighted_mlp(
         recipe: as in `routed_mlp`.
         precision: as in `routed_mlp`.
         expected_rows: as in `routed_mlp`.
+        weight_gather: as in `routed_mlp`.
 
     Returns:
         `[R, N]` in the type of `rows`.
@@ -143,8 +151,10 @@ def weighted_mlp(
         TypeError: as `grouped_mlp`.
         ValueError: likewise.
     """
-    gate_up, without_bias, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows)
-    groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=rows.shape[0])
+    gate_up, without_bias, spec = _canonical(
+        rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather
+    )
+    groups = checks.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     routing = (row_weights, None, None, None, None)
     weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, routing, spec)
     if down.bias is not None:
@@ -161,12 +171,14 @@ def _canonical(
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
     expected_rows: int,
+    weight_gather: WeightGather | None,
 ) -> tuple[Weights, Weights, "_Spec"]:
     """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
-    gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision)
+    parts = 1 if weight_gather is None else weight_gather.parts
+    gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision, parts)
     up_spec = dataclasses.replace(spec.up, expected_tokens=expected_rows)
     down_spec = dataclasses.replace(spec.down, expected_tokens=expected_rows, bias_dtype=None)
-    return gate_up, down._replace(bias=None), _Spec(activation, up_spec, down_spec)
+    return gate_up, down._replace(bias=None), _Spec(activation, up_spec, down_spec, weight_gather)
 
 
 def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: "_Spec") -> jax.Array:
@@ -176,11 +188,12 @@ def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, 
 
 
 class _Spec(NamedTuple):
-    """The static part: the activation, both products, the gather of tokens if any, and the type of a shared result."""
+    """The static part: the activation, both products, the gathers if any, and the type of a shared result."""
 
     activation: Activation
     up: DenseSpec
     down: DenseSpec
+    weight_gather: WeightGather | None
     token_gather: TokenGather | None = None
     shared_dtype: np.dtype | None = None
 
@@ -258,9 +271,11 @@ def _forward(primals: Any, spec: _Spec) -> tuple[jax.Array, _Saved]:
 
 def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
     kernels = None
+    if spec.weight_gather is not None:
+        kernels = spec.weight_gather.kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
     if spec.token_gather is not None:
-        quantizes = spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
-        kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients) if quantizes else None
+        if spec.up.recipe is not None and arrays.up.weights.kernel_cache is None and kernels is None:
+            kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
         x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
         up = arrays.up._replace(x=x)  # type: ignore[arg-type]
@@ -283,12 +298,12 @@ def _sums(arrays: _Arrays, rows: jax.Array, spec: _Spec) -> jax.Array:
     if gather is None or arrays.inverse is None:
         return arrays.combined(rows)
     chunks = [gather.chunks_of_devices(of, _CHUNKS) for of in (arrays.inverse, arrays.weights)]
-    received: list[jax.Array] = []
+    received: list[Any] = []
     for inverse, weights in zip(*chunks, strict=True):
         parts = arrays._replace(inverse=inverse, weights=weights).combined(rows).astype(spec.up.x_dtype)
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
-        received.append(gather.returned(parts))
+        received.append(gather.sums(parts))
     return jnp.concatenate([summed(of) for of in received])
 
 
@@ -303,7 +318,10 @@ def _products(
     up = up._replace(x=rows, row_indices=row_indices)
     hidden, of_up = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
-    results, of_down = fprop(down._replace(x=activated), spec.down, **options)
+    kernels = None
+    if spec.weight_gather is not None:
+        kernels = spec.weight_gather.kernels(down.weights, spec.down, rowwise=for_gradients)
+    results, of_down = fprop(down._replace(x=activated), spec.down, kernels=kernels, **options)
     return hidden, results, of_up, of_down
 
 
@@ -330,6 +348,9 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
         return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
+    if spec.weight_gather is not None:
+        up, down = (spec.weight_gather.for_backward(of) for of in (up, down))
+        saved = saved._replace(up=up, down=down)
     # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
     (x,), row_indices = _gathered([x], arrays, spec)
@@ -349,7 +370,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         pending, gradient, dweights = _backward_of_down(saved, dy, spec)
     else:
         pending, gradient, dweights = _backward_of_quantized_down(saved, dy, row_indices)
-    ddown = Weights(wgrad(pending, down.dkernel_accumulator), fp8_state=pending.fp8_state)
+    ddown = Weights(_dkernel(pending, down.dkernel_accumulator, spec), fp8_state=pending.fp8_state)
     dweights = arrays.of_choices(dweights)
     if bias_dweights is not None:
         dweights += bias_dweights
@@ -359,16 +380,23 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         dx = arrays.of_tokens(drows)
     else:
         # XLA runs one collective at a time: this one during dgrad, and that of dx during wgrad.
-        dweights = summed(spec.token_gather.returned(dweights))
+        dweights = summed(spec.token_gather.weight_gradients(dweights))
         drows, dweights = jax.lax.optimization_barrier((drows, dweights))
         dx, operands = jax.lax.optimization_barrier((arrays.of_tokens(drows), (pending.x, pending.dy)))
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
-        dx = summed(spec.token_gather.returned(dx)).astype(dx.dtype)
-    dup = Weights(wgrad(pending, up.dkernel_accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
+        dx = summed(spec.token_gather.token_gradients(dx)).astype(dx.dtype)
+    dup = Weights(_dkernel(pending, up.dkernel_accumulator, spec), bias=pending.dbias, fp8_state=pending.fp8_state)
     return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared),)
 
 
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _dkernel(pending: PendingWgrad, accumulator: jax.Array | None, spec: _Spec) -> jax.Array:
+    """Returns the gradient of this device's kernels, added to the accumulator if there is one."""
+    if spec.weight_gather is None:
+        return wgrad(pending, accumulator)
+    return spec.weight_gather.summed(wgrad(pending, None), accumulator)
 
 
 def _backward_of_down(

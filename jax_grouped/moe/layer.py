@@ -24,6 +24,8 @@ from jax_grouped.moe.mlp import as_weights, check_shapes
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
 from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments
+from jax_grouped.moe.weight_gather import WeightGather
+from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.routing import route, route_and_group
@@ -72,9 +74,11 @@ def moe_mlp(
     precision: jax.lax.PrecisionLike = None,
     expert_axis: str | None = None,
     feature_axis: str | None = None,
+    fsdp_axis: str | None = None,
     batch_axes: Sequence[str] = (),
     exchange_method: ExchangeMethod = "auto",
     quantized_exchange: bool = True,
+    quantized_combine: bool = False,
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
@@ -94,13 +98,16 @@ def moe_mlp(
     `expert_axis` splits the experts and the tokens: these travel to their experts' devices, and results travel back.
     `feature_axis` splits `F`, the features inside an expert: each device has a part of the gate's features, then a part
     of up's, and the results are summed over the axis. Inside `jax.shard_map` their gradients need its checks on
-    (`check_vma=True`). Axes that split only tokens are named in `batch_axes` alone.
+    (`check_vma=True`). `fsdp_axis` splits the tokens, and the storage of the experts: each pass gathers the kernels of
+    all its devices, with a recipe as FP8 numbers, and each device gets its part of the sum of their gradients. Axes
+    that split only tokens are named in `batch_axes` alone.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
         logits: `[T, E]`, the router's scores of all experts.
-        gate_up: `[E / D, K, 2 F]` or `[E / D, K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the size of
-            `expert_axis`, else 1. Whole arrays have all `E` experts.
+        gate_up: `[E / D, K, 2 F]` or `[E / D, K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the product
+            of the sizes of `expert_axis` and `fsdp_axis`, as far as they are there. States of `DelayedScaling` are
+            those of the experts along `expert_axis`. Whole arrays have all `E` experts.
         down: `[E / D, F, N]`.
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
@@ -119,6 +126,7 @@ def moe_mlp(
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
         feature_axis: mesh axis over which `F` is split.
+        fsdp_axis: mesh axis over which the storage of the experts is split: those along `expert_axis` are split again.
         batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
         exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
             and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
@@ -127,6 +135,8 @@ def moe_mlp(
         quantized_exchange: whether tokens, and gradients of results, travel in FP8, if the recipe is
             `Float8BlockScaling` with `pow2_scales`. That halves their bytes. The kernels' gradients then come from
             tokens and gradients that were rounded along the features before they are rounded along the rows.
+        quantized_combine: likewise for results, and gradients of tokens, on their way back. Each device's part of a
+            token's sum, or with exchanged rows each choice's result, is then rounded to FP8.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
             first device adds it to its part of the sum.
@@ -158,7 +168,7 @@ def moe_mlp(
         weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
     check_method(exchange_method)
-    axes = MoEAxes.of(expert_axis, feature_axis, batch_axes)
+    axes = MoEAxes.of(expert_axis, feature_axis, fsdp_axis, batch_axes)
     of_device = functools.partial(
         _of_device,
         top_k=top_k,
@@ -173,12 +183,13 @@ def moe_mlp(
         precision=precision,
         exchange_method=exchange_method,
         quantized_exchange=static_bool("quantized_exchange", quantized_exchange),
+        quantized_combine=static_bool("quantized_combine", quantized_combine),
     )
     mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
     if mesh is None:
         return of_device(arrays, axes)
     if x.shape[:1] == (0,):
-        return of_device(arrays, MoEAxes.of(None, None, ()))
+        return of_device(arrays, MoEAxes.of(None, None, None, ()))
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
@@ -202,12 +213,13 @@ def _of_device(
     precision: jax.lax.PrecisionLike,
     exchange_method: ExchangeMethod,
     quantized_exchange: bool,
+    quantized_combine: bool,
     **routing_options: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Computes `moe_mlp` for one device's arrays, with axes that are bound."""
     x, logits, gate_up, down, selection_bias, shared, array_scale = arrays
     weight_scale = weight_scale if array_scale is None else array_scale
-    expert_axis, feature_axis, batch_axes = axes
+    expert_axis, feature_axis, fsdp_axis, batch_axes = axes
     gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
     if feature_axis is not None and axis_size(feature_axis) > 1:
@@ -215,7 +227,9 @@ def _of_device(
         _check_split("down", down.kernel, feature_axis)
         if shared is not None:
             _check_same("shared", shared, feature_axis)
-    _check_arguments(x, logits, gate_up.kernel.shape, devices)
+    weight_gather = None if fsdp_axis is None or axis_size(fsdp_axis) == 1 else WeightGather(fsdp_axis)
+    stored_over = devices if weight_gather is None else devices * weight_gather.parts
+    _check_arguments(x, logits, gate_up.kernel.shape, stored_over)
     tokens, num_experts = logits.shape
     if feature_axis is not None:
         # The results of all devices are summed, so only the first device adds what all of them have.
@@ -224,6 +238,8 @@ def _of_device(
             down = down._replace(bias=jnp.where(first, down.bias, 0))
         if shared is not None:
             shared = jnp.where(first, shared, 0)
+    if weight_gather is not None:
+        gate_up, down = map(weight_gather.with_biases, (gate_up, down))
 
     bias, spec = route_arguments(
         logits,
@@ -236,14 +252,21 @@ def _of_device(
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
     factor = jnp.asarray(weight_scale, jnp.float32)
+    wire = Wire.of(recipe, dispatch=quantized_exchange, combine=quantized_combine)
     options: dict[str, Any] = dict(
-        gate_up=gate_up, down=down, activation=activation, recipe=recipe, precision=precision, shared=shared
+        gate_up=gate_up,
+        down=down,
+        activation=activation,
+        recipe=recipe,
+        precision=precision,
+        shared=shared,
+        weight_gather=weight_gather,
     )
     if devices > 1 and tokens > 0 and gathers(exchange_method, devices, top_k):
         routing = Routing(*route(logits, bias, spec))
         load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
         room = None if capacity == worst else capacity
-        options |= dict(capacity=room, quantized=quantized_exchange, expected_rows=pairs)
+        options |= dict(num_experts=num_experts // devices, capacity=room, wire=wire, expected_rows=pairs)
         y, dropped = mlp_of_gathered_tokens(x, routing.experts, routing.weights * factor, expert_axis, **options)
     else:
         rows = min(capacity, pairs) if devices == 1 else pairs
@@ -254,7 +277,7 @@ def _of_device(
             dropped = permutation.dropped
         else:
             method = "auto" if exchange_method == "gather" else exchange_method
-            options |= dict(capacity=capacity, method=method, quantized=quantized_exchange, expected_rows=pairs)
+            options |= dict(capacity=capacity, method=method, wire=wire, expected_rows=pairs)
             y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
@@ -292,8 +315,8 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):
         raise ValueError(
-            f"gate_up must hold E / D experts, for logits {logits.shape} of E experts and an expert_axis of D = "
-            f"{devices} devices, got {kernel}."
+            f"gate_up must hold E / D experts, for logits {logits.shape} of E experts, which expert_axis and fsdp_axis "
+            f"split over D = {devices} devices, got {kernel}."
         )
 
 

@@ -36,20 +36,26 @@ class MoEAxes(NamedTuple):
 
     expert: str | None
     feature: str | None
+    fsdp: str | None
     batch: tuple[str, ...]
 
     @classmethod
-    def of(cls, expert: str | None, feature: str | None, batch: Sequence[str]) -> Self:
+    def of(cls, expert: str | None, feature: str | None, fsdp: str | None, batch: Sequence[str]) -> Self:
         """Returns the axes of a layer, whose `batch_axes` may be one name.
 
         Raises:
             ValueError: one axis would split two things.
         """
-        axes = cls(expert, feature, (batch,) if isinstance(batch, str) else tuple(batch))
+        axes = cls(expert, feature, fsdp, (batch,) if isinstance(batch, str) else tuple(batch))
         if feature is not None and feature in axes.tokens:
             raise ValueError(
-                f"feature_axis {feature!r} must be none of expert_axis and batch_axes, because its devices have the "
-                f"same tokens, got {expert!r} and {axes.batch}."
+                f"feature_axis {feature!r} must be none of expert_axis, fsdp_axis and batch_axes, because its devices "
+                f"have the same tokens, got {expert!r}, {fsdp!r} and {axes.batch}."
+            )
+        if fsdp is not None and fsdp == expert:
+            raise ValueError(
+                f"fsdp_axis must be another axis than expert_axis, got {fsdp!r} for both: expert_axis alone splits the "
+                "experts and their storage."
             )
         if len({*axes.batch}) < len(axes.batch):
             raise ValueError(f"batch_axes must be different axes, got {axes.batch}.")
@@ -58,7 +64,13 @@ class MoEAxes(NamedTuple):
     @property
     def tokens(self) -> tuple[str, ...]:
         """The axes that split the tokens."""
-        return self.batch if self.expert is None or self.expert in self.batch else (*self.batch, self.expert)
+        more = (axis for axis in (self.fsdp, self.expert) if axis is not None and axis not in self.batch)
+        return (*self.batch, *more)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The axes that split the storage of the experts."""
+        return tuple(axis for axis in (self.expert, self.fsdp) if axis is not None)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -142,18 +154,21 @@ def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
 
 def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
     """Returns the spec of each array, in the same structure."""
-    tokens, halves = P(axes.tokens), (None,) * gated
+    tokens, stored, halves = P(axes.tokens), axes.stored or None, (None,) * gated
 
-    def of_weights(weights: Weights, kernel: P, bias: P) -> Any:
-        others = jax.tree.map(lambda _: P(axes.expert), weights)
-        optional = dict(bias=bias, dkernel_accumulator=kernel)
-        named = {name: spec for name, spec in optional.items() if getattr(weights, name) is not None}
-        return others._replace(kernel=kernel, **named)
+    def of_weights(weights: Weights, kernel: Any, bias: Any) -> Any:
+        return Weights(
+            kernel,
+            None if weights.bias is None else bias,
+            jax.tree.map(lambda _: P(stored), weights.kernel_cache),
+            jax.tree.map(lambda _: P(axes.expert), weights.fp8_state),
+            None if weights.dkernel_accumulator is None else kernel,
+        )
 
-    gate_up = P(axes.expert, None, *halves, axes.feature), P(axes.expert, *halves, axes.feature)
+    gate_up = P(stored, None, *halves, axes.feature), P(stored, *halves, axes.feature)
     specs = dict(
         gate_up=of_weights(arrays.gate_up, *gate_up),
-        down=of_weights(arrays.down, P(axes.expert, axes.feature), P(axes.expert)),
+        down=of_weights(arrays.down, P(stored, axes.feature), P(stored)),
     )
     specs |= {name: P() for name in ("selection_bias", "weight_scale") if getattr(arrays, name) is not None}
     return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
@@ -163,7 +178,7 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
     tokens, (experts, hidden, _) = arrays.x.shape[0], arrays.down.kernel.shape
     for name, size, split_over in (
         ("x must have tokens", tokens, axes.tokens),
-        ("down must have experts", experts, (axes.expert,)),
+        ("down must have experts", experts, axes.stored),
         ("down must have features F", hidden, (axes.feature,)),
     ):
         names = [axis for axis in split_over if axis is not None]
@@ -177,7 +192,7 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
             "this device's part of the kernel."
         )
     accumulates = any(of.dkernel_accumulator is not None for of in (arrays.gate_up, arrays.down))
-    if accumulates and (others := [axis for axis in axes.tokens if axis != axes.expert and mesh.shape[axis] > 1]):
+    if accumulates and (others := [axis for axis in axes.tokens if axis not in axes.stored and mesh.shape[axis] > 1]):
         raise ValueError(
             f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
             "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."

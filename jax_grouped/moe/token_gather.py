@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.fp8.recipes import Float8BlockScaling
-from jax_grouped.moe.wire import quantize_rows
+from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacks
+from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.quantize import grouped_dequantize
 
 _T = TypeVar("_T")
@@ -26,11 +26,11 @@ class TokenGather:
 
     Attributes:
         axis_name: the mesh axis.
-        recipe: tokens and gradients travel as its FP8 numbers; None to send them as they are.
+        wire: the form in which tokens and sums travel.
     """
 
     axis_name: Hashable
-    recipe: Float8BlockScaling | None
+    wire: Wire
 
     def tokens(self, x: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
         """Gathers `[T, C]` to `[D T, C]` for the forward pass.
@@ -38,11 +38,11 @@ class TokenGather:
         Nothing that uses the result starts before `meanwhile` has been computed, so XLA has work to do during the
         transfer.
         """
-        return self._gather(x, None if self.recipe is None else self.recipe.fwd_dtype, meanwhile)
+        return self._gather(x, self.wire.tokens, meanwhile)
 
     def gradients(self, dy: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
         """Gathers gradients, as `tokens` does tokens."""
-        return self._gather(dy, None if self.recipe is None else self.recipe.grad_dtype, meanwhile)
+        return self._gather(dy, self.wire.dresults, meanwhile)
 
     def weights(self, weights: jax.Array) -> jax.Array:
         """Gathers routing weights: `[T, k]` to `[D T, k]`."""
@@ -58,26 +58,43 @@ class TokenGather:
             if chunk.shape[1] > 0
         ]
 
-    def returned(self, parts: jax.Array) -> jax.Array:
+    def sums(self, parts: jax.Array) -> Received:
         """Sends each device what this one has for its tokens: `[D T, C]` to `[D, T, C]`, the parts from all devices."""
-        devices = jax.lax.axis_size(self.axis_name)
-        of_devices = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
-        return jax.lax.all_to_all(of_devices, self.axis_name, 0, 0)
+        return self._return(parts, self.wire.results)
 
-    def _gather(self, x: jax.Array, dtype: DTypeLike | None, meanwhile: _T) -> tuple[Received, _T]:
+    def token_gradients(self, parts: jax.Array) -> Received:
+        """Sends each device its tokens' gradients, as `sums` does sums."""
+        return self._return(parts, self.wire.dtokens)
+
+    def weight_gradients(self, parts: jax.Array) -> Received:
+        """Sends each device the gradients of its tokens' routing weights: `[D T, k]` to `[D, T, k]`."""
+        return self._return(parts, None)
+
+    def _gather(self, x: jax.Array, form: RowForm | None, meanwhile: _T) -> tuple[Received, _T]:
         received: Received
-        if self.recipe is None or dtype is None or 0 in x.shape:
+        if form is None or 0 in x.shape:
             received = jax.lax.all_gather(x, self.axis_name, tiled=True)
         else:
-            received = _gather_quantized(x, self.recipe, dtype, self.axis_name)
+            received = gather_stack(quantize_rows(x, form), self.axis_name)
         return jax.lax.optimization_barrier((received, meanwhile))
 
+    def _return(self, parts: jax.Array, form: RowForm | None) -> Received:
+        devices = jax.lax.axis_size(self.axis_name)
+        of_devices = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
+        if form is None or 0 in parts.shape:
+            return jax.lax.all_to_all(of_devices, self.axis_name, 0, 0)
+        return exchange_stacks(quantize_stacks(of_devices, form), self.axis_name)
 
-def summed(parts: jax.Array) -> jax.Array:
+
+def summed(parts: Received) -> jax.Array:
     """Sums over the devices in float32: `[D, T, C]` to `[T, C]`.
 
     `jax.lax.psum_scatter` would send as many bytes, but sum in the type of the parts.
     """
+    if isinstance(parts, ScaledArray):
+        tokens = parts.data.shape[1]
+        scales = jnp.swapaxes(parts.scale_inv, 1, 2)[:, :tokens]
+        return functools.reduce(jnp.add, map(dequantize_rows, parts.data, scales))
     return functools.reduce(jnp.add, (of_device.astype(jnp.float32) for of_device in parts))
 
 
@@ -86,15 +103,3 @@ def restored(received: Received, dtype: DTypeLike) -> jax.Array:
     if not isinstance(received, ScaledArray):
         return received
     return grouped_dequantize(received, dtype).reshape(-1, received.layout.features)
-
-
-def _gather_quantized(x: jax.Array, recipe: Float8BlockScaling, dtype: DTypeLike, axis_name: Hashable) -> ScaledArray:
-    """Gathers the FP8 numbers and the scales of a stack of one from each device."""
-    own = quantize_rows(x, recipe, dtype)
-    scale_inv = jax.lax.all_gather(own.scale_inv, axis_name, tiled=True)
-    # XLA runs one collective at a time. The scales go first, so that other work runs during the longer transfer.
-    data, scale_inv = jax.lax.optimization_barrier((own.data, scale_inv))
-    # Not every backend gathers FP8 numbers.
-    gathered = jax.lax.all_gather(jax.lax.bitcast_convert_type(data, jnp.uint8), axis_name, tiled=True)
-    layout = dataclasses.replace(own.layout, num_groups=len(gathered), tokens=len(gathered) * x.shape[0])
-    return ScaledArray(jax.lax.bitcast_convert_type(gathered, data.dtype), scale_inv, None, layout)

@@ -6,7 +6,7 @@ of another block lose digits.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,54 +18,91 @@ from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
-from jax_grouped.moe.exchange import Exchange, move_rows, return_rows, send_rows
+from jax_grouped.moe.exchange import Exchange, move_rows, move_rows_back, return_rows, send_rows
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, sum_of_choices, unpermute
 from jax_grouped.ops.quantize import quantize_stack
 from jax_grouped.ops.quantize_kernel import scaling_options
 from jax_grouped.ops.rows import permute_rows
 
 
-def wire_recipe(recipe: Recipe | None, *, quantized: bool) -> Float8BlockScaling | None:
-    """Returns the recipe if rows may travel in its FP8 numbers: if asked for, and if it scales by powers of two."""
-    if quantized and isinstance(recipe, Float8BlockScaling) and recipe.pow2_scales:
-        return recipe
-    return None
+class RowForm(NamedTuple):
+    """FP8 numbers with the scales of a recipe."""
+
+    recipe: Float8BlockScaling
+    dtype: DTypeLike
 
 
-def quantize_rows(x: jax.Array, recipe: Float8BlockScaling, dtype: DTypeLike) -> ScaledArray:
+class Wire(NamedTuple):
+    """Forms in which rows travel; None for rows that travel in their own type.
+
+    Attributes:
+        tokens, results: in the forward pass.
+        dresults, dtokens: gradients, in the backward pass.
+    """
+
+    tokens: RowForm | None
+    results: RowForm | None
+    dresults: RowForm | None
+    dtokens: RowForm | None
+
+    @classmethod
+    def of(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
+        """Returns FP8 forms, if the recipe scales blocks by powers of two.
+
+        Args:
+            recipe: the recipe.
+            dispatch: for tokens and gradients of results.
+            combine: for results and gradients of tokens.
+        """
+        if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
+            return cls(None, None, None, None)
+        forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
+        return cls(
+            tokens=forward if dispatch else None,
+            results=forward if combine else None,
+            dresults=backward if dispatch else None,
+            dtokens=backward if combine else None,
+        )
+
+
+def quantize_rows(x: jax.Array, form: RowForm) -> ScaledArray:
     """Quantizes rows `[T, C]` rowwise, as a stack of one."""
-    spec = QuantizeSpec(recipe.token_mode, dtype, num_groups=1, stack_rows=x.shape[0], **scaling_options(recipe))
-    rowwise = quantize_stack(x[None], spec=spec).rowwise
+    return quantize_stacks(x[None], form)
+
+
+def quantize_stacks(x: jax.Array, form: RowForm) -> ScaledArray:
+    """Quantizes a stack of rows, `[D, T, C]`, rowwise."""
+    spec = QuantizeSpec(
+        form.recipe.token_mode,
+        form.dtype,
+        num_groups=x.shape[0],
+        stack_rows=x.shape[1],
+        **scaling_options(form.recipe),
+    )
+    rowwise = quantize_stack(x, spec=spec).rowwise
     assert rowwise is not None
     return rowwise
 
 
-def send_tokens(
-    x: jax.Array, permutation: Permutation, exchange: Exchange, recipe: Float8BlockScaling | None
-) -> jax.Array:
-    """Computes `send_rows(permute(x, permutation), exchange)`; with a recipe, tokens are quantized once for the way.
+def dequantize_rows(data: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Computes the float32 values of rows `[T, C]` with scales `[T, blocks]`, for XLA to fuse with what reads them."""
+    return data.astype(jnp.float32) * spread(scale_inv, BLOCK, data.shape[1], axis=1)
 
-    Gradients return in the type of `x`.
-    """
-    if recipe is None or 0 in x.shape:
+
+def send_tokens(x: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire) -> jax.Array:
+    """Computes `send_rows(permute(x, permutation), exchange)`, with each token quantized at most once for the way."""
+    if not any(wire) or 0 in x.shape:
         return send_rows(permute(x, permutation), exchange)
-    return _send(recipe, *_varying(x, permutation, exchange))
+    return _send(wire, *_varying(x, permutation, exchange))
 
 
 def sum_returned(
-    rows: jax.Array,
-    permutation: Permutation,
-    exchange: Exchange,
-    recipe: Float8BlockScaling | None,
-    shared: jax.Array | None,
+    rows: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire, shared: jax.Array | None
 ) -> jax.Array:
-    """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`.
-
-    Rows return in their own type. With a recipe, the gradients of the sums are quantized once for their way.
-    """
-    if recipe is None or 0 in rows.shape:
+    """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`."""
+    if not any(wire) or 0 in rows.shape:
         return unpermute(return_rows(rows, exchange), permutation, shared=shared)
-    sums = _sum(recipe, rows.dtype, *_varying(rows, permutation, exchange))
+    sums = _sum(wire, rows.dtype, *_varying(rows, permutation, exchange))
     if shared is not None:
         sums += checked_shared(shared, sums.shape).astype(jnp.float32)
     return sums.astype(rows.dtype)
@@ -76,60 +113,75 @@ def _varying(x: jax.Array, permutation: Permutation, exchange: Exchange) -> Any:
     return jax.tree.unflatten(structure, vary_alike(*arrays))
 
 
-def _sent(
-    x: jax.Array, permutation: Permutation, exchange: Exchange, recipe: Float8BlockScaling, dtype: DTypeLike
-) -> jax.Array:
-    """Sends the rows of tokens as FP8 numbers and scales, in one array of 32-bit words."""
-    quantized = quantize_rows(x, recipe, dtype)
+def _sent(x: jax.Array, permutation: Permutation, exchange: Exchange, form: RowForm | None) -> jax.Array:
+    """Sends the rows of tokens."""
+    if form is None:
+        return send_rows(permute(x, permutation), exchange)
+    words = permute_rows(_words(x, form), permutation.order, permutation.inverse)
+    return _rows(move_rows(words, exchange), x.shape[1], form).astype(x.dtype)
+
+
+def _summed(rows: jax.Array, permutation: Permutation, exchange: Exchange, form: RowForm | None) -> jax.Array:
+    """Sends rows back, and sums those of each token in float32."""
+    if form is None:
+        returned = return_rows(rows, exchange)
+    else:
+        words = move_rows_back(_words(rows, form), exchange)
+        returned = _rows(words, rows.shape[1], form).astype(rows.dtype)
+    return sum_of_choices(returned, permutation.inverse)
+
+
+def _words(x: jax.Array, form: RowForm) -> jax.Array:
+    """Quantizes rows `[T, C]` to `int32[T, C / 4 + blocks]`: their numbers, then their scales."""
+    quantized = quantize_rows(x, form)
     tokens, features = x.shape
     numbers = jax.lax.bitcast_convert_type(quantized.data.reshape(tokens, features // 4, 4), jnp.int32)
     scales = jax.lax.bitcast_convert_type(quantized.scale_inv[0, :, :tokens].T, jnp.int32)
-    words = permute_rows(jnp.concatenate([numbers, scales], axis=1), permutation.order, permutation.inverse)
-    received = move_rows(words, exchange)
-    numbers, scales = jnp.split(received, [features // 4], axis=1)
-    data = jax.lax.bitcast_convert_type(numbers, dtype).reshape(-1, features)
-    of_columns = spread(jax.lax.bitcast_convert_type(scales, jnp.float32), BLOCK, features, axis=1)
-    return (data.astype(jnp.float32) * of_columns).astype(x.dtype)
+    return jnp.concatenate([numbers, scales], axis=1)
+
+
+def _rows(words: jax.Array, features: int, form: RowForm) -> jax.Array:
+    """Returns the float32 values of rows from `_words`."""
+    numbers, scales = jnp.split(words, [features // 4], axis=1)
+    data = jax.lax.bitcast_convert_type(numbers, form.dtype).reshape(-1, features)
+    return dequantize_rows(data, jax.lax.bitcast_convert_type(scales, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send(recipe: Float8BlockScaling, x: jax.Array, permutation: Permutation, exchange: Exchange) -> jax.Array:
-    return _sent(x, permutation, exchange, recipe, recipe.fwd_dtype)
+def _send(wire: Wire, x: jax.Array, permutation: Permutation, exchange: Exchange) -> jax.Array:
+    return _sent(x, permutation, exchange, wire.tokens)
 
 
 def _send_forward(
-    recipe: Float8BlockScaling, x: jax.Array, permutation: Permutation, exchange: Exchange
-) -> tuple[jax.Array, Any]:
-    return _send(recipe, x, permutation, exchange), (permutation, exchange)
+    wire: Wire, x: jax.Array, permutation: Permutation, exchange: Exchange
+) -> tuple[jax.Array, tuple[Permutation, Exchange]]:
+    return _send(wire, x, permutation, exchange), (permutation, exchange)
 
 
-def _send_backward(recipe: Float8BlockScaling, residuals: Any, drows: jax.Array) -> tuple[Any, ...]:
-    del recipe
-    permutation, exchange = residuals
-    return unpermute(return_rows(drows, exchange), permutation), None, None
+def _send_backward(wire: Wire, routing: tuple[Permutation, Exchange], drows: jax.Array) -> tuple[Any, ...]:
+    return _summed(drows, *routing, wire.dtokens).astype(drows.dtype), None, None
 
 
 _send.defvjp(_send_forward, _send_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum(
-    recipe: Float8BlockScaling, dtype: DTypeLike, rows: jax.Array, permutation: Permutation, exchange: Exchange
-) -> jax.Array:
+def _sum(wire: Wire, dtype: DTypeLike, rows: jax.Array, permutation: Permutation, exchange: Exchange) -> jax.Array:
     """Sums rows of this type."""
-    del recipe, dtype
-    return sum_of_choices(return_rows(rows, exchange), permutation.inverse)
+    del dtype
+    return _summed(rows, permutation, exchange, wire.results)
 
 
 def _sum_forward(
-    recipe: Float8BlockScaling, dtype: DTypeLike, rows: jax.Array, permutation: Permutation, exchange: Exchange
-) -> tuple[jax.Array, Any]:
-    return _sum(recipe, dtype, rows, permutation, exchange), (permutation, exchange)
+    wire: Wire, dtype: DTypeLike, rows: jax.Array, permutation: Permutation, exchange: Exchange
+) -> tuple[jax.Array, tuple[Permutation, Exchange]]:
+    return _sum(wire, dtype, rows, permutation, exchange), (permutation, exchange)
 
 
-def _sum_backward(recipe: Float8BlockScaling, dtype: DTypeLike, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    permutation, exchange = residuals
-    return _sent(dy.astype(dtype), permutation, exchange, recipe, recipe.grad_dtype), None, None
+def _sum_backward(
+    wire: Wire, dtype: DTypeLike, routing: tuple[Permutation, Exchange], dy: jax.Array
+) -> tuple[Any, ...]:
+    return _sent(dy.astype(dtype), *routing, wire.dresults), None, None
 
 
 _sum.defvjp(_sum_forward, _sum_backward)

@@ -1,7 +1,8 @@
 """A small MoE model, and its training on one device or several, for tests that compare the two.
 
 The name of a mesh axis says what it splits: `feature` the features inside the experts, `expert` the experts and the
-tokens, `data` the tokens, and `fsdp` the tokens and the storage of the experts' kernels.
+tokens, `data` the tokens, `storage` the tokens and the storage of the experts, which the layer gathers, and `fsdp` the
+tokens and the storage of the experts' features, which the program gathers.
 """
 
 import dataclasses
@@ -80,6 +81,7 @@ def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: 
     roles = dict(
         expert_axis="expert" if "expert" in axes else None,
         feature_axis="feature" if "feature" in axes else None,
+        fsdp_axis="storage" if "storage" in axes else None,
         batch_axes=token_axes(axes),
     )
     sizes = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
@@ -136,13 +138,14 @@ def token_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
 def specs(axes: Mapping[str, int], tree: Any) -> Any:
     """Returns the partition specs of a model's variables, or an optimizer's state, on a mesh of these axes."""
     expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
+    stored = tuple(name for name in ("expert", "storage") if name in axes) or None
 
     def spec(path: Any, leaf: Any) -> P:
         name = name_of(path)
         if "experts/gate_up" in name:
-            whole = {"kernel": P(expert, None, None, feature or fsdp), "bias": P(expert, None, feature)}
+            whole = {"kernel": P(stored, None, None, feature or fsdp), "bias": P(stored, None, feature)}
         elif "experts/down" in name:
-            whole = {"kernel": P(expert, feature, fsdp)}
+            whole = {"kernel": P(stored, feature, fsdp), "bias": P(stored)}
         else:
             return P()
         return whole.get(name.rsplit("/", 1)[-1], P(expert))

@@ -20,11 +20,17 @@ T, K, F, E, TOP_K = 64, 32, 256, 8, 2
 RECIPES = [None, jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.DelayedScaling(), jg.MXFP8BlockScaling()]
 #: With at most `TOP_K` devices along `expert`, tokens are gathered; with more, rows are exchanged.
 GATHERED, EVERYTHING, EXCHANGED = dict(expert=2, fsdp=2), dict(expert=2, feature=2, fsdp=2), dict(data=2, expert=4)
+#: Weights are gathered by the layer along `storage`, and by XLA along `fsdp`.
+STORED, STORED_FEATURES = dict(expert=2, storage=2), dict(expert=2, feature=2, storage=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "axes"),
-    [*((kind, axes) for kind in TYPES for axes in (GATHERED, EVERYTHING)), ("auto", EXCHANGED)],
+    [
+        *((kind, axes) for kind in TYPES for axes in (GATHERED, EVERYTHING, STORED)),
+        ("auto", STORED_FEATURES),
+        ("auto", EXCHANGED),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
@@ -75,17 +81,19 @@ def test_weights_that_microbatches_share_are_gathered_in_fp8() -> None:
 def compiled_step(kind: str, axes: Mapping[str, int], recipe: jg.Recipe | None, *, remat: bool = False) -> Any:
     """Returns the gradients of parameters, states and tokens as one program; the axes are those of `programs`."""
     mesh = typed_mesh(kind, axes)
-    expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
+    names = "expert", "feature", "fsdp", "storage"
+    expert, feature, fsdp, storage = (name if name in axes else None for name in names)
+    stored = tuple(name for name in (expert, storage) if name is not None)
     tokens = tuple(name for name in axes if name != "feature")
     options: dict[str, Any] = dict(num_experts=E, top_k=TOP_K, hidden_features=F, recipe=recipe)
     make = nn.remat(jg.linen.MoEMlp) if remat else jg.linen.MoEMlp
-    layer = make(**options, expert_axis=expert, feature_axis=feature, batch_axes=tokens)
+    layer = make(**options, expert_axis=expert, feature_axis=feature, fsdp_axis=storage, batch_axes=tokens)
 
     def on_mesh(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     def variable(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        kernels = {"router": P(), "gate_up": P(expert, fsdp, None, feature), "down": P(expert, feature, fsdp)}
+        kernels = {"router": P(), "gate_up": P(stored, fsdp, None, feature), "down": P(stored, feature, fsdp)}
         *_, name, last = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         return on_mesh(leaf, kernels[name] if last == "kernel" else P(expert))
 
@@ -115,12 +123,19 @@ def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
     """Returns what docs/parallelism.md says that a device gets, in both passes."""
     devices, features = axes["expert"], F // axes.get("feature", 1)
     experts, tokens = E // devices, T * axes.get("feature", 1) // math.prod(axes.values())
-    # The sums of the balance loss, and the gradients of all kernels, that of the router transposed.
-    sums = [(E,), (E, K), (experts, K, 2 * features), (experts, features, K)]
+    kernels = (experts, K, 2 * features), (experts, features, K)
+    # The sums of the balance loss, and the router's gradient, transposed.
+    sums: list[tuple[int, ...]] = [(E,), (E, K)]
+    parts_of_sums = []
     gathers: list[tuple[tuple[int, ...], str]] = []
     rows: dict[tuple[int, str], int] = {}
     if "fsdp" in axes:  # Weights, once for both passes.
         gathers += [((experts, K, 2, features), "f32"), ((experts, features, K), "f32")]
+    if "storage" in axes:  # Weights, those of each pass, and parts of the sums of their gradients.
+        gathers += [of for shape in kernels for of in stored(shape, recipe)]
+        parts_of_sums = [(shape[0] // axes["storage"], *shape[1:]) for shape in kernels]
+    else:
+        sums += kernels
     if "feature" in axes:  # Results, and gradients of tokens and of routing weights.
         sums += [(tokens, K), (tokens, K), (tokens, TOP_K)]
     if isinstance(recipe, jg.DelayedScaling):  # Largest values of three tensors in each product.
@@ -141,4 +156,18 @@ def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
         rows = {(K, "f32"): 2 * sent, (1, "f32"): 2 * sent}
         rows[there] = rows.get(there, 0) + 2 * sent
     listed = Counter([*(("all-reduce", shape, "f32") for shape in sums), *(("all-gather", *of) for of in gathers)])
+    listed += Counter(("reduce-scatter", shape, "f32") for shape in parts_of_sums)
     return listed + Counter({("all-to-all", (columns,), dtype): count for (columns, dtype), count in rows.items()})
+
+
+def stored(shape: tuple[int, ...], recipe: jg.Recipe | None) -> list[tuple[tuple[int, ...], str]]:
+    """Returns what gives a device the kernels of this shape, for the forward and for the backward pass."""
+    if recipe is None:
+        return 2 * [(shape, "f32")]
+    scale = jax.ShapeDtypeStruct(shape[:1], jnp.float32) if isinstance(recipe, jg.DelayedScaling) else None
+    kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
+    cache = jax.eval_shape(lambda kernel, scale: jg.quantize_kernel(kernel, recipe, scale=scale), kernel, scale)
+    arrays = [cache.columnwise.data, cache.columnwise.scale_inv, cache.rowwise.data, cache.rowwise.scale_inv]
+    if scale is not None:  # Largest values, for the next state.
+        arrays.append(cache.amax)
+    return [(of.shape, "u8" if of.dtype.itemsize == 1 else "f32") for of in arrays]

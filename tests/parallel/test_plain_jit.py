@@ -29,6 +29,10 @@ from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, a
         ("linen", dict(data=2, expert=2, feature=2), True),
         ("linen", dict(expert=8), False),
         ("linen", dict(expert=2, fsdp=2), False),
+        ("linen", dict(expert=2, storage=2), False),
+        ("linen", dict(storage=2), False),
+        ("nnx", dict(data=2, storage=4), True),
+        ("nnx", dict(storage=2, expert=2, feature=2), False),
     ],
     ids=str,
 )
@@ -172,8 +176,10 @@ def test_axes_that_split_two_things_are_refused() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
     x, *others = (put(mesh, of) for of in arrays())
 
-    with pytest.raises(ValueError, match="feature_axis 'expert' must be none of expert_axis and batch_axes"):
+    with pytest.raises(ValueError, match="feature_axis 'expert' must be none of expert_axis, fsdp_axis and batch_axes"):
         jg.moe.moe_mlp(x, *others, top_k=1, feature_axis="expert", batch_axes=("data", "expert"))
+    with pytest.raises(ValueError, match="fsdp_axis must be another axis than expert_axis, got 'expert' for both"):
+        jg.moe.moe_mlp(x, *others, top_k=1, expert_axis="expert", fsdp_axis="expert")
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match="The axes of the mesh must be all Auto or all Explicit"):
         jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), top_k=1, expert_axis="expert")
