@@ -272,7 +272,7 @@ def _forward(primals: Any, spec: _Spec) -> tuple[jax.Array, _Saved]:
 def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
     kernels = None
     if spec.weight_gather is not None:
-        kernels = spec.weight_gather.kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
+        kernels, _ = spec.weight_gather.kernels(arrays.up.weights, spec.up, None, rowwise=for_gradients)
     if spec.token_gather is not None:
         if spec.up.recipe is not None and arrays.up.weights.kernel_cache is None and kernels is None:
             kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
@@ -316,13 +316,13 @@ def _products(
     (rows,), row_indices = _gathered([up.x], arrays, spec)
     tokens = _quantized_once(arrays, spec)
     up = up._replace(x=rows, row_indices=row_indices)
-    hidden, of_up = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
-    activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
-    kernels = None
+    of_down = None
     if spec.weight_gather is not None:
-        kernels = spec.weight_gather.kernels(down.weights, spec.down, rowwise=for_gradients)
-    results, of_down = fprop(down._replace(x=activated), spec.down, kernels=kernels, **options)
-    return hidden, results, of_up, of_down
+        of_down, kernels = spec.weight_gather.kernels(down.weights, spec.down, kernels, rowwise=for_gradients)
+    hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
+    activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
+    results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)
+    return hidden, results, up_residuals, down_residuals
 
 
 def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: _Spec) -> tuple[list[Any], jax.Array | None]:
@@ -349,7 +349,9 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
     if spec.weight_gather is not None:
-        up, down = (spec.weight_gather.for_backward(of) for of in (up, down))
+        down, dy = spec.weight_gather.for_backward(down, dy)
+        up, down_kernel = spec.weight_gather.for_backward(up, down.residuals.kernel)
+        down = down._replace(residuals=dataclasses.replace(down.residuals, kernel=down_kernel))
         saved = saved._replace(up=up, down=down)
     # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
