@@ -28,9 +28,12 @@ struct ScaledRows {
   uint32_t group_rows;
   __nv_fp8_interpretation_t type;
 
-  // Returns 8 numbers from a column on, and their inverse scale.
+  // Return numbers from a column on, and their inverse scale.
   __device__ uint2 Load8(int64_t row, int64_t column) const {
     return __ldg(reinterpret_cast<const uint2*>(data + row * features + column));
+  }
+  __device__ uint4 Load16(int64_t row, int64_t column) const {
+    return __ldg(reinterpret_cast<const uint4*>(data + row * features + column));
   }
   __device__ float LoadScale(uint32_t row, int64_t column) const {
     const uint32_t group = row / group_rows;
@@ -69,31 +72,39 @@ struct ScaledSource {
 
   // As PlainSource::LoadSlot.
   __device__ void LoadSlot(const InputTile<Element>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
-    constexpr int kVectors = kTileColumns / 8;
+    constexpr int kVectors = kTileColumns / 16;
     constexpr int kRows = 32 / kVectors;
     constexpr int kLoads = kFp8Alignment / kRows;
     const int vector = Lane() % kVectors;
     const int first = Lane() / kVectors;
-    const int64_t column = first_column + vector * 8;
+    const int64_t column = first_column + vector * 16;
+    // A lane finds the scale of one row: the position takes a division.
     int32_t index = -1;
+    float scale = 0.0f;
     if (Lane() < chunk.rows) {
       const int64_t row = chunk.first_row + int64_t{Lane()};
       index = row_indices != nullptr ? row_indices[row] : static_cast<int32_t>(row);
+      if (0 <= index && index < x.rows) scale = x.LoadScale(index, first_column);
     }
-    uint2 bytes[kLoads];
-    float scales[kLoads];
+    uint4 bytes[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int32_t row = __shfl_sync(kFullWarp, index, i * kRows + first);
       const bool exists = column < x.features && 0 <= row && row < x.rows;
-      bytes[i] = exists ? x.Load8(row, column) : uint2{};
-      scales[i] = exists ? x.LoadScale(row, column) : 0.0f;
+      bytes[i] = exists ? x.Load16(row, column) : uint4{};
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      ScaledRows::Pair pairs[4];
-      x.Convert8(bytes[i], scales[i], pairs);
-      tile.Store8(slot, i * kRows + first, vector, pairs);
+      const float row_scale = __shfl_sync(kFullWarp, scale, i * kRows + first);
+      const uint2 halves[] = {{bytes[i].x, bytes[i].y}, {bytes[i].z, bytes[i].w}};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Half of the lanes begin with their second half: otherwise pairs of lanes would access the same banks.
+        const int half = j ^ (vector / (kVectors / 2));
+        ScaledRows::Pair pairs[4];
+        x.Convert8(half == 0 ? halves[0] : halves[1], row_scale, pairs);
+        tile.Store8(slot, i * kRows + first, 2 * vector + half, pairs);
+      }
     }
     __syncwarp();
   }
