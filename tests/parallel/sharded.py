@@ -95,11 +95,13 @@ CASES = {
 }
 
 
+#: Largest error where only sums have another order. Tensor cores of Hopper keep about 14 bits of a sum of FP8 products.
+BOUND = 1e-5 if jax.default_backend() == "cpu" else 1e-4
 RECIPES = {
-    "block": (jg.Float8BlockScaling(), 1e-5),
+    "block": (jg.Float8BlockScaling(), BOUND),
     "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
-    "delayed": (jg.DelayedScaling(amax_history_len=4), 1e-5),
-    "mxfp8": (jg.MXFP8BlockScaling(), 1e-5),
+    "delayed": (jg.DelayedScaling(amax_history_len=4), BOUND),
+    "mxfp8": (jg.MXFP8BlockScaling(), BOUND),
 }
 
 
