@@ -22,6 +22,8 @@ from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights, flat_shape
 from jax_grouped.ops.quantize_kernel import quantize_kernel
+from jax_grouped.ops.residuals import DenseResiduals
+from jax_grouped.ops.split import grouped_dense_fwd
 
 Initializer = Callable[..., Any]
 
@@ -56,6 +58,19 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
         return x.astype(jnp.result_type(x, weights.kernel))
     checks.check_dtype("dtype", dtype)
     return x.astype(dtype)
+
+
+def fwd(
+    x: jax.Array,
+    weights: Weights,
+    group_sizes: checks.GroupSizes,
+    recipe: Recipe | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[jax.Array, DenseResiduals]:
+    """Calls `jax_grouped.grouped_dense_fwd` with these weights, which have no accumulator."""
+    named = weights._asdict()
+    del named["dkernel_accumulator"]
+    return grouped_dense_fwd(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **named)
 
 
 def num_features(x: jax.Array, shape: str) -> int:

@@ -22,6 +22,7 @@ from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights, flat_weights
+from jax_grouped.ops.residuals import DenseResiduals
 
 try:
     import flax.linen as nn
@@ -93,7 +94,6 @@ class GroupedDense(nn.Module):
         super().__post_init__()
         _layers.check_layer(self.recipe, dict(num_groups=self.num_groups), dict(features=self.features))
 
-    @nn.compact
     def __call__(
         self,
         x: jax.Array,
@@ -123,6 +123,38 @@ class GroupedDense(nn.Module):
                 the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
                 like the kernel.
         """
+        weights = self._weights(x, is_first_microbatch)
+        weights = _layers.accumulating(weights, "GroupedDense", accumulate_into)
+        x = _layers.converted(x, weights, self.dtype)
+        return grouped_dense(
+            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
+        )
+
+    def fwd(
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+    ) -> tuple[jax.Array, DenseResiduals]:
+        """Applies the layer as a call does, and returns residuals for a backward pass in halves.
+
+        `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
+        does not differentiate the result. Call it as `layer.apply(variables, x, group_sizes, method="fwd")`.
+
+        Args:
+            x: as in a call.
+            group_sizes: likewise.
+            is_first_microbatch: likewise.
+
+        Returns:
+            `[T, N]`, and the residuals.
+
+        Raises:
+            ValueError: as in a call.
+        """
+        weights = self._weights(x, is_first_microbatch)
+        x = _layers.converted(x, weights, self.dtype)
+        return _layers.fwd(x, weights, group_sizes, self.recipe, self.precision)
+
+    @nn.compact
+    def _weights(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> Weights:
         kernel = GroupedKernel(
             (self.num_groups, _layers.num_features(x, "[T, K]"), self.features),
             kernel_init=self.kernel_init,
@@ -133,11 +165,7 @@ class GroupedDense(nn.Module):
         )
         # Put the variables of `kernel` directly into this layer's scope.
         nn.share_scope(self, kernel)
-        weights = _layers.accumulating(kernel(is_first_microbatch), "GroupedDense", accumulate_into)
-        x = _layers.converted(x, weights, self.dtype)
-        return grouped_dense(
-            x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
-        )
+        return kernel(is_first_microbatch)
 
 
 class GroupedKernel(nn.Module):

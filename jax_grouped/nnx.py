@@ -23,6 +23,7 @@ from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights, flat_weights
+from jax_grouped.ops.residuals import DenseResiduals
 
 try:
     from flax import nnx
@@ -273,6 +274,29 @@ class GroupedDense(GroupedKernel):
         return grouped_dense(
             x, group_sizes=group_sizes, recipe=self.recipe, precision=self.precision, **weights._asdict()
         )
+
+    def fwd(
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+    ) -> tuple[jax.Array, DenseResiduals]:
+        """Applies the layer as a call does, and returns residuals for a backward pass in halves.
+
+        `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
+        does not differentiate the result.
+
+        Args:
+            x: as in a call.
+            group_sizes: likewise.
+            is_first_microbatch: likewise.
+
+        Returns:
+            `[T, N]`, and the residuals.
+
+        Raises:
+            ValueError: as in a call.
+        """
+        weights = self.weights(is_first_microbatch)
+        x = _layers.converted(x, weights, self.dtype)
+        return _layers.fwd(x, weights, group_sizes, self.recipe, self.precision)
 
 
 class MoEMlp(nnx.Module):

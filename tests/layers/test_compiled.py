@@ -158,6 +158,29 @@ def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> Non
         assert sum("quantize" in names for names in gathered) >= 2
 
 
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
+def test_products_run_while_weights_are_gathered(recipe: Recipe | None) -> None:
+    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "fsdp")
+    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * N), (2 * E, N, K), (2 * T, K)
+
+    def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
+        def layer(*arrays: Any) -> jax.Array:
+            return jg.moe.moe_mlp(*arrays, top_k=2, recipe=recipe, fsdp_axis="fsdp")[0]
+
+        y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
+        return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp"))) for shape in shapes]
+
+    program = launches_of(jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""}))
+
+    products = [i for i, name in enumerate(program) if name == "gemm"]
+    gathered = [i for i, name in enumerate(program) if name in {"all-gather", "all-gather-start"}]
+    assert any(i > products[1] for i in gathered)  # in the backward pass
+    begun = [i for i, name in enumerate(program) if name == "all-gather-start"]
+    assert sum("gemm" in program[i : program.index("all-gather-done", i)] for i in begun) >= 2
+
+
 def test_swiglu_is_part_of_the_quantization() -> None:
     def results(x: Any, gate_up: Any, down: Any, sizes: Any, dy: Any) -> Any:
         def mlp(x: Any, gate_up: Any, down: Any) -> jax.Array:

@@ -88,6 +88,32 @@ def test_the_kernels_gradient_is_added_to_what_is_given() -> None:
         of_nnx(layers[1], jnp.zeros((3, 6)))
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling()], ids=["float32", "block"])
+def test_the_backward_pass_in_halves_gives_the_gradients_of_a_call(api: str, recipe: jg.Recipe | None) -> None:
+    x, dy = (jax.random.normal(jax.random.key(i), (10, size)) for i, size in ((1, 32), (2, 16)))
+    linen = jg.linen.GroupedDense(16, 3, recipe=recipe)
+    params = initialised(linen, x)
+
+    def call(params: dict, x: jax.Array) -> jax.Array:
+        return linen.apply({"params": params}, x, SIZES)
+
+    if api == "linen":
+        y, residuals = linen.apply({"params": params}, x, SIZES, method="fwd")
+    else:
+        layer = jg.nnx.GroupedDense(32, 16, 3, recipe=recipe, rngs=nnx.Rngs(0))
+        nnx.update(layer, params)
+        y, residuals = layer.fwd(x, SIZES)
+    dx, pending = jg.grouped_dense_dgrad(residuals, dy)
+    dkernel, dbias = jg.grouped_dense_wgrad(pending)
+
+    expected, pull_back = jax.vjp(call, params, x)
+    dparams, expected_dx = pull_back(dy)
+    got = (y, dx, dkernel, dbias)
+    for of, wanted in zip(got, (expected, expected_dx, dparams["kernel"], dparams["bias"]), strict=True):
+        np.testing.assert_allclose(of, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_logical_partitioning_names_reach_the_parameters() -> None:
     layer = jg.linen.GroupedDense(
         6,
