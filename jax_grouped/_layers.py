@@ -276,8 +276,15 @@ def requantized(
     return quantized(kernel, recipe, fp8_state, previous=stored, skip=skip)
 
 
+def axes_of(layer: Any) -> MoEAxes:
+    """Returns the mesh axes of a `MoEMlp`."""
+    return MoEAxes.of(
+        expert=layer.expert_axis, feature=layer.feature_axis, fsdp=layer.fsdp_axis, batch=layer.batch_axes
+    )
+
+
 def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) -> Fp8State | None:
-    """Returns the state of this device's part of the kernel, for its quantization inside `jax.shard_map`."""
+    """Returns the state of this device's part of the kernel inside `jax.shard_map` over the axis, else the whole."""
     if state is None or fsdp_axis is None or not is_bound(fsdp_axis):
         return state
     return part_of_state(state, fsdp_axis, kernel.shape[0])

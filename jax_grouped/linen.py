@@ -392,10 +392,10 @@ class MoEMlp(nn.Module):
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
         features = _layers.num_features(x, "[..., K]")
-        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.fsdp_axis, self.batch_axes)
+        axes = _layers.axes_of(self)
         if self.is_initializing() and not _layers.has_sharded_type(x):
             # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
-            axes = MoEAxes.of(None, None, None, ())
+            axes = MoEAxes.of()
         experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
         hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
 

@@ -452,7 +452,7 @@ class MoEMlp(nnx.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
-        axes = MoEAxes.of(self.expert_axis, self.feature_axis, self.fsdp_axis, self.batch_axes)
+        axes = _layers.axes_of(self)
         experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
         hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
         gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)

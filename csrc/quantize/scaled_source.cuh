@@ -28,7 +28,7 @@ struct ScaledRows {
   uint32_t group_rows;
   __nv_fp8_interpretation_t type;
 
-  // Return numbers from a column on, and their inverse scale.
+  // Load8 and Load16 return that many numbers from a column on; LoadScale returns their inverse scale.
   __device__ uint2 Load8(int64_t row, int64_t column) const {
     return __ldg(reinterpret_cast<const uint2*>(data + row * features + column));
   }
@@ -78,7 +78,9 @@ struct ScaledSource {
     const int vector = Lane() % kVectors;
     const int first = Lane() / kVectors;
     const int64_t column = first_column + vector * 16;
-    // A lane finds the scale of one row: the position takes a division.
+    // Each lane loads the scale of one row, and others get it by a shuffle: LoadScale divides, so it runs once a row.
+    static_assert(kTileColumns == kBlock, "a row of a tile has one scale");
+    static_assert(kFp8Alignment % 16 == 0, "Load16 reads 16 features, of which a row has a multiple");
     int32_t index = -1;
     float scale = 0.0f;
     if (Lane() < chunk.rows) {

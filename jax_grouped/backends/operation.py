@@ -27,7 +27,7 @@ Local = Callable[..., Sequence[jax.Array]]
 class Split:
     """A dimension of one call: the mesh axes that it is split over, and the number of its parts.
 
-    Over the axes `stored`, an operand that the operation itself gathers is stored in parts.
+    `stored` are mesh axes over which one operand stores this dimension in parts. The local function gathers it.
     """
 
     axes: tuple[str, ...] = ()
@@ -46,6 +46,13 @@ class Result:
     dimensions: str
     over: str = ""
     how: Literal["sum", "max"] = "sum"
+
+
+class Gathers(NamedTuple):
+    """Position of an operand, and the dimensions along which it may be stored in parts."""
+
+    operand: int
+    dimensions: tuple[str, ...]
 
 
 class Operation(abc.ABC):
@@ -78,8 +85,8 @@ class Operation(abc.ABC):
         return None
 
     @property
-    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
-        """Position of an operand that the local function gathers, if it is stored in parts along these dimensions."""
+    def gathers(self) -> Gathers | None:
+        """The operand that the local function gathers itself; None if there is none."""
         return None
 
     @abc.abstractmethod
@@ -135,7 +142,7 @@ class Batched(Operation):
         return self.inner.added
 
     @property
-    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
+    def gathers(self) -> Gathers | None:
         return self.inner.gathers
 
     def grain(self, dimension: str) -> int:
@@ -165,16 +172,18 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
     named_operands = [*zip(operation.operands, operands, strict=True)]
     named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
     splits = _splits(operation, mesh, [*named_operands, *named_results])
-    gathered, dimensions = operation.gathers or (None, ())
-    if gathered is not None:
-        splits |= _storage(operation, mesh, *named_operands[gathered], dimensions, splits)
+    gathers = operation.gathers
+    if gathers is not None:
+        splits |= _storage(operation, mesh, *named_operands[gathers.operand], gathers.dimensions, splits)
 
     def spec(names: str, *, stored: bool = False) -> PartitionSpec:
         of_dimensions = [splits[name] for name in names.split()]
-        return PartitionSpec(*(of.axes or (of.stored if stored else ()) or None for of in of_dimensions))
+        return PartitionSpec(*((of.axes or of.stored if stored else of.axes) or None for of in of_dimensions))
 
     reductions = [_Reduction.of(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
-    operand_specs = [spec(names, stored=i == gathered) for i, names in enumerate(operation.operands)]
+    operand_specs = [
+        spec(names, stored=gathers is not None and i == gathers.operand) for i, names in enumerate(operation.operands)
+    ]
     result_specs = [of.scattered(spec(names)) for (names, _), of in zip(named_results, reductions, strict=True)]
     local = operation.local(splits)
     added, to = operation.added or (None, 0)
@@ -233,7 +242,7 @@ def _storage(
     dimensions: Sequence[str],
     splits: Mapping[str, Split],
 ) -> dict[str, Split]:
-    """Returns the splits of those of the dimensions that an operand is stored in parts along, and that are not split.
+    """Returns the splits of the dimensions that are not split, along which the gathered operand is stored in parts.
 
     Args:
         operation: the operation.

@@ -215,6 +215,10 @@ class QuantizedLayout:
         """True if scales are in the order of blocks: rows of blocks one after another, with no gap between groups."""
         return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
 
+    def blocks(self, size: int) -> int:
+        """Returns the number of blocks along an axis of this size."""
+        return -(-size // self.block)
+
     @property
     def block(self) -> int:
         """Number of elements along the quantized axis that share a scale."""

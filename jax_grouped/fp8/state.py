@@ -184,7 +184,7 @@ def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
 
 
 def part_of_state(state: Fp8State, axis_name: Hashable, groups: int) -> Fp8State:
-    """Returns the state, in float32, of this device's groups, if each device of the mesh axis has so many of them."""
+    """Returns this device's part of a state, in float32: its `groups` groups, where devices have them in order."""
     start = groups * jax.lax.axis_index(axis_name)
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, groups), state.astype(jnp.float32))
 

@@ -26,7 +26,7 @@ from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import canonical_mlp
 from jax_grouped.moe.permutation import Permutation, checked_shared, sum_of_choices
-from jax_grouped.moe.token_gather import TokenGather, restored, summed
+from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops import checks
 from jax_grouped.ops.bias import add_bias
@@ -270,16 +270,17 @@ def _forward(primals: Any, spec: _Spec) -> tuple[jax.Array, _Saved]:
 
 
 def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
-    kernels = None
+    kernels, quantizes = None, spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
     if spec.weight_gather is not None:
-        kernels, _ = spec.weight_gather.kernels(arrays.up.weights, spec.up, None, rowwise=for_gradients)
+        own = spec.weight_gather.own_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
+        kernels, _ = spec.weight_gather.for_fprop(own, None)
+    elif spec.token_gather is not None and quantizes:
+        kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
     if spec.token_gather is not None:
-        if spec.up.recipe is not None and arrays.up.weights.kernel_cache is None and kernels is None:
-            kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
         x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
         up = arrays.up._replace(x=x)  # type: ignore[arg-type]
-        arrays = arrays._replace(up=up, weights=spec.token_gather.weights(arrays.weights), shared=shared)
+        arrays = arrays._replace(up=up, weights=spec.token_gather.routing_weights(arrays.weights), shared=shared)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     sums = _sums(arrays, rows, spec)
@@ -298,12 +299,12 @@ def _sums(arrays: _Arrays, rows: jax.Array, spec: _Spec) -> jax.Array:
     if gather is None or arrays.inverse is None:
         return arrays.combined(rows)
     chunks = [gather.chunks_of_devices(of, _CHUNKS) for of in (arrays.inverse, arrays.weights)]
-    received: list[Any] = []
+    received: list[Received] = []
     for inverse, weights in zip(*chunks, strict=True):
         parts = arrays._replace(inverse=inverse, weights=weights).combined(rows).astype(spec.up.x_dtype)
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
-        received.append(gather.sums(parts))
+        received.append(gather.results(parts))
     return jnp.concatenate([summed(of) for of in received])
 
 
@@ -318,7 +319,8 @@ def _products(
     up = up._replace(x=rows, row_indices=row_indices)
     of_down = None
     if spec.weight_gather is not None:
-        of_down, kernels = spec.weight_gather.kernels(down.weights, spec.down, kernels, rowwise=for_gradients)
+        own = spec.weight_gather.own_kernels(down.weights, spec.down, rowwise=for_gradients)
+        of_down, kernels = spec.weight_gather.for_fprop(own, kernels)
     hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)
@@ -349,9 +351,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
     if spec.weight_gather is not None:
-        down, dy = spec.weight_gather.for_backward(down, dy)
-        up, down_kernel = spec.weight_gather.for_backward(up, down.residuals.kernel)
-        down = down._replace(residuals=dataclasses.replace(down.residuals, kernel=down_kernel))
+        up, down, dy = spec.weight_gather.for_dgrad(up, down, dy)
         saved = saved._replace(up=up, down=down)
     # Without the barrier, XLA would find that the forward pass has made the rows of tokens, and keep them until now.
     x, dy = jax.lax.optimization_barrier((arrays.up.x, dy.astype(spec.up.x_dtype)))
@@ -362,7 +362,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     if spec.token_gather is not None:
         if isinstance(tokens, Gathered) and not gathers_fast("wgrad", spec.up.out_shape[1]):
             tokens = permute_rows(*tokens, zero_tail=spec.up.zero_other_rows)
-        dy, tokens = spec.token_gather.gradients(dy, tokens)
+        dy, tokens = spec.token_gather.dresults(dy, tokens)
     dbias = bias_dweights = None
     if arrays.bias is not None:
         _, pull_back = jax.vjp(arrays.weighted_bias, arrays.bias, arrays.weights)
@@ -382,11 +382,11 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         dx = arrays.of_tokens(drows)
     else:
         # XLA runs one collective at a time: this one during dgrad, and that of dx during wgrad.
-        dweights = summed(spec.token_gather.weight_gradients(dweights))
+        dweights = summed(spec.token_gather.routing_weight_gradients(dweights))
         drows, dweights = jax.lax.optimization_barrier((drows, dweights))
         dx, operands = jax.lax.optimization_barrier((arrays.of_tokens(drows), (pending.x, pending.dy)))
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
-        dx = summed(spec.token_gather.token_gradients(dx)).astype(dx.dtype)
+        dx = summed(spec.token_gather.dtokens(dx)).astype(dx.dtype)
     dup = Weights(_dkernel(pending, up.dkernel_accumulator, spec), bias=pending.dbias, fp8_state=pending.fp8_state)
     return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared),)
 

@@ -105,10 +105,10 @@ def moe_mlp(
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
         logits: `[T, E]`, the router's scores of all experts.
-        gate_up: `[E / D, K, 2 F]` or `[E / D, K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the product
-            of the sizes of `expert_axis` and `fsdp_axis`, as far as they are there. States of `DelayedScaling` are
-            those of the experts along `expert_axis`. Whole arrays have all `E` experts.
-        down: `[E / D, F, N]`.
+        gate_up: `[E / (D S), K, 2 F]` or `[E / (D S), K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the
+            size of `expert_axis`, and `S` that of `fsdp_axis`; 1 without the axis. States of `DelayedScaling` are of
+            `E / D` experts. Whole arrays have all `E`.
+        down: `[E / (D S), F, N]`.
         top_k: experts per token.
         score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
         normalize_weights: whether a token's weights are divided by their sum.
@@ -121,13 +121,15 @@ def moe_mlp(
             one length and lose their last rows, and are counted; where rows are exchanged, a group is the rows of one
             source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
             `expert_axis` `D * T * min(top_k, E / D)`.
-        activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is `[E / D, K, F]`.
+        activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
+            `[E / (D S), K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         expert_axis: mesh axis over which the experts are split.
         feature_axis: mesh axis over which `F` is split.
         fsdp_axis: mesh axis over which the storage of the experts is split: those along `expert_axis` are split again.
         batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
+            Inside `jax.shard_map`, name `expert_axis` and `fsdp_axis` here too.
         exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
             and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
             "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
@@ -168,7 +170,7 @@ def moe_mlp(
         weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
     check_method(exchange_method)
-    axes = MoEAxes.of(expert_axis, feature_axis, fsdp_axis, batch_axes)
+    axes = MoEAxes.of(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
     of_device = functools.partial(
         _of_device,
         top_k=top_k,
@@ -189,7 +191,7 @@ def moe_mlp(
     if mesh is None:
         return of_device(arrays, axes)
     if x.shape[:1] == (0,):
-        return of_device(arrays, MoEAxes.of(None, None, None, ()))
+        return of_device(arrays, MoEAxes.of())
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
@@ -315,8 +317,8 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):
         raise ValueError(
-            f"gate_up must hold E / D experts, for logits {logits.shape} of E experts, which expert_axis and fsdp_axis "
-            f"split over D = {devices} devices, got {kernel}."
+            f"gate_up must hold its part of the experts, for logits {logits.shape} of E experts, which expert_axis and "
+            f"fsdp_axis split over {devices} devices, got {kernel}."
         )
 
 

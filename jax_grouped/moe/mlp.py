@@ -127,7 +127,7 @@ def canonical_mlp(
 ) -> tuple[Weights, Weights, MlpSpec]:
     """Returns both weights as arrays, and the static part of their products with tokens such as `x`.
 
-    The kernels are one of `parts`, as in `canonical_weights`.
+    `parts` is that of `canonical_weights`.
 
     Raises:
         TypeError: as `grouped_mlp`.

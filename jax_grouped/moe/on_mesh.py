@@ -40,7 +40,14 @@ class MoEAxes(NamedTuple):
     batch: tuple[str, ...]
 
     @classmethod
-    def of(cls, expert: str | None, feature: str | None, fsdp: str | None, batch: Sequence[str]) -> Self:
+    def of(
+        cls,
+        *,
+        expert: str | None = None,
+        feature: str | None = None,
+        fsdp: str | None = None,
+        batch: Sequence[str] = (),
+    ) -> Self:
         """Returns the axes of a layer, whose `batch_axes` may be one name.
 
         Raises:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacks
+from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacked_rows
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.quantize import grouped_dequantize
 
@@ -40,11 +40,11 @@ class TokenGather:
         """
         return self._gather(x, self.wire.tokens, meanwhile)
 
-    def gradients(self, dy: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
-        """Gathers gradients, as `tokens` does tokens."""
+    def dresults(self, dy: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
+        """Gathers gradients of results, as `tokens` does tokens."""
         return self._gather(dy, self.wire.dresults, meanwhile)
 
-    def weights(self, weights: jax.Array) -> jax.Array:
+    def routing_weights(self, weights: jax.Array) -> jax.Array:
         """Gathers routing weights: `[T, k]` to `[D T, k]`."""
         return jax.lax.all_gather(weights, self.axis_name, tiled=True)
 
@@ -58,15 +58,15 @@ class TokenGather:
             if chunk.shape[1] > 0
         ]
 
-    def sums(self, parts: jax.Array) -> Received:
+    def results(self, parts: jax.Array) -> Received:
         """Sends each device what this one has for its tokens: `[D T, C]` to `[D, T, C]`, the parts from all devices."""
         return self._return(parts, self.wire.results)
 
-    def token_gradients(self, parts: jax.Array) -> Received:
-        """Sends each device its tokens' gradients, as `sums` does sums."""
+    def dtokens(self, parts: jax.Array) -> Received:
+        """Sends each device its tokens' gradients, as `results` does sums."""
         return self._return(parts, self.wire.dtokens)
 
-    def weight_gradients(self, parts: jax.Array) -> Received:
+    def routing_weight_gradients(self, parts: jax.Array) -> Received:
         """Sends each device the gradients of its tokens' routing weights: `[D T, k]` to `[D, T, k]`."""
         return self._return(parts, None)
 
@@ -83,7 +83,7 @@ class TokenGather:
         of_devices = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
         if form is None or 0 in parts.shape:
             return jax.lax.all_to_all(of_devices, self.axis_name, 0, 0)
-        return exchange_stacks(quantize_stacks(of_devices, form), self.axis_name)
+        return exchange_stacks(quantize_stacked_rows(of_devices, form), self.axis_name)
 
 
 def summed(parts: Received) -> jax.Array:

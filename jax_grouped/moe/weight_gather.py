@@ -3,8 +3,9 @@
 Each device quantizes its own part. A pass gathers the one orientation that it reads, and only parts wait for the
 backward pass.
 
-XLA runs one collective at a time, and would start those of all weights before the first product. So a gather can wait
-for an array: what the caller reads in place of that array keeps XLA from removing the dependence.
+XLA runs one collective at a time, and would start those of all weights before the first product. An optimization
+barrier makes a gather wait for another array, `after`. The caller must use the `after` that is returned in place of the
+old one, or XLA removes the barrier.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class WeightGather:
 
     @property
     def parts(self) -> int:
-        """`D`."""
+        """Number of devices of the axis."""
         return axis_size(self.axis_name)
 
     def with_biases(self, weights: Weights) -> Weights:
@@ -45,28 +46,35 @@ class WeightGather:
             return weights
         return weights._replace(bias=jax.lax.all_gather(weights.bias, self.axis_name, tiled=True))
 
-    def kernels(self, weights: Weights, spec: DenseSpec, after: _T, *, rowwise: bool) -> tuple[Kernels, _T]:
-        """Returns the kernels that fprop reads, whole, and this device's part of those that dgrad reads; and `after`.
-
-        The gather starts once `after` is there.
-        """
+    def own_kernels(self, weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
+        """Returns this device's part of the kernels as products read them, with the largest values of all kernels."""
         state = weights.fp8_state
-        if state is not None:
-            state = part_of_state(state, self.axis_name, weights.kernel.shape[0])
+        if state is None:
+            return quantized_kernels(weights, spec, rowwise=rowwise)
+        state = part_of_state(state, self.axis_name, weights.kernel.shape[0])
         own = quantized_kernels(weights._replace(fp8_state=state), spec, rowwise=rowwise)
-        amax = own.amax
-        if amax is not None and state is not None:
-            amax = jax.lax.all_gather(amax, self.axis_name, tiled=True)
-        columnwise, after = self._whole(own.columnwise, after)
-        return Oriented(own.rowwise, columnwise, amax), after
+        assert own.amax is not None
+        return Oriented(own.rowwise, own.columnwise, jax.lax.all_gather(own.amax, self.axis_name, tiled=True))
 
-    def for_backward(self, saved: Saved, after: _T) -> tuple[Saved, _T]:
-        """Gathers the kernels that dgrad reads, once `after` is there, and returns it too."""
-        kernel, after = self._whole(saved.residuals.kernel, after)
-        return saved._replace(residuals=dataclasses.replace(saved.residuals, kernel=kernel)), after
+    def for_fprop(self, own: Kernels, after: _T) -> tuple[Kernels, _T]:
+        """Gathers the kernels that fprop reads. Those that dgrad reads stay this device's part."""
+        columnwise, after = self._gathered(own.columnwise, after)
+        return Oriented(own.rowwise, columnwise, own.amax), after
 
-    def _whole(self, kernel: Operand | None, after: _T) -> tuple[Operand, _T]:
-        """Gathers kernels as a product reads them."""
+    def for_dgrad(self, up: Saved, down: Saved, dy: jax.Array) -> tuple[Saved, Saved, jax.Array]:
+        """Gathers the kernels that dgrad reads: those of `down` once `dy` is there, then those of `up`.
+
+        The second gather runs during the products of `down`. Returns `dy` too, which the caller uses from here on.
+        """
+        of_down, dy = self._gathered(down.residuals.kernel, dy)
+        of_up, of_down = self._gathered(up.residuals.kernel, of_down)
+
+        def with_kernel(saved: Saved, kernel: Operand) -> Saved:
+            return saved._replace(residuals=dataclasses.replace(saved.residuals, kernel=kernel))
+
+        return with_kernel(up, of_up), with_kernel(down, of_down), dy
+
+    def _gathered(self, kernel: Operand | None, after: _T) -> tuple[Operand, _T]:
         kernel, after = jax.lax.optimization_barrier((kernel, after))
         assert kernel is not None
         assert not isinstance(kernel, Gathered)
@@ -75,6 +83,9 @@ class WeightGather:
         return jax.lax.all_gather(kernel, self.axis_name, tiled=True), after
 
     def summed(self, dkernel: jax.Array, accumulator: jax.Array | None) -> jax.Array:
-        """Returns this device's part of the sum of all devices' gradients, added to the accumulator if there is one."""
+        """Returns this device's part of the sum of all devices' gradients, added to the accumulator if there is one.
+
+        Sums in the type of the kernel, as XLA sums the gradients of replicated weights.
+        """
         own = jax.lax.psum_scatter(dkernel, self.axis_name, tiled=True)
         return own if accumulator is None else accumulator + own

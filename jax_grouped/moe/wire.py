@@ -26,7 +26,7 @@ from jax_grouped.ops.rows import permute_rows
 
 
 class RowForm(NamedTuple):
-    """FP8 numbers with the scales of a recipe."""
+    """Recipe and FP8 type with which rows are quantized for a transfer."""
 
     recipe: Float8BlockScaling
     dtype: DTypeLike
@@ -67,10 +67,10 @@ class Wire(NamedTuple):
 
 def quantize_rows(x: jax.Array, form: RowForm) -> ScaledArray:
     """Quantizes rows `[T, C]` rowwise, as a stack of one."""
-    return quantize_stacks(x[None], form)
+    return quantize_stacked_rows(x[None], form)
 
 
-def quantize_stacks(x: jax.Array, form: RowForm) -> ScaledArray:
+def quantize_stacked_rows(x: jax.Array, form: RowForm) -> ScaledArray:
     """Quantizes a stack of rows, `[D, T, C]`, rowwise."""
     spec = QuantizeSpec(
         form.recipe.token_mode,
@@ -167,7 +167,7 @@ _send.defvjp(_send_forward, _send_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sum(wire: Wire, dtype: DTypeLike, rows: jax.Array, permutation: Permutation, exchange: Exchange) -> jax.Array:
-    """Sums rows of this type."""
+    """Sums rows of this type, in which the backward pass sends the gradients of the sums."""
     del dtype
     return _summed(rows, permutation, exchange, wire.results)
 

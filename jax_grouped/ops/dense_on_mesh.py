@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.operation import Local, Operation, Result, Split
+from jax_grouped.backends.operation import Gathers, Local, Operation, Result, Split
 from jax_grouped.backends.partition import apply, lie_on_mesh
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.arrays import ScaledArray
@@ -37,13 +37,18 @@ def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[ja
     x, weights, groups, _ = inputs
     cache = weights.kernel_cache
     kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
-    given = () if scales is None else (scales.input, *([scales.kernel] if cache is None else []))
+    given = _given(scales, ("input",) if cache is not None else ("input", "kernel"))
     y, *amax = apply(_Fprop(spec, cache is not None), x, *kernels, *groups, *given, like=[spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     if scales is None:
         return y, None
     return y, {"input": amax[0], "kernel": amax[1] if cache is None else cache.amax}
+
+
+def _given(scales: PerTensor | None, names: Sequence[str]) -> list[jax.Array]:
+    """Returns the scales that a pass needs, none if none are given."""
+    return [] if scales is None else [getattr(scales, name) for name in names]
 
 
 class Gradients(NamedTuple):
@@ -63,7 +68,7 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     out = weights.kernel if accumulator is None else accumulator
     operation = _Gradients(spec, cache is not None, out.dtype, accumulator is not None)
     accumulators = () if accumulator is None else (accumulator,)
-    given = () if scales is None else scales if cache is None else (scales.input, scales.output_grad)
+    given = _given(scales, ("input", "output_grad") if cache is not None else PerTensor._fields)
     of = spec.partitions
     like = [of.x, of.kernel, *([] if spec.bias_dtype is None else [of.bias])]
     dx, dkernel, *more = apply(operation, x, *kernels, dy, *groups, *accumulators, *given, like=like)
@@ -83,12 +88,12 @@ class _Pass(Operation):
         return ("t", "e") if self.cached else ("t", "e", "n", "k")
 
     @property
-    def gathers(self) -> tuple[int, tuple[str, ...]] | None:
+    def gathers(self) -> Gathers | None:
         if self.cached:
             return None
         # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
         by_features = isinstance(self.spec.recipe, Float8BlockScaling | DelayedScaling)
-        return 1, ("e", "k", "n") if by_features else ("e",)
+        return Gathers(1, ("e", "k", "n") if by_features else ("e",))
 
     @property
     def _recipe(self) -> Recipe:
@@ -111,7 +116,7 @@ class _Pass(Operation):
         return (column_data, column_scale) if columnwise else (row_data, row_scale)
 
     def _own(self, x: jax.Array, splits: Mapping[str, Split]) -> DenseSpec:
-        """Returns the spec of a device that has these tokens."""
+        """Returns the spec of one device: its tokens, and its part of the kernels."""
         whole = self.spec.kernel
         shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.shape, strict=True))
         return dataclasses.replace(self.spec, tokens=x.shape[0], kernel=jax.ShapeDtypeStruct(shape, whole.dtype))
@@ -140,24 +145,27 @@ class _Pass(Operation):
             data, scale_inv = kernels
             return ScaledArray(data, scale_inv, None, layout), None
         (kernel,) = kernels
-        experts, *of_features = (splits[name].stored for name in "ekn")
+        experts = splits["e"].stored
         if experts:
             start = kernel.shape[0] * jax.lax.axis_index(experts)
             scales = [jax.lax.dynamic_slice_in_dim(scale, start, kernel.shape[0]) for scale in scales]
-        spec = dataclasses.replace(
-            kernel_spec(kernel.shape, self._recipe), rowwise=not columnwise, columnwise=columnwise
-        )
+        both = kernel_spec(kernel.shape, self._recipe)
+        spec = dataclasses.replace(both, rowwise=not columnwise, columnwise=columnwise)
         quantized = quantize_stack(kernel, *scales, spec=spec)
-        scaled, amax = quantized.columnwise if columnwise else quantized.rowwise, quantized.amax
+        scaled = quantized.columnwise if columnwise else quantized.rowwise
         assert scaled is not None
-        if not (experts or any(of_features)):
-            return scaled, amax
-        if self._has_scales and any(of_features):
-            amax = jax.lax.pmax(amax, tuple(itertools.chain(*of_features)))
-        if self._has_scales and experts:
-            amax = jax.lax.all_gather(amax, experts, tiled=True)
-        storage = experts, *(reversed(of_features) if columnwise else of_features)
+        storage = [splits[name].stored for name in ("enk" if columnwise else "ekn")]
+        if not any(storage):
+            return scaled, quantized.amax
+        amax = self._largest_of_all(quantized.amax, *storage) if self._has_scales else quantized.amax
         return gather_kernels(scaled, storage, layout), amax
+
+    @staticmethod
+    def _largest_of_all(amax: jax.Array, experts: tuple[str, ...], *of_features: tuple[str, ...]) -> jax.Array:
+        """Returns the largest values of all kernels from those of parts, which are stored over these mesh axes."""
+        if any(of_features):
+            amax = jax.lax.pmax(amax, tuple(itertools.chain(*of_features)))
+        return jax.lax.all_gather(amax, experts, tiled=True) if experts else amax
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 
 
@@ -18,7 +18,7 @@ def gather_stack(own: ScaledArray, axis_name: Hashable) -> ScaledArray:
 
 
 def exchange_stacks(parts: ScaledArray, axis_name: Hashable) -> ScaledArray:
-    """Sends part `i` of a stack to the `i`-th of as many devices, and returns the parts from all of them."""
+    """Sends group `i` of a stack to device `i` of the axis, and returns the groups that come from all devices."""
     return _moved(parts, lambda x: jax.lax.all_to_all(x, axis_name, 0, 0))
 
 
@@ -30,31 +30,37 @@ def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout:
         storage: mesh axes over which each axis of the data is split.
         layout: of the whole.
     """
+
+    def move(x: jax.Array) -> jax.Array:
+        # Scales of whole matrices, and those of MX, have fewer axes: such kernels are parted by experts, or have one
+        # scale for all parts.
+        for axis, names in enumerate(storage[: x.ndim]):
+            x = jax.lax.all_gather(x, names, axis=axis, tiled=True) if names else x
+        return x
+
     scale_inv = own.scale_inv
     if layout.mode == ScalingMode.BLOCK_2D:  # A row of scales may have more room than it needs.
-        scale_inv = scale_inv[:, :, : -(-own.data.shape[2] // BLOCK)]
-    data = own.data
-    for axis, names in enumerate(storage):
-        if names:
-            data = _of_bytes(functools.partial(_all_gather, names, axis), data)
-            if axis < scale_inv.ndim:
-                scale_inv = _of_bytes(functools.partial(_all_gather, names, axis), scale_inv)
+        blocks = own.layout.blocks(own.data.shape[2])
+        scale_inv = scale_inv[:, :, :blocks]
+    data, scale_inv = _moved_arrays(own.data, scale_inv, move)
     room = [(0, to - size) for to, size in zip(layout.scale_shape, scale_inv.shape, strict=True)]
     return ScaledArray(data, jnp.pad(scale_inv, room), None, layout)
 
 
 def _moved(own: ScaledArray, move: Callable[[jax.Array], jax.Array]) -> ScaledArray:
-    scale_inv = _of_bytes(move, own.scale_inv)
-    # XLA runs one collective at a time. The scales go first, so that other work runs during the longer transfer.
-    data, scale_inv = jax.lax.optimization_barrier((own.data, scale_inv))
-    data = _of_bytes(move, data)
+    data, scale_inv = _moved_arrays(own.data, own.scale_inv, move)
     assert own.layout.stack_rows is not None
     layout = dataclasses.replace(own.layout, num_groups=len(data), tokens=len(data) * own.layout.stack_rows)
     return ScaledArray(data, scale_inv, None, layout)
 
 
-def _all_gather(names: tuple[str, ...], axis: int, x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, names, axis=axis, tiled=True)
+def _moved_arrays(
+    data: jax.Array, scale_inv: jax.Array, move: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Moves both arrays, the scales first: XLA runs one collective at a time, and other work during the longer one."""
+    scale_inv = _of_bytes(move, scale_inv)
+    data, scale_inv = jax.lax.optimization_barrier((data, scale_inv))
+    return _of_bytes(move, data), scale_inv
 
 
 def _of_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

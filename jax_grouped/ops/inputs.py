@@ -192,7 +192,8 @@ def canonical_weights(
 ) -> tuple[Weights, DenseSpec]:
     """Returns the weights as arrays, and the static part of their product with tokens such as `x`.
 
-    The kernel, its cache and its accumulator are one of `parts` of the stack that the product multiplies by.
+    Devices store the stack of kernels in `parts` equal parts: `kernel`, its cache and its accumulator are one of them,
+    bias and state are whole.
 
     Raises:
         TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.

@@ -156,14 +156,15 @@ def test_quantized_exchange_loses_nothing_that_fp8_keeps(method: ExchangeMethod)
 @pytest.mark.parametrize("method", ["gather", "padded", "ragged"])
 def test_quantized_combine_rounds_what_returns(method: ExchangeMethod) -> None:
     (y, dx, *dkernels), narrow_bytes = exchanged(method, quantized_combine=True)
-    (wide_y, wide_dx, *wide_dkernels), wide_bytes = exchanged(method)
+    wide_y, wide_dx, *wide_dkernels = exchanged(method)[0]
+    _, wide_bytes = exchanged(method, quantized_exchange=False)
 
     # A float8_e4m3fn has three bits after the first: its largest error is 1/16, its root mean square about 1/40.
     for narrow, wide in ((y, wide_y), (dx, wide_dx)):
         assert 0.005 < relative_error(narrow, wide) < 0.04
     for narrow, wide in zip(dkernels, wide_dkernels, strict=True):
         np.testing.assert_array_equal(narrow, wide)
-    assert narrow_bytes < 0.53 / (1 + 0.516) * 2 * wide_bytes
+    assert narrow_bytes < 0.53 * wide_bytes
 
 
 def exchanged(method: ExchangeMethod, **options: bool) -> tuple[list[jax.Array], int]:
@@ -188,6 +189,7 @@ def exchanged(method: ExchangeMethod, **options: bool) -> tuple[list[jax.Array],
             return jg.moe.moe_mlp(x, logits, *kernels, top_k=TOP_K, recipe=recipe, **of_axis, **options)[0]
 
         y, pull = jax.vjp(layer, x, *kernels)
+        # A gradient of the result that does not depend on how the result was rounded.
         return y, *pull(jnp.cos(x))
 
     step = on_devices(results)

@@ -1,8 +1,8 @@
 """A small MoE model, and its training on one device or several, for tests that compare the two.
 
 The name of a mesh axis says what it splits: `feature` the features inside the experts, `expert` the experts and the
-tokens, `data` the tokens, `storage` the tokens and the storage of the experts, which the layer gathers, and `fsdp` the
-tokens and the storage of the experts' features, which the program gathers.
+tokens, `data` the tokens, `fsdp` the tokens and the storage of the experts, which the layer gathers, and
+`stored_features` the tokens and the storage of the experts' features, which the program or XLA gathers.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: 
     roles = dict(
         expert_axis="expert" if "expert" in axes else None,
         feature_axis="feature" if "feature" in axes else None,
-        fsdp_axis="storage" if "storage" in axes else None,
+        fsdp_axis="fsdp" if "fsdp" in axes else None,
         batch_axes=token_axes(axes),
     )
     sizes = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
@@ -137,15 +137,17 @@ def token_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
 
 def specs(axes: Mapping[str, int], tree: Any) -> Any:
     """Returns the partition specs of a model's variables, or an optimizer's state, on a mesh of these axes."""
-    expert, feature, fsdp = (name if name in axes else None for name in ("expert", "feature", "fsdp"))
-    stored = tuple(name for name in ("expert", "storage") if name in axes) or None
+    expert, feature, stored_features = (
+        name if name in axes else None for name in ("expert", "feature", "stored_features")
+    )
+    stored = tuple(name for name in ("expert", "fsdp") if name in axes) or None
 
     def spec(path: Any, leaf: Any) -> P:
         name = name_of(path)
         if "experts/gate_up" in name:
-            whole = {"kernel": P(stored, None, None, feature or fsdp), "bias": P(stored, None, feature)}
+            whole = {"kernel": P(stored, None, None, feature or stored_features), "bias": P(stored, None, feature)}
         elif "experts/down" in name:
-            whole = {"kernel": P(stored, feature, fsdp), "bias": P(stored)}
+            whole = {"kernel": P(stored, feature, stored_features), "bias": P(stored)}
         else:
             return P()
         return whole.get(name.rsplit("/", 1)[-1], P(expert))
@@ -183,10 +185,14 @@ def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any
 
 def gathered(variables: Any, axes: Mapping[str, int]) -> Any:
     """Gathers whole variables, for the time of their use, from the parts that each device stores."""
-    if "fsdp" not in axes:
+    if "stored_features" not in axes:
         return variables
     return jax.tree.map(
-        lambda leaf, spec: jax.lax.all_gather(leaf, "fsdp", axis=leaf.ndim - 1, tiled=True) if "fsdp" in spec else leaf,
+        lambda leaf, spec: (
+            jax.lax.all_gather(leaf, "stored_features", axis=leaf.ndim - 1, tiled=True)
+            if "stored_features" in spec
+            else leaf
+        ),
         variables,
         specs(axes, variables),
     )

@@ -28,11 +28,12 @@ from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, a
         ("nnx", dict(feature=4), False),
         ("linen", dict(data=2, expert=2, feature=2), True),
         ("linen", dict(expert=8), False),
+        ("linen", dict(expert=2, stored_features=2), False),
         ("linen", dict(expert=2, fsdp=2), False),
-        ("linen", dict(expert=2, storage=2), False),
-        ("linen", dict(storage=2), False),
-        ("nnx", dict(data=2, storage=4), True),
-        ("nnx", dict(storage=2, expert=2, feature=2), False),
+        ("linen", dict(fsdp=2), False),
+        ("linen", dict(expert=4, fsdp=2), False),
+        ("nnx", dict(data=2, fsdp=4), True),
+        ("nnx", dict(fsdp=2, expert=2, feature=2), False),
     ],
     ids=str,
 )
@@ -148,6 +149,45 @@ def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kin
     expected = results(jg.linen.MoEMlp(**options), variables, x)
     for got, of_one in zip(compiled(placed, put(mesh, x, "data")), expected, strict=True):
         np.testing.assert_allclose(got, of_one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), DELAYED], ids=["block", "delayed"])
+def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, recipe: jg.Recipe) -> None:
+    mesh = typed_mesh("explicit" if where == "explicit" else "auto", dict(expert=2, fsdp=2))
+    tokens = P(("expert", "fsdp"))
+    options = dict(**SIZES, recipe=recipe, cache_kernel=True)
+    split = jg.linen.MoEMlp(**options, expert_axis="expert", fsdp_axis="fsdp", batch_axes=("expert", "fsdp"))
+    x = arrays()[0]
+    variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), x)
+    del variables[jg.linen.KERNEL_CACHE]
+    into = {name: 3 * variables["params"][name]["kernel"] for name in ("gate_up", "down")}
+
+    def gradients(layer: Any, variables: Any, into: Any, x: jax.Array) -> Any:
+        _, cache = layer.apply(variables, x, is_first_microbatch=True, mutable=[jg.linen.KERNEL_CACHE])
+
+        def loss(variables: Any) -> jax.Array:
+            options = dict(is_first_microbatch=False, accumulate_into=into)
+            return jnp.sum(jnp.sin(layer.apply({**variables, **cache}, x, **options)[0]))
+
+        return jax.grad(loss)(variables)
+
+    def spec(path: Any, _: Any) -> P:
+        name = programs.name_of(path) if "down" in str(path) or "gate_up" in str(path) else "router"
+        return P() if name == "router" else P("expert") if name.endswith(("scale", "history", "mark")) else tokens
+
+    specs = jax.tree.map_with_path(spec, variables), {"gate_up": tokens, "down": tokens}
+    placed = jax.tree.map(lambda of, spec: put(mesh, of, *spec), (variables, into), specs)
+    step = functools.partial(gradients, split)
+    if where == "shard_map":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, tokens), out_specs=specs[0])
+
+    got = jax.jit(step)(*placed, put(mesh, x, ("expert", "fsdp")))
+
+    expected = jax.jit(functools.partial(gradients, jg.linen.MoEMlp(**options)))(variables, into, x)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=10 * FP8_TOLERANCE[backend]), got, expected
+    )
 
 
 def test_what_cannot_be_split_is_named() -> None:

@@ -117,17 +117,20 @@ def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is(cached: b
     assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, None, None, cache), bound)
 
 
-@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling()], ids=["float32", "block"])
-def test_a_result_of_grouped_mlp_is_sharded_as_asked_for_even_if_no_operand_is(recipe: jg.Recipe | None) -> None:
+@pytest.mark.parametrize(("recipe", "bound"), [(None, 1e-5), (jg.Float8BlockScaling(), 0.02)], ids=["float32", "block"])
+def test_a_result_of_grouped_mlp_is_sharded_as_asked_for_even_if_no_operand_is(
+    recipe: jg.Recipe | None, bound: float
+) -> None:
     mesh = explicit_mesh()
     x, gate_up, *_ = operands_of_fp8()
     down = gate_up[:, :, :256]
-    mlp = functools.partial(jg.moe.grouped_mlp, group_sizes=SIZES, recipe=recipe)
+    precision = "highest" if recipe is None else None
+    mlp = functools.partial(jg.moe.grouped_mlp, group_sizes=SIZES, recipe=recipe, precision=precision)
 
     y = jax.jit(functools.partial(mlp, out_sharding=P("data")))(*put(mesh, (x, gate_up, down), WHOLE))
 
     assert jax.typeof(y).sharding.spec == P("data", None)
-    np.testing.assert_allclose(y, mlp(x, gate_up, down), rtol=0.02, atol=0.02 * float(jnp.abs(y).max()))
+    assert_close(y, mlp(x, gate_up, down), bound)
 
 
 @pytest.mark.parametrize(

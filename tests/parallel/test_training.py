@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
         ("nnx", dict(feature=4), False),
         ("linen", dict(expert=8), False),
         ("nnx", dict(expert=2, feature=2), False),
-        ("nnx", dict(expert=2, fsdp=2), True),
-        ("linen", dict(storage=2, expert=2), True),
+        ("nnx", dict(expert=2, stored_features=2), True),
+        ("linen", dict(fsdp=2, expert=2), True),
     ],
     ids=str,
 )
@@ -59,8 +59,8 @@ def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, storage=2), dict(storage=2)], ids=str)
-def test_states_of_split_experts_and_features_are_those_of_one_device(backend: str, axes: dict[str, int]) -> None:
+@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, fsdp=2), dict(fsdp=2)], ids=str)
+def test_states_are_those_of_one_device_however_experts_are_split(backend: str, axes: dict[str, int]) -> None:
     options, steps = dict(recipe=DELAYED, use_bias=False), 3
     mesh = mesh_of(axes)
     model = programs.model("linen", axes, **options)
