@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -53,13 +54,21 @@ class Work(NamedTuple):
         return sorted(1e3 * self.block(_CALLS) / _CALLS for _ in range(_BLOCKS))
 
 
-def _mesh(gpus: int) -> Mesh:
-    return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:gpus])
+def _mesh(gpus: int, first: int = 0) -> Mesh:
+    return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[first : first + gpus])
 
 
-def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: float | None, **options: Any) -> Work:
-    """Returns the forward and the backward pass of a layer, under plain `jax.jit` over this many GPUs."""
-    mesh, k = _mesh(gpus), shape.top_k
+def layer(
+    shape: Shape,
+    recipe: jg.Recipe | None,
+    gpus: int,
+    capacity_factor: float | None,
+    *,
+    first: int = 0,
+    **options: Any,
+) -> Work:
+    """Returns the forward and the backward pass of a layer under plain `jax.jit`, on this many GPUs from `first` on."""
+    mesh, k = _mesh(gpus, first), shape.top_k
     tokens, experts, K, F = gpus * shape.tokens, gpus * shape.num_groups, shape.K, shape.N // 2
     shapes = (tokens, K), (K, experts), (experts, K, 2 * F), (experts, F, K), (tokens, K)
     widths, specs = (1, K, K, F, 1), (P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS))
@@ -119,10 +128,13 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
     for name in names:
         shape = LAYERS[name]
         sent = (gpus - 1) * shape.tokens * shape.K * 2
-        link = sent / (1e6 * exchange(shape, gpus).milliseconds()[_BLOCKS // 2])
+        link = sent / (1e6 * statistics.median(exchange(shape, gpus).milliseconds()))
         for variant in variants:
             recipe = RECIPES[variant]
-            alone = layer(shape, recipe, 1, None).milliseconds()
+            # GPUs of one host differ, and all wait for the slowest.
+            alone = sorted(
+                time for gpu in range(gpus) for time in layer(shape, recipe, 1, None, first=gpu).milliseconds()
+            )
             work = layer(shape, recipe, gpus, capacity_factor)
             together = work.milliseconds()
             calls = 4
@@ -134,7 +146,7 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
                 "gpus": gpus,
                 "one_gpu_ms": alone,
                 "all_gpus_ms": together,
-                "efficiency": alone[_BLOCKS // 2] / together[_BLOCKS // 2],
+                "efficiency": statistics.median(alone) / statistics.median(together),
                 "communication_ms": communication,
                 "exposed_ms": uncovered,
                 "link_gb_per_s": link,
@@ -161,12 +173,11 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def _table(found: Sequence[dict[str, Any]], gpus: int) -> str:
-    middle = _BLOCKS // 2
     columns = {
         "layer": lambda row: row["layer"],
         "variant": lambda row: row["variant"],
-        "1 GPU ms": lambda row: row["one_gpu_ms"][middle],
-        f"{gpus} GPUs ms": lambda row: row["all_gpus_ms"][middle],
+        "1 GPU ms": lambda row: statistics.median(row["one_gpu_ms"]),
+        f"{gpus} GPUs ms": lambda row: statistics.median(row["all_gpus_ms"]),
         "efficiency %": lambda row: 100 * row["efficiency"],
         "communication ms": lambda row: row["communication_ms"],
         "exposed ms": lambda row: row["exposed_ms"],
