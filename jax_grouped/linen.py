@@ -291,7 +291,8 @@ class MoEMlp(nn.Module):
     and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
     this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
     feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
-    `P(expert_axis)`, and the router whole.
+    `P(expert_axis)`, and the router whole. With an `fsdp_axis`, the experts of kernels, biases and caches are split
+    over `(expert_axis, fsdp_axis)`, in this order.
 
     Attributes:
         num_experts: `E`, on all devices together.

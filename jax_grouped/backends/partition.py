@@ -66,11 +66,11 @@ def _with_devices(mesh: Any, arrays: Sequence[jax.Array]) -> Any:
 
 
 def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:
-    """Returns the mesh of the arrays, if the type of any operand or result is sharded."""
+    """Returns the mesh of the arrays, or the one that is set, if the type of any operand or result is sharded."""
     specs = [*(aval.sharding.spec for aval in avals), *(spec for spec in like if spec is not None)]
     if not any(axes is not None for spec in specs for axes in spec):
         return None
-    meshes = (aval.sharding.mesh for aval in avals)
+    meshes = *(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()
     return next((mesh for mesh in meshes if {*mesh.axis_types} == {AxisType.Explicit}), None)
 
 

@@ -128,6 +128,7 @@ def moe_mlp(
         expert_axis: mesh axis over which the experts are split.
         feature_axis: mesh axis over which `F` is split.
         fsdp_axis: mesh axis over which the storage of the experts is split: those along `expert_axis` are split again.
+            The parts are in the order of `P((expert_axis, fsdp_axis))`.
         batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
             Inside `jax.shard_map`, name `expert_axis` and `fsdp_axis` here too.
         exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
@@ -229,7 +230,11 @@ def _of_device(
         _check_split("down", down.kernel, feature_axis)
         if shared is not None:
             _check_same("shared", shared, feature_axis)
-    weight_gather = None if fsdp_axis is None or axis_size(fsdp_axis) == 1 else WeightGather(fsdp_axis)
+    weight_gather = None
+    if fsdp_axis is not None and axis_size(fsdp_axis) > 1:
+        weight_gather = WeightGather(fsdp_axis)
+        for name, array in (("x", x), ("gate_up", gate_up.kernel), ("down", down.kernel)):
+            _check_split(name, array, fsdp_axis)
     stored_over = devices if weight_gather is None else devices * weight_gather.parts
     _check_arguments(x, logits, gate_up.kernel.shape, stored_over)
     tokens, num_experts = logits.shape
@@ -322,15 +327,15 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
         )
 
 
-def _check_split(name: str, kernel: jax.Array, axis_name: str) -> None:
-    """Raises ValueError if `jax.shard_map` with its checks on knows that all devices of the axis have the same kernel.
+def _check_split(name: str, x: jax.Array, axis_name: str) -> None:
+    """Raises ValueError if `jax.shard_map` with its checks on knows that all devices of the axis have the same array.
 
-    Each device would compute with all features, and the sum over the devices would count them once per device.
+    Sums over the devices would count all features, or tokens, once per device.
     """
-    if is_tracked(axis_name) and axis_name not in varying_axes(kernel):
+    if is_tracked(axis_name) and axis_name not in varying_axes(x):
         raise ValueError(
-            f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {kernel.shape}, "
-            "the same on every device."
+            f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {x.shape}, the "
+            "same on every device."
         )
 
 

@@ -51,8 +51,12 @@ class MoEAxes(NamedTuple):
         """Returns the axes of a layer, whose `batch_axes` may be one name.
 
         Raises:
+            TypeError: an axis is not a name.
             ValueError: one axis would split two things.
         """
+        for what, name in (("expert", expert), ("feature", feature), ("fsdp", fsdp)):
+            if name is not None and not isinstance(name, str):
+                raise TypeError(f"{what}_axis must be the name of one mesh axis, got {name!r}.")
         axes = cls(expert, feature, fsdp, (batch,) if isinstance(batch, str) else tuple(batch))
         if feature is not None and feature in axes.tokens:
             raise ValueError(

@@ -220,6 +220,12 @@ def test_axes_that_split_two_things_are_refused() -> None:
         jg.moe.moe_mlp(x, *others, top_k=1, feature_axis="expert", batch_axes=("data", "expert"))
     with pytest.raises(ValueError, match="fsdp_axis must be another axis than expert_axis, got 'expert' for both"):
         jg.moe.moe_mlp(x, *others, top_k=1, expert_axis="expert", fsdp_axis="expert")
+    with pytest.raises(TypeError, match=r"fsdp_axis must be the name of one mesh axis, got \('data', 'expert'\)"):
+        jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
+    layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
+    split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"x must be split over the mesh axis 'data' \(in_specs"):
+        jax.eval_shape(split, x, *others)
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match="The axes of the mesh must be all Auto or all Explicit"):
         jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), top_k=1, expert_axis="expert")

@@ -116,6 +116,13 @@ def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is(cached: b
     assert jax.typeof(results[0]).sharding.spec == P("data", None)
     assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, None, None, cache), bound)
 
+    def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        options = dict(recipe=recipe, kernel_cache=cache, out_sharding=P("data"))
+        return jg.grouped_dense(x, kernel, SIZES, **options)
+
+    with jax.set_mesh(mesh):  # of arrays that are not on it yet
+        assert jax.typeof(jax.jit(multiply)(*arrays[:2])).sharding.spec == P("data", None)
+
 
 @pytest.mark.parametrize(("recipe", "bound"), [(None, 1e-5), (jg.Float8BlockScaling(), 0.02)], ids=["float32", "block"])
 def test_a_result_of_grouped_mlp_is_sharded_as_asked_for_even_if_no_operand_is(
