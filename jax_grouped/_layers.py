@@ -60,17 +60,12 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
     return x.astype(dtype)
 
 
-def fwd(
-    x: jax.Array,
-    weights: Weights,
-    group_sizes: checks.GroupSizes,
-    recipe: Recipe | None,
-    precision: jax.lax.PrecisionLike,
-) -> tuple[jax.Array, DenseResiduals]:
-    """Calls `jax_grouped.grouped_dense_fwd` with these weights, which have no accumulator."""
+def fwd(layer: Any, x: jax.Array, weights: Weights, group_sizes: checks.GroupSizes) -> tuple[jax.Array, DenseResiduals]:
+    """Calls `jax_grouped.grouped_dense_fwd` for the `GroupedDense` `layer` with these weights, without accumulator."""
     named = weights._asdict()
     del named["dkernel_accumulator"]
-    return grouped_dense_fwd(x, group_sizes=group_sizes, recipe=recipe, precision=precision, **named)
+    x = converted(x, weights, layer.dtype)
+    return grouped_dense_fwd(x, group_sizes=group_sizes, recipe=layer.recipe, precision=layer.precision, **named)
 
 
 def num_features(x: jax.Array, shape: str) -> int:

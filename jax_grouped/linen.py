@@ -149,9 +149,7 @@ class GroupedDense(nn.Module):
         Raises:
             ValueError: as in a call.
         """
-        weights = self._weights(x, is_first_microbatch)
-        x = _layers.converted(x, weights, self.dtype)
-        return _layers.fwd(x, weights, group_sizes, self.recipe, self.precision)
+        return _layers.fwd(self, x, self._weights(x, is_first_microbatch), group_sizes)
 
     @nn.compact
     def _weights(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> Weights:

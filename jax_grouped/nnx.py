@@ -278,10 +278,7 @@ class GroupedDense(GroupedKernel):
     def fwd(
         self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> tuple[jax.Array, DenseResiduals]:
-        """Applies the layer as a call does, and returns residuals for a backward pass in halves.
-
-        `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
-        does not differentiate the result.
+        """Applies the layer, and returns residuals for a backward pass in halves, as `jax_grouped.linen` describes it.
 
         Args:
             x: as in a call.
@@ -294,9 +291,7 @@ class GroupedDense(GroupedKernel):
         Raises:
             ValueError: as in a call.
         """
-        weights = self.weights(is_first_microbatch)
-        x = _layers.converted(x, weights, self.dtype)
-        return _layers.fwd(x, weights, group_sizes, self.recipe, self.precision)
+        return _layers.fwd(self, x, self.weights(is_first_microbatch), group_sizes)
 
 
 class MoEMlp(nnx.Module):

@@ -135,7 +135,7 @@ class QuantizedLayout:
             With `TENSOR` there is one column.
         """
         positions = positions.as_column()
-        block = jnp.arange(-(-self.features // self.block), dtype=jnp.int32)
+        block = jnp.arange(self.blocks(self.features), dtype=jnp.int32)
         match self.mode:
             case ScalingMode.TENSOR:
                 return positions.group

@@ -270,12 +270,11 @@ def _forward(primals: Any, spec: _Spec) -> tuple[jax.Array, _Saved]:
 
 
 def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
-    kernels, quantizes = None, spec.up.recipe is not None and arrays.up.weights.kernel_cache is None
+    kernels, weights = None, arrays.up.weights
     if spec.weight_gather is not None:
-        own = spec.weight_gather.own_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
-        kernels, _ = spec.weight_gather.for_fprop(own, None)
-    elif spec.token_gather is not None and quantizes:
-        kernels = quantized_kernels(arrays.up.weights, spec.up, rowwise=for_gradients)
+        kernels, _ = spec.weight_gather.for_fprop(weights, spec.up, None, rowwise=for_gradients)
+    elif spec.token_gather is not None and spec.up.recipe is not None and weights.kernel_cache is None:
+        kernels = quantized_kernels(weights, spec.up, rowwise=for_gradients)
     if spec.token_gather is not None:
         x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
@@ -319,8 +318,7 @@ def _products(
     up = up._replace(x=rows, row_indices=row_indices)
     of_down = None
     if spec.weight_gather is not None:
-        own = spec.weight_gather.own_kernels(down.weights, spec.down, rowwise=for_gradients)
-        of_down, kernels = spec.weight_gather.for_fprop(own, kernels)
+        of_down, kernels = spec.weight_gather.for_fprop(down.weights, spec.down, kernels, rowwise=for_gradients)
     hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)

@@ -46,7 +46,13 @@ class WeightGather:
             return weights
         return weights._replace(bias=jax.lax.all_gather(weights.bias, self.axis_name, tiled=True))
 
-    def own_kernels(self, weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
+    def for_fprop(self, weights: Weights, spec: DenseSpec, after: _T, *, rowwise: bool) -> tuple[Kernels, _T]:
+        """Gathers the kernels that fprop reads. Those that dgrad reads, made if `rowwise`, stay this device's part."""
+        own = self._own_kernels(weights, spec, rowwise=rowwise)
+        columnwise, after = self._gathered(own.columnwise, after)
+        return Oriented(own.rowwise, columnwise, own.amax), after
+
+    def _own_kernels(self, weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
         """Returns this device's part of the kernels as products read them, with the largest values of all kernels."""
         state = weights.fp8_state
         if state is None:
@@ -55,11 +61,6 @@ class WeightGather:
         own = quantized_kernels(weights._replace(fp8_state=state), spec, rowwise=rowwise)
         assert own.amax is not None
         return Oriented(own.rowwise, own.columnwise, jax.lax.all_gather(own.amax, self.axis_name, tiled=True))
-
-    def for_fprop(self, own: Kernels, after: _T) -> tuple[Kernels, _T]:
-        """Gathers the kernels that fprop reads. Those that dgrad reads stay this device's part."""
-        columnwise, after = self._gathered(own.columnwise, after)
-        return Oriented(own.rowwise, columnwise, own.amax), after
 
     def for_dgrad(self, up: Saved, down: Saved, dy: jax.Array) -> tuple[Saved, Saved, jax.Array]:
         """Gathers the kernels that dgrad reads: those of `down` once `dy` is there, then those of `up`.

@@ -4,6 +4,7 @@ Scales lie where group sizes put them, so XLA cannot split the quantized arrays 
 quantizes its own part inside of the operations, and what waits for the backward pass is `x` itself.
 """
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -37,18 +38,14 @@ def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[ja
     x, weights, groups, _ = inputs
     cache = weights.kernel_cache
     kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
-    given = _given(scales, ("input",) if cache is not None else ("input", "kernel"))
-    y, *amax = apply(_Fprop(spec, cache is not None), x, *kernels, *groups, *given, like=[spec.partitions.out])
+    operation = _Fprop(spec, cache is not None)
+    given = [getattr(scales, name) for name in operation.scales]
+    y, *amax = apply(operation, x, *kernels, *groups, *given, like=[spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     if scales is None:
         return y, None
     return y, {"input": amax[0], "kernel": amax[1] if cache is None else cache.amax}
-
-
-def _given(scales: PerTensor | None, names: Sequence[str]) -> list[jax.Array]:
-    """Returns the scales that a pass needs, none if none are given."""
-    return [] if scales is None else [getattr(scales, name) for name in names]
 
 
 class Gradients(NamedTuple):
@@ -68,7 +65,7 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     out = weights.kernel if accumulator is None else accumulator
     operation = _Gradients(spec, cache is not None, out.dtype, accumulator is not None)
     accumulators = () if accumulator is None else (accumulator,)
-    given = _given(scales, ("input", "output_grad") if cache is not None else PerTensor._fields)
+    given = [getattr(scales, name) for name in operation.scales]
     of = spec.partitions
     like = [of.x, of.kernel, *([] if spec.bias_dtype is None else [of.bias])]
     dx, dkernel, *more = apply(operation, x, *kernels, dy, *groups, *accumulators, *given, like=like)
@@ -94,6 +91,11 @@ class _Pass(Operation):
         # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
         by_features = isinstance(self.spec.recipe, Float8BlockScaling | DelayedScaling)
         return Gathers(1, ("e", "k", "n") if by_features else ("e",))
+
+    @property
+    @abc.abstractmethod
+    def scales(self) -> tuple[str, ...]:
+        """The fields of `PerTensor` that are operands, the last ones; none if scales are not given."""
 
     @property
     def _recipe(self) -> Recipe:
@@ -172,8 +174,12 @@ class _Pass(Operation):
 class _Fprop(_Pass):
     @property
     def operands(self) -> tuple[str, ...]:
-        scales = ["e"] * self._has_scales * (1 if self.cached else 2)
-        return "t k", *self._kernel_operands(columnwise=True), *GROUP_DIMENSIONS, *scales
+        return "t k", *self._kernel_operands(columnwise=True), *GROUP_DIMENSIONS, *["e"] * len(self.scales)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        names = ("input",) if self.cached else ("input", "kernel")
+        return names if self._has_scales else ()
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -202,13 +208,13 @@ class _Gradients(_Pass):
     @property
     def operands(self) -> tuple[str, ...]:
         accumulators = ["e k n"] * self.accumulates
-        scales = ["e"] * self._num_scales
+        scales = ["e"] * len(self.scales)
         return "t k", *self._kernel_operands(columnwise=False), "t n", *GROUP_DIMENSIONS, *accumulators, *scales
 
     @property
-    def _num_scales(self) -> int:
-        """Number of operands with given scales: of tokens, of kernels unless cached, and of the result's gradient."""
-        return (2 if self.cached else 3) * self._has_scales
+    def scales(self) -> tuple[str, ...]:
+        names = ("input", "output_grad") if self.cached else PerTensor._fields
+        return names if self._has_scales else ()
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -222,13 +228,13 @@ class _Gradients(_Pass):
 
     def local(self, splits: Mapping[str, Split]) -> Local:
         def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
-            kernels, (dy, sizes, offset, *others) = more[: 1 + self.cached], more[1 + self.cached :]
-            accumulator = others.pop(0) if len(others) > self._num_scales else None
+            kernels, (dy, sizes, offset, *scales) = more[: 1 + self.cached], more[1 + self.cached :]
+            accumulator = scales.pop(0) if len(scales) > len(self.scales) else None
             spec = self._own(x, splits)
             groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=spec.num_groups)
-            tokens = quantize_tokens(x, groups, *others[:1], spec=spec.x_spec(rowwise=False))
-            kernel, _ = self._quantized(kernels, others[1:-1], spec, splits, columnwise=False)
-            gradient = quantize_tokens(dy, groups, *others[-1:], spec=spec.dy_spec())
+            tokens = quantize_tokens(x, groups, *scales[:1], spec=spec.x_spec(rowwise=False))
+            kernel, _ = self._quantized(kernels, scales[1:-1], spec, splits, columnwise=False)
+            gradient = quantize_tokens(dy, groups, *scales[-1:], spec=spec.dy_spec())
             assert tokens.columnwise is not None
             assert gradient.rowwise is not None
             assert gradient.columnwise is not None

@@ -32,16 +32,15 @@ def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout:
     """
 
     def move(x: jax.Array) -> jax.Array:
-        # Scales of whole matrices, and those of MX, have fewer axes: such kernels are parted by experts, or have one
-        # scale for all parts.
+        # Scales of whole matrices, and those of MX, have fewer axes: such kernels are stored in parts by experts, or
+        # all parts have the same scales.
         for axis, names in enumerate(storage[: x.ndim]):
             x = jax.lax.all_gather(x, names, axis=axis, tiled=True) if names else x
         return x
 
     scale_inv = own.scale_inv
     if layout.mode == ScalingMode.BLOCK_2D:  # A row of scales may have more room than it needs.
-        blocks = own.layout.blocks(own.data.shape[2])
-        scale_inv = scale_inv[:, :, :blocks]
+        scale_inv = scale_inv[:, :, : own.layout.blocks(own.data.shape[2])]
     data, scale_inv = _moved_arrays(own.data, scale_inv, move)
     room = [(0, to - size) for to, size in zip(layout.scale_shape, scale_inv.shape, strict=True)]
     return ScaledArray(data, jnp.pad(scale_inv, room), None, layout)

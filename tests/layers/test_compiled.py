@@ -125,22 +125,8 @@ def test_a_shared_expert_runs_during_the_gather_of_tokens() -> None:
 
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
 def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> None:
-    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "expert")
-    features = 1024  # So many that wgrad copies the rows of tokens first.
-    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * features), (2 * E, features, K), (2 * T, K)
-
-    def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
-        def layer(*arrays: Any) -> jax.Array:
-            return jg.moe.moe_mlp(*arrays, top_k=2, recipe=recipe, expert_axis="expert")[0]
-
-        y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
-        return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
-
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("expert"))) for shape in shapes
-    ]
-
-    program = launches_of(jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""}))
+    # So many features that wgrad copies the rows of tokens first.
+    program = launches_of_a_layer("expert", features=1024, recipe=recipe, expert_axis="expert")
 
     def during(kind: str) -> list[set[str]]:
         begun = [i for i, name in enumerate(program) if name == f"{kind}-start"]
@@ -160,25 +146,29 @@ def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> Non
 
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
 def test_products_run_while_weights_are_gathered(recipe: Recipe | None) -> None:
-    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "fsdp")
-    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * N), (2 * E, N, K), (2 * T, K)
-
-    def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
-        def layer(*arrays: Any) -> jax.Array:
-            return jg.moe.moe_mlp(*arrays, top_k=2, recipe=recipe, fsdp_axis="fsdp")[0]
-
-        y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
-        return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
-
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp"))) for shape in shapes]
-
-    program = launches_of(jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""}))
+    program = launches_of_a_layer("fsdp", features=N, recipe=recipe, fsdp_axis="fsdp")
 
     products = [i for i, name in enumerate(program) if name == "gemm"]
     gathered = [i for i, name in enumerate(program) if name in {"all-gather", "all-gather-start"}]
     assert any(i > products[1] for i in gathered)  # in the backward pass
     begun = [i for i, name in enumerate(program) if name == "all-gather-start"]
     assert sum("gemm" in program[i : program.index("all-gather-done", i)] for i in begun) >= 2
+
+
+def launches_of_a_layer(axis: str, features: int, **options: Any) -> list[str]:
+    """Returns what two GPUs along a mesh axis launch for both passes of a layer, whose arrays are split over it."""
+    mesh = jax.sharding.Mesh(np.asarray(h200s(2)), axis)
+    shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * features), (2 * E, features, K), (2 * T, K)
+
+    def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
+        def layer(*arrays: Any) -> jax.Array:
+            return jg.moe.moe_mlp(*arrays, top_k=2, **options)[0]
+
+        y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
+        return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(axis))) for shape in shapes]
+    return launches_of(jax.jit(results).lower(*arguments).compile({"xla_gpu_enable_command_buffer": ""}))
 
 
 def test_swiglu_is_part_of_the_quantization() -> None:

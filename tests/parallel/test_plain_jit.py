@@ -221,6 +221,7 @@ def test_axes_that_split_two_things_are_refused() -> None:
     with pytest.raises(ValueError, match="fsdp_axis must be another axis than expert_axis, got 'expert' for both"):
         jg.moe.moe_mlp(x, *others, top_k=1, expert_axis="expert", fsdp_axis="expert")
     with pytest.raises(TypeError, match=r"fsdp_axis must be the name of one mesh axis, got \('data', 'expert'\)"):
+        # The type checker would refuse several names too.
         jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
     layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))
