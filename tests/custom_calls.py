@@ -150,13 +150,14 @@ def dequantize(
 def activation_grad(
     x: Array = ((ROWS, 2 * FEATURES), BF16),
     da: Array = ((ROWS, FEATURES), BF16),
-    row_weights: Shape = (ROWS,),
+    weights: Shape = (ROWS,),
+    more: Sequence[Array] = (),
     dx: Array = ((ROWS, 2 * FEATURES), BF16),
     weighted: Array = ((ROWS, FEATURES), BF16),
     inner_products: Shape = (ROWS,),
     activation: int = SILU_MUL,
 ) -> jax.Array:
-    operands, results = [x, da, (row_weights, F32)], [dx, weighted, (inner_products, F32)]
+    operands, results = [x, da, (weights, F32), *more], [dx, weighted, (inner_products, F32)]
     return ungrouped_call("jax_grouped_activation_grad", operands, results, dict(activation=np.int32(activation)))[2]
 
 
@@ -169,6 +170,16 @@ def permute_rows(
     """Copies every token to row 1."""
     operands = [x, (order, I32), (inverse, I32)]
     return ungrouped_call("jax_grouped_permute_rows", operands, [rows], dict(zero_tail=True))[0]
+
+
+def sum_rows(
+    rows: Array = ((2 * ROWS, FEATURES), BF16),
+    inverse: Shape = (ROWS, 2),
+    weights: Sequence[Array] = (((ROWS, 2), F32),),
+    sums: Array = ((ROWS, FEATURES), BF16),
+) -> jax.Array:
+    """Adds row 1 to itself, for every token."""
+    return ungrouped_call("jax_grouped_sum_rows", [rows, (inverse, I32), *weights], [sums])[0]
 
 
 def route(

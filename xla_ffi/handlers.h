@@ -27,12 +27,18 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
 // Computes the gradient of an activation's input, of the weights of its rows, and the weighted rows:
-//   jax_grouped_activation_grad(input, da, row_weights) {activation} -> (dinput, weighted, inner_products)
+//   jax_grouped_activation_grad(input, da, weights[, order]) {activation} -> (dinput, weighted, inner_products)
+//
+// Row i has weight order[i], or weight i without order. Rows without a weight may hold anything in the results.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationGradExecute);
 
 // Copies each token of x to the rows of its choices, and with zero_tail zeros to rows of no token:
 //   jax_grouped_permute_rows(x, order, inverse) {zero_tail} -> (rows)
 XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
+
+// Sums the rows of each token's choices, times their weights if there are any:
+//   jax_grouped_sum_rows(rows, inverse[, weights]) -> (sums)
+XLA_FFI_DECLARE_HANDLER_SYMBOL(SumRowsExecute);
 
 // Chooses each token's experts:
 //   jax_grouped_route(logits[, bias]) {batch, score, normalize_weights, expert_groups, top_groups} ->

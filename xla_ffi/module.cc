@@ -41,6 +41,8 @@ nb::dict Handlers() {
   activation_grad["execute"] = Capsule(ActivationGradExecute);
   nb::dict permute_rows;
   permute_rows["execute"] = Capsule(PermuteRowsExecute);
+  nb::dict sum_rows;
+  sum_rows["execute"] = Capsule(SumRowsExecute);
   nb::dict route;
   route["execute"] = Capsule(RouteExecute);
   nb::dict group_pairs;
@@ -50,6 +52,7 @@ nb::dict Handlers() {
   handlers["jax_grouped_bias_grad"] = bias_grad;
   handlers["jax_grouped_activation_grad"] = activation_grad;
   handlers["jax_grouped_permute_rows"] = permute_rows;
+  handlers["jax_grouped_sum_rows"] = sum_rows;
   handlers["jax_grouped_route"] = route;
   handlers["jax_grouped_group_pairs"] = group_pairs;
   handlers["jax_grouped_quantize"] = quantize;

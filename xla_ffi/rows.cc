@@ -4,6 +4,8 @@
 
 #include "csrc/rows/activation_grad.h"
 #include "csrc/rows/permute_rows.h"
+#include "csrc/rows/sum_rows.h"
+#include "csrc/rows/vector.h"
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/decode_activation.h"
@@ -14,6 +16,7 @@ namespace {
 
 constexpr char kActivationGrad[] = "jax_grouped_activation_grad";
 constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
+constexpr char kSumRows[] = "jax_grouped_sum_rows";
 
 // Checks a [rows, features] array of the type of the input.
 ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataType type, int64_t rows,
@@ -28,9 +31,9 @@ ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataTy
   return CheckAlignment(kActivationGrad, name, array.untyped_data());
 }
 
-ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32Buffer row_weights,
-                          AnyResult dinput, AnyResult weighted, ffi::Result<F32Buffer> inner_products,
-                          Activation activation) try {
+ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32Buffer weights,
+                          ffi::RemainingArgs order, AnyResult dinput, AnyResult weighted,
+                          ffi::Result<F32Buffer> inner_products, Activation activation) try {
   JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, activation));
   if (activation == Activation::kNone) return Invalid(kActivationGrad, "there must be an activation.");
   const auto type = FloatType(input.element_type());
@@ -39,27 +42,40 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
   const int64_t rows = da.dimensions()[0];
   const int64_t features = da.dimensions()[1];
   if (rows == 0) return Invalid(kActivationGrad, "da must have rows.");
-  if (features % kActivationVector != 0 || features > std::numeric_limits<int32_t>::max()) {
+  if (features % kRowVector != 0 || features > std::numeric_limits<int32_t>::max()) {
     return Invalid(kActivationGrad,
-                   "da's shape[1] must be a multiple of " + std::to_string(kActivationVector) + " below 2^31.");
+                   "da's shape[1] must be a multiple of " + std::to_string(kRowVector) + " below 2^31.");
   }
   const int64_t in_features = IsGated(activation) ? 2 * features : features;
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("the input", input, input.element_type(), rows, in_features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, input.element_type(), rows, features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("dinput", *dinput, input.element_type(), rows, in_features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("weighted", *weighted, input.element_type(), rows, features));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kActivationGrad, "the size of row_weights", static_cast<int64_t>(row_weights.element_count()), rows));
+  const auto num_weights = static_cast<int64_t>(weights.element_count());
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of inner_products",
                                          static_cast<int64_t>(inner_products->element_count()), rows));
   ActivationGradBuffers buffers{};
   buffers.input = input.untyped_data();
   buffers.da = da.untyped_data();
-  buffers.row_weights = row_weights.typed_data();
+  buffers.weights = weights.typed_data();
   buffers.dinput = dinput->untyped_data();
   buffers.weighted = weighted->untyped_data();
   buffers.inner_products = inner_products->typed_data();
-  return ToError(kActivationGrad, LaunchActivationGrad(stream, buffers, activation, *type, rows, features));
+  if (order.size() > 1) {
+    return Invalid(kActivationGrad,
+                   "there must be at most one order, got " + std::to_string(order.size()) + " of them.");
+  }
+  if (order.size() == 1) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(of_rows, order.get<ffi::AnyBuffer>(0));
+    if (of_rows->element_type() != ffi::S32) return Invalid(kActivationGrad, "order must be int32.");
+    JAX_GROUPED_RETURN_IF_ERROR(
+        CheckEqual(kActivationGrad, "the size of order", static_cast<int64_t>(of_rows->element_count()), rows));
+    buffers.order = static_cast<const int32_t*>(of_rows->untyped_data());
+  } else {
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of weights", num_weights, rows));
+  }
+  return ToError(kActivationGrad,
+                 LaunchActivationGrad(stream, buffers, activation, *type, num_weights, rows, features));
 }
 JAX_GROUPED_CATCH(kActivationGrad)
 
@@ -97,6 +113,48 @@ ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S
 }
 JAX_GROUPED_CATCH(kPermuteRows)
 
+ffi::Error SumRows(cudaStream_t stream, ffi::AnyBuffer rows, S32Buffer inverse, ffi::RemainingArgs weights,
+                   AnyResult sums) try {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "rows", rows, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "inverse", inverse, 2));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "the result", *sums, 2));
+  const auto type = FloatType(rows.element_type());
+  if (!type || *type == CUDA_R_32F) return Invalid(kSumRows, "rows must be bfloat16 or float16.");
+  if (sums->element_type() != rows.element_type()) return Invalid(kSumRows, "the result must have the type of rows.");
+  const int64_t num_rows = rows.dimensions()[0];
+  const int64_t features = rows.dimensions()[1];
+  const int64_t tokens = inverse.dimensions()[0];
+  const int64_t choices = inverse.dimensions()[1];
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[0]", sums->dimensions()[0], tokens));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[1]", sums->dimensions()[1], features));
+  if (tokens == 0) return Invalid(kSumRows, "the result must have rows.");
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  if (tokens * choices > kLimit || num_rows > kLimit) return Invalid(kSumRows, "there must be fewer than 2^31 rows.");
+  if (features == 0 || features % kRowVector != 0 || features > kLimit) {
+    return Invalid(kSumRows, "rows's shape[1] must be a multiple of " + std::to_string(kRowVector) +
+                                 " below 2^31, got " + std::to_string(features) + ".");
+  }
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "rows", rows.untyped_data()));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "the result", sums->untyped_data()));
+  SumRowsBuffers buffers{};
+  buffers.rows = rows.untyped_data();
+  buffers.inverse = inverse.typed_data();
+  buffers.sums = sums->untyped_data();
+  if (weights.size() > 1) {
+    return Invalid(kSumRows, "there must be at most one array of weights, got " + std::to_string(weights.size()) + ".");
+  }
+  if (weights.size() == 1) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(of_choices, weights.get<ffi::AnyBuffer>(0));
+    if (of_choices->element_type() != ffi::F32) return Invalid(kSumRows, "weights must be float32.");
+    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the size of weights",
+                                           static_cast<int64_t>(of_choices->element_count()), tokens * choices));
+    buffers.weights = static_cast<const float*>(of_choices->untyped_data());
+  }
+  return ToError(kSumRows,
+                 LaunchSumRows(stream, buffers, *type, tokens, static_cast<int>(choices), num_rows, features));
+}
+JAX_GROUPED_CATCH(kSumRows)
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
@@ -105,6 +163,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<F32Buffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<F32Buffer>()
@@ -119,6 +178,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,
                                   .Arg<S32Buffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("zero_tail"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SumRowsExecute, SumRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32Buffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_grouped

@@ -9,28 +9,13 @@
 #include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/layout.h"
+#include "csrc/rows/vector.cuh"
 
 namespace jax_grouped {
 namespace {
 
 // One warp per row.
 constexpr int kRowsPerBlock = 8;
-
-__device__ float2 ToFloats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
-__device__ float2 ToFloats(__half2 pair) { return __half22float2(pair); }
-__device__ void Round(float2 values, __nv_bfloat162* pair) { *pair = __float22bfloat162_rn(values); }
-__device__ void Round(float2 values, __half2* pair) { *pair = __float22half2_rn(values); }
-
-template <typename Pair>
-struct alignas(16) Vector {
-  Pair pairs[kActivationVector / 2];
-
-  __device__ static Vector Load(const Pair* from) {
-    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
-    return reinterpret_cast<const Vector&>(bits);
-  }
-  __device__ void Store(Pair* to) const { *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4&>(*this); }
-};
 
 // One feature of a row in the results.
 struct Feature {
@@ -54,18 +39,21 @@ __device__ Feature ComputeFeature(float gate, float factor, float da, float weig
 template <typename Pair, Activation kActivation>
 __global__ void __launch_bounds__(32 * kRowsPerBlock)
     ActivationGrad(const Pair* __restrict__ all_input, const Pair* __restrict__ all_da,
-                   const float* __restrict__ row_weights, Pair* __restrict__ all_dinput,
-                   Pair* __restrict__ all_weighted, float* __restrict__ inner_products, int64_t rows, int pairs) {
+                   const float* __restrict__ weights, const int32_t* __restrict__ order, Pair* __restrict__ all_dinput,
+                   Pair* __restrict__ all_weighted, float* __restrict__ inner_products, int64_t num_weights,
+                   int64_t rows, int pairs) {
   constexpr bool kGated = IsGated(kActivation);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + Warp();
   if (row >= rows) return;
+  const int64_t weight_index = order == nullptr ? row : order[row];
+  if (weight_index < 0 || weight_index >= num_weights) return;
   const int64_t input_pairs = kGated ? int64_t{2} * pairs : pairs;
   const Pair* input = all_input + row * input_pairs;
   Pair* dinput = all_dinput + row * input_pairs;
   const Pair* das = all_da + row * pairs;
   Pair* weighteds = all_weighted + row * pairs;
-  const float weight = row_weights[row];
-  constexpr int kPairs = kActivationVector / 2;
+  const float weight = weights[weight_index];
+  constexpr int kPairs = kRowVector / 2;
   float product = 0.0f;
 #pragma unroll 2
   for (int i = Lane() * kPairs; i < pairs; i += 32 * kPairs) {
@@ -118,24 +106,25 @@ auto KernelOf(Activation activation) {
 }
 
 template <typename Pair>
-Status LaunchOfType(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation, int64_t rows,
-                    int64_t features) {
+Status LaunchOfType(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+                    int64_t num_weights, int64_t rows, int64_t features) {
   const dim3 blocks(static_cast<unsigned>(CeilDiv(rows, kRowsPerBlock)));
   return Launch("Launching the gradient of an activation", stream, {blocks, 32 * kRowsPerBlock},
                 KernelOf<Pair>(activation), static_cast<const Pair*>(buffers.input),
-                static_cast<const Pair*>(buffers.da), buffers.row_weights, static_cast<Pair*>(buffers.dinput),
-                static_cast<Pair*>(buffers.weighted), buffers.inner_products, rows, static_cast<int>(features / 2));
+                static_cast<const Pair*>(buffers.da), buffers.weights, buffers.order,
+                static_cast<Pair*>(buffers.dinput), static_cast<Pair*>(buffers.weighted), buffers.inner_products,
+                num_weights, rows, static_cast<int>(features / 2));
 }
 
 }  // namespace
 
 Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
-                            cudaDataType_t type, int64_t rows, int64_t features) {
+                            cudaDataType_t type, int64_t num_weights, int64_t rows, int64_t features) {
   switch (type) {
     case CUDA_R_16BF:
-      return LaunchOfType<__nv_bfloat162>(stream, buffers, activation, rows, features);
+      return LaunchOfType<__nv_bfloat162>(stream, buffers, activation, num_weights, rows, features);
     case CUDA_R_16F:
-      return LaunchOfType<__half2>(stream, buffers, activation, rows, features);
+      return LaunchOfType<__half2>(stream, buffers, activation, num_weights, rows, features);
     default:
       return Status::Failed("The kernel for the gradient of an activation takes bfloat16 or float16.");
   }

@@ -13,23 +13,22 @@
 
 namespace jax_grouped {
 
-// Numbers that a thread loads at once; `features` must be a multiple.
-constexpr int kActivationVector = 8;
-
-// Device memory. Arrays without a type here are of 16-bit numbers, bfloat16 or float16. Row i has the weight
-// row_weights[i], and `a` is the activation of the input.
+// Device memory. Arrays without a type here are of 16-bit numbers, bfloat16 or float16. Rows are of whole vectors. `a`
+// is the activation of the input.
 struct ActivationGradBuffers {
-  const void* input;         // [rows, features]; [rows, 2 features] for a gated activation, the gate's first
-  const void* da;            // [rows, features]: the gradient of the weighted `a` without its weight
-  const float* row_weights;  // [rows]
-  void* dinput;              // as input: its gradient, from that of `a`, weight * da
-  void* weighted;            // [rows, features]: weight * a
-  float* inner_products;     // [rows]: the sum over the features of a * da, which is the gradient of the weight
+  const void* input;      // [rows, features]; [rows, 2 features] for a gated activation, the gate's first
+  const void* da;         // [rows, features]: the gradient of the weighted `a` without its weight
+  const float* weights;   // [num_weights]
+  const int32_t* order;   // [rows]: the index of each row's weight, none of [0, num_weights) for a row that is not
+                          // computed and may hold anything in all results; null for the row's own index
+  void* dinput;           // as input: its gradient, from that of `a`, weight * da
+  void* weighted;         // [rows, features]: weight * a
+  float* inner_products;  // [rows]: the sum over the features of a * da, which is the gradient of the weight
 };
 
 // Reads both inputs once. Everything is computed in float32 and rounded once, and sums have a fixed order.
 Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
-                            cudaDataType_t type, int64_t rows, int64_t features);
+                            cudaDataType_t type, int64_t num_weights, int64_t rows, int64_t features);
 
 }  // namespace jax_grouped
 

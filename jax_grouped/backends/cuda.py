@@ -35,6 +35,7 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_bias_grad",
     "jax_grouped_activation_grad",
     "jax_grouped_permute_rows",
+    "jax_grouped_sum_rows",
     "jax_grouped_route",
     "jax_grouped_group_pairs",
     "jax_grouped_quantize",
@@ -54,8 +55,8 @@ _MOST_FEATURES_OF_GATHERED, _MOST_FEATURES_OF_GATHERED_WGRAD = 1792, 1024
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
-#: Features that the kernel of an activation's gradient loads at once: `kActivationVector` in csrc.
-_ACTIVATION_VECTOR = 8
+#: Features that the kernels of activations' gradients and of sums load at once: `kRowVector` in csrc.
+_ROW_VECTOR = 8
 #: Bytes that the copies of tokens move at once: `kPermuteVectorBytes` in csrc.
 _PERMUTE_VECTOR_BYTES = 16
 
@@ -272,15 +273,17 @@ def grouped_bias_grad(
 
 
 def activation_grad(
-    x: jax.Array, da: jax.Array, row_weights: jax.Array, *, activation: Activation, batch: int
+    x: jax.Array, da: jax.Array, weights: jax.Array, *order: jax.Array, activation: Activation, batch: int
 ) -> tuple[jax.Array, ...]:
     """Returns the results of the reference backend, from one kernel if the numbers have 16 bits."""
-    del batch  # It is more rows.
-    if x.dtype == jnp.float32 or da.shape[1] % _ACTIVATION_VECTOR != 0:
-        return reference_rows.activation_grad(x, da, row_weights, activation=activation)
-    results = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da, row_weights)]
+    if order and batch > 1:
+        order = (_in_whole_batch(order[0], weights.shape[0] // batch, batch),)
+    if x.dtype == jnp.float32 or da.shape[1] % _ROW_VECTOR != 0:
+        return reference_rows.activation_grad(x, da, weights, *order, activation=activation)
+    inner_products = jax.ShapeDtypeStruct(da.shape[:1], jnp.float32)
+    results = [*(jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da)), inner_products]
     call = jax.ffi.ffi_call("jax_grouped_activation_grad", results)
-    return tuple(call(x, da, row_weights, activation=np.int32(_ACTIVATIONS.index(activation))))
+    return tuple(call(x, da, weights, *order, activation=np.int32(_ACTIVATIONS.index(activation))))
 
 
 def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool, batch: int) -> jax.Array:
@@ -295,6 +298,16 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tai
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     call = jax.ffi.ffi_call("jax_grouped_permute_rows", rows)
     return call(x, order, inverse, zero_tail=zero_tail)
+
+
+def sum_rows(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, batch: int) -> jax.Array:
+    """Returns the sums of the reference backend, from one kernel if the numbers have 16 bits."""
+    if batch > 1:
+        inverse = _in_whole_batch(inverse.reshape(-1), rows.shape[0] // batch, batch).reshape(inverse.shape)
+    if rows.dtype == jnp.float32 or rows.shape[1] % _ROW_VECTOR != 0:
+        return reference_rows.sum_rows(rows, inverse, *weights)
+    sums = jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)
+    return jax.ffi.ffi_call("jax_grouped_sum_rows", sums)(rows, inverse, *weights)
 
 
 def quantize(

@@ -243,14 +243,20 @@ def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_grou
     return [jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype)]
 
 
-def _activation_grad_results(x: Any, da: Any, row_weights: Any, *, activation: Activation) -> Any:
-    del activation
-    return [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da, row_weights)]
+def _activation_grad_results(x: Any, da: Any, weights: Any, *order: Any, activation: Activation) -> Any:
+    del weights, order, activation
+    inner_products = jax.ShapeDtypeStruct(da.shape[:1], jnp.float32)
+    return [*(jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da)), inner_products]
 
 
 def _permute_rows_results(x: Any, order: Any, inverse: Any, *, zero_tail: bool) -> Any:
     del inverse, zero_tail
     return [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)]
+
+
+def _sum_rows_results(rows: Any, inverse: Any, *weights: Any) -> Any:
+    del weights
+    return [jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)]
 
 
 def _route_results(logits: Any, *bias: Any, spec: RouteSpec) -> Any:
@@ -342,12 +348,14 @@ GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cu
 BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
 )
-#: `(x, da, row_weights) -> [dx, weighted, inner_products]` with `activation`.
+#: `(x, da, weights, *order) -> [dx, weighted, inner_products]` with `activation`, and an order or none.
 ACTIVATION_GRAD = _define(
     "activation_grad", _activation_grad_results, reference_rows.activation_grad, cuda.activation_grad
 )
 #: `(x, order, inverse) -> [rows]` with `zero_tail`.
 PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
+#: `(rows, inverse, *weights) -> [sums]`, with weights or without.
+SUM_ROWS = _define("sum_rows", _sum_rows_results, _one(reference_rows.sum_rows), _one(cuda.sum_rows))
 #: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
 ROUTE = _define("route", _route_results, reference_routing.route, cuda_routing.route)
 #: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.

@@ -18,14 +18,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.backends.cuda import gathers_fast
-from jax_grouped.backends.reference.rows import gather, tokens_of
+from jax_grouped.backends.reference.rows import gather, sum_of_choices, tokens_of
 from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.moe.mlp import canonical_mlp
-from jax_grouped.moe.permutation import Permutation, checked_shared, sum_of_choices
+from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops import checks
@@ -50,7 +50,7 @@ from jax_grouped.ops.gemm import Gathered
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, vary_inputs
 from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
-from jax_grouped.ops.rows import activate, activation_grad, permute_rows
+from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
 #: Parts in which sums return to the devices of the tokens. More parts start more collectives, of 20 us each.
@@ -300,7 +300,11 @@ def _sums(arrays: _Arrays, rows: jax.Array, spec: _Spec) -> jax.Array:
     chunks = [gather.chunks_of_devices(of, _CHUNKS) for of in (arrays.inverse, arrays.weights)]
     received: list[Received] = []
     for inverse, weights in zip(*chunks, strict=True):
-        parts = arrays._replace(inverse=inverse, weights=weights).combined(rows).astype(spec.up.x_dtype)
+        if arrays.bias is None:
+            parts = sum_rows(rows, inverse, weights)
+        else:
+            parts = arrays._replace(inverse=inverse, weights=weights).combined(rows)
+        parts = parts.astype(spec.up.x_dtype)
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
         received.append(gather.results(parts))
@@ -382,9 +386,11 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         # XLA runs one collective at a time: this one during dgrad, and that of dx during wgrad.
         dweights = summed(spec.token_gather.routing_weight_gradients(dweights))
         drows, dweights = jax.lax.optimization_barrier((drows, dweights))
-        dx, operands = jax.lax.optimization_barrier((arrays.of_tokens(drows), (pending.x, pending.dy)))
+        assert arrays.inverse is not None
+        parts = sum_rows(drows, arrays.inverse)
+        parts, operands = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
-        dx = summed(spec.token_gather.dtokens(dx)).astype(dx.dtype)
+        dx = summed(spec.token_gather.dtokens(parts)).astype(parts.dtype)
     dup = Weights(_dkernel(pending, up.dkernel_accumulator, spec), bias=pending.dbias, fp8_state=pending.fp8_state)
     return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared),)
 
@@ -405,7 +411,10 @@ def _backward_of_down(
     """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
     arrays, hidden, up, down = saved
     dactivated, pending = dgrad(down.residuals, quantized_gradient(down.residuals, dy))
-    dhidden, activated, dweights = activation_grad(hidden, dactivated, arrays.row_weights(), spec.activation)
+    weights, order = arrays.row_weights(), None
+    if arrays.order is not None and not spec.up.zero_other_rows:
+        weights, order = arrays.weights.reshape(arrays.weights.size), arrays.order
+    dhidden, activated, dweights = activation_grad(hidden, dactivated, weights, spec.activation, order)
     return dataclasses.replace(pending, x=activated), quantized_gradient(up.residuals, dhidden), dweights
 
 

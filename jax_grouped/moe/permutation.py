@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends.reference.rows import gather
+from jax_grouped.backends.reference.rows import gather, sum_of_choices
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
@@ -212,20 +212,6 @@ def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> No
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
     if x.shape[0] != rows:
         raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
-
-
-def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
-    if weights is not None:
-        # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
-        weights = jnp.where(inverse < rows.shape[0], weights, 0)
-    # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
-    # gather of all choices as an array `[T, k, C]`.
-    terms = []
-    for choice in range(inverse.shape[1]):
-        term = gather(rows, inverse[:, choice]).astype(jnp.float32)
-        terms.append(term if weights is None else term * weights[:, choice, None])
-    return functools.reduce(jnp.add, terms)
 
 
 # The gradient of a gather is a scatter-add, which a GPU does with atomics in any order. `permute` and `unpermute` are

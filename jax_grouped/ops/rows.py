@@ -1,4 +1,4 @@
-"""Operations on rows without groups: activations, their gradients for rows that have weights, and copies of rows."""
+"""Operations on rows without groups: activations, their gradients for rows with weights, copies and sums of rows."""
 
 import functools
 from typing import Any
@@ -36,23 +36,25 @@ activate.defvjp(_activate_forward, _activate_backward)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def activation_grad(
-    x: jax.Array, da: jax.Array, row_weights: jax.Array, activation: Activation
+    x: jax.Array, da: jax.Array, weights: jax.Array, activation: Activation, order: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what the backward pass of `row_weights[:, None] * a` needs, where `a` is `activate(x, activation)`.
+    """Computes what the backward pass of `weights[order][:, None] * a` needs, where `a` is `activate(x, activation)`.
 
     It computes everything in float32 in one pass, and is differentiable any number of times.
 
     Args:
         x: `[R, F]`, or `[R, 2 F]` with a gate.
         da: `[R, F]` in the type of `x`, the gradient of the weighted rows.
-        row_weights: `float32[R]`.
+        weights: `float32[W]`, or `float32[R]` without `order`.
         activation: the activation.
+        order: `int32[R]`, the index of each row's weight. An index outside of `[0, W)` is for a row that nothing reads:
+            it holds anything in all results. None for a weight of each row, in their order.
 
     Returns:
-        The gradient of `x`; the weighted rows `row_weights[:, None] * a`, in the type of `x`; and the inner product of
-        each row of `a` with that of `da`, `float32[R]`, which is the gradient of `row_weights`.
+        The gradient of `x`; the weighted rows, in the type of `x`; and the inner product of each row of `a` with that
+        of `da`, `float32[R]`, which is the gradient of the row's weight.
     """
-    operands = vary_alike(x, da, row_weights)
+    operands = vary_alike(x, da, weights, *(() if order is None else (order,)))
     if 0 in da.shape:
         return reference.activation_grad(*operands, activation=activation)
     params = primitives.common_params(operands)
@@ -62,8 +64,14 @@ def activation_grad(
 
 @activation_grad.defjvp
 def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    _, derivatives = jax.jvp(functools.partial(reference.activation_grad, activation=activation), primals, tangents)
-    return activation_grad(*primals, activation), derivatives
+    x, da, weights, order = primals
+    of_rows = () if order is None else (order,)
+
+    def of_numbers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
+        return reference.activation_grad(*numbers, *of_rows, activation=activation)
+
+    _, derivatives = jax.jvp(of_numbers, (x, da, weights), tangents[:3])
+    return activation_grad(x, da, weights, activation, order), derivatives
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -89,3 +97,35 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, zero_tail: 
 @permute_rows.defjvp
 def _permute_rows_jvp(zero_tail: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return permute_rows(*primals, zero_tail), reference.permute(tangents[0], *primals[1:])
+
+
+@jax.custom_jvp
+def sum_rows(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Sums the rows of each token in float32, first choice first, and rounds once; differentiable any number of times.
+
+    The kernel reads nothing for a choice without a row. XLA reads some row for it, but can make more work part of its
+    kernel: `sum_of_choices` is for tokens whose choices nearly all have rows.
+
+    Args:
+        rows: `[R, C]`.
+        inverse: `int32[T, k]`, as in `permute_rows`.
+        weights: `float32[T, k]`, the factor of each choice's row; None for 1.
+
+    Returns:
+        `[T, C]` in the type of `rows`.
+    """
+    operands = vary_alike(rows, inverse, *(() if weights is None else (weights,)))
+    if 0 in (*rows.shape, *inverse.shape):
+        return reference.sum_rows(*operands)
+    return primitives.SUM_ROWS.bind(*operands, **primitives.common_params(operands))[0]
+
+
+@sum_rows.defjvp
+def _sum_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    rows, inverse, weights = primals
+
+    def of_numbers(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+        return reference.sum_of_choices(rows, inverse, weights).astype(rows.dtype)
+
+    _, derivative = jax.jvp(of_numbers, (rows, weights), (tangents[0], tangents[2]))
+    return sum_rows(*primals), derivative

@@ -38,6 +38,7 @@ from tests.custom_calls import (
     quantize,
     quantize_permuted,
     route,
+    sum_rows,
 )
 
 pytestmark = [
@@ -269,7 +270,10 @@ def test_dequantize_refuses(change: dict, message: str) -> None:
     (dict(da=((32, 12), BF16)), "da's shape[1] must be a multiple of 8 below 2^31."),
     (dict(x=((32, 16), BF16)), "the input's shape[1] must be 32, got 16."),
     (dict(activation=SILU), "the input's shape[1] must be 16, got 32."),
-    (dict(row_weights=(31,)), "the size of row_weights must be 32, got 31."),
+    (dict(weights=(31,)), "the size of weights must be 32, got 31."),
+    (dict(more=2 * [((32,), I32)]), "there must be at most one order, got 2 of them."),
+    (dict(more=[((32,), F32)]), "order must be int32."),
+    (dict(weights=(64,), more=[((31,), I32)]), "the size of order must be 32, got 31."),
     (dict(dx=((31, 32), BF16)), "dinput's shape[0] must be 32, got 31."),
     (dict(weighted=((32, 16), F32)), "weighted must have the type of the input."),
     (dict(inner_products=(1,)), "the size of inner_products must be 32, got 1."),
@@ -293,6 +297,22 @@ def test_activation_grad_refuses(change: dict, message: str) -> None:
 )
 def test_permute_rows_refuses(change: dict, message: str) -> None:
     refuses(permute_rows, change, message)
+
+
+@cases(
+    (dict(rows=((64,), BF16)), "the rank of rows must be 2, got 1."),
+    (dict(inverse=(64,)), "the rank of inverse must be 2, got 1."),
+    (dict(rows=((64, 16), F32)), "rows must be bfloat16 or float16."),
+    (dict(sums=((32, 16), F32)), "the result must have the type of rows."),
+    (dict(sums=((31, 16), BF16)), "the result's shape[0] must be 32, got 31."),
+    (dict(sums=((32, 8), BF16)), "the result's shape[1] must be 16, got 8."),
+    (dict(rows=((64, 12), BF16), sums=((32, 12), BF16)), "rows's shape[1] must be a multiple of 8 below 2^31, got 12."),
+    (dict(weights=2 * [((32, 2), F32)]), "there must be at most one array of weights, got 2."),
+    (dict(weights=[((32, 2), BF16)]), "weights must be float32."),
+    (dict(weights=[((31, 2), F32)]), "the size of weights must be 64, got 62."),
+)
+def test_sum_rows_refuses(change: dict, message: str) -> None:
+    refuses(sum_rows, change, message)
 
 
 @cases(
@@ -388,7 +408,7 @@ def test_group_pairs_refuses(change: dict, message: str) -> None:
 @pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize(
     "call",
-    [bias_grad, quantize, quantize_permuted, dequantize, activation_grad, permute_rows, route, group_pairs],
+    [bias_grad, quantize, quantize_permuted, dequantize, activation_grad, permute_rows, sum_rows, route, group_pairs],
     ids=lambda call: call.__name__,
 )
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:

@@ -41,9 +41,9 @@ XLA_FFI_Handler* Wrap(XLA_FFI_Handler* handler) {
 
 }  // namespace
 
-// Returns a handler that calls `handler`. Each index, from 0 to 8, has one.
+// Returns a handler that calls `handler`. Each index, from 0 to 9, has one.
 extern "C" XLA_FFI_Handler* WithoutStream(int index, XLA_FFI_Handler* handler) {
   constexpr XLA_FFI_Handler* (*kWraps[])(XLA_FFI_Handler*) = {Wrap<0>, Wrap<1>, Wrap<2>, Wrap<3>, Wrap<4>,
-                                                              Wrap<5>, Wrap<6>, Wrap<7>, Wrap<8>};
+                                                              Wrap<5>, Wrap<6>, Wrap<7>, Wrap<8>, Wrap<9>};
   return kWraps[index](handler);
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_grouped.backends import cuda, extension
-from tests.custom_calls import BF16, bias_grad, dequantize, gemm, group_pairs, permute_rows, quantize, route
+from tests.custom_calls import BF16, bias_grad, dequantize, gemm, group_pairs, permute_rows, quantize, route, sum_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +24,17 @@ def _registered() -> None:
 
 @pytest.mark.parametrize(
     ("call", "value"),
-    [(gemm, 16), (bias_grad, 8), (quantize, 448), (dequantize, 1), (permute_rows, 1), (route, 0), (group_pairs, 2)],
-    ids=["gemm", "bias_grad", "quantize", "dequantize", "permute_rows", "route", "group_pairs"],
+    [
+        (gemm, 16),
+        (bias_grad, 8),
+        (quantize, 448),
+        (dequantize, 1),
+        (permute_rows, 1),
+        (sum_rows, 2),
+        (route, 0),
+        (group_pairs, 2),
+    ],
+    ids=lambda of: getattr(of, "__name__", None),
 )
 def test_handlers_accept_what_the_library_gives_them(call: Callable[..., jax.Array], value: float) -> None:
     assert float(call()[1, 0]) == value

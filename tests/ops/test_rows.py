@@ -1,4 +1,4 @@
-"""Operations on rows without groups: gradients of activations against float64, and copies of rows."""
+"""Operations on rows without groups: gradients of activations against float64, copies and sums of rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_grouped.backends.spec import is_gated
-from jax_grouped.ops.rows import activate, activation_grad, permute_rows
+from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
 from tests import quantize_oracle
 from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
@@ -86,6 +86,27 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation
     _, weighted, inner_products = results
     assert not np.isfinite(weighted[1, 3])
     assert not np.isfinite(inner_products[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("axis", [None, 0], ids=["alone", "vmap"])
+def test_rows_take_the_weights_of_their_pairs(backend: str, axis: int | None, dtype: str) -> None:
+    x, da, weights = arrays(30, 16, dtype)
+    orders = jnp.stack([permutation(15, 2, 30)[0], jax.random.permutation(jax.random.key(0), 40)[:30] - 5])
+    operands = [jnp.stack([of, -of]) for of in (x, da, weights)]
+
+    def gradient(x: jax.Array, da: jax.Array, weights: jax.Array, order: jax.Array) -> tuple[jax.Array, ...]:
+        return activation_grad(x, da, weights, "silu_mul", order)
+
+    of_batch = None if axis is None else jax.vmap(gradient)(*operands, orders)
+    for i in range(2):
+        one = [of[i] for of in operands]
+        order = np.asarray(orders[i])
+        exist = (order >= 0) & (order < 30)
+        got = gradient(*one, orders[i]) if of_batch is None else [of[i] for of in of_batch]
+        expected = activation_grad(*one[:2], one[2][np.where(exist, order, 0)], "silu_mul")
+        for results, of_rows in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(results[exist], of_rows[exist])
 
 
 @each_activation
@@ -196,3 +217,82 @@ def test_one_kernel_for_copies_of_whole_vectors(features: int, calls: int) -> No
     text = lowered(permute_rows, struct((4, features)), struct((6,), "int32"), struct((4, 2), "int32"))
 
     assert len(custom_calls(text, "jax_grouped_permute_rows")) == calls
+
+
+def expected_sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> np.ndarray:
+    """Returns the sums in float64."""
+    numbers, indices = np.asarray(rows, np.float64), np.asarray(inverse)
+    exist = (indices >= 0) & (indices < len(numbers))
+    terms = np.where(exist[..., None], numbers[np.where(exist, indices, 0)], 0)
+    if weights is not None:
+        terms *= np.where(exist, weights, 0)[..., None]
+    return terms.sum(axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize(("features", "choices"), [(8, 1), (264, 3), (2056, 8), (1024, 40), (3, 2)])
+def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int, weighted: bool, dtype: str) -> None:
+    keys = jax.random.split(jax.random.key(features), 2)
+    # Half of the pairs have a row, and one token has none.
+    inverse = permutation(21, choices, 21 * choices // 2)[1].at[3].set(-1)
+    rows = jax.random.normal(keys[0], (21 * choices // 2, features)).astype(dtype)
+    # A weight without a row is not used, whatever it is.
+    absent = (inverse < 0) | (inverse >= len(rows))
+    weights = jnp.where(absent, jnp.inf, jax.random.normal(keys[1], inverse.shape)) if weighted else None
+
+    got = sum_rows(rows, inverse, weights)
+
+    assert got.dtype == dtype
+    expected = expected_sums(rows, inverse, weights)
+    spacing = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=spacing, atol=1e-5)
+    assert not np.asarray(got[3], np.float32).any()
+
+
+def test_numbers_of_a_sum_that_are_not_finite_stay_in_their_tokens(backend: str) -> None:
+    rows = jnp.ones((6, 16), jnp.bfloat16).at[2, 3].set(jnp.nan).at[4, 0].set(jnp.inf)
+
+    sums = np.asarray(sum_rows(rows, jnp.arange(6).reshape(3, 2)), np.float32)
+
+    np.testing.assert_array_equal(np.argwhere(np.isnan(sums)), [[1, 3]])
+    np.testing.assert_array_equal(np.argwhere(np.isinf(sums)), [[2, 0]])
+
+
+@pytest.mark.parametrize(("rows", "tokens", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])
+def test_sums_of_nothing(backend: str, rows: int, tokens: int, features: int) -> None:
+    got = sum_rows(jnp.ones((rows, features), jnp.bfloat16), jnp.full((tokens, 2), rows, jnp.int32))
+
+    np.testing.assert_array_equal(got, jnp.zeros((tokens, features)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_under_vmap_and_their_derivatives(backend: str, dtype: str) -> None:
+    rows = jax.random.normal(jax.random.key(0), (3, 13, 8)).astype(dtype)
+    weights = jax.random.normal(jax.random.key(1), (3, 10, 2))
+    inverse = permutation(10, 2, 13)[1]
+    inverses = jnp.stack([inverse, inverse[::-1], jnp.where(inverse < 13, inverse, -1)])
+
+    for got, arguments in (
+        (jax.vmap(sum_rows)(rows, inverses, weights), (rows, inverses, weights)),
+        (jax.vmap(sum_rows)(rows, inverses), (rows, inverses, (None,) * 3)),
+        (jax.vmap(sum_rows, (None, 0, None))(rows[0], inverses, weights[0]), (rows[:1], inverses, weights[:1])),
+    ):
+        for i in range(3):
+            np.testing.assert_array_equal(got[i], sum_rows(*(of[i % len(of)] for of in arguments)))
+
+    gradients = jax.grad(lambda *of: jnp.sum(sum_rows(of[0], inverse, of[1]).astype(jnp.float32)), (0, 1))
+    drows, dweights = gradients(rows[0], weights[0])
+    exists = np.asarray(inverse) < 13
+    of_rows = np.asarray(weights[0])[exists][np.argsort(np.asarray(inverse)[exists])]
+    spacing = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(drows, np.float64), np.tile(of_rows[:, None], 8), rtol=spacing)
+    of_choices = np.where(exists, np.asarray(rows[0], np.float64).sum(axis=1)[np.where(exists, inverse, 0)], 0)
+    np.testing.assert_allclose(dweights, of_choices, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
+def test_one_kernel_for_sums_of_rows_of_16_bits(dtype: str, features: int, calls: int) -> None:
+    text = lowered(sum_rows, struct((6, features), dtype), struct((4, 2), "int32"), struct((4, 2), "float32"))
+
+    assert len(custom_calls(text, "jax_grouped_sum_rows")) == calls

@@ -1,5 +1,7 @@
 """Operations on rows without groups, in the `xla` backend: plain JAX, for any platform."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -8,13 +10,22 @@ from jax_grouped.backends.spec import Activation
 
 
 def activation_grad(
-    x: jax.Array, da: jax.Array, row_weights: jax.Array, *, activation: Activation
+    x: jax.Array, da: jax.Array, weights: jax.Array, *order: jax.Array, activation: Activation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradient of `x`, the weighted rows `[R, F]`, and inner products `[R]`, as `ops.rows`."""
-    values, gradient, weights = x.astype(jnp.float32), da.astype(jnp.float32), row_weights[:, None]
+    """Returns the gradient of `x`, the weighted rows `[R, F]`, and inner products `[R]`, as `ops.rows`.
+
+    Rows without a weight are NaN.
+    """
+    values, gradient = x.astype(jnp.float32), da.astype(jnp.float32)
+    row_weights = (gather(weights, *order) if order else weights)[:, None]
     a = activations.activate(values, activation)
-    dx = activations.activation_grad(values, gradient * weights, activation)
-    return dx.astype(x.dtype), (a * weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
+    dx = activations.activation_grad(values, gradient * row_weights, activation)
+    results = dx.astype(x.dtype), (a * row_weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
+    if not order:
+        return results
+    exists = (order[0] >= 0) & (order[0] < weights.shape[0])
+    dx, weighted, inner_products = (jnp.where(exists.reshape(-1, *(1,) * (of.ndim - 1)), of, jnp.nan) for of in results)
+    return dx, weighted, inner_products
 
 
 def gather(x: jax.Array, indices: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -32,3 +43,22 @@ def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
 def permute(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool = True) -> jax.Array:
     """Returns each row's token, zeros in the tail, or NaN where it may hold anything: `[T, C] -> [R, C]`."""
     return gather(x, tokens_of(order, inverse), fill=0.0 if zero_tail else jnp.nan)
+
+
+def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
+    if weights is not None:
+        # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
+        weights = jnp.where((inverse >= 0) & (inverse < rows.shape[0]), weights, 0)
+    # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
+    # gather of all choices as an array `[T, k, C]`.
+    terms = []
+    for choice in range(inverse.shape[1]):
+        term = gather(rows, inverse[:, choice]).astype(jnp.float32)
+        terms.append(term if weights is None else term * weights[:, choice, None])
+    return functools.reduce(jnp.add, terms)
+
+
+def sum_rows(rows: jax.Array, inverse: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Returns the sums in the type of the rows."""
+    return sum_of_choices(rows, inverse, *weights).astype(rows.dtype)
