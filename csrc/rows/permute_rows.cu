@@ -10,44 +10,40 @@ namespace jax_grouped {
 namespace {
 
 constexpr int kWarps = 8;
-// Loads of a thread that are all issued before the first store.
+// Vectors of a thread, which it loads before it stores the first. A warp copies this many bytes of one token.
 constexpr int kLoads = 4;
+constexpr int kVectorsPerWarp = 32 * kLoads;
 
-// Copies one token per warp.
-__device__ void CopyToken(const uint4* token, int vectors, const int32_t* rows_of_token, int choices, int64_t num_rows,
-                          uint4* rows) {
-  for (int first = Lane(); first < vectors; first += 32 * kLoads) {
-    uint4 loaded[kLoads];
+// One part of a token per warp, and then, if there are more warps, zeros for one part of a row that has no pair.
+// Neighboring warps have parts of the same token. Blocks are short: a collective that is to run meanwhile starts when
+// blocks end.
+__global__ void __launch_bounds__(32 * kWarps)
+    PermuteRows(const uint4* __restrict__ x, const int32_t* __restrict__ order, const int32_t* __restrict__ inverse,
+                uint4* __restrict__ rows, int64_t tokens, int choices, int64_t num_rows, int vectors, int parts) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  const int64_t token = warp / parts;
+  const int first = static_cast<int>(warp % parts) * kVectorsPerWarp + Lane();
+  uint4 loaded[kLoads] = {};
+  const auto store = [&](int64_t row) {
+    uint4* to = rows + row * vectors;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int vector = first + 32 * i;
-      loaded[i] = vector < vectors ? __ldg(token + vector) : uint4{};
+      if (vector < vectors) to[vector] = loaded[i];
     }
-    for (int choice = 0; choice < choices; ++choice) {
-      const int64_t row = rows_of_token[choice];
-      if (row < 0 || row >= num_rows) continue;
-      uint4* to = rows + row * vectors;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int vector = first + 32 * i;
-        if (vector < vectors) to[vector] = loaded[i];
-      }
-    }
+  };
+  if (const int64_t row = token - tokens; row >= 0) {
+    if (row < num_rows && (order[row] < 0 || order[row] >= tokens * choices)) store(row);
+    return;
   }
-}
-
-// The first blocks copy one token per warp. The others, if there are any, zero the rows that have no pair, one per
-// warp.
-__global__ void __launch_bounds__(32 * kWarps)
-    PermuteRows(const uint4* __restrict__ x, const int32_t* __restrict__ order, const int32_t* __restrict__ inverse,
-                uint4* __restrict__ rows, int64_t tokens, int choices, int64_t num_rows, int vectors) {
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
-  const int64_t first_of_tail = CeilDiv(tokens, kWarps) * kWarps;
-  if (const int64_t row = warp - first_of_tail; row >= 0) {
-    if (row >= num_rows || (order[row] >= 0 && order[row] < tokens * choices)) return;
-    for (int vector = Lane(); vector < vectors; vector += 32) rows[row * vectors + vector] = uint4{};
-  } else if (warp < tokens) {
-    CopyToken(x + warp * vectors, vectors, inverse + warp * choices, choices, num_rows, rows);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int vector = first + 32 * i;
+    if (vector < vectors) loaded[i] = __ldg(x + token * vectors + vector);
+  }
+  for (int choice = 0; choice < choices; ++choice) {
+    const int64_t row = inverse[token * choices + choice];
+    if (row >= 0 && row < num_rows) store(row);
   }
 }
 
@@ -55,11 +51,13 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 Status LaunchPermuteRows(cudaStream_t stream, const PermuteRowsBuffers& buffers, int64_t tokens, int choices,
                          int64_t rows, int64_t token_bytes, bool zero_tail) {
-  const int64_t blocks = CeilDiv(tokens, kWarps) + (zero_tail ? CeilDiv(rows, kWarps) : 0);
+  const int64_t vectors = token_bytes / kPermuteVectorBytes;
+  const int64_t parts = CeilDiv(vectors, kVectorsPerWarp);
+  const int64_t blocks = CeilDiv((tokens + (zero_tail ? rows : 0)) * parts, kWarps);
   return Launch("Launching the copies of tokens", stream, {dim3(static_cast<unsigned>(blocks)), 32 * kWarps},
                 PermuteRows, static_cast<const uint4*>(buffers.x), buffers.order, buffers.inverse,
-                static_cast<uint4*>(buffers.rows), tokens, choices, rows,
-                static_cast<int>(token_bytes / kPermuteVectorBytes));
+                static_cast<uint4*>(buffers.rows), tokens, choices, rows, static_cast<int>(vectors),
+                static_cast<int>(parts));
 }
 
 }  // namespace jax_grouped
