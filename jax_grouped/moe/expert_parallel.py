@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.varying import vary_alike
+from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
@@ -43,6 +44,8 @@ def mlp_of_gathered_tokens(
     num_experts: int,
     capacity: int | None,
     wire: Wire,
+    recipe: Recipe | None,
+    shared: jax.Array | None,
     **network: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
@@ -57,6 +60,8 @@ def mlp_of_gathered_tokens(
         num_experts: `E / D`, the number of this device's experts.
         capacity: most rows of this device's experts; None drops none.
         wire: the form in which tokens and sums travel.
+        recipe: as in `routed_mlp`.
+        shared: likewise.
         network: other arguments of `routed_mlp`.
 
     Returns:
@@ -68,10 +73,24 @@ def mlp_of_gathered_tokens(
     # parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
     experts, me = vary_alike(experts, me)
+    gather = TokenGather(axis_name, wire)
+    received = gather.tokens(jax.lax.stop_gradient(x))
+    if recipe is None:
+        # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
+        # expert run during it. With a recipe, the quantization of kernels does.
+        received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
     permutation = group_by_expert(experts, num_experts, capacity=capacity)
-    gather = TokenGather(axis_name, wire)
-    y = routed_mlp(x, permutation=permutation, weights=weights, token_gather=gather, **network)
+    y = routed_mlp(
+        x,
+        permutation=permutation,
+        weights=weights,
+        token_gather=gather,
+        received=received,
+        recipe=recipe,
+        shared=shared,
+        **network,
+    )
     if capacity is None:
         return y, jnp.zeros((), jnp.int32)
     is_own = (experts >= 0) & (experts < num_experts)

@@ -69,6 +69,7 @@ def routed_mlp(
     shared: jax.Array | None = None,
     expected_rows: int = 0,
     token_gather: TokenGather | None = None,
+    received: Received | None = None,
     weight_gather: WeightGather | None = None,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
@@ -88,6 +89,7 @@ def routed_mlp(
         shared: `[T, N]`, as in `unpermute`.
         expected_rows: number of rows of all experts, by which algorithms are chosen; 0 for all `R`.
         token_gather: the gather of the tokens of all devices of a mesh axis, for experts that are split over it.
+        received: the tokens of all devices, from `token_gather`. Their gradient is that of `x`.
         weight_gather: the gather of kernels of which each device of a mesh axis has a part. Biases and states are
             whole.
 
@@ -115,7 +117,7 @@ def routed_mlp(
         up=dataclasses.replace(spec.up, zero_other_rows=zero_other_rows),
         down=dataclasses.replace(spec.down, zero_other_rows=zero_other_rows),
     )
-    return _vary_and_apply(up_inputs, without_bias, routing, spec).astype(x.dtype)
+    return _vary_and_apply(up_inputs, without_bias, routing, spec, received).astype(x.dtype)
 
 
 def weighted_mlp(
@@ -181,10 +183,12 @@ def _canonical(
     return gate_up, down._replace(bias=None), _Spec(activation, up_spec, down_spec, weight_gather)
 
 
-def _vary_and_apply(up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: "_Spec") -> jax.Array:
+def _vary_and_apply(
+    up: Inputs, down: Weights, routing: tuple[jax.Array | None, ...], spec: "_Spec", received: Received | None = None
+) -> jax.Array:
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
-    return _experts(_Arrays(*vary_inputs(up, down_inputs, more=routing)), spec)
+    return _experts(_Arrays(*vary_inputs(up, down_inputs, more=routing), received), spec)
 
 
 class _Spec(NamedTuple):
@@ -209,6 +213,8 @@ class _Arrays(NamedTuple):
         order, inverse: those of the `Permutation`; None with rows.
         bias: `[E, N]` of the second product with tokens, or None.
         shared: `[T, N]`, added to the sums of this device's tokens, or None; not kept for the backward pass.
+        received: the tokens of all devices as they were sent, in place of those of `up` once the forward pass has
+            begun; or None.
     """
 
     up: Inputs
@@ -218,6 +224,7 @@ class _Arrays(NamedTuple):
     inverse: jax.Array | None
     bias: jax.Array | None
     shared: jax.Array | None
+    received: Received | None = None
 
     def combined(self, rows: jax.Array) -> jax.Array:
         """Returns the weighted sum of each token's rows, or the weighted rows, in float32."""
@@ -276,10 +283,11 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
     elif spec.token_gather is not None and spec.up.recipe is not None and weights.kernel_cache is None:
         kernels = quantized_kernels(weights, spec.up, rowwise=for_gradients)
     if spec.token_gather is not None:
-        x, (kernels, shared) = spec.token_gather.tokens(arrays.up.x, (kernels, arrays.shared))
+        # So that XLA has this work to do during the transfer.
+        x, kernels, shared = jax.lax.optimization_barrier((arrays.received, kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
-        up = arrays.up._replace(x=x)  # type: ignore[arg-type]
-        arrays = arrays._replace(up=up, weights=spec.token_gather.routing_weights(arrays.weights), shared=shared)
+        up, weights = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
+        arrays = arrays._replace(up=up, weights=weights, shared=shared, received=None)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     sums = _sums(arrays, rows, spec)
@@ -350,7 +358,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
-        return (_Arrays(of_up, of_down, zero, zero, zero, zero, zero),)
+        return (_Arrays(of_up, of_down, *(zero,) * 6),)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
     if spec.weight_gather is not None:
         up, down, dy = spec.weight_gather.for_dgrad(up, down, dy)
@@ -364,7 +372,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
     if spec.token_gather is not None:
         if isinstance(tokens, Gathered) and not gathers_fast("wgrad", spec.up.out_shape[1]):
             tokens = permute_rows(*tokens, zero_tail=spec.up.zero_other_rows)
-        dy, tokens = spec.token_gather.dresults(dy, tokens)
+        dy, tokens = jax.lax.optimization_barrier((spec.token_gather.dresults(dy), tokens))
     dbias = bias_dweights = None
     if arrays.bias is not None:
         _, pull_back = jax.vjp(arrays.weighted_bias, arrays.bias, arrays.weights)
@@ -392,7 +400,7 @@ def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
         dx = summed(spec.token_gather.dtokens(parts)).astype(parts.dtype)
     dup = Weights(_dkernel(pending, up.dkernel_accumulator, spec), bias=pending.dbias, fp8_state=pending.fp8_state)
-    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared),)
+    return (_Arrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared, zero),)
 
 
 _experts.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacked_rows
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.quantize import grouped_dequantize
-
-_T = TypeVar("_T")
 
 #: Rows of all devices, as they were sent.
 Received = jax.Array | ScaledArray
@@ -32,17 +29,13 @@ class TokenGather:
     axis_name: Hashable
     wire: Wire
 
-    def tokens(self, x: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
-        """Gathers `[T, C]` to `[D T, C]` for the forward pass.
+    def tokens(self, x: jax.Array) -> Received:
+        """Gathers `[T, C]` to `[D T, C]` for the forward pass."""
+        return self._gather(x, self.wire.tokens)
 
-        Nothing that uses the result starts before `meanwhile` has been computed, so XLA has work to do during the
-        transfer.
-        """
-        return self._gather(x, self.wire.tokens, meanwhile)
-
-    def dresults(self, dy: jax.Array, meanwhile: _T) -> tuple[Received, _T]:
+    def dresults(self, dy: jax.Array) -> Received:
         """Gathers gradients of results, as `tokens` does tokens."""
-        return self._gather(dy, self.wire.dresults, meanwhile)
+        return self._gather(dy, self.wire.dresults)
 
     def routing_weights(self, weights: jax.Array) -> jax.Array:
         """Gathers routing weights: `[T, k]` to `[D T, k]`."""
@@ -70,13 +63,10 @@ class TokenGather:
         """Sends each device the gradients of its tokens' routing weights: `[D T, k]` to `[D, T, k]`."""
         return self._return(parts, None)
 
-    def _gather(self, x: jax.Array, form: RowForm | None, meanwhile: _T) -> tuple[Received, _T]:
-        received: Received
+    def _gather(self, x: jax.Array, form: RowForm | None) -> Received:
         if form is None or 0 in x.shape:
-            received = jax.lax.all_gather(x, self.axis_name, tiled=True)
-        else:
-            received = gather_stack(quantize_rows(x, form), self.axis_name)
-        return jax.lax.optimization_barrier((received, meanwhile))
+            return jax.lax.all_gather(x, self.axis_name, tiled=True)
+        return gather_stack(quantize_rows(x, form), self.axis_name)
 
     def _return(self, parts: jax.Array, form: RowForm | None) -> Received:
         devices = jax.lax.axis_size(self.axis_name)

@@ -203,7 +203,7 @@ def relative_error(got: jax.Array, expected: jax.Array) -> float:
 
 def sent_bytes(text: str) -> int:
     """Returns the bytes of tokens, sums and their gradients that a program's devices send."""
-    found = re.findall(r"(?:all_gather|all_to_all)\".*-> tensor<((?:\d+x)+)(ui8|i32|f32|bf16)>", text)
+    found = re.findall(r"(?:all_gather|all_to_all)[\"(].*-> tensor<((?:\d+x)+)(ui8|i32|f32|bf16)>", text)
     size = {"ui8": 1, "bf16": 2, "f32": 4, "i32": 4}
     arrays = [([*map(int, shape.split("x")[:-1])], size[dtype]) for shape, dtype in found]
     # Arrays of the routing have few columns.
