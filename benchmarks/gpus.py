@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -30,7 +31,7 @@ LAYERS = {
 }
 RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
 AXIS = "expert"
-_BLOCKS, _CALLS = 5, 12
+_BLOCKS, _CALLS = 8, 12
 
 
 class Work(NamedTuple):
@@ -47,11 +48,16 @@ class Work(NamedTuple):
         jax.block_until_ready(result)
         return time.perf_counter() - start
 
-    def milliseconds(self) -> list[float]:
-        """Returns the times per call of some blocks, in ascending order."""
-        self.block(1)  # Compiles.
-        self.block(_CALLS)
-        return sorted(1e3 * self.block(_CALLS) / _CALLS for _ in range(_BLOCKS))
+
+def milliseconds(works: Sequence[Work]) -> list[list[float]]:
+    """Returns the times per call of some blocks of each program, in ascending order.
+
+    The programs take turns: at its limit of power, a GPU changes its clock from second to second.
+    """
+    for work in works:
+        work.block(1)  # Compiles.
+    times = [[1e3 * work.block(_CALLS) / _CALLS for work in works] for _ in range(1 + _BLOCKS)][1:]
+    return [sorted(of) for of in zip(*times, strict=True)]
 
 
 def _mesh(gpus: int, first: int = 0) -> Mesh:
@@ -128,15 +134,15 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
     for name in names:
         shape = LAYERS[name]
         sent = (gpus - 1) * shape.tokens * shape.K * 2
-        link = sent / (1e6 * statistics.median(exchange(shape, gpus).milliseconds()))
+        (exchanges,) = milliseconds([exchange(shape, gpus)])
+        link = sent / (1e6 * statistics.median(exchanges))
         for variant in variants:
             recipe = RECIPES[variant]
-            # GPUs of one host differ, and all wait for the slowest.
-            alone = sorted(
-                time for gpu in range(gpus) for time in layer(shape, recipe, 1, None, first=gpu).milliseconds()
-            )
             work = layer(shape, recipe, gpus, capacity_factor)
-            together = work.milliseconds()
+            # GPUs of one host differ, and all wait for the slowest.
+            of_gpus = [layer(shape, recipe, 1, None, first=gpu) for gpu in range(gpus)]
+            together, *of_each = milliseconds([work, *of_gpus])
+            alone = sorted(itertools.chain(*of_each))
             calls = 4
             spans = [span for span in profile(work, calls) if span.gpu == 0]
             communication, uncovered = (1e3 * seconds / calls for seconds in exposed(spans))

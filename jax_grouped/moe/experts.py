@@ -188,7 +188,8 @@ def _vary_and_apply(
 ) -> jax.Array:
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
-    return _experts(_Arrays(*vary_inputs(up, down_inputs, more=routing), received), spec)
+    arrays = _Arrays(*vary_inputs(up, down_inputs, more=routing))
+    return _experts(arrays._replace(received=received), spec)
 
 
 class _Spec(NamedTuple):
@@ -286,8 +287,8 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
         # So that XLA has this work to do during the transfer.
         x, kernels, shared = jax.lax.optimization_barrier((arrays.received, kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
-        up, weights = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
-        arrays = arrays._replace(up=up, weights=weights, shared=shared, received=None)
+        up, of_choices = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
+        arrays = arrays._replace(up=up, weights=of_choices, shared=shared, received=None)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
     hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     sums = _sums(arrays, rows, spec)

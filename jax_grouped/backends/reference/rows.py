@@ -17,7 +17,7 @@ def activation_grad(
     Rows without a weight are NaN.
     """
     values, gradient = x.astype(jnp.float32), da.astype(jnp.float32)
-    row_weights = (gather(weights, *order) if order else weights)[:, None]
+    row_weights = (gather(weights, order[0]) if order else weights)[:, None]
     a = activations.activate(values, activation)
     dx = activations.activation_grad(values, gradient * row_weights, activation)
     results = dx.astype(x.dtype), (a * row_weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
