@@ -18,9 +18,10 @@ from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.mlp import grouped_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
-from jax_grouped.ops.inputs import Weights, flat_shape
+from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize_kernel import quantize_kernel
 from jax_grouped.ops.residuals import DenseResiduals
 from jax_grouped.ops.split import grouped_dense_fwd
@@ -142,6 +143,10 @@ def axis_names(logical_axes: LogicalAxes | None, activation: Activation) -> dict
     halves = (None,) if is_gated(activation) else ()
     return {
         "router": (features, None),
+        "router bias": (None,),
+        "selection_bias": (None,),
+        "shared_gate_up": (None, features, *halves, hidden),
+        "shared_down": (None, hidden, features),
         "gate_up": (experts, features, *halves, hidden),
         "gate_up bias": (experts, *halves, hidden),
         "down": (experts, hidden, features),
@@ -158,9 +163,13 @@ def apply_moe(
     down: Weights,
     selection_bias: jax.Array | None,
     shared: jax.Array | None,
+    shared_expert: Sequence[Weights],
     accumulate_into: Mapping[str, jax.Array] | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes."""
+    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes.
+
+    `shared_expert` has the weights of both projections of the layer's own shared expert, or none.
+    """
     if unknown := {*(accumulate_into or {})} - {"gate_up", "down"}:
         raise ValueError(f"accumulate_into has gradients of gate_up and down, got {sorted(unknown)}.")
     gate_up = accumulating(gate_up, "gate_up", (accumulate_into or {}).get("gate_up"))
@@ -174,8 +183,21 @@ def apply_moe(
         if shared.shape != x.shape:
             raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
         shared = _as_rows(shared, tokens.shape[1])
+    rows = converted(tokens, gate_up, layer.dtype)
+    if shared_expert:
+        shared_gate_up, shared_down = map(flat_weights, shared_expert)
+        result = grouped_mlp(
+            rows,
+            shared_gate_up,
+            shared_down,
+            jnp.array([rows.shape[0]], jnp.int32),
+            activation=layer.activation,
+            recipe=layer.recipe,
+            precision=layer.precision,
+        )
+        shared = result if shared is None else shared.astype(jnp.float32) + result
     y, metrics = moe_mlp(
-        converted(tokens, gate_up, layer.dtype),
+        rows,
         router(tokens),
         gate_up,
         down,

@@ -30,10 +30,12 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
 
-__all__ = ["KERNEL_CACHE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
+__all__ = ["KERNEL_CACHE", "ROUTER_STATE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
 
 #: Name of the collection of quantized kernels that microbatches share.
 KERNEL_CACHE = "kernel_cache"
+#: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
+ROUTER_STATE = "router_state"
 
 
 class GroupedDense(nn.Module):
@@ -281,7 +283,8 @@ class MoEMlp(nn.Module):
     No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
     float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
     `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
-    `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. The state of
+    `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
+    `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
     `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
     `down`.
 
@@ -310,6 +313,12 @@ class MoEMlp(nn.Module):
         exchange_method, quantized_exchange, quantized_combine: likewise.
         expert_groups, top_groups: likewise.
         activation: that of the experts, see `jg.moe.grouped_mlp`.
+        use_router_bias: whether the router adds a bias to its logits.
+        use_selection_bias: whether the layer keeps a `selection_bias` `float32[E]`, see `jg.moe.top_k_routing`, which
+            starts at 0 and has no gradient: a variable of the collection `ROUTER_STATE`, whose next value
+            `jg.moe.update_selection_bias` returns.
+        shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
+            It has no bias. Every device computes it for its own tokens.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
@@ -355,12 +364,18 @@ class MoEMlp(nn.Module):
     expert_groups: int | None = None
     top_groups: int | None = None
     activation: Activation = "silu_mul"
+    use_router_bias: bool = False
+    use_selection_bias: bool = False
+    shared_features: int | None = None
     logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = dict(num_experts=self.num_experts, top_k=self.top_k)
-        _layers.check_layer(self.recipe, counts, dict(hidden_features=self.hidden_features))
+        sizes = dict(hidden_features=self.hidden_features)
+        if self.shared_features is not None:
+            sizes |= dict(shared_features=self.shared_features)
+        _layers.check_layer(self.recipe, counts, sizes)
         checks.check_activation_name(self.activation)
         _layers.axis_names(self.logical_axes, self.activation)
 
@@ -378,9 +393,10 @@ class MoEMlp(nn.Module):
 
         Args:
             x: `[..., K]`, tokens of any leading shape.
-            selection_bias: `[E]`, see `jg.moe.top_k_routing`.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
             is_first_microbatch: as in `GroupedDense`.
-            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
+                the layer's own, if it has one.
             accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
                 `GroupedDense`.
 
@@ -403,33 +419,51 @@ class MoEMlp(nn.Module):
         def named(init: Initializer, parameter: str) -> Initializer:
             return nn.with_logical_partitioning(init, names[parameter]) if names else init
 
-        def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
-            kernel = GroupedKernel(
+        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer, *, use_bias: bool) -> GroupedKernel:
+            return GroupedKernel(
                 shape,
                 kernel_init=named(kernel_init, name),
-                bias_init=named(self.bias_init, f"{name} bias") if self.use_bias else None,
+                bias_init=named(self.bias_init, f"{name} bias") if use_bias else None,
                 param_dtype=self.param_dtype,
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
                 name=name,
             )
+
+        def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
             given = self.variables.get("params", {}).get(name, {})
             _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
-            return kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
+            of_experts = kernel(name, shape, kernel_init, use_bias=self.use_bias)
+            return of_experts.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
 
         router = nn.Dense(
             self.num_experts,
-            use_bias=False,
+            use_bias=self.use_router_bias,
             dtype=jnp.float32,
             param_dtype=self.param_dtype,
             kernel_init=named(self.router_init, "router"),
+            bias_init=named(self.bias_init, "router bias"),
             name="router",
         )
+        if self.use_selection_bias:
+            init = named(nn.initializers.zeros_init(), "selection_bias")
+            own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
+            selection_bias = own.value if selection_bias is None else selection_bias
         gate_up = weights(
             "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
         )
         down = weights("down", (experts, hidden, features), self.down_init)
-        return _layers.apply_moe(self, axes, x, router, gate_up, down, selection_bias, shared, accumulate_into)
+        shared_expert: list[Weights] = []
+        if self.shared_features is not None:
+            shape = _layers.gate_up_shape(1, features, self.shared_features, self.activation)
+            of_shared = (
+                kernel("shared_gate_up", shape, self.gate_up_init, use_bias=False),
+                kernel("shared_down", (1, self.shared_features, features), self.down_init, use_bias=False),
+            )
+            shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
+        return _layers.apply_moe(
+            self, axes, x, router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
+        )
 
 
 def __dir__() -> list[str]:

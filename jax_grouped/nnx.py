@@ -37,7 +37,10 @@ __all__ = [
     "GroupedKernel",
     "KernelCacheVariable",
     "MoEMlp",
+    "SelectionBias",
     "default_kernel_init",
+    "linen_variables",
+    "load_variables",
 ]
 
 
@@ -70,6 +73,23 @@ class KernelCacheVariable(nnx.Variable[KernelCache]):
 
         assert isinstance(layer.kernel_cache, jg.nnx.KernelCacheVariable)
         assert layer.kernel_cache.get_value().amax.shape == (2,)
+    """
+
+
+class SelectionBias(nnx.Variable[jax.Array]):
+    """The bias of a router for the choice of experts, `float32[E]`. It has no gradient.
+
+    Example:
+        from flax import nnx
+
+        options = dict(num_experts=4, top_k=2, hidden_features=16, use_selection_bias=True)
+        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(0))
+
+        _, metrics = layer(jnp.ones((8, 32)))
+        layer.selection_bias[...] = jg.moe.update_selection_bias(layer.selection_bias[...], metrics.expert_load)
+
+        assert isinstance(layer.selection_bias, jg.nnx.SelectionBias)
+        assert jnp.abs(layer.selection_bias[...]).max() > 0
     """
 
 
@@ -307,6 +327,9 @@ class MoEMlp(nnx.Module):
         router: `nnx.Linear`, its kernel `[K, E]`.
         gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
         down: `GroupedKernel` of `[E, F, K]`.
+        shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and of `[1, S, K]` with `shared_features`, or
+            None.
+        selection_bias: `SelectionBias` of `float32[E]` with `use_selection_bias`, or None.
 
     Args:
         features: `K`, features of a token.
@@ -317,6 +340,7 @@ class MoEMlp(nnx.Module):
         expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
         exchange_method, quantized_exchange, quantized_combine: as in linen.
         expert_groups, top_groups, activation: as in linen.
+        use_router_bias, use_selection_bias, shared_features: as in linen.
         logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
@@ -362,11 +386,17 @@ class MoEMlp(nnx.Module):
         expert_groups: int | None = None,
         top_groups: int | None = None,
         activation: Activation = "silu_mul",
+        use_router_bias: bool = False,
+        use_selection_bias: bool = False,
+        shared_features: int | None = None,
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
         counts = dict(num_experts=num_experts, top_k=top_k)
-        _layers.check_layer(recipe, counts, dict(features=features, hidden_features=hidden_features))
+        sizes = dict(features=features, hidden_features=hidden_features)
+        if shared_features is not None:
+            sizes |= dict(shared_features=shared_features)
+        _layers.check_layer(recipe, counts, sizes)
         checks.check_activation_name(activation)
         names = _layers.axis_names(logical_axes, activation)
 
@@ -376,15 +406,17 @@ class MoEMlp(nnx.Module):
         self.router = nnx.Linear(
             features,
             num_experts,
-            use_bias=False,
+            use_bias=use_router_bias,
             dtype=jnp.float32,
             param_dtype=param_dtype,
             kernel_init=router_init,
+            bias_init=bias_init,
             kernel_metadata=metadata("router"),
+            bias_metadata=metadata("router bias"),
             rngs=rngs,
         )
 
-        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> GroupedKernel:
+        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer, *, use_bias: bool) -> GroupedKernel:
             return GroupedKernel(
                 shape,
                 kernel_init=kernel_init,
@@ -393,7 +425,7 @@ class MoEMlp(nnx.Module):
                 recipe=recipe,
                 cache_kernel=cache_kernel,
                 kernel_metadata=metadata(name),
-                bias_metadata=metadata(f"{name} bias"),
+                bias_metadata=metadata(f"{name} bias") if use_bias else {},
                 rngs=rngs,
             )
 
@@ -401,8 +433,17 @@ class MoEMlp(nnx.Module):
         self.num_experts = num_experts
         self.hidden_features = hidden_features
         gate_up_shape = _layers.gate_up_shape(num_experts, features, hidden_features, activation)
-        self.gate_up = kernel("gate_up", gate_up_shape, gate_up_init)
-        self.down = kernel("down", (num_experts, hidden_features, features), down_init)
+        self.gate_up = kernel("gate_up", gate_up_shape, gate_up_init, use_bias=use_bias)
+        self.down = kernel("down", (num_experts, hidden_features, features), down_init, use_bias=use_bias)
+        self.shared_gate_up: GroupedKernel | None = nnx.data(None)
+        self.shared_down: GroupedKernel | None = nnx.data(None)
+        if shared_features is not None:
+            shared_shape = _layers.gate_up_shape(1, features, shared_features, activation)
+            self.shared_gate_up = kernel("shared_gate_up", shared_shape, gate_up_init, use_bias=False)
+            self.shared_down = kernel("shared_down", (1, shared_features, features), down_init, use_bias=False)
+        self.selection_bias: SelectionBias | None = nnx.data(None)
+        if use_selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **metadata("selection_bias"))
         self.top_k = top_k
         self.score = score
         self.normalize_weights = normalize_weights
@@ -435,9 +476,10 @@ class MoEMlp(nnx.Module):
 
         Args:
             x: `[..., K]`, tokens of any leading shape.
-            selection_bias: `[E]`, see `jg.moe.top_k_routing`.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
             is_first_microbatch: as in `GroupedDense`.
-            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
+                the layer's own, if it has one.
             accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
                 `GroupedDense`.
 
@@ -456,11 +498,82 @@ class MoEMlp(nnx.Module):
         gate_up, down = (
             kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp) for kernel in (self.gate_up, self.down)
         )
-        return _layers.apply_moe(self, axes, x, self.router, gate_up, down, selection_bias, shared, accumulate_into)
+        of_shared = (of for of in (self.shared_gate_up, self.shared_down) if of is not None)
+        shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
+        if selection_bias is None and self.selection_bias is not None:
+            selection_bias = self.selection_bias[...]
+        return _layers.apply_moe(
+            self, axes, x, self.router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
+        )
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
         given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}
         _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
+
+
+def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
+    """Loads variables of a linen layer into the NNX layer of the same name; kernel caches are made anew.
+
+    Args:
+        layer: changed in place. Variables that have no new value stay.
+        variables: arrays in the structure of linen, such as `jg.moe.from_huggingface` returns. They are converted to
+            the types of the layer's variables.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
+
+    Example:
+        from flax import nnx
+
+        options = dict(num_experts=4, top_k=2, hidden_features=16)
+        variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), jnp.ones((8, 32)))
+        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(1))
+
+        jg.nnx.load_variables(layer, variables)
+
+        assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
+    """
+    for collection in variables.values():
+        for path, array in jax.tree.leaves_with_path(collection):
+            names = [key.key for key in path]
+            variable: Any = layer
+            for name in names:
+                variable = getattr(variable, name, None)
+            if not isinstance(variable, nnx.Variable):
+                raise ValueError(f"The layer has no variable {'/'.join(names)}.")
+            if jnp.shape(variable[...]) != jnp.shape(array):
+                raise ValueError(
+                    f"{'/'.join(names)} must have shape {jnp.shape(variable[...])}, got {jnp.shape(array)}."
+                )
+            variable.set_value(jnp.asarray(array, variable[...].dtype))
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, GroupedKernel) and module.kernel_cache is not None:
+            stored = module.stored()
+            module.kernel_cache.set_value(_layers.quantized(stored.kernel, module.recipe, stored.fp8_state))
+
+
+def linen_variables(layer: nnx.Module) -> dict[str, Any]:
+    """Returns the parameters and selection biases of a layer in the structure of linen: `load_variables` undone.
+
+    Args:
+        layer: any module. States of `DelayedScaling` and kernel caches are left out.
+
+    Returns:
+        `{"params": {...}}` and, if there are selection biases, `{"router_state": {...}}`, of arrays.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+
+        assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
+    """
+    filters: dict[str, Any] = {"params": nnx.All(nnx.Param, nnx.Not(Fp8Variable)), "router_state": SelectionBias}
+    collections = {name: nnx.to_pure_dict(nnx.state(layer, of)) for name, of in filters.items()}
+    return {name: variables for name, variables in collections.items() if variables}
 
 
 def __dir__() -> list[str]:

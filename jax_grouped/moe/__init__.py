@@ -17,6 +17,9 @@ from jax_grouped.moe.exchange import Exchange as Exchange
 from jax_grouped.moe.exchange import plan_exchange as plan_exchange
 from jax_grouped.moe.exchange import return_rows as return_rows
 from jax_grouped.moe.exchange import send_rows as send_rows
+from jax_grouped.moe.huggingface import from_huggingface as from_huggingface
+from jax_grouped.moe.huggingface import huggingface_options as huggingface_options
+from jax_grouped.moe.huggingface import to_huggingface as to_huggingface
 from jax_grouped.moe.layer import MoEMetrics as MoEMetrics
 from jax_grouped.moe.layer import moe_mlp as moe_mlp
 from jax_grouped.moe.mlp import grouped_mlp as grouped_mlp
@@ -27,7 +30,9 @@ from jax_grouped.moe.permutation import unpermute as unpermute
 from jax_grouped.moe.routing import Routing as Routing
 from jax_grouped.moe.routing import load_balancing_loss as load_balancing_loss
 from jax_grouped.moe.routing import router_logits as router_logits
+from jax_grouped.moe.routing import router_z_loss as router_z_loss
 from jax_grouped.moe.routing import top_k_routing as top_k_routing
+from jax_grouped.moe.routing import update_selection_bias as update_selection_bias
 from jax_grouped.ops.inputs import Weights as Weights
 
 __all__ = [
@@ -36,17 +41,22 @@ __all__ = [
     "Permutation",
     "Routing",
     "Weights",
+    "from_huggingface",
     "group_by_expert",
     "grouped_mlp",
+    "huggingface_options",
     "load_balancing_loss",
     "moe_mlp",
     "permute",
     "plan_exchange",
     "return_rows",
     "router_logits",
+    "router_z_loss",
     "send_rows",
+    "to_huggingface",
     "top_k_routing",
     "unpermute",
+    "update_selection_bias",
 ]
 
 

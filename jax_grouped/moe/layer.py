@@ -23,7 +23,7 @@ from jax_grouped.moe.experts import routed_mlp
 from jax_grouped.moe.mlp import as_weights, check_shapes
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
-from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments
+from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments, router_z_loss
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
@@ -39,6 +39,7 @@ class MoEMetrics(NamedTuple):
         expert_load: `int32[E]`, number of pairs of a token and an expert, per expert: of this device's tokens inside
             `jax.shard_map` and `jax.pmap`, else of all.
         dropped: `int32[]`, number of these pairs that found no room; always 0 without a `capacity_factor`.
+        z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -53,6 +54,7 @@ class MoEMetrics(NamedTuple):
     balance_loss: jax.Array
     expert_load: jax.Array
     dropped: jax.Array
+    z_loss: jax.Array
 
 
 def moe_mlp(
@@ -199,7 +201,7 @@ def moe_mlp(
     def summed_over_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
         y, metrics = of_device(own, axes._replace(batch=axes.tokens))
         load, dropped = (jax.lax.psum(of, axes.tokens) for of in (metrics.expert_load, metrics.dropped))
-        return y, MoEMetrics(metrics.balance_loss, load, dropped)
+        return y, metrics._replace(expert_load=load, dropped=dropped)
 
     return call_on_mesh(summed_over_tokens, mesh, axes, arrays, gated=is_gated(activation))
 
@@ -289,7 +291,7 @@ def _of_device(
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
     loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
-    return y, MoEMetrics(loss, load, dropped)
+    return y, MoEMetrics(loss, load, dropped, router_z_loss(logits, axis_name=batch_axes or None))
 
 
 def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:

@@ -266,6 +266,70 @@ def balance_loss(
     return load.shape[0] * jnp.sum(fraction * probability)
 
 
+def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+    """Measures the size of the router's logits: the mean over tokens of their squared log-sum-exp.
+
+    Added to the training loss with a small weight, such as 0.001, it keeps logits from growing, where float32 rounds
+    them more (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: `[T, E]`, bfloat16, float16 or float32.
+        axis_name: as in `load_balancing_loss`.
+
+    Returns:
+        `float32[]`; 0 for no tokens.
+
+    Raises:
+        TypeError: `logits` have a type that is not supported.
+        ValueError: their shape does not fit, or there is no such axis.
+
+    Example:
+        assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
+    """
+    logits = as_array("logits", logits)
+    checks.check_dtype("logits' type", logits.dtype)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
+    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
+    loss = jnp.sum(squares) / max(logits.shape[0], 1)
+    if axis_name is None:
+        return loss
+    axis_size(axis_name)  # Raises where there is no such axis.
+    return jax.lax.pmean(loss, axis_name)
+
+
+def update_selection_bias(selection_bias: jax.Array, expert_load: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """Moves the bias of each expert against its load: up by `rate` if it had fewer tokens than the mean, else down.
+
+    This is the balancing without a loss of DeepSeek-V3 (arXiv:2408.15664, algorithm 1). Call it once a step, with the
+    load of the whole batch.
+
+    Args:
+        selection_bias: `[E]`, as in `top_k_routing`.
+        expert_load: `[E]`, as in `MoEMetrics`.
+        rate: the step; 0.001 in DeepSeek-V3.
+
+    Returns:
+        `[E]` in the type of `selection_bias`. The bias of an expert with the mean load stays.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Example:
+        bias = jg.moe.update_selection_bias(jnp.zeros(3), jnp.array([4, 2, 0]))
+
+        assert jnp.allclose(bias, jnp.array([-0.001, 0, 0.001]))
+    """
+    selection_bias, expert_load = as_array("selection_bias", selection_bias), as_array("expert_load", expert_load)
+    if selection_bias.ndim != 1 or selection_bias.shape != expert_load.shape:
+        raise ValueError(
+            f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and "
+            f"{expert_load.shape}."
+        )
+    load = expert_load.astype(jnp.float32)
+    return selection_bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(selection_bias.dtype)
+
+
 def expert_load(routing: Routing) -> jax.Array:
     """Counts the choices of each expert, `int32[E]`."""
     return reference.expert_load(routing.experts, routing.probabilities.shape[1])

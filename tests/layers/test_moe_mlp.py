@@ -101,6 +101,58 @@ def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
     np.testing.assert_array_equal(of_nnx.expert_load, expected)
 
 
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["plain", "block"])
+def test_the_shared_expert_of_a_layer_is_a_network_of_its_own(backend: str, recipe: jg.Recipe | None) -> None:
+    options = OPTIONS | dict(recipe=recipe, shared_features=2 * F)
+    layer, model = jg.linen.MoEMlp(**options), jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(3))
+    variables = jg.nnx.linen_variables(model)
+
+    def loss(y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(y))
+
+    def of_parts(params: Any) -> jax.Array:
+        kernels = (params[name]["kernel"].reshape(1, K if "up" in name else 2 * F, -1) for name in SHARED)
+        shared = jg.moe.grouped_mlp(x(), *kernels, jnp.array([TOKENS]), recipe=recipe)
+        own = {name: of for name, of in params.items() if name not in SHARED}
+        return loss(jg.linen.MoEMlp(**OPTIONS, recipe=recipe).apply({"params": own}, x(), shared=shared)[0])
+
+    got = jax.value_and_grad(lambda params: loss(layer.apply({"params": params}, x())[0]))(variables["params"])
+    of_nnx = nnx.value_and_grad(lambda model: loss(model(x())[0]))(model)
+
+    expected = jax.value_and_grad(of_parts)(variables["params"])
+    for value, gradients in (got, (of_nnx[0], nnx.to_pure_dict(of_nnx[1]))):
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        jax.tree.map(lambda *of: np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5), gradients, expected[1])
+    with pytest.raises(ValueError, match="shared_features must be a multiple of 16 with a recipe, got 3"):
+        jg.linen.MoEMlp(**OPTIONS | dict(recipe=BLOCK, shared_features=3))
+
+
+SHARED = ("shared_gate_up", "shared_down")
+
+
+def test_a_selection_bias_is_kept_in_the_layer_and_moved_against_the_load(backend: str) -> None:
+    layer = jg.linen.MoEMlp(**OPTIONS, use_selection_bias=True)
+    state = layer.init(jax.random.key(0), x())[jg.linen.ROUTER_STATE]
+    model = jg.nnx.MoEMlp(K, **OPTIONS, use_selection_bias=True, rngs=nnx.Rngs(0))
+    jg.nnx.load_variables(model, {"params": params()})
+
+    @jax.jit
+    def step(bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, metrics = layer.apply({"params": params(), jg.linen.ROUTER_STATE: {"selection_bias": bias}}, x())
+        return jg.moe.update_selection_bias(bias, metrics.expert_load, rate=0.05), metrics.expert_load
+
+    _, load = step(state["selection_bias"])
+    bias, moved = step(jnp.array([2.0, 0, 0, 0, 0, 0]))
+    assert moved[0] == TOKENS
+    for _ in range(50):
+        bias, moved = step(bias)
+    model.selection_bias.set_value(bias)
+
+    assert moved[0] < TOKENS * TOP_K // 4
+    np.testing.assert_array_equal(model(x())[1].expert_load, step(bias)[1])
+    np.testing.assert_array_equal(model(x(), selection_bias=jnp.zeros(E))[1].expert_load, load)
+
+
 def test_linen_and_nnx_give_the_same_bits_in_any_leading_shape(backend: str) -> None:
     layer, model = jg.linen.MoEMlp(**OPTIONS), nnx_layer()
 
@@ -155,9 +207,12 @@ def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) 
 
 @pytest.mark.parametrize(("activation", "gate"), [("silu_mul", (None,)), ("relu", ())])
 def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[None, ...]) -> None:
-    options = dict(OPTIONS, activation=activation, logical_axes=("expert", "embed", "mlp"))
+    added = dict(use_router_bias=True, use_selection_bias=True, shared_features=F)
+    options = OPTIONS | added | dict(activation=activation, logical_axes=("expert", "embed", "mlp"))
     expected = {
-        "router": {"kernel": P("embed", None)},
+        "router": {"kernel": P("embed", None), "bias": P(None)},
+        "shared_gate_up": {"kernel": P(None, "embed", *gate, "mlp")},
+        "shared_down": {"kernel": P(None, "mlp", "embed")},
         "gate_up": {"kernel": P("expert", "embed", *gate, "mlp"), "bias": P("expert", *gate, "mlp")},
         "down": {"kernel": P("expert", "mlp", "embed"), "bias": P("expert", "embed")},
     }
@@ -165,9 +220,12 @@ def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[N
     named = jax.eval_shape(jg.linen.MoEMlp(**options).init, jax.random.key(0), x())
     rules = [("expert", "expert"), ("embed", None), ("mlp", "model")]
     with jax.set_mesh(mesh_of({"expert": 1, "model": 1})), nn.logical_axis_rules(rules):
-        nnx_state = nnx.state(jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0)), nnx.Param)
+        model = jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
+        nnx_state = nnx.state(model, nnx.Param)
 
     assert nn.get_partition_spec(named)["params"] == expected
+    of_state = nn.get_partition_spec(named)[jg.linen.ROUTER_STATE]["selection_bias"]
+    assert of_state == P(*model.selection_bias.out_sharding) == P(None)
     nnx_names = {".".join(path): P(*of.out_sharding) for path, of in nnx.to_flat_state(nnx_state)}
     assert nnx_names == {f"{layer}.{name}": spec for layer, of in expected.items() for name, spec in of.items()}
 

@@ -363,6 +363,31 @@ def test_the_balance_loss_rejects_what_is_no_routing_and_no_axis() -> None:
         routing.load_balancing_loss(routing.top_k_routing(LOGITS, TOP_K), axis_name="data")
 
 
+def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
+    logits = 3 * jax.random.normal(jax.random.key(0), (8, 5))
+
+    loss, gradient = jax.value_and_grad(routing.router_z_loss)(logits)
+
+    numbers = np.asarray(logits, np.float64)
+    log_sums = np.log(np.exp(numbers).sum(axis=1))
+    np.testing.assert_allclose(loss, np.mean(log_sums**2), rtol=1e-6)
+    shares = np.exp(numbers - log_sums[:, None])
+    np.testing.assert_allclose(gradient, 2 * log_sums[:, None] * shares / 8, rtol=1e-5)
+    assert routing.router_z_loss(jnp.zeros((0, 5))) == 0
+    halves = jax.vmap(functools.partial(routing.router_z_loss, axis_name="data"), axis_name="data")
+    np.testing.assert_allclose(halves(logits.reshape(2, 4, 5)), [loss, loss], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^logits must have shape \[T, E\], got \(5,\)\.$"):
+        routing.router_z_loss(logits[0])
+
+
+def test_a_selection_bias_moves_by_its_rate() -> None:
+    bias = routing.update_selection_bias(jnp.array([0.5, 0, 0], jnp.float32), jnp.array([9, 5, 1]), rate=0.25)
+
+    np.testing.assert_array_equal(bias, [0.25, 0, 0.25])
+    with pytest.raises(ValueError, match=r"^selection_bias and expert_load must have one shape \[E\], got \(3,\) and"):
+        routing.update_selection_bias(bias, jnp.ones(2))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_of_a_linear_router(dtype: str) -> None:
     keys = jax.random.split(jax.random.key(0), 3)

@@ -253,6 +253,33 @@ def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: str) -> None:
+    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    options = dict(
+        **SIZES, precision="highest", shared_features=24, use_router_bias=True, use_selection_bias=True, score="sigmoid"
+    )
+    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
+    x = arrays()[0]
+    variables = jax.tree.map(
+        lambda of: of + 0.1 * jnp.sin(jnp.arange(of.size)).reshape(of.shape), split.init(jax.random.key(0), x)
+    )
+
+    def results(layer: Any, variables: Any, x: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array) -> Any:
+            y, metrics = layer.apply({**variables, "params": params}, x)
+            return jnp.sum(jnp.sin(y)) + metrics.balance_loss + metrics.z_loss, (y, metrics)
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(variables["params"], x)
+
+    placed = jax.tree.map(lambda of: put(mesh, of), variables), put(mesh, x, "data")
+    got = jax.jit(results, static_argnums=0)(split, *placed)
+
+    expected = results(jg.linen.MoEMlp(**options), variables, x)
+    jax.tree.map(lambda *of: np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5), got, expected)
+
+
 def test_no_tokens_are_sent_nowhere() -> None:
     mesh = mesh_of(dict(expert=2))
     x, logits, *kernels = (put(mesh, of) for of in arrays())

@@ -22,7 +22,14 @@ pytestmark = pytest.mark.slow
 PACKAGE = Path(jg.__file__).parent
 
 #: Names of values that cannot have a docstring, but for a comment where they are defined.
-CONSTANTS = {"jg.CHECKPOINT_NAMES", "jg.CUSTOM_CALL_TARGETS", "jg.Recipe", "jg.linen.KERNEL_CACHE", "jg.nnx.TRAINED"}
+CONSTANTS = {
+    "jg.CHECKPOINT_NAMES",
+    "jg.CUSTOM_CALL_TARGETS",
+    "jg.Recipe",
+    "jg.linen.KERNEL_CACHE",
+    "jg.linen.ROUTER_STATE",
+    "jg.nnx.TRAINED",
+}
 
 DOCUMENTED = {name: value for name, value in public_names().items() if name not in CONSTANTS}
 

@@ -1,0 +1,345 @@
+"""Weights of published mixture-of-experts models, between the names of Hugging Face and those of `MoEMlp`.
+
+This is NumPy alone: neither `torch` nor `transformers` is needed. A state is a mapping of names to arrays, as
+`safetensors.numpy.load_file` returns it, with the block's names after a prefix such as `"model.layers.0.mlp."`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: Values of `swiglu_alpha` and `swiglu_limit` that `clamped_silu_mul` computes with.
+_CLAMPED = (1.702, 7.0)
+#: Numbers of FP4 (e2m1) by their four bits.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """The names of one kind of block.
+
+    Attributes:
+        router: name of the router.
+        projections: names of an expert's gate, up and down, where each expert has arrays of its own.
+        hidden: keys of the configuration with `F`, the first that is there.
+        interleaved: whether kernels are `[E, in, out]` and gate and up alternate; then experts and router have biases.
+        selects: whether sigmoids with a selection bias choose the experts, and all tokens share one.
+        normalizes: whether weights are divided by their sum; None if the configuration says.
+    """
+
+    router: str = "gate"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hidden: tuple[str, ...] = ("moe_intermediate_size",)
+    interleaved: bool = False
+    selects: bool = False
+    normalizes: bool | None = None
+
+
+_ARCHITECTURES = {
+    "mixtral": _Architecture(projections=("w1", "w3", "w2"), hidden=("intermediate_size",), normalizes=True),
+    "qwen3_moe": _Architecture(),
+    "olmoe": _Architecture(hidden=("intermediate_size",)),
+    "deepseek_v3": _Architecture(selects=True),
+    "gpt_oss": _Architecture("router", hidden=("intermediate_size",), interleaved=True, normalizes=True),
+}
+
+
+def huggingface_options(config: Any) -> dict[str, Any]:
+    """Returns the arguments with which `MoEMlp` is the block of a published model.
+
+    Args:
+        config: the model's `config.json` as a mapping, or a configuration of `transformers`. Its `model_type` is
+            "mixtral", "qwen3_moe", "olmoe", "deepseek_v3" or "gpt_oss".
+
+    Returns:
+        Keywords of `jg.linen.MoEMlp` and, after the features `config["hidden_size"]`, of `jg.nnx.MoEMlp`.
+
+    Raises:
+        KeyError: the configuration lacks a value.
+        ValueError: it is of another model, or has a value with which the layer cannot compute.
+
+    Example:
+        config = dict(
+            model_type="mixtral", hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
+        )
+
+        layer = jg.linen.MoEMlp(**jg.moe.huggingface_options(config))
+
+        assert layer.hidden_features == 16
+    """
+    values, architecture = _known(config)
+    sizes = _Sizes.of(values, architecture)
+    options: dict[str, Any] = dict(
+        num_experts=sizes.experts,
+        top_k=_value(values, "num_experts_per_tok"),
+        hidden_features=sizes.hidden,
+        normalize_weights=architecture.normalizes,
+    )
+    if architecture.normalizes is None:
+        options |= dict(normalize_weights=_value(values, "norm_topk_prob"))
+    if architecture.interleaved:
+        constants = values.get("swiglu_alpha", _CLAMPED[0]), values.get("swiglu_limit", _CLAMPED[1])
+        if constants != _CLAMPED:
+            raise ValueError(f"swiglu_alpha and swiglu_limit must be {_CLAMPED}, got {constants}.")
+        options |= dict(activation="clamped_silu_mul", use_bias=True, use_router_bias=True)
+    elif values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f'hidden_act must be "silu", got {values["hidden_act"]!r}.')
+    if architecture.selects:
+        if values.get("scoring_func", "sigmoid") != "sigmoid":
+            raise ValueError(f'scoring_func must be "sigmoid", got {values["scoring_func"]!r}.')
+        options |= dict(
+            score="sigmoid",
+            weight_scale=_value(values, "routed_scaling_factor"),
+            expert_groups=_value(values, "n_group"),
+            top_groups=_value(values, "topk_group"),
+            use_selection_bias=True,
+            shared_features=sizes.shared,
+        )
+    return options
+
+
+def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Converts the weights of one block to the variables of `jg.linen.MoEMlp`.
+
+    It takes the names of published checkpoints, with arrays for each expert, and those of modules of `transformers` 5,
+    which stack the experts. Kernels in FP8 with a `weight_scale_inv` for each block of 128x128 (DeepSeek-V3) and in
+    MXFP4 with `_blocks` and `_scales` (gpt-oss) become float32. Every other array keeps its type.
+
+    Args:
+        state: arrays by name: NumPy's, or others that `np.asarray` takes. Names that do not begin with `prefix` are
+            ignored.
+        config: as in `huggingface_options`.
+        prefix: what comes before the names of the block, with its dot.
+
+    Returns:
+        `{"params": {...}}` of NumPy arrays and, with a selection bias, `{"router_state": {"selection_bias": ...}}`.
+        `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
+
+    Raises:
+        KeyError: an array is missing, or the configuration lacks a value.
+        TypeError: an array has a type that NumPy does not have.
+        ValueError: an array has another shape than the configuration says, or no place in the layer; or as in
+            `huggingface_options`.
+
+    Example:
+        config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
+        state = {
+            "mlp.gate.weight": jnp.ones((2, 8)),
+            "mlp.experts.gate_up_proj": jnp.ones((2, 2 * 4, 8)),
+            "mlp.experts.down_proj": jnp.ones((2, 8, 4)),
+        }
+
+        variables = jg.moe.from_huggingface(state, config, prefix="mlp.")
+
+        assert variables["params"]["gate_up"]["kernel"].shape == (2, 8, 2, 4)
+    """
+    values, architecture = _known(config)
+    sizes = _Sizes.of(values, architecture)
+    block = _Block(state, prefix, values["model_type"])
+    experts, features, hidden, shared = sizes
+    router = {"kernel": block.take(f"{architecture.router}.weight", experts, features).T}
+    if architecture.interleaved:
+        router["bias"] = block.take(f"{architecture.router}.bias", experts)
+        gate_up_kernel, gate_up_bias = (
+            np.swapaxes(array.reshape(*array.shape[:-1], hidden, 2), -1, -2)
+            for array in (
+                block.take_transposed("experts.gate_up_proj", experts, features, 2 * hidden),
+                block.take("experts.gate_up_proj_bias", experts, 2 * hidden),
+            )
+        )
+        gate_up = {"kernel": gate_up_kernel, "bias": gate_up_bias}
+        down = {
+            "kernel": block.take_transposed("experts.down_proj", experts, hidden, features),
+            "bias": block.take("experts.down_proj_bias", experts, features),
+        }
+    elif "experts.gate_up_proj" in block:
+        stacked = block.take("experts.gate_up_proj", experts, 2 * hidden, features).reshape(
+            experts, 2, hidden, features
+        )
+        gate_up = {"kernel": np.transpose(stacked, (0, 3, 1, 2))}
+        down = {"kernel": np.swapaxes(block.take("experts.down_proj", experts, features, hidden), 1, 2)}
+    else:
+        of_experts = [f"experts.{expert}." for expert in range(experts)]
+        gate_up = {"kernel": np.stack([block.take_gate_up(of, architecture, hidden, features) for of in of_experts])}
+        down = {"kernel": np.stack([block.take_down(of, architecture, hidden, features) for of in of_experts])}
+    variables: dict[str, Any] = {"params": {"router": router, "gate_up": gate_up, "down": down}}
+    if architecture.selects:
+        bias = block.take(f"{architecture.router}.e_score_correction_bias", experts)
+        variables["router_state"] = {"selection_bias": bias}
+        of_shared = "shared_experts."
+        variables["params"] |= {
+            "shared_gate_up": {"kernel": block.take_gate_up(of_shared, architecture, shared, features)[None]},
+            "shared_down": {"kernel": block.take_down(of_shared, architecture, shared, features)[None]},
+        }
+    block.check_all_taken()
+    return variables
+
+
+def to_huggingface(
+    variables: Mapping[str, Any], config: Any, *, prefix: str = "", per_expert: bool = False
+) -> dict[str, np.ndarray]:
+    """Converts variables of `jg.linen.MoEMlp` to the weights of a published model's block: `from_huggingface` undone.
+
+    The conversion is linear, so gradients can be converted, too.
+
+    Args:
+        variables: as `from_huggingface` returns them. Without `router_state`, there is no selection bias in the result.
+        config: as in `huggingface_options`.
+        prefix: what comes before the names of the block, with its dot.
+        per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are
+            those of modules of `transformers` 5. gpt-oss has no arrays for each expert.
+
+    Returns:
+        Arrays by name, in the types of the variables.
+
+    Raises:
+        KeyError: a variable is missing, or the configuration lacks a value.
+        ValueError: a variable has another shape than the configuration says; or as in `huggingface_options`.
+
+    Example:
+        config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
+        kernels = dict(router=jnp.ones((8, 2)), gate_up=jnp.ones((2, 8, 2, 4)), down=jnp.ones((2, 4, 8)))
+        params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+
+        state = jg.moe.to_huggingface({"params": params}, config, per_expert=True)
+
+        assert state["experts.1.down_proj.weight"].shape == (8, 4)
+    """
+    values, architecture = _known(config)
+    experts, features, hidden, shared = _Sizes.of(values, architecture)
+    params = variables["params"]
+    gate_up = _checked(params, "gate_up", "kernel", (experts, features, 2, hidden))
+    down = _checked(params, "down", "kernel", (experts, hidden, features))
+    state = {f"{architecture.router}.weight": _checked(params, "router", "kernel", (features, experts)).T}
+    if architecture.interleaved:
+        bias = _checked(params, "gate_up", "bias", (experts, 2, hidden))
+        state |= {
+            f"{architecture.router}.bias": _checked(params, "router", "bias", (experts,)),
+            "experts.gate_up_proj": np.swapaxes(gate_up, 2, 3).reshape(experts, features, 2 * hidden),
+            "experts.gate_up_proj_bias": np.swapaxes(bias, 1, 2).reshape(experts, 2 * hidden),
+            "experts.down_proj": down,
+            "experts.down_proj_bias": _checked(params, "down", "bias", (experts, features)),
+        }
+    elif per_expert:
+        for expert in range(experts):
+            state |= _of_expert(f"experts.{expert}.", architecture, gate_up[expert], down[expert])
+    else:
+        stacked = np.transpose(gate_up, (0, 2, 3, 1)).reshape(experts, 2 * hidden, features)
+        state |= {"experts.gate_up_proj": stacked, "experts.down_proj": np.swapaxes(down, 1, 2)}
+    if architecture.selects:
+        if router_state := variables.get("router_state"):
+            bias = _checked({"router_state": router_state}, "router_state", "selection_bias", (experts,))
+            state[f"{architecture.router}.e_score_correction_bias"] = bias
+        shared_gate_up = _checked(params, "shared_gate_up", "kernel", (1, features, 2, shared))
+        shared_down = _checked(params, "shared_down", "kernel", (1, shared, features))
+        state |= _of_expert("shared_experts.", architecture, shared_gate_up[0], shared_down[0])
+    return {prefix + name: np.ascontiguousarray(array) for name, array in state.items()}
+
+
+class _Sizes(NamedTuple):
+    experts: int
+    features: int
+    hidden: int
+    shared: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], architecture: _Architecture) -> "_Sizes":
+        hidden = _value(values, *architecture.hidden)
+        return cls(
+            experts=_value(values, "num_local_experts", "num_experts", "n_routed_experts"),
+            features=_value(values, "hidden_size"),
+            hidden=hidden,
+            shared=hidden * _value(values, "n_shared_experts") if architecture.selects else 0,
+        )
+
+
+def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture]:
+    """Returns the values of a configuration, and the architecture of its model."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    model = _value(values, "model_type")
+    if model not in _ARCHITECTURES:
+        raise ValueError(f"model_type must be one of {[*_ARCHITECTURES]}, got {model!r}.")
+    return values, _ARCHITECTURES[model]
+
+
+def _value(values: Mapping[str, Any], *names: str) -> Any:
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    raise KeyError(f"The configuration has no {' or '.join(names)}.")
+
+
+def _checked(variables: Mapping[str, Any], part: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a variable as a NumPy array of this shape."""
+    if name not in variables.get(part, {}):
+        raise KeyError(f"The variables have no {part}/{name}.")
+    array = np.asarray(variables[part][name])
+    if array.shape != shape:
+        raise ValueError(f"{part}/{name} must have shape {shape}, got {array.shape}.")
+    return array
+
+
+def _of_expert(name: str, architecture: _Architecture, gate_up: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the arrays of one expert, from `[K, 2, F]` and `[F, K]`."""
+    arrays = gate_up[:, 0].T, gate_up[:, 1].T, down.T
+    return {f"{name}{of}.weight": array for of, array in zip(architecture.projections, arrays, strict=True)}
+
+
+class _Block:
+    """The arrays of one block, each of which is taken once."""
+
+    def __init__(self, state: Mapping[str, Any], prefix: str, model: str):
+        self._state, self._prefix, self._model = state, prefix, model
+        self._left = {name for name in state if name.startswith(prefix)}
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._left
+
+    def take(self, name: str, *shape: int) -> np.ndarray:
+        """Returns an array of this shape. Dequantizes one that has scales of blocks."""
+        array = self._take_any(name)
+        if array.shape != shape:
+            raise ValueError(f"{self._prefix}{name} must have shape {shape}, got {array.shape}.")
+        if f"{name}_scale_inv" not in self:
+            return array
+        scales = self._take_any(f"{name}_scale_inv")
+        expected = tuple(-(-size // 128) for size in shape)
+        if scales.shape != expected:
+            raise ValueError(f"{self._prefix}{name}_scale_inv must have shape {expected}, got {scales.shape}.")
+        of_numbers = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[: shape[0], : shape[1]]
+        return array.astype(np.float32) * of_numbers.astype(np.float32)
+
+    def take_transposed(self, name: str, experts: int, inputs: int, outputs: int) -> np.ndarray:
+        """Returns kernels `[E, in, out]`, which are there as they are, or in MXFP4 as `[E, out, in / 32, 16]` bytes."""
+        if f"{name}_blocks" not in self:
+            return self.take(name, experts, inputs, outputs)
+        blocks = self.take(f"{name}_blocks", experts, outputs, inputs // 32, 16)
+        scales = self.take(f"{name}_scales", experts, outputs, inputs // 32)
+        pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
+        numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
+        return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
+
+    def take_gate_up(self, of: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
+        """Returns an expert's `[K, 2, F]`."""
+        gate, up = (self.take(f"{of}{name}.weight", hidden, features).T for name in architecture.projections[:2])
+        return np.stack([gate, up], axis=1)
+
+    def take_down(self, of: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
+        """Returns an expert's `[F, K]`."""
+        return self.take(f"{of}{architecture.projections[2]}.weight", features, hidden).T
+
+    def check_all_taken(self) -> None:
+        if self._left:
+            raise ValueError(f"A block of {self._model} has no place for {sorted(self._left)}.")
+
+    def _take_any(self, name: str) -> np.ndarray:
+        key = self._prefix + name
+        if key not in self._left:
+            raise KeyError(f"The state has no {key}, which a block of {self._model} needs.")
+        self._left.remove(key)
+        try:
+            return np.asarray(self._state[key])
+        except TypeError as error:
+            raise TypeError(f"{key} has a type that NumPy does not have: convert it to float32 first.") from error
