@@ -35,6 +35,7 @@ from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_grouped.ops.residuals import DenseResiduals as DenseResiduals
 from jax_grouped.ops.residuals import PendingWgrad as PendingWgrad
+from jax_grouped.ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
 from jax_grouped.ops.split import grouped_dense_dgrad as grouped_dense_dgrad
 from jax_grouped.ops.split import grouped_dense_fwd as grouped_dense_fwd
 from jax_grouped.ops.split import grouped_dense_wgrad as grouped_dense_wgrad
@@ -85,6 +86,7 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_general",
     "reduce_gradients",
+    "scaled_ragged_dot",
 ]
 
 
