@@ -196,6 +196,11 @@ def apply_moe(
             precision=layer.precision,
         )
         shared = result if shared is None else shared.astype(jnp.float32) + result
+    num_sequences = None
+    if layer.balance_sequences:
+        if x.ndim < 3:
+            raise ValueError(f"balance_sequences needs x of shape [..., length, K], got {x.shape}.")
+        num_sequences = math.prod(x.shape[:-2])
     y, metrics = moe_mlp(
         rows,
         router(tokens),
@@ -215,6 +220,7 @@ def apply_moe(
         exchange_method=layer.exchange_method,
         quantized_exchange=layer.quantized_exchange,
         quantized_combine=layer.quantized_combine,
+        num_sequences=num_sequences,
         shared=shared,
         expert_axis=axes.expert,
         feature_axis=axes.feature,

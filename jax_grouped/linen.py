@@ -317,6 +317,8 @@ class MoEMlp(nn.Module):
         use_selection_bias: whether the layer keeps a `selection_bias` `float32[E]`, see `jg.moe.top_k_routing`, which
             starts at 0 and has no gradient: a variable of the collection `ROUTER_STATE`, whose next value
             `jg.moe.update_selection_bias` returns.
+        balance_sequences: whether the balance loss is the mean of the losses of sequences, for `x` `[..., length, K]`;
+            see `num_sequences` of `jg.moe.moe_mlp`.
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
             It has no bias. Every device computes it for its own tokens.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
@@ -366,6 +368,7 @@ class MoEMlp(nn.Module):
     activation: Activation = "silu_mul"
     use_router_bias: bool = False
     use_selection_bias: bool = False
+    balance_sequences: bool = False
     shared_features: int | None = None
     logical_axes: LogicalAxes | None = None
 

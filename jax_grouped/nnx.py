@@ -340,7 +340,7 @@ class MoEMlp(nnx.Module):
         expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
         exchange_method, quantized_exchange, quantized_combine: as in linen.
         expert_groups, top_groups, activation: as in linen.
-        use_router_bias, use_selection_bias, shared_features: as in linen.
+        use_router_bias, use_selection_bias, balance_sequences, shared_features: as in linen.
         logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
@@ -388,6 +388,7 @@ class MoEMlp(nnx.Module):
         activation: Activation = "silu_mul",
         use_router_bias: bool = False,
         use_selection_bias: bool = False,
+        balance_sequences: bool = False,
         shared_features: int | None = None,
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
@@ -462,6 +463,7 @@ class MoEMlp(nnx.Module):
         self.expert_groups = expert_groups
         self.top_groups = top_groups
         self.activation = activation
+        self.balance_sequences = balance_sequences
 
     def __call__(
         self,

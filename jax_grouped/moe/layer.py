@@ -23,7 +23,15 @@ from jax_grouped.moe.experts import routed_mlp
 from jax_grouped.moe.mlp import as_weights, check_shapes
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
-from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, route_arguments, router_z_loss
+from jax_grouped.moe.routing import (
+    Routing,
+    Score,
+    balance_loss,
+    expert_load,
+    load_balancing_loss,
+    route_arguments,
+    router_z_loss,
+)
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
@@ -81,6 +89,7 @@ def moe_mlp(
     exchange_method: ExchangeMethod = "auto",
     quantized_exchange: bool = True,
     quantized_combine: bool = False,
+    num_sequences: int | None = None,
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
@@ -142,6 +151,8 @@ def moe_mlp(
             tokens and gradients that were rounded along the features before they are rounded along the rows.
         quantized_combine: likewise for results, and gradients of tokens, on their way back. Each device's part of a
             token's sum, or with exchanged rows each choice's result, is then rounded to FP8.
+        num_sequences: number of sequences of equal length in `x`, of which each gets a balance loss of its own, see
+            `load_balancing_loss`. No sequence may be split over devices. None for one loss of the batch.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
             first device adds it to its part of the sum.
@@ -192,24 +203,38 @@ def moe_mlp(
     )
     mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
     if mesh is None:
-        return of_device(arrays, axes)
+        return of_device(arrays, axes, num_sequences=num_sequences)
     if x.shape[:1] == (0,):
-        return of_device(arrays, MoEAxes.of())
+        return of_device(arrays, MoEAxes.of(), num_sequences=num_sequences)
+    of_each = _sequences_of_each(num_sequences, math.prod(mesh.shape[axis] for axis in axes.tokens))
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
     def summed_over_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
-        y, metrics = of_device(own, axes._replace(batch=axes.tokens))
+        y, metrics = of_device(own, axes._replace(batch=axes.tokens), num_sequences=of_each)
         load, dropped = (jax.lax.psum(of, axes.tokens) for of in (metrics.expert_load, metrics.dropped))
         return y, metrics._replace(expert_load=load, dropped=dropped)
 
     return call_on_mesh(summed_over_tokens, mesh, axes, arrays, gated=is_gated(activation))
 
 
+def _sequences_of_each(num_sequences: int | None, devices: int) -> int | None:
+    """Returns the number of sequences of one of the devices that the tokens are split over."""
+    if num_sequences is None:
+        return None
+    if checks.static_size("num_sequences", num_sequences, least=1) % devices:
+        raise ValueError(
+            f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, got "
+            f"{num_sequences}."
+        )
+    return num_sequences // devices
+
+
 def _of_device(
     arrays: MoEArrays,
     axes: MoEAxes,
     *,
+    num_sequences: int | None,
     top_k: int,
     capacity_factor: float | None,
     weight_scale: float | jax.Array,
@@ -280,7 +305,7 @@ def _of_device(
     else:
         rows = min(capacity, pairs) if devices == 1 else pairs
         routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
-        permutation, weights = Permutation(*grouped), routed.weights * factor
+        routing, permutation, weights = Routing(*routed), Permutation(*grouped), routed.weights * factor
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
             dropped = permutation.dropped
@@ -290,7 +315,10 @@ def _of_device(
             y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
-    loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
+    if num_sequences is None:
+        loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
+    else:
+        loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch_axes or None)
     return y, MoEMetrics(loss, load, dropped, router_z_loss(logits, axis_name=batch_axes or None))
 
 

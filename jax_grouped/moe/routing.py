@@ -1,6 +1,7 @@
 """Routing: the choice of each token's experts and their weights, and the loss that balances experts."""
 
 import dataclasses
+import functools
 from typing import get_args
 
 import jax
@@ -214,7 +215,9 @@ def _checked_groups(expert_groups: int | None, top_groups: int | None, num_exper
     return expert_groups, top_groups
 
 
-def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+def load_balancing_loss(
+    routing: Routing, *, num_sequences: int | None = None, axis_name: str | tuple[str, ...] | None = None
+) -> jax.Array:
     """Measures the imbalance of the experts: 1 if tokens are spread evenly, `E` if one has all choices and probability.
 
     The loss is `E * sum_e share_e * probability_e`, where `share_e` is the fraction of all choices that fell on expert
@@ -223,16 +226,20 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
 
     Args:
         routing: of `T` tokens to `E` experts.
+        num_sequences: number of sequences of `T / num_sequences` successive tokens. The loss is then the mean of the
+            losses of the sequences, which permits less: the one that DeepSeek-V3 adds (arXiv:2412.19437, equations 17
+            to 20, where its weight is 0.0001). None for one loss of all tokens.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
             that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it permits an
-            uneven load on each device.
+            uneven load on each device. With `num_sequences`, that of this device, no sequence is split.
 
     Returns:
         `float32[]`; 0 for no tokens.
 
     Raises:
-        TypeError: `routing` is none.
-        ValueError: `axis_name` is no axis of a surrounding `jax.shard_map` or `jax.pmap`.
+        TypeError: `routing` is none, or `num_sequences` no integer that is known when the program is traced.
+        ValueError: `axis_name` is no axis of a surrounding `jax.shard_map` or `jax.pmap`, or `num_sequences` does not
+            divide the number of tokens.
 
     Example:
         loss = jax.jit(lambda logits: jg.moe.load_balancing_loss(jg.moe.top_k_routing(logits, 1)))
@@ -241,9 +248,27 @@ def load_balancing_loss(routing: Routing, *, axis_name: str | tuple[str, ...] | 
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
     check_instance("routing", routing, Routing)
-    tokens = routing.probabilities.shape[0]
-    sums = jnp.sum(routing.probabilities, axis=0)
-    return balance_loss(expert_load(routing), sums, routing.experts.size, tokens, axis_name)
+    tokens, num_experts = routing.probabilities.shape
+    if num_sequences is None:
+        sums = jnp.sum(routing.probabilities, axis=0)
+        return balance_loss(expert_load(routing), sums, routing.experts.size, tokens, axis_name)
+    sequences = checks.static_size("num_sequences", num_sequences, least=1)
+    if tokens % sequences:
+        raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
+    pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
+    loads = jax.vmap(functools.partial(reference.expert_load, num_experts=num_experts))(pairs)
+    sums = jnp.sum(routing.probabilities.reshape(sequences, -1, num_experts), axis=1)
+    of_sequences = jax.vmap(
+        lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
+    )
+    loss = jnp.mean(of_sequences(loads, sums))
+    return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
+
+
+def checked_axis(axis_name: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns the mesh axes. Raises ValueError where there is none of the name."""
+    axis_size(axis_name)
+    return axis_name
 
 
 def balance_loss(
@@ -261,8 +286,7 @@ def balance_loss(
     fraction = load.astype(jnp.float32) / max(pairs, 1)
     probability = probability_sums / max(tokens, 1)
     if axis_name is not None:
-        axis_size(axis_name)  # Raises where there is no such axis.
-        fraction, probability = jax.lax.pmean((fraction, probability), axis_name)
+        fraction, probability = jax.lax.pmean((fraction, probability), checked_axis(axis_name))
     return load.shape[0] * jnp.sum(fraction * probability)
 
 
@@ -292,10 +316,7 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
     loss = jnp.sum(squares) / max(logits.shape[0], 1)
-    if axis_name is None:
-        return loss
-    axis_size(axis_name)  # Raises where there is no such axis.
-    return jax.lax.pmean(loss, axis_name)
+    return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
 
 
 def update_selection_bias(selection_bias: jax.Array, expert_load: jax.Array, rate: float = 1e-3) -> jax.Array:

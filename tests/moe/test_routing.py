@@ -233,6 +233,25 @@ def test_the_balance_loss_and_its_gradient_are_those_of_the_definition() -> None
     np.testing.assert_array_equal(gradient.weights, 0)
 
 
+def test_the_balance_loss_of_sequences_is_the_mean_of_their_losses() -> None:
+    def loss(logits: jax.Array, axis_name: str | None = None, **options: Any) -> jax.Array:
+        got = routing.top_k_routing(logits, TOP_K)
+        return routing.load_balancing_loss(got, axis_name=axis_name, **options)
+
+    logits = jax.random.normal(jax.random.key(0), (24, EXPERTS))
+    parts = logits.reshape(4, 6, EXPERTS)
+
+    got, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, num_sequences=4)))(logits)
+
+    expected, gradients = jax.vmap(jax.value_and_grad(loss))(parts)
+    np.testing.assert_allclose(got, jnp.mean(expected), rtol=1e-6)
+    np.testing.assert_allclose(gradient, gradients.reshape(24, EXPERTS) / 4, rtol=1e-5, atol=1e-8)
+    of_halves = jax.vmap(functools.partial(loss, axis_name="data", num_sequences=2), axis_name="data")
+    np.testing.assert_allclose(of_halves(logits.reshape(2, 12, EXPERTS)), [got, got], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^num_sequences must divide the 24 tokens, got 5\.$"):
+        loss(logits, num_sequences=5)
+
+
 def test_the_balance_loss_is_1_of_an_even_spread_and_as_many_as_experts_of_the_worst() -> None:
     ones = np.ones((5, 2), np.float32)
     even = Routing(np.arange(10, dtype=np.int32).reshape(5, 2) % EXPERTS, ones, np.full((5, EXPERTS), 0.2, np.float32))

@@ -258,10 +258,16 @@ def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
 def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: str) -> None:
     mesh = typed_mesh(kind, dict(data=2, expert=2))
     options = dict(
-        **SIZES, precision="highest", shared_features=24, use_router_bias=True, use_selection_bias=True, score="sigmoid"
+        **SIZES,
+        precision="highest",
+        shared_features=24,
+        use_router_bias=True,
+        use_selection_bias=True,
+        balance_sequences=True,
+        score="sigmoid",
     )
     split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
-    x = arrays()[0]
+    x = arrays()[0].reshape(8, 8, K)
     variables = jax.tree.map(
         lambda of: of + 0.1 * jnp.sin(jnp.arange(of.size)).reshape(of.shape), split.init(jax.random.key(0), x)
     )
@@ -278,6 +284,8 @@ def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: 
 
     expected = results(jg.linen.MoEMlp(**options), variables, x)
     jax.tree.map(lambda *of: np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5), got, expected)
+    with pytest.raises(ValueError, match="num_sequences must be a multiple of the 4 devices that the tokens are split"):
+        jax.jit(results, static_argnums=0)(split, placed[0], put(mesh, x.reshape(2, 32, K)))
 
 
 def test_no_tokens_are_sent_nowhere() -> None:
