@@ -9,7 +9,7 @@ import pytest
 import jax_grouped as jg
 
 #: From the ground up: each may import from those before it, and from itself.
-FLOORS = ("core", "fp8", "backends", "ops", "moe", "layers", "examples")
+FLOORS = ("core", "fp8", "backends", "ops", "moe", "layers", "adapters", "examples")
 #: Modules that are not in a folder, and the floor that they belong to. `__init__` and `__main__` may import anything.
 MODULES = {"_layers": "layers", "linen": "layers", "nnx": "layers"}
 
