@@ -10,8 +10,8 @@ import jax_grouped as jg
 
 #: From the ground up: each may import from those before it, and from itself.
 FLOORS = ("core", "fp8", "backends", "ops", "moe", "layers", "adapters", "examples")
-#: Modules that are not in a folder, and the floor that they belong to. `__init__` and `__main__` may import anything.
-MODULES = {"_layers": "layers", "linen": "layers", "nnx": "layers"}
+#: Modules and folders of another name than their floor. `__init__` and `__main__` may import anything.
+MODULES = dict.fromkeys(("_layers", "linen", "nnx"), "layers")
 
 ROOT = Path(jg.__file__).parent
 SOURCES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in MODULES)

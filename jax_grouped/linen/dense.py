@@ -1,41 +1,25 @@
-"""Flax linen layers."""
+"""The layer of one grouped product, and its variables."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._layers import Initializer, LogicalAxes
-from jax_grouped._layers import default_kernel_init as default_kernel_init
-from jax_grouped.backends.spec import Activation
+from jax_grouped._layers import Initializer, default_kernel_init
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
-from jax_grouped.moe.expert_parallel import ExchangeMethod
-from jax_grouped.moe.layer import MoEMetrics
-from jax_grouped.moe.on_mesh import MoEAxes
-from jax_grouped.moe.routing import Score
-from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import Weights, flat_weights
 from jax_grouped.ops.residuals import DenseResiduals
 
-try:
-    import flax.linen as nn
-    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
-
-__all__ = ["KERNEL_CACHE", "ROUTER_STATE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
-
 #: Name of the collection of quantized kernels that microbatches share.
 KERNEL_CACHE = "kernel_cache"
-#: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
-ROUTER_STATE = "router_state"
 
 
 class GroupedDense(nn.Module):
@@ -275,199 +259,3 @@ class GroupedKernel(nn.Module):
                 kernel, self.recipe, state, stored=variable.value, is_first_microbatch=is_first_microbatch
             )
         return variable.value
-
-
-class MoEMlp(nn.Module):
-    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
-
-    No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
-    float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
-    `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
-    `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
-    `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
-    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
-    `down`.
-
-    On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
-    and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
-    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
-    feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
-    `P(expert_axis)`, and the router whole. With an `fsdp_axis`, the experts of kernels, biases and caches are split
-    over `(expert_axis, fsdp_axis)`, in this order.
-
-    Attributes:
-        num_experts: `E`, on all devices together.
-        top_k: experts per token.
-        hidden_features: `F`, features inside an expert, on all devices together.
-        score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`.
-        capacity_factor: room for rows, in multiples of an even share, see `jg.moe.moe_mlp`; None for the worst case.
-        use_bias: whether the experts' products add a bias.
-        dtype: type of the experts' computation and of the result. Default: the promotion of the input's and
-            parameters' types.
-        param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
-        precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
-        router_init, gate_up_init, down_init, bias_init: called with `(key, shape, param_dtype)`.
-        recipe: how the experts compute in FP8; None to compute in `dtype`.
-        cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, fsdp_axis, batch_axes: as in `jg.moe.moe_mlp`.
-        exchange_method, quantized_exchange, quantized_combine: likewise.
-        expert_groups, top_groups: likewise.
-        activation: that of the experts, see `jg.moe.grouped_mlp`.
-        use_router_bias: whether the router adds a bias to its logits.
-        use_selection_bias: whether the layer keeps a `selection_bias` `float32[E]`, see `jg.moe.top_k_routing`, which
-            starts at 0 and has no gradient: a variable of the collection `ROUTER_STATE`, whose next value
-            `jg.moe.update_selection_bias` returns.
-        balance_sequences: whether the balance loss is the mean of the losses of sequences, for `x` `[..., length, K]`;
-            see `num_sequences` of `jg.moe.moe_mlp`.
-        shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
-            It has no bias. Every device computes it for its own tokens.
-        logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
-            parameters then carry them, as with `flax.linen.with_logical_partitioning`.
-
-    Example:
-        layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
-        x = jnp.ones((2, 4, 32))
-
-        def loss(variables, x):
-            y, metrics = layer.apply(variables, x)
-            return jnp.mean(y**2) + 0.01 * metrics.balance_loss
-
-        # Shapes only: leave eval_shape out for parameters and gradients.
-        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-        gradients = jax.eval_shape(jax.grad(loss), variables, x)
-
-        assert gradients["params"]["gate_up"]["kernel"].shape == (4, 32, 2, 16)
-    """
-
-    num_experts: int
-    top_k: int
-    hidden_features: int
-    score: Score = "softmax"
-    normalize_weights: bool = True
-    weight_scale: float = 1.0
-    capacity_factor: float | None = None
-    use_bias: bool = False
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-    precision: jax.lax.PrecisionLike = None
-    router_init: Initializer = nn.linear.default_kernel_init
-    gate_up_init: Initializer = default_kernel_init
-    down_init: Initializer = default_kernel_init
-    bias_init: Initializer = nn.initializers.zeros_init()
-    recipe: Recipe | None = None
-    cache_kernel: bool = False
-    expert_axis: str | None = None
-    feature_axis: str | None = None
-    fsdp_axis: str | None = None
-    batch_axes: Sequence[str] = ()
-    exchange_method: ExchangeMethod = "auto"
-    quantized_exchange: bool = True
-    quantized_combine: bool = False
-    expert_groups: int | None = None
-    top_groups: int | None = None
-    activation: Activation = "silu_mul"
-    use_router_bias: bool = False
-    use_selection_bias: bool = False
-    balance_sequences: bool = False
-    shared_features: int | None = None
-    logical_axes: LogicalAxes | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = dict(num_experts=self.num_experts, top_k=self.top_k)
-        sizes = dict(hidden_features=self.hidden_features)
-        if self.shared_features is not None:
-            sizes |= dict(shared_features=self.shared_features)
-        _layers.check_layer(self.recipe, counts, sizes)
-        checks.check_activation_name(self.activation)
-        _layers.axis_names(self.logical_axes, self.activation)
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        selection_bias: jax.Array | None = None,
-        is_first_microbatch: ArrayLike | None = None,
-        shared: jax.Array | None = None,
-        accumulate_into: Mapping[str, jax.Array] | None = None,
-    ) -> tuple[jax.Array, MoEMetrics]:
-        """Applies to every token the experts that the router chooses for it.
-
-        Args:
-            x: `[..., K]`, tokens of any leading shape.
-            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
-            is_first_microbatch: as in `GroupedDense`.
-            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
-                the layer's own, if it has one.
-            accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
-                `GroupedDense`.
-
-        Returns:
-            `[..., K]`, and the metrics.
-
-        Raises:
-            ValueError: a size does not fit, or as in `GroupedDense`.
-        """
-        features = _layers.num_features(x, "[..., K]")
-        axes = _layers.axes_of(self)
-        if self.is_initializing() and not _layers.has_sharded_type(x):
-            # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
-            axes = MoEAxes.of()
-        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
-
-        names = _layers.axis_names(self.logical_axes, self.activation)
-
-        def named(init: Initializer, parameter: str) -> Initializer:
-            return nn.with_logical_partitioning(init, names[parameter]) if names else init
-
-        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer, *, use_bias: bool) -> GroupedKernel:
-            return GroupedKernel(
-                shape,
-                kernel_init=named(kernel_init, name),
-                bias_init=named(self.bias_init, f"{name} bias") if use_bias else None,
-                param_dtype=self.param_dtype,
-                recipe=self.recipe,
-                cache_kernel=self.cache_kernel,
-                name=name,
-            )
-
-        def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
-            given = self.variables.get("params", {}).get(name, {})
-            _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
-            of_experts = kernel(name, shape, kernel_init, use_bias=self.use_bias)
-            return of_experts.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
-
-        router = nn.Dense(
-            self.num_experts,
-            use_bias=self.use_router_bias,
-            dtype=jnp.float32,
-            param_dtype=self.param_dtype,
-            kernel_init=named(self.router_init, "router"),
-            bias_init=named(self.bias_init, "router bias"),
-            name="router",
-        )
-        if self.use_selection_bias:
-            init = named(nn.initializers.zeros_init(), "selection_bias")
-            own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
-            selection_bias = own.value if selection_bias is None else selection_bias
-        gate_up = weights(
-            "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
-        )
-        down = weights("down", (experts, hidden, features), self.down_init)
-        shared_expert: list[Weights] = []
-        if self.shared_features is not None:
-            shape = _layers.gate_up_shape(1, features, self.shared_features, self.activation)
-            of_shared = (
-                kernel("shared_gate_up", shape, self.gate_up_init, use_bias=False),
-                kernel("shared_down", (1, self.shared_features, features), self.down_init, use_bias=False),
-            )
-            shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
-        return _layers.apply_moe(
-            self, axes, x, router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
-        )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -1,0 +1,236 @@
+"""The layer of a whole mixture of experts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _layers
+from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
+from jax_grouped.backends.spec import Activation
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.moe.expert_parallel import ExchangeMethod
+from jax_grouped.moe.layer import MoEMetrics
+from jax_grouped.moe.on_mesh import MoEAxes
+from jax_grouped.moe.routing import Score
+from jax_grouped.nnx.dense import GroupedKernel
+from jax_grouped.ops import checks
+
+
+class SelectionBias(nnx.Variable[jax.Array]):
+    """The bias of a router for the choice of experts, `float32[E]`. It has no gradient.
+
+    Example:
+        from flax import nnx
+
+        options = dict(num_experts=4, top_k=2, hidden_features=16, use_selection_bias=True)
+        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(0))
+
+        _, metrics = layer(jnp.ones((8, 32)))
+        layer.selection_bias[...] = jg.moe.update_selection_bias(layer.selection_bias[...], metrics.expert_load)
+
+        assert isinstance(layer.selection_bias, jg.nnx.SelectionBias)
+        assert jnp.abs(layer.selection_bias[...]).max() > 0
+    """
+
+
+class MoEMlp(nnx.Module):
+    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
+
+    This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
+    arguments.
+
+    On several devices, the constructor always makes the whole parameters, which plain `jax.jit` takes too. Inside
+    `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
+
+    Attributes:
+        router: `nnx.Linear`, its kernel `[K, E]`.
+        gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
+        down: `GroupedKernel` of `[E, F, K]`.
+        shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and of `[1, S, K]` with `shared_features`, or
+            None.
+        selection_bias: `SelectionBias` of `float32[E]` with `use_selection_bias`, or None.
+
+    Args:
+        features: `K`, features of a token.
+        num_experts, top_k, hidden_features: `E`, experts per token, and `F`.
+        score, normalize_weights, weight_scale, capacity_factor: as in linen.
+        use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
+        recipe, cache_kernel: as in `GroupedDense`.
+        expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
+        exchange_method, quantized_exchange, quantized_combine: as in linen.
+        expert_groups, top_groups, activation: as in linen.
+        use_router_bias, use_selection_bias, balance_sequences, shared_features: as in linen.
+        logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
+        rngs: source of the initialisers' keys.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+        x = jnp.ones((2, 4, 32))
+
+        y, metrics = nnx.jit(lambda layer, x: layer(x))(layer, x)
+
+        assert y.shape == x.shape and int(metrics.dropped) == 0
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        hidden_features: int,
+        score: Score = "softmax",
+        normalize_weights: bool = True,
+        weight_scale: float = 1.0,
+        capacity_factor: float | None = None,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        router_init: Initializer = nnx.nn.linear.default_kernel_init,
+        gate_up_init: Initializer = default_kernel_init,
+        down_init: Initializer = default_kernel_init,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        expert_axis: str | None = None,
+        feature_axis: str | None = None,
+        fsdp_axis: str | None = None,
+        batch_axes: Sequence[str] = (),
+        exchange_method: ExchangeMethod = "auto",
+        quantized_exchange: bool = True,
+        quantized_combine: bool = False,
+        expert_groups: int | None = None,
+        top_groups: int | None = None,
+        activation: Activation = "silu_mul",
+        use_router_bias: bool = False,
+        use_selection_bias: bool = False,
+        balance_sequences: bool = False,
+        shared_features: int | None = None,
+        logical_axes: LogicalAxes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        counts = dict(num_experts=num_experts, top_k=top_k)
+        sizes = dict(features=features, hidden_features=hidden_features)
+        if shared_features is not None:
+            sizes |= dict(shared_features=shared_features)
+        _layers.check_layer(recipe, counts, sizes)
+        checks.check_activation_name(activation)
+        names = _layers.axis_names(logical_axes, activation)
+
+        def metadata(parameter: str) -> dict[str, Any]:
+            return {"out_sharding": names[parameter]} if names else {}
+
+        self.router = nnx.Linear(
+            features,
+            num_experts,
+            use_bias=use_router_bias,
+            dtype=jnp.float32,
+            param_dtype=param_dtype,
+            kernel_init=router_init,
+            bias_init=bias_init,
+            kernel_metadata=metadata("router"),
+            bias_metadata=metadata("router bias"),
+            rngs=rngs,
+        )
+
+        def kernel(name: str, shape: tuple[int, ...], kernel_init: Initializer, *, use_bias: bool) -> GroupedKernel:
+            return GroupedKernel(
+                shape,
+                kernel_init=kernel_init,
+                bias_init=bias_init if use_bias else None,
+                param_dtype=param_dtype,
+                recipe=recipe,
+                cache_kernel=cache_kernel,
+                kernel_metadata=metadata(name),
+                bias_metadata=metadata(f"{name} bias") if use_bias else {},
+                rngs=rngs,
+            )
+
+        self.features = features
+        self.num_experts = num_experts
+        self.hidden_features = hidden_features
+        gate_up_shape = _layers.gate_up_shape(num_experts, features, hidden_features, activation)
+        self.gate_up = kernel("gate_up", gate_up_shape, gate_up_init, use_bias=use_bias)
+        self.down = kernel("down", (num_experts, hidden_features, features), down_init, use_bias=use_bias)
+        self.shared_gate_up: GroupedKernel | None = nnx.data(None)
+        self.shared_down: GroupedKernel | None = nnx.data(None)
+        if shared_features is not None:
+            shared_shape = _layers.gate_up_shape(1, features, shared_features, activation)
+            self.shared_gate_up = kernel("shared_gate_up", shared_shape, gate_up_init, use_bias=False)
+            self.shared_down = kernel("shared_down", (1, shared_features, features), down_init, use_bias=False)
+        self.selection_bias: SelectionBias | None = nnx.data(None)
+        if use_selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **metadata("selection_bias"))
+        self.top_k = top_k
+        self.score = score
+        self.normalize_weights = normalize_weights
+        self.weight_scale = weight_scale
+        self.capacity_factor = capacity_factor
+        self.dtype = dtype
+        self.precision = precision
+        self.recipe = recipe
+        self.expert_axis = expert_axis
+        self.feature_axis = feature_axis
+        self.fsdp_axis = fsdp_axis
+        self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+        self.exchange_method = exchange_method
+        self.quantized_exchange = quantized_exchange
+        self.quantized_combine = quantized_combine
+        self.expert_groups = expert_groups
+        self.top_groups = top_groups
+        self.activation = activation
+        self.balance_sequences = balance_sequences
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        selection_bias: jax.Array | None = None,
+        is_first_microbatch: ArrayLike | None = None,
+        shared: jax.Array | None = None,
+        accumulate_into: Mapping[str, jax.Array] | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Applies to every token the experts that the router chooses for it.
+
+        Args:
+            x: `[..., K]`, tokens of any leading shape.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
+            is_first_microbatch: as in `GroupedDense`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
+                the layer's own, if it has one.
+            accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
+                `GroupedDense`.
+
+        Returns:
+            `[..., K]`, and the metrics.
+
+        Raises:
+            ValueError: a size does not fit, or as in `GroupedDense`.
+        """
+        axes = _layers.axes_of(self)
+        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
+        gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)
+        self._check_part("gate_up", self.gate_up, gate_up_shape, axes)
+        self._check_part("down", self.down, (experts, hidden, self.features), axes)
+        gate_up, down = (
+            kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp) for kernel in (self.gate_up, self.down)
+        )
+        of_shared = (of for of in (self.shared_gate_up, self.shared_down) if of is not None)
+        shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
+        if selection_bias is None and self.selection_bias is not None:
+            selection_bias = self.selection_bias[...]
+        return _layers.apply_moe(
+            self, axes, x, self.router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
+        )
+
+    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
+        given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}
+        _layers.check_part(name, given, shape, (*axes.stored, axes.feature))

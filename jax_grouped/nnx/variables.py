@@ -1,0 +1,77 @@
+"""Variables of NNX layers in the structure of linen, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_grouped import _layers
+from jax_grouped.nnx.dense import Fp8Variable, GroupedKernel
+from jax_grouped.nnx.moe import SelectionBias
+
+
+def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
+    """Loads variables of a linen layer into the NNX layer of the same name; kernel caches are made anew.
+
+    Args:
+        layer: changed in place. Variables that have no new value stay.
+        variables: arrays in the structure of linen, such as `jg.moe.from_huggingface` returns. They are converted to
+            the types of the layer's variables.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
+
+    Example:
+        from flax import nnx
+
+        options = dict(num_experts=4, top_k=2, hidden_features=16)
+        variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), jnp.ones((8, 32)))
+        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(1))
+
+        jg.nnx.load_variables(layer, variables)
+
+        assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
+    """
+    for collection in variables.values():
+        for path, array in jax.tree.leaves_with_path(collection):
+            names = [key.key for key in path]
+            variable: Any = layer
+            for name in names:
+                variable = getattr(variable, name, None)
+            if not isinstance(variable, nnx.Variable):
+                raise ValueError(f"The layer has no variable {'/'.join(names)}.")
+            if jnp.shape(variable[...]) != jnp.shape(array):
+                raise ValueError(
+                    f"{'/'.join(names)} must have shape {jnp.shape(variable[...])}, got {jnp.shape(array)}."
+                )
+            variable.set_value(jnp.asarray(array, variable[...].dtype))
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, GroupedKernel) and module.kernel_cache is not None:
+            stored = module.stored()
+            module.kernel_cache.set_value(_layers.quantized(stored.kernel, module.recipe, stored.fp8_state))
+
+
+def linen_variables(layer: nnx.Module) -> dict[str, Any]:
+    """Returns the parameters and selection biases of a layer in the structure of linen: `load_variables` undone.
+
+    Args:
+        layer: any module. States of `DelayedScaling` and kernel caches are left out.
+
+    Returns:
+        `{"params": {...}}` and, if there are selection biases, `{"router_state": {...}}`, of arrays.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+
+        assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
+    """
+    filters: dict[str, Any] = {"params": nnx.All(nnx.Param, nnx.Not(Fp8Variable)), "router_state": SelectionBias}
+    collections = {name: nnx.to_pure_dict(nnx.state(layer, of)) for name, of in filters.items()}
+    return {name: variables for name, variables in collections.items() if variables}
