@@ -33,6 +33,7 @@ from jax_grouped.ops.quantize_kernel import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
 from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_grouped.ops.residuals import OUTPUT_NAME as OUTPUT_NAME
 from jax_grouped.ops.residuals import DenseResiduals as DenseResiduals
 from jax_grouped.ops.residuals import PendingWgrad as PendingWgrad
 from jax_grouped.ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
@@ -58,6 +59,7 @@ except importlib.metadata.PackageNotFoundError:
 __all__ = [
     "CHECKPOINT_NAMES",
     "CUSTOM_CALL_TARGETS",
+    "OUTPUT_NAME",
     "DelayedScaling",
     "DenseResiduals",
     "Float8BlockScaling",

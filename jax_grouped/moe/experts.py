@@ -290,7 +290,6 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
         up, of_choices = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
         arrays = arrays._replace(up=up, weights=of_choices, shared=shared, received=None)
     hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
-    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     sums = _sums(arrays, rows, spec)
     if arrays.shared is not None:
         sums += arrays.shared.astype(jnp.float32)
@@ -333,6 +332,7 @@ def _products(
     if spec.weight_gather is not None:
         of_down, kernels = spec.weight_gather.for_fprop(down.weights, spec.down, kernels, rowwise=for_gradients)
     hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
+    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)
     return hidden, results, up_residuals, down_residuals

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_bool, static_number
@@ -36,6 +37,7 @@ from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
+from jax_grouped.ops.residuals import OUTPUT_NAME
 from jax_grouped.ops.routing import route, route_and_group
 
 
@@ -319,6 +321,7 @@ def _of_device(
         loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
     else:
         loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch_axes or None)
+    y = checkpoint_name(y, OUTPUT_NAME)
     return y, MoEMetrics(loss, load, dropped, router_z_loss(logits, axis_name=batch_axes or None))
 
 

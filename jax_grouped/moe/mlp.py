@@ -18,7 +18,7 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save
 from jax_grouped.ops.dense_on_mesh import is_split
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Partitions, Weights, canonical_weights, vary_inputs
-from jax_grouped.ops.residuals import CHECKPOINT_NAMES
+from jax_grouped.ops.residuals import CHECKPOINT_NAMES, OUTPUT_NAME
 from jax_grouped.ops.rows import activate
 
 _HIDDEN_NAME = CHECKPOINT_NAMES[2]
@@ -80,12 +80,13 @@ def grouped_mlp(
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
         hidden = dense(x, **gate_up._asdict(), out_sharding=_hidden_spec(x, gate_up.kernel, down.kernel))
         hidden = checkpoint_name(hidden, _HIDDEN_NAME)
-        return dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
+        y = dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
+        return checkpoint_name(y, OUTPUT_NAME)
 
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
-    return _mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec)
+    return checkpoint_name(_mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec), OUTPUT_NAME)
 
 
 def _is_composed(
@@ -184,8 +185,9 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: MlpSpec) -> jax.Array:
 def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
     hidden, of_up = fprop(up, spec.up, for_gradients=True)
+    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
     y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
-    return y, _MlpSaved(save(up, of_up), checkpoint_name(hidden, _HIDDEN_NAME), save(down, of_down))
+    return y, _MlpSaved(save(up, of_up), hidden, save(down, of_down))
 
 
 def _backward(spec: MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:

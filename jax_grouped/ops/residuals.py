@@ -15,6 +15,9 @@ from jax_grouped.ops.inputs import DenseSpec
 #: array that a policy does not keep is quantized again, in the one orientation that is read. Without the kernels' name,
 #: a step takes less memory, and one more pass over each kernel.
 CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
+#: Name of the results of `jax_grouped.moe.grouped_mlp` and `jax_grouped.moe.moe_mlp`. No backward pass of the library
+#: reads them, so a policy keeps them only for what else a checkpointed function computes from them.
+OUTPUT_NAME = "jax_grouped_output"
 
 
 @short_repr

@@ -300,3 +300,35 @@ def test_no_row_is_copied_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first product and both wgrads, and the second product's dgrad.
     calls = [call for call in custom_calls(text) if re.search(r"gathered = [12] : i32", call)]
     assert sorted(name for call in calls for name in products(call)) == ["dgrad", "fprop", "wgrad", "wgrad"]
+
+
+@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling()], ids=["plain", "block"])
+def test_policies_keep_and_offload_what_has_a_name(recipe: jg.Recipe | None) -> None:
+    x, logits, gate_up, down = jnp.ones((32, 64)), jnp.ones((32, 4)), jnp.ones((4, 64, 64)), jnp.ones((4, 32, 64))
+
+    def gradient(policy: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.partial(jax.checkpoint, policy=policy)
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(moe.moe_mlp(arrays[0], logits, *arrays[1:], top_k=2, recipe=recipe)[0] ** 2)
+
+        return jax.grad(loss, (0, 1, 2))
+
+    def products_of(*names: str) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        return str(jax.make_jaxpr(gradient(policy))(x, gate_up, down)).count("gemm[")
+
+    # Without names, the result and the input of the activation are computed again.
+    assert products_of() == 8
+    assert products_of(*jg.CHECKPOINT_NAMES) == 7
+    assert products_of(*jg.CHECKPOINT_NAMES, jg.OUTPUT_NAME) == 6
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*jg.CHECKPOINT_NAMES[:2], jg.OUTPUT_NAME],
+        names_which_can_be_offloaded=[jg.CHECKPOINT_NAMES[2]],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    offloading = jax.jit(gradient(offload))
+    assert "pinned_host" in lowered(offloading, x, gate_up, down)
+    kept = jax.jit(gradient(jax.checkpoint_policies.everything_saveable))(x, gate_up, down)
+    for got, expected in zip(offloading(x, gate_up, down), kept, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)

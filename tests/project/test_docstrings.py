@@ -25,6 +25,7 @@ PACKAGE = Path(jg.__file__).parent
 CONSTANTS = {
     "jg.CHECKPOINT_NAMES",
     "jg.CUSTOM_CALL_TARGETS",
+    "jg.OUTPUT_NAME",
     "jg.Recipe",
     "jg.linen.KERNEL_CACHE",
     "jg.linen.ROUTER_STATE",
