@@ -283,6 +283,21 @@ def quantized(kernel: jax.Array, recipe: Recipe | None, fp8_state: Fp8State | No
     return quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe, scale=scale, **options)
 
 
+def in_fp8_alone(
+    cache: KernelCache,
+    bias: jax.Array | None,
+    state: Fp8State | None,
+    param_dtype: DTypeLike,
+    is_first_microbatch: ArrayLike | None,
+) -> Weights:
+    """Returns weights without a kernel. Raises ValueError if the flag may say to quantize it."""
+    if changes_cache(is_first_microbatch):
+        raise ValueError(
+            f"is_first_microbatch={is_first_microbatch} quantizes the kernel, which quantize_for_inference has removed."
+        )
+    return Weights.of_cache(cache, bias, state, param_dtype)
+
+
 def requantized(
     kernel: jax.Array,
     recipe: Recipe | None,

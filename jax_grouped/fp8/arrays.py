@@ -136,7 +136,7 @@ class KernelCache:
     """A quantized stack of kernels `[E, K, N]`, which microbatches share; from `jax_grouped.quantize_kernel`.
 
     Attributes:
-        rowwise: quantized along `N`; dgrad reads it.
+        rowwise: quantized along `N`; dgrad reads it. None in a cache without gradients.
         columnwise: quantized along `K` and stored transposed; fprop reads it.
         amax: `float32[E]`, the largest finite absolute value of each kernel.
 
@@ -148,6 +148,6 @@ class KernelCache:
         assert cache.rowwise.shape == kernel.shape and cache.amax.tolist() == [1.0, 1.0]
     """
 
-    rowwise: ScaledArray
+    rowwise: ScaledArray | None
     columnwise: ScaledArray
     amax: jax.Array

@@ -10,10 +10,19 @@ except ModuleNotFoundError as error:
 from jax_grouped.linen.dense import KERNEL_CACHE as KERNEL_CACHE
 from jax_grouped.linen.dense import GroupedDense as GroupedDense
 from jax_grouped.linen.dense import GroupedKernel as GroupedKernel
+from jax_grouped.linen.inference import quantize_for_inference as quantize_for_inference
 from jax_grouped.linen.moe import ROUTER_STATE as ROUTER_STATE
 from jax_grouped.linen.moe import MoEMlp as MoEMlp
 
-__all__ = ["KERNEL_CACHE", "ROUTER_STATE", "GroupedDense", "GroupedKernel", "MoEMlp", "default_kernel_init"]
+__all__ = [
+    "KERNEL_CACHE",
+    "ROUTER_STATE",
+    "GroupedDense",
+    "GroupedKernel",
+    "MoEMlp",
+    "default_kernel_init",
+    "quantize_for_inference",
+]
 
 
 def __dir__() -> list[str]:

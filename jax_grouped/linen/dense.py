@@ -206,15 +206,25 @@ class GroupedKernel(nn.Module):
         """
         _layers.check_caching(self.recipe, self.cache_kernel, is_first_microbatch)
         groups, _, *features = self.shape
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        kernel = None
+        if not self._is_in_fp8_alone():
+            kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
         if self.bias_init is not None:
             bias = self.param("bias", self.bias_init, (groups, *features), self.param_dtype)
         state = self._fp8_state(self.recipe) if isinstance(self.recipe, DelayedScaling) else None
+        if kernel is None:
+            stored: KernelCache = self.get_variable(KERNEL_CACHE, "kernel")
+            return _layers.in_fp8_alone(stored, bias, state, self.param_dtype, is_first_microbatch)
         cache = None
         if self.cache_kernel:
             cache = self._kernel_cache(kernel, _layers.own_state(state, kernel, fsdp_axis), is_first_microbatch)
         return Weights(kernel, bias, cache, state)
+
+    def _is_in_fp8_alone(self) -> bool:
+        """Tells whether the variables are from `quantize_for_inference`."""
+        has_kernel = self.is_initializing() or self.has_variable("params", "kernel")
+        return not has_kernel and self.has_variable(KERNEL_CACHE, "kernel")
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
         """Returns the variables of delayed scaling, which `init` creates."""

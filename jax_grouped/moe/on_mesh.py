@@ -232,4 +232,5 @@ def _part(weights: Weights) -> Weights:
         layout = dataclasses.replace(scaled.layout, num_groups=groups, tokens=groups * scaled.layout.stack_rows)
         return dataclasses.replace(scaled, layout=layout)
 
-    return weights._replace(kernel_cache=KernelCache(part(cache.rowwise), part(cache.columnwise), cache.amax))
+    rowwise = None if cache.rowwise is None else part(cache.rowwise)
+    return weights._replace(kernel_cache=KernelCache(rowwise, part(cache.columnwise), cache.amax))

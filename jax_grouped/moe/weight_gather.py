@@ -21,6 +21,7 @@ from jax_grouped.ops.dense import Kernels, Oriented, Saved, quantized_kernels
 from jax_grouped.ops.gather import gather_stack
 from jax_grouped.ops.gemm import Gathered, Operand
 from jax_grouped.ops.inputs import DenseSpec, Weights
+from jax_grouped.ops.quantize_kernel import check_for_gradients
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,8 @@ class WeightGather:
 
         The second gather runs during the products of `down`. Returns `dy` too, which the caller uses from here on.
         """
+        for saved in (up, down):
+            check_for_gradients(saved.residuals.kernel)
         of_down, dy = self._gathered(down.residuals.kernel, dy)
         of_up, of_down = self._gathered(up.residuals.kernel, of_down)
 

@@ -16,6 +16,7 @@ from jax_grouped.nnx.moe import MoEMlp as MoEMlp
 from jax_grouped.nnx.moe import SelectionBias as SelectionBias
 from jax_grouped.nnx.variables import linen_variables as linen_variables
 from jax_grouped.nnx.variables import load_variables as load_variables
+from jax_grouped.nnx.variables import quantize_for_inference as quantize_for_inference
 
 __all__ = [
     "TRAINED",
@@ -28,6 +29,7 @@ __all__ = [
     "default_kernel_init",
     "linen_variables",
     "load_variables",
+    "quantize_for_inference",
 ]
 
 

@@ -60,7 +60,8 @@ class GroupedKernel(nnx.Module):
     """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
 
     Attributes:
-        kernel: `nnx.Param`, `(E, K, ...)`; its last axes are `N` features for the product and the quantization.
+        kernel: `nnx.Param`, `(E, K, ...)`; its last axes are `N` features for the product and the quantization. None
+            after `quantize_for_inference`.
         bias: `nnx.Param`, `(E, ...)`, or None.
         fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
         kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
@@ -98,7 +99,10 @@ class GroupedKernel(nnx.Module):
         _layers.check_caching(recipe, cache_kernel, None)
         groups, _, *features = shape
         self.recipe = recipe
-        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
+        self.param_dtype = param_dtype
+        self.kernel: nnx.Param[jax.Array] | None = nnx.Param(
+            kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata
+        )
         self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
         if bias_init is not None:
             self.bias = nnx.Param(bias_init(rngs.params(), (groups, *features), param_dtype), **bias_metadata)
@@ -109,6 +113,23 @@ class GroupedKernel(nnx.Module):
         if cache_kernel:
             weights = self.weights()
             self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, weights.fp8_state))
+
+    def parameters(self) -> dict[str, nnx.Param[jax.Array] | None]:
+        """Returns the parameters by name, those that are not there as None."""
+        return {"kernel": self.kernel, "bias": self.bias}
+
+    def quantize_for_inference(self) -> None:
+        """Replaces the kernel by its FP8 numbers, for a forward pass; see `jax_grouped.nnx.quantize_for_inference`.
+
+        Raises:
+            ValueError: there is no recipe.
+        """
+        if self.recipe is None:
+            raise ValueError("quantize_for_inference needs a layer with a recipe.")
+        if self.kernel is not None:
+            weights = self.weights()
+            cache = _layers.quantized(weights.kernel, self.recipe, weights.fp8_state, for_gradients=False)
+            self.kernel_cache, self.kernel = KernelCacheVariable(cache), nnx.data(None)
 
     def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
         """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state`, `kernel_cache`; some are None.
@@ -124,9 +145,13 @@ class GroupedKernel(nnx.Module):
         Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
         """
         _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
-        kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         state = None if self.fp8_state is None else self.fp8_state.get_value()
+        if self.kernel is None:
+            assert self.kernel_cache is not None
+            stored = self.kernel_cache.get_value()
+            return _layers.in_fp8_alone(stored, bias, state, self.param_dtype, is_first_microbatch)
+        kernel = self.kernel[...]
         cache = None
         if self.kernel_cache is not None and is_first_microbatch is not None:
             cache = _layers.requantized(

@@ -232,5 +232,5 @@ class MoEMlp(nnx.Module):
         )
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
-        given = {"kernel": weights.kernel[...], "bias": None if weights.bias is None else weights.bias[...]}
+        given = {name: None if of is None else of[...] for name, of in weights.parameters().items()}
         _layers.check_part(name, given, shape, (*axes.stored, axes.feature))

@@ -1,4 +1,4 @@
-"""Variables of NNX layers in the structure of linen, and back."""
+"""Variables of NNX layers: in the structure of linen, and in FP8 alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,9 +51,42 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
                 )
             variable.set_value(jnp.asarray(array, variable[...].dtype))
     for _, module in nnx.iter_modules(layer):
-        if isinstance(module, GroupedKernel) and module.kernel_cache is not None:
+        if isinstance(module, GroupedKernel) and module.kernel is not None and module.kernel_cache is not None:
             stored = module.stored()
             module.kernel_cache.set_value(_layers.quantized(stored.kernel, module.recipe, stored.fp8_state))
+
+
+def quantize_for_inference(layer: nnx.Module) -> None:
+    """Quantizes the kernels of a layer or model with recipes, for a forward pass that needs no other copy of them.
+
+    Calls then give the same numbers. In FP8, kernels take half the memory of bfloat16. There are no gradients.
+
+    Args:
+        layer: changed in place: each `GroupedKernel` in it loses its `kernel`, and has a `kernel_cache` of one
+            orientation. Those without a recipe stay.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: there is no layer with a recipe.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.Float8BlockScaling(), rngs=nnx.Rngs(0))
+        x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
+        expected = layer(x, group_sizes)
+
+        jg.nnx.quantize_for_inference(layer)
+
+        assert layer.kernel is None and jnp.array_equal(layer(x, group_sizes), expected)
+    """
+    modules = [of for _, of in nnx.iter_modules(layer) if isinstance(of, GroupedKernel) and of.recipe is not None]
+    if not modules:
+        raise ValueError("quantize_for_inference needs a layer with a recipe.")
+    for module in modules:
+        module.quantize_for_inference()
 
 
 def linen_variables(layer: nnx.Module) -> dict[str, Any]:

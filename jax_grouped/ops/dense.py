@@ -26,7 +26,7 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import Operand, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens, quantize_with_activation
-from jax_grouped.ops.quantize_kernel import kernel_spec
+from jax_grouped.ops.quantize_kernel import check_for_gradients, kernel_spec
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
 
 #: Packages and modules whose frames lie between a line of the user and a differentiation rule.
@@ -35,7 +35,7 @@ _LIBRARIES = {"jax_grouped", "jax", "flax", "contextlib"}
 
 def grouped_dense(
     x: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | None,
     group_sizes: GroupSizes,
     bias: jax.Array | None = None,
     *,
@@ -64,7 +64,8 @@ def grouped_dense(
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
-        kernel: `[G, K, N]`; without a recipe, converted to the type of `x` if it has another.
+        kernel: `[G, K, N]`; without a recipe, converted to the type of `x` if it has another. None if there is a
+            `kernel_cache`: weights for inference can be there in FP8 alone.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers, rows per group, read on the device only.
             Negative ones count as 0, and rows past `T` do not exist.
         bias: `[G, N]` or None.
@@ -105,9 +106,11 @@ def grouped_dense(
         assert y[:14].tolist() == 14 * [16 * [33.0]] and not y[14:].any()
         assert jnp.allclose(y_fp8, y, rtol=1e-3)
     """
+    if kernel is None and kernel_cache is not None:
+        kernel = Weights.of_cache(kernel_cache).kernel
     inputs, spec = canonical_inputs(
         x,
-        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),
+        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),  # type: ignore[arg-type]
         group_sizes,
         group_offset,
         recipe=recipe,
@@ -276,6 +279,7 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> t
     """Returns the gradient of `x`, and the inputs of wgrad, from the result of `quantized_gradient`."""
     spec, groups = residuals.spec, residuals.groups
     assert gradient.rowwise is not None
+    check_for_gradients(residuals.kernel)
     assert residuals.kernel is not None
     out_spec = spec.partitions.x
     dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype), out_spec=out_spec)

@@ -25,7 +25,7 @@ from jax_grouped.ops.gather import gather_kernels
 from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
-from jax_grouped.ops.quantize_kernel import cache_dimensions, kernel_spec
+from jax_grouped.ops.quantize_kernel import cache_dimensions, check_for_gradients, kernel_spec
 
 
 def is_split(x: jax.Array, weights: Weights, spec: DenseSpec) -> bool:
@@ -61,7 +61,11 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     """Returns the gradients, and the largest values of `dy` if its scales are given."""
     x, weights, groups, _ = inputs
     cache, accumulator = weights.kernel_cache, weights.dkernel_accumulator
-    kernels = (weights.kernel,) if cache is None else (cache.rowwise.data, cache.rowwise.scale_inv)
+    kernels: tuple[jax.Array, ...] = (weights.kernel,)
+    if cache is not None:
+        check_for_gradients(cache.rowwise)
+        assert cache.rowwise is not None
+        kernels = cache.rowwise.data, cache.rowwise.scale_inv
     out = weights.kernel if accumulator is None else accumulator
     operation = _Gradients(spec, cache is not None, out.dtype, accumulator is not None)
     accumulators = () if accumulator is None else (accumulator,)

@@ -49,6 +49,22 @@ class Weights(NamedTuple):
     fp8_state: Fp8State | None = None
     dkernel_accumulator: jax.Array | None = None
 
+    @classmethod
+    def of_cache(
+        cls,
+        cache: KernelCache,
+        bias: jax.Array | None = None,
+        fp8_state: Fp8State | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> "Weights":
+        """Returns weights that are there in FP8 alone, for inference.
+
+        Their `kernel` is zeros of this type, which nothing reads: inside `jax.jit`, XLA does not make them.
+        """
+        if not isinstance(cache, KernelCache):
+            raise TypeError(f"kernel_cache must be a KernelCache, got {type(cache).__name__}.")
+        return cls(jnp.zeros(cache.columnwise.shape, dtype), bias, cache, fp8_state)
+
 
 def flat_shape(kernel: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a kernel `[E, K, ...]` whose features are one axis."""

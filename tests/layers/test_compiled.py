@@ -197,6 +197,20 @@ def test_pairs_are_grouped_by_one_call() -> None:
     assert got == ["group_pairs"]
 
 
+def test_weights_in_fp8_alone_are_not_widened() -> None:
+    layer = jg.linen.MoEMlp(num_experts=16, top_k=2, hidden_features=2048, recipe=BLOCK, cache_kernel=True)
+    x = struct((64, 2048))
+
+    def in_fp8(key: Any) -> Any:
+        return jg.linen.quantize_for_inference(layer.init(key, jnp.zeros(x.shape, x.dtype)), BLOCK)
+
+    made = memory.compile_for_h200(layer.apply, jax.eval_shape(in_fp8, jax.random.key(0)), x)
+
+    assert launches_of(made).count("quantize") == 1  # of the activation's result; another call quantizes the tokens
+    gate_up_in_bfloat16 = 2 * 16 * 2048 * 2 * 2048
+    assert made.memory_analysis().temp_size_in_bytes < gate_up_in_bfloat16 / 2
+
+
 def test_microbatches_add_to_the_gradient_where_it_is() -> None:
     def results(xs: Any, kernel: Any, sizes: Any, dys: Any, gradient: Any) -> Any:
         cache = jg.quantize_kernel(kernel, BLOCK)

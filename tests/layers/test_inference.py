@@ -1,0 +1,136 @@
+"""Layers whose kernels are there in FP8 alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jax_grouped as jg
+
+TOKENS, K, F, E = 48, 128, 64, 4
+SIZES = jnp.array([20, 0, 17, 11], jnp.int32)
+RECIPES = {
+    "block": jg.Float8BlockScaling(),
+    "current": jg.Float8CurrentScaling(),
+    "delayed": jg.DelayedScaling(),
+    "mx": jg.MXFP8BlockScaling(),
+}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+MOE = dict(num_experts=E, top_k=2, hidden_features=F, use_bias=True)
+
+
+def tokens() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (TOKENS, K), jnp.bfloat16)
+
+
+def kernel() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (E, K, F), jnp.bfloat16)
+
+
+@each_recipe
+def test_linen_layers_give_the_same_numbers(backend: str, recipe: jg.Recipe) -> None:
+    x = tokens()
+    for layer, arguments in (
+        (jg.linen.GroupedDense(F, E, recipe=recipe, cache_kernel=True), (x, SIZES)),
+        (jg.linen.MoEMlp(**MOE, recipe=recipe, cache_kernel=True), (x,)),
+    ):
+        variables = layer.init(jax.random.key(2), *arguments)
+
+        in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
+
+        got = jax.jit(layer.apply)(in_fp8, *arguments)
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(layer.apply)(variables, *arguments))
+        with pytest.raises(ValueError, match="which quantize_for_inference has removed"):
+            layer.apply(in_fp8, *arguments, is_first_microbatch=True)
+
+
+@each_recipe
+def test_nnx_layers_give_the_same_numbers(backend: str, recipe: jg.Recipe) -> None:
+    x = tokens()
+    for layer, arguments in (
+        (jg.nnx.GroupedDense(K, F, E, recipe=recipe, rngs=nnx.Rngs(0)), (x, SIZES)),
+        (jg.nnx.MoEMlp(K, **MOE, recipe=recipe, shared_features=F, cache_kernel=True, rngs=nnx.Rngs(0)), (x,)),
+    ):
+        expected = nnx.jit(lambda layer, *arguments: layer(*arguments))(layer, *arguments)
+
+        jg.nnx.quantize_for_inference(layer)
+        jg.nnx.quantize_for_inference(layer)
+
+        got = nnx.jit(lambda layer, *arguments: layer(*arguments))(layer, *arguments)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        left = [path for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))]
+        assert not any(path[-1] == "kernel" and path[0] != "router" for path in left)
+
+
+def test_kernels_take_half_the_memory_of_bfloat16_and_come_back_from_a_checkpoint(tmp_path: Any) -> None:
+    recipe = RECIPES["block"]
+    layer = jg.linen.MoEMlp(num_experts=E, top_k=2, hidden_features=512, recipe=recipe, cache_kernel=True)
+    x = jax.random.normal(jax.random.key(0), (TOKENS, 512))
+    in_fp8 = jg.linen.quantize_for_inference(layer.init(jax.random.key(2), x), recipe)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "layer", in_fp8)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "layer", in_fp8)
+
+    experts = sum(of.nbytes for of in jax.tree.leaves(in_fp8[jg.linen.KERNEL_CACHE]))
+    assert experts < 0.51 * 2 * E * 3 * 512 * 512
+    np.testing.assert_array_equal(layer.apply(restored, x)[0], layer.apply(in_fp8, x)[0])
+
+
+@each_recipe
+def test_products_need_no_kernel_but_its_cache(backend: str, recipe: jg.Recipe) -> None:
+    x, options, dense_options = tokens(), {}, {}
+    if isinstance(recipe, jg.DelayedScaling):
+        options, dense_options = dict(scale=jnp.full((E,), 100.0)), dict(fp8_state=jg.Fp8State.initial(recipe, E))
+    both = jg.quantize_kernel(kernel(), recipe, **options)
+
+    one = jg.quantize_kernel(kernel(), recipe, **options, for_gradients=False)
+    later = jax.jit(
+        lambda previous, skip: jg.quantize_kernel(
+            0 * kernel(), recipe, **options, for_gradients=False, previous=previous, skip=skip
+        )
+    )(one, jnp.array(True))
+
+    assert one.rowwise is None
+    jax.tree.map(np.testing.assert_array_equal, (one.columnwise, one.amax), (both.columnwise, both.amax))
+    jax.tree.map(np.testing.assert_array_equal, later, one)
+    got = jg.grouped_dense(x, None, SIZES, recipe=recipe, kernel_cache=one, **dense_options)
+    expected = jg.grouped_dense(x, kernel(), SIZES, recipe=recipe, kernel_cache=both, **dense_options)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_gradients_are_refused_and_those_of_tokens_need_both_orientations() -> None:
+    recipe, x = RECIPES["block"], tokens()
+    both, one = (jg.quantize_kernel(kernel(), recipe, for_gradients=of) for of in (True, False))
+
+    def gradient(cache: jg.KernelCache) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return jnp.sum(jg.grouped_dense(x, None, SIZES, recipe=recipe, kernel_cache=cache).astype(jnp.float32))
+
+        return jax.grad(loss)(x)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jg.grouped_dense(x, kernel(), SIZES, recipe=recipe).astype(jnp.float32))
+
+    np.testing.assert_array_equal(gradient(both), jax.grad(loss)(x))
+    with pytest.raises(ValueError, match=r"^kernel_cache has no orientation for gradients: make it with for_gradients"):
+        gradient(one)
+    with pytest.raises(ValueError, match=r"^previous must have been made with the same for_gradients\.$"):
+        jg.quantize_kernel(kernel(), recipe, previous=one, skip=jnp.array(True))
+    with pytest.raises(TypeError, match="kernel must be an array, got None"):
+        jg.grouped_dense(x, None, SIZES, recipe=recipe)
+
+
+def test_what_cannot_be_quantized_is_named() -> None:
+    layer = jg.linen.GroupedDense(F, E, recipe=RECIPES["block"])
+    variables = layer.init(jax.random.key(0), tokens(), SIZES)
+
+    with pytest.raises(ValueError, match="variables must have the collection kernel_cache, which init makes"):
+        jg.linen.quantize_for_inference(variables, RECIPES["block"])
+    with pytest.raises(ValueError, match=r"quantize_for_inference needs a layer with a recipe\."):
+        jg.nnx.quantize_for_inference(jg.nnx.GroupedDense(K, F, E, rngs=nnx.Rngs(0)))
