@@ -1,0 +1,91 @@
+"""`gmm` with the signature of JAX's Megablox kernel for TPUs, which MaxText's experts call: the same code on a GPU."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped.core.values import as_array
+from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops.dense import grouped_dense
+from jax_grouped.ops.ragged_dot_general import ragged_dot_general
+
+
+def gmm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    preferred_element_type: DTypeLike = jnp.float32,
+    tiling: tuple[int, int, int] | Callable[..., tuple[int, int, int]] | None = None,
+    group_offset: ArrayLike | None = None,
+    existing_out: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    interpret: bool = False,
+    *,
+    recipe: Recipe | None = None,
+) -> jax.Array:
+    """Computes `jax_grouped.ragged_dot`, or with a recipe `grouped_dense`, into a result that may be there.
+
+    Args:
+        lhs: `[T, K]`, as in `jax_grouped.ragged_dot`.
+        rhs: `[G, K, N]`, or `[G, N, K]` with `transpose_rhs`.
+        group_sizes: `[G]`, or `[E]` with a `group_offset`.
+        preferred_element_type: type of the result.
+        tiling: not used.
+        group_offset: scalar: `rhs` holds the groups `[group_offset, group_offset + G)`.
+        existing_out: `[T, N]` in the type of the result: what rows of other groups have in the result, in place of
+            zeros. Rings of experts, which multiply by one part of the experts at a time, hand it on.
+        transpose_rhs: see `rhs`. Not with a recipe.
+        interpret: not used.
+        recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
+
+    Returns:
+        `[T, N]`.
+
+    Raises:
+        NotImplementedError: there are both `transpose_rhs` and a recipe.
+        TypeError: as in these functions.
+        ValueError: likewise, or `existing_out` is not like the result.
+    """
+    del tiling, interpret
+    lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
+    if recipe is None:
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[0],
+        )
+        y = ragged_dot_general(
+            lhs,
+            rhs,
+            group_sizes,
+            numbers,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )
+    elif transpose_rhs:
+        raise NotImplementedError("With a recipe, gmm takes no transposed rhs.")
+    else:
+        y = grouped_dense(
+            lhs,
+            rhs,
+            group_sizes,
+            recipe=recipe,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )
+    if existing_out is None:
+        return y
+    if existing_out.shape != y.shape or existing_out.dtype != y.dtype:
+        raise ValueError(
+            f"existing_out must be like the result, {y.dtype.name} {y.shape}, got {existing_out.dtype.name} "
+            f"{existing_out.shape}."
+        )
+    sizes = jnp.maximum(group_sizes, 0)
+    first = 0 if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
+    index = jnp.arange(sizes.shape[0])
+    before = jnp.sum(jnp.where(index < first, sizes, 0))
+    own = jnp.sum(jnp.where((index >= first) & (index < first + rhs.shape[0]), sizes, 0))
+    row = jnp.arange(y.shape[0])
+    return jnp.where(((row >= before) & (row < before + own))[:, None], y, existing_out)
