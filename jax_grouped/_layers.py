@@ -200,7 +200,7 @@ def apply_moe(
     if layer.balance_sequences:
         if x.ndim < 3:
             raise ValueError(f"balance_sequences needs x of shape [..., length, K], got {x.shape}.")
-        num_sequences = math.prod(x.shape[:-2])
+        num_sequences = max(1, math.prod(x.shape[:-2]))
     y, metrics = moe_mlp(
         rows,
         router(tokens),

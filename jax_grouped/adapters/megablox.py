@@ -1,6 +1,7 @@
 """`gmm` with the signature of JAX's Megablox kernel for TPUs, which MaxText's experts call: the same code on a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def gmm(
     interpret: bool = False,
     *,
     recipe: Recipe | None = None,
+    **options: Any,
 ) -> jax.Array:
     """Computes `jax_grouped.ragged_dot`, or with a recipe `grouped_dense`, into a result that may be there.
 
@@ -39,16 +41,20 @@ def gmm(
         transpose_rhs: see `rhs`. Not with a recipe.
         interpret: not used.
         recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
+        options: arguments of MaxText's version of the kernel, such as `lhs_quantize_dtype`. They must be None, False or
+            empty: quantize by a recipe instead.
 
     Returns:
         `[T, N]`.
 
     Raises:
-        NotImplementedError: there are both `transpose_rhs` and a recipe.
+        NotImplementedError: there are both `transpose_rhs` and a recipe, or one of the `options` is set.
         TypeError: as in these functions.
         ValueError: likewise, or `existing_out` is not like the result.
     """
     del tiling, interpret
+    if chosen := [name for name, value in options.items() if value is not None and value is not False and value != ()]:
+        raise NotImplementedError(f"gmm does not take {chosen[0]} = {options[chosen[0]]!r}; it has a recipe instead.")
     lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
     if recipe is None:
         numbers = jax.lax.RaggedDotDimensionNumbers(

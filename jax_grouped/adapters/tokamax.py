@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
@@ -36,7 +37,7 @@ def ragged_dot(
         rhs: likewise.
         group_sizes: likewise, or Tokamax's `GroupSizes`.
         ragged_dot_dimension_numbers: likewise; None for those of `jax_grouped.ragged_dot`.
-        precision: likewise. Not with a recipe.
+        precision: likewise. FP8 products, with a recipe, have only one.
         preferred_element_type: type of the result.
         activation: applied to the result in float32, before it is rounded.
         recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
@@ -60,18 +61,16 @@ def ragged_dot(
             raise NotImplementedError(f"{name} must be an array of bfloat16, float16 or float32 for jax_grouped.")
     sizes = getattr(group_sizes, "value", group_sizes)
     dimension_numbers = _PLAIN if ragged_dot_dimension_numbers is None else ragged_dot_dimension_numbers
-    out_dtype = jnp.float32 if activation is not None else preferred_element_type
+    result_type = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
+    out_dtype = result_type if activation is None else jnp.float32
     if recipe is None:
         y = ragged_dot_general(
             lhs, rhs, jnp.asarray(sizes), dimension_numbers, precision, preferred_element_type=out_dtype
         )
     elif dimension_numbers != _PLAIN:
         raise NotImplementedError("With a recipe, jax_grouped takes the dimension numbers of ragged_dot only.")
+    elif any(size % FP8_ALIGNMENT for size in rhs.shape[1:]):
+        raise NotImplementedError(f"With a recipe, features must be multiples of {FP8_ALIGNMENT}, got rhs {rhs.shape}.")
     else:
-        y = grouped_dense(
-            lhs, rhs, jnp.asarray(sizes), recipe=recipe, precision=precision, preferred_element_type=out_dtype
-        )
-    if activation is None:
-        return y
-    result_type = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
-    return activation(y).astype(result_type)
+        y = grouped_dense(lhs, rhs, jnp.asarray(sizes), recipe=recipe, preferred_element_type=out_dtype)
+    return y if activation is None else activation(y).astype(result_type)

@@ -16,8 +16,9 @@ from jax_grouped.linen.dense import KERNEL_CACHE
 def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Quantizes the kernels of layers with `cache_kernel`, for a forward pass that needs no other copy of them.
 
-    `apply` takes the result in place of the variables, and gives the same numbers. In FP8, kernels take half the memory
-    of bfloat16. There are no gradients.
+    `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
+    is None, as if the kernels were in its `param_dtype`. In FP8, kernels take half the memory of bfloat16. There are no
+    gradients. A layer can compute so on one device, and under plain `jax.jit` over any axes but a `feature_axis`.
 
     Args:
         variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.
@@ -50,13 +51,17 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
         flatten_dict(nn.meta.unbox(variables.get(name, {}))) for name in ("params", OVERWRITE_WITH_GRADIENT)
     )
     caches = {}
-    for path in flatten_dict(variables[KERNEL_CACHE]):
+    for path, cache in flatten_dict(variables[KERNEL_CACHE]).items():
         if path not in params:
             raise ValueError(f"variables must have the parameter {'/'.join(path)}, which {KERNEL_CACHE} has.")
         state = None
         if isinstance(recipe, DelayedScaling):
             of_layer = {of[-1]: value for of, value in states.items() if of[:-1] == path[:-1]}
+            if not of_layer:
+                raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
             state = Fp8State(**of_layer)
+        if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
+            raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
         caches[path] = _layers.quantized(params.pop(path), recipe, state, for_gradients=False)
     kept = {name: of for name, of in variables.items() if name not in ("params", KERNEL_CACHE)}
     return {"params": unflatten_dict(params), KERNEL_CACHE: unflatten_dict(caches), **kept}

@@ -194,10 +194,10 @@ class MoEMlp(nn.Module):
             bias_init=named(self.bias_init, "router bias"),
             name="router",
         )
-        if self.use_selection_bias:
+        if self.use_selection_bias and (selection_bias is None or self.is_initializing()):
             init = named(nn.initializers.zeros_init(), "selection_bias")
             own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
-            selection_bias = own.value if selection_bias is None else selection_bias
+            selection_bias = own.value
         gate_up = weights(
             "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
         )

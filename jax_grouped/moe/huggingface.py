@@ -1,13 +1,16 @@
 """Weights of published mixture-of-experts models, between the names of Hugging Face and those of `MoEMlp`.
 
 This is NumPy alone: neither `torch` nor `transformers` is needed. A state is a mapping of names to arrays, as
-`safetensors.numpy.load_file` returns it, with the block's names after a prefix such as `"model.layers.0.mlp."`.
+`safetensors.numpy.load_file` returns it, or of tensors, as `safetensors.torch.load_file` does, which knows FP8 too. The
+block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 #: Values of `swiglu_alpha` and `swiglu_limit` that `clamped_silu_mul` computes with.
@@ -92,10 +95,10 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         options |= dict(
             score="sigmoid",
             weight_scale=_value(values, "routed_scaling_factor"),
-            expert_groups=_value(values, "n_group"),
-            top_groups=_value(values, "topk_group"),
+            expert_groups=values.get("n_group"),
+            top_groups=values.get("topk_group"),
             use_selection_bias=True,
-            shared_features=sizes.shared,
+            shared_features=sizes.shared or None,
         )
     return options
 
@@ -108,8 +111,8 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     MXFP4 with `_blocks` and `_scales` (gpt-oss) become float32. Every other array keeps its type.
 
     Args:
-        state: arrays by name: NumPy's, or others that `np.asarray` takes. Names that do not begin with `prefix` are
-            ignored.
+        state: arrays by name: NumPy's, PyTorch's tensors, or others that `np.asarray` takes. Names that do not begin
+            with `prefix` are ignored.
         config: as in `huggingface_options`.
         prefix: what comes before the names of the block, with its dot.
 
@@ -119,7 +122,6 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
     Raises:
         KeyError: an array is missing, or the configuration lacks a value.
-        TypeError: an array has a type that NumPy does not have.
         ValueError: an array has another shape than the configuration says, or no place in the layer; or as in
             `huggingface_options`.
 
@@ -167,7 +169,9 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     variables: dict[str, Any] = {"params": {"router": router, "gate_up": gate_up, "down": down}}
     if architecture.selects:
         bias = block.take(f"{architecture.router}.e_score_correction_bias", experts)
-        variables["router_state"] = {"selection_bias": bias}
+        # In bfloat16 an update of 0.001 would be lost.
+        variables["router_state"] = {"selection_bias": bias.astype(np.float32)}
+    if shared:
         of_shared = "shared_experts."
         variables["params"] |= {
             "shared_gate_up": {"kernel": block.take_gate_up(of_shared, architecture, shared, features)[None]},
@@ -228,10 +232,10 @@ def to_huggingface(
     else:
         stacked = np.transpose(gate_up, (0, 2, 3, 1)).reshape(experts, 2 * hidden, features)
         state |= {"experts.gate_up_proj": stacked, "experts.down_proj": np.swapaxes(down, 1, 2)}
-    if architecture.selects:
-        if router_state := variables.get("router_state"):
-            bias = _checked({"router_state": router_state}, "router_state", "selection_bias", (experts,))
-            state[f"{architecture.router}.e_score_correction_bias"] = bias
+    if architecture.selects and (router_state := variables.get("router_state")):
+        bias = _checked({"router_state": router_state}, "router_state", "selection_bias", (experts,))
+        state[f"{architecture.router}.e_score_correction_bias"] = bias
+    if shared:
         shared_gate_up = _checked(params, "shared_gate_up", "kernel", (1, features, 2, shared))
         shared_down = _checked(params, "shared_down", "kernel", (1, shared, features))
         state |= _of_expert("shared_experts.", architecture, shared_gate_up[0], shared_down[0])
@@ -251,7 +255,7 @@ class _Sizes(NamedTuple):
             experts=_value(values, "num_local_experts", "num_experts", "n_routed_experts"),
             features=_value(values, "hidden_size"),
             hidden=hidden,
-            shared=hidden * _value(values, "n_shared_experts") if architecture.selects else 0,
+            shared=hidden * (values.get("n_shared_experts") or 0) if architecture.selects else 0,
         )
 
 
@@ -275,7 +279,8 @@ def _checked(variables: Mapping[str, Any], part: str, name: str, shape: tuple[in
     """Returns a variable as a NumPy array of this shape."""
     if name not in variables.get(part, {}):
         raise KeyError(f"The variables have no {part}/{name}.")
-    array = np.asarray(variables[part][name])
+    value = variables[part][name]
+    array = np.asarray(value.unbox() if hasattr(value, "unbox") else value)
     if array.shape != shape:
         raise ValueError(f"{part}/{name} must have shape {shape}, got {array.shape}.")
     return array
@@ -305,10 +310,10 @@ class _Block:
         if f"{name}_scale_inv" not in self:
             return array
         scales = self._take_any(f"{name}_scale_inv")
-        expected = tuple(-(-size // 128) for size in shape)
+        expected = (*shape[:-2], *(-(-size // 128) for size in shape[-2:]))
         if scales.shape != expected:
             raise ValueError(f"{self._prefix}{name}_scale_inv must have shape {expected}, got {scales.shape}.")
-        of_numbers = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[: shape[0], : shape[1]]
+        of_numbers = np.repeat(np.repeat(scales, 128, axis=-2), 128, axis=-1)[..., : shape[-2], : shape[-1]]
         return array.astype(np.float32) * of_numbers.astype(np.float32)
 
     def take_transposed(self, name: str, experts: int, inputs: int, outputs: int) -> np.ndarray:
@@ -339,7 +344,15 @@ class _Block:
         if key not in self._left:
             raise KeyError(f"The state has no {key}, which a block of {self._model} needs.")
         self._left.remove(key)
-        try:
-            return np.asarray(self._state[key])
-        except TypeError as error:
-            raise TypeError(f"{key} has a type that NumPy does not have: convert it to float32 first.") from error
+        array = self._state[key]
+        return _of_torch(array) if hasattr(array, "detach") else np.asarray(array)
+
+
+def _of_torch(tensor: Any) -> np.ndarray:
+    """Converts a tensor of PyTorch, whose narrow types NumPy knows from `ml_dtypes` only."""
+    tensor, name = tensor.detach().cpu(), str(tensor.dtype).removeprefix("torch.")
+    if not hasattr(ml_dtypes, name):
+        array: np.ndarray = tensor.numpy()
+        return array
+    words = tensor.contiguous().view(getattr(sys.modules["torch"], "uint8" if tensor.itemsize == 1 else "int16"))
+    return np.asarray(words.numpy()).view(getattr(ml_dtypes, name))

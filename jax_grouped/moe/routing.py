@@ -227,8 +227,9 @@ def load_balancing_loss(
     Args:
         routing: of `T` tokens to `E` experts.
         num_sequences: number of sequences of `T / num_sequences` successive tokens. The loss is then the mean of the
-            losses of the sequences, which permits less: the one that DeepSeek-V3 adds (arXiv:2412.19437, equations 17
-            to 20, where its weight is 0.0001). None for one loss of all tokens.
+            losses of the sequences, which permits less: like that of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20,
+            where its weight is 0.0001), but of the choices as they are, with their bias and groups. None for one loss
+            of all tokens.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
             that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it permits an
             uneven load on each device. With `num_sequences`, that of this device, no sequence is split.

@@ -100,6 +100,7 @@ class GroupedKernel(nnx.Module):
         groups, _, *features = shape
         self.recipe = recipe
         self.param_dtype = param_dtype
+        self.rank = len(shape)
         self.kernel: nnx.Param[jax.Array] | None = nnx.Param(
             kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata
         )
@@ -118,17 +119,24 @@ class GroupedKernel(nnx.Module):
         """Returns the parameters by name, those that are not there as None."""
         return {"kernel": self.kernel, "bias": self.bias}
 
+    def check_single(self) -> None:
+        """Raises ValueError if the kernel is a stack of several layers' kernels, which cannot be quantized together."""
+        if self.kernel is not None and self.kernel[...].ndim != self.rank:
+            raise ValueError(f"kernel {self.kernel[...].shape} is stacked, as by nnx.vmap: quantize layers one by one.")
+
     def quantize_for_inference(self) -> None:
         """Replaces the kernel by its FP8 numbers, for a forward pass; see `jax_grouped.nnx.quantize_for_inference`.
 
         Raises:
-            ValueError: there is no recipe.
+            ValueError: there is no recipe, or the kernel is a stack of several layers'.
         """
         if self.recipe is None:
             raise ValueError("quantize_for_inference needs a layer with a recipe.")
         if self.kernel is not None:
+            self.check_single()
             weights = self.weights()
             cache = _layers.quantized(weights.kernel, self.recipe, weights.fp8_state, for_gradients=False)
+            self.param_dtype = self.kernel[...].dtype
             self.kernel_cache, self.kernel = KernelCacheVariable(cache), nnx.data(None)
 
     def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:

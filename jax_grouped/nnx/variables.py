@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jax_grouped import _layers
 from jax_grouped.nnx.dense import Fp8Variable, GroupedKernel
@@ -17,8 +20,9 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 
     Args:
         layer: changed in place. Variables that have no new value stay.
-        variables: arrays in the structure of linen, such as `jg.moe.from_huggingface` returns. They are converted to
-            the types of the layer's variables.
+        variables: arrays in the structure of linen, such as `jg.moe.from_huggingface` returns: parameters and selection
+            biases, without states of `DelayedScaling`. They are converted to the types of the layer's variables, and
+            put where these are.
 
     Returns:
         Nothing.
@@ -37,23 +41,29 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 
         assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
     """
-    for collection in variables.values():
-        for path, array in jax.tree.leaves_with_path(collection):
-            names = [key.key for key in path]
-            variable: Any = layer
-            for name in names:
-                variable = getattr(variable, name, None)
-            if not isinstance(variable, nnx.Variable):
-                raise ValueError(f"The layer has no variable {'/'.join(names)}.")
-            if jnp.shape(variable[...]) != jnp.shape(array):
-                raise ValueError(
-                    f"{'/'.join(names)} must have shape {jnp.shape(variable[...])}, got {jnp.shape(array)}."
-                )
-            variable.set_value(jnp.asarray(array, variable[...].dtype))
+    for collection in (variables.get("params", {}), variables.get("router_state", {})):
+        for path, array in flatten_dict(nn.meta.unbox(collection)).items():
+            _load(layer, path, array)
     for _, module in nnx.iter_modules(layer):
         if isinstance(module, GroupedKernel) and module.kernel is not None and module.kernel_cache is not None:
+            module.check_single()
             stored = module.stored()
             module.kernel_cache.set_value(_layers.quantized(stored.kernel, module.recipe, stored.fp8_state))
+
+
+def _load(layer: nnx.Module, path: tuple[str | int, ...], array: Any) -> None:
+    """Sets one variable, where it lies and in its type."""
+    variable: Any = layer
+    for name in path:
+        variable = variable[name] if isinstance(name, int) else getattr(variable, name, None)
+    named = "/".join(map(str, path))
+    if not isinstance(variable, nnx.Variable):
+        raise ValueError(f"The layer has no variable {named}.")
+    old = variable[...]
+    if jnp.shape(old) != jnp.shape(array):
+        raise ValueError(f"{named} must have shape {jnp.shape(old)}, got {jnp.shape(array)}.")
+    new = np.asarray(array).astype(old.dtype) if isinstance(array, np.ndarray) else jnp.asarray(array, old.dtype)
+    variable.set_value(jnp.asarray(new) if isinstance(old, jax.core.Tracer) else jax.device_put(new, old.sharding))
 
 
 def quantize_for_inference(layer: nnx.Module) -> None:

@@ -79,3 +79,13 @@ def test_a_recipe_computes_in_fp8() -> None:
     np.testing.assert_array_equal(got, expected)
     with pytest.raises(NotImplementedError, match="gmm takes no transposed rhs"):
         gmm(lhs, rhs, SIZES, transpose_rhs=True, recipe=recipe)
+
+
+def test_options_of_maxtext_are_taken_where_they_are_off() -> None:
+    lhs, rhs = operands(E)
+
+    y = gmm(lhs, rhs, SIZES, lhs_quantize_dtype=None, rhs_quantize_dtype=None, use_qwix_quantization=False)
+
+    np.testing.assert_array_equal(y, jg.ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32))
+    with pytest.raises(NotImplementedError, match="gmm does not take use_qwix_quantization = True"):
+        gmm(lhs, rhs, SIZES, use_qwix_quantization=True)

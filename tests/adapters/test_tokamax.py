@@ -105,3 +105,5 @@ def test_a_recipe_computes_in_fp8() -> None:
     np.testing.assert_array_equal(got, jg.grouped_dense(lhs, rhs, SIZES, recipe=recipe))
     with pytest.raises(NotImplementedError, match="takes the dimension numbers of ragged_dot only"):
         results([in_fp8], "dgrad")
+    narrow = tokamax.ragged_dot(lhs, rhs[:, :, :20], SIZES, implementation=[in_fp8, "xla"])
+    assert narrow.shape == (T, 20)

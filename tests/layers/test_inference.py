@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +125,30 @@ def test_gradients_are_refused_and_those_of_tokens_need_both_orientations() -> N
         jg.quantize_kernel(kernel(), recipe, previous=one, skip=jnp.array(True))
     with pytest.raises(TypeError, match="kernel must be an array, got None"):
         jg.grouped_dense(x, None, SIZES, recipe=recipe)
+
+
+def test_stacks_of_layers_are_refused() -> None:
+    recipe, x = RECIPES["block"], tokens()
+
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> Any:
+            return jg.linen.MoEMlp(**MOE, recipe=recipe, cache_kernel=True)(x)[0], None
+
+    axes = {"params": 0, jg.linen.KERNEL_CACHE: 0}
+    variables = nn.scan(Step, variable_axes=axes, split_rngs={"params": True}, length=2)().init(
+        jax.random.key(0), x.astype(jnp.float32), None
+    )
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def stack(rngs: nnx.Rngs) -> jg.nnx.GroupedDense:
+        return jg.nnx.GroupedDense(K, F, E, recipe=recipe, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"kernel is stacked, as by nn\.scan: quantize layers one by one\."):
+        jg.linen.quantize_for_inference(variables, recipe)
+    with pytest.raises(ValueError, match=r"kernel \(2, 4, 128, 64\) is stacked, as by nnx\.vmap"):
+        jg.nnx.quantize_for_inference(stack(nnx.Rngs(0)))
 
 
 def test_what_cannot_be_quantized_is_named() -> None:

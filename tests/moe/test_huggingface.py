@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_grouped as jg
+from tests.meshes import mesh_of
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH = 32, 24, 8, 3, 2, 10
 SIZES = dict(hidden_size=FEATURES, num_experts_per_tok=TOP_K)
@@ -231,6 +233,32 @@ def test_kernels_in_mxfp4_are_dequantized() -> None:
     np.testing.assert_array_equal(kernel, expected.numpy())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+def test_tensors_of_pytorch_are_arrays(dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra huggingface: torch")
+    numbers = state_of("olmoe")["gate.weight"]
+    tensor = torch.tensor(numbers, requires_grad=True).to(getattr(torch, dtype))
+
+    variables = jg.moe.from_huggingface(state_of("olmoe") | {"gate.weight": tensor}, CONFIGS["olmoe"])
+
+    got = variables["params"]["router"]["kernel"]
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.astype(np.float32), numbers.astype(dtype).astype(np.float32).T)
+
+
+def test_deepseek_without_groups_and_shared_experts() -> None:
+    config = CONFIGS["deepseek_v3"] | dict(n_group=None, topk_group=None, n_shared_experts=None)
+    state = {name: array for name, array in state_of("deepseek_v3").items() if "shared" not in name}
+    bias = state["gate.e_score_correction_bias"].astype(jnp.bfloat16)
+
+    options = jg.moe.huggingface_options(config)
+    variables = jg.moe.from_huggingface(state | {"gate.e_score_correction_bias": bias}, config)
+
+    assert options["shared_features"] is options["expert_groups"] is None
+    assert variables["router_state"]["selection_bias"].dtype == np.float32
+    assert {*jg.moe.to_huggingface(variables, config)} == {*state}
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "error", "message"),
     [
@@ -296,6 +324,24 @@ def test_variables_that_do_not_fit_are_named() -> None:
         jg.moe.to_huggingface({"params": {"router": variables["params"]["router"]}}, config)
     with pytest.raises(ValueError, match=r"down/kernel must have shape \(8, 24, 32\), got \(3,\)."):
         jg.moe.to_huggingface({"params": variables["params"] | {"down": {"kernel": np.ones(3)}}}, config)
+
+
+def test_variables_of_linen_are_loaded_where_those_of_nnx_lie() -> None:
+    mesh = mesh_of({"expert": 2})
+    options = jg.moe.huggingface_options(CONFIGS["olmoe"])
+    layer = jg.nnx.MoEMlp(FEATURES, **options, rngs=nnx.Rngs(0))
+    placed = jax.device_put(layer.down.kernel[...], NamedSharding(mesh, PartitionSpec("expert")))
+    layer.down.kernel.set_value(placed)
+    linen = jg.linen.MoEMlp(**options, logical_axes=("expert", None, None))
+    variables = linen.init(jax.random.key(1), jnp.ones((4, FEATURES)))  # in Flax's boxes
+
+    jg.nnx.load_variables(layer, variables)
+
+    assert layer.down.kernel[...].sharding == placed.sharding
+    expected = variables["params"]["down"]["kernel"].unbox()
+    np.testing.assert_array_equal(layer.down.kernel[...], expected)
+    layers = nnx.List([layer, layer])
+    jg.nnx.load_variables(layers, jg.nnx.linen_variables(layers))
 
 
 def test_caches_follow_the_kernels_that_are_loaded() -> None:
