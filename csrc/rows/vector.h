@@ -1,4 +1,4 @@
-// What a thread loads of a row at once.
+// The unit in which a thread loads a row.
 
 #ifndef JAX_GROUPED_CSRC_ROWS_VECTOR_H_
 #define JAX_GROUPED_CSRC_ROWS_VECTOR_H_

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_grouped.core.groups import group_rows, row_groups
 from jax_grouped.core.values import as_array
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.ops import checks
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.ragged_dot_general import ragged_dot_general
 
@@ -88,10 +90,6 @@ def gmm(
             f"existing_out must be like the result, {y.dtype.name} {y.shape}, got {existing_out.dtype.name} "
             f"{existing_out.shape}."
         )
-    sizes = jnp.maximum(group_sizes, 0)
-    first = 0 if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
-    index = jnp.arange(sizes.shape[0])
-    before = jnp.sum(jnp.where(index < first, sizes, 0))
-    own = jnp.sum(jnp.where((index >= first) & (index < first + rhs.shape[0]), sizes, 0))
-    row = jnp.arange(y.shape[0])
-    return jnp.where(((row >= before) & (row < before + own))[:, None], y, existing_out)
+    groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=y.shape[0])
+    _, is_own = row_groups(group_rows(*groups, rhs.shape[0], y.shape[0]), y.shape[0])
+    return jnp.where(is_own[:, None], y, existing_out)

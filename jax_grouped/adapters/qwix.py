@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('This module needs Qwix: python3 -m pip install "qwix>=0.1.8"') from error
 
 
-class QtProvider(qwix.QtProvider):  # type: ignore[misc]
+class QtProvider(qwix.QtProvider):  # type: ignore[misc]  # Qwix has no types.
     """Qwix's provider for quantized training, which also sees `jax_grouped.ragged_dot`.
 
     Where a rule quantizes weights, `jax.lax.ragged_dot` and `jax_grouped.ragged_dot` are computed by the recipe: both

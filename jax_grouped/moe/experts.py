@@ -284,7 +284,7 @@ def _apply(arrays: _Arrays, spec: _Spec, *, for_gradients: bool) -> tuple[jax.Ar
     elif spec.token_gather is not None and spec.up.recipe is not None and weights.kernel_cache is None:
         kernels = quantized_kernels(weights, spec.up, rowwise=for_gradients)
     if spec.token_gather is not None:
-        # So that XLA has this work to do during the transfer.
+        # XLA then does this work during the transfer.
         x, kernels, shared = jax.lax.optimization_barrier((arrays.received, kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
         up, of_choices = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
@@ -420,8 +420,9 @@ def _backward_of_down(
     """Returns the inputs of the second product's wgrad, the gradient of `hidden`, and that of the weights of rows."""
     arrays, hidden, up, down = saved
     dactivated, pending = dgrad(down.residuals, quantized_gradient(down.residuals, dy))
-    weights, order = arrays.row_weights(), None
-    if arrays.order is not None and not spec.up.zero_other_rows:
+    if arrays.order is None or spec.up.zero_other_rows:
+        weights, order = arrays.row_weights(), None
+    else:
         weights, order = arrays.weights.reshape(arrays.weights.size), arrays.order
     dhidden, activated, dweights = activation_grad(hidden, dactivated, weights, spec.activation, order)
     return dataclasses.replace(pending, x=activated), quantized_gradient(up.residuals, dhidden), dweights

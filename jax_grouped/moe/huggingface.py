@@ -26,26 +26,26 @@ class _Architecture:
     Attributes:
         router: name of the router.
         projections: names of an expert's gate, up and down, where each expert has arrays of its own.
-        hidden: keys of the configuration with `F`, the first that is there.
+        hidden: key of the configuration that has `F`.
         interleaved: whether kernels are `[E, in, out]` and gate and up alternate; then experts and router have biases.
-        selects: whether sigmoids with a selection bias choose the experts, and all tokens share one.
+        selects: whether sigmoids with a selection bias choose the experts, beside any that all tokens share.
         normalizes: whether weights are divided by their sum; None if the configuration says.
     """
 
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    hidden: tuple[str, ...] = ("moe_intermediate_size",)
+    hidden: str = "moe_intermediate_size"
     interleaved: bool = False
     selects: bool = False
     normalizes: bool | None = None
 
 
 _ARCHITECTURES = {
-    "mixtral": _Architecture(projections=("w1", "w3", "w2"), hidden=("intermediate_size",), normalizes=True),
+    "mixtral": _Architecture(projections=("w1", "w3", "w2"), hidden="intermediate_size", normalizes=True),
     "qwen3_moe": _Architecture(),
-    "olmoe": _Architecture(hidden=("intermediate_size",)),
+    "olmoe": _Architecture(hidden="intermediate_size"),
     "deepseek_v3": _Architecture(selects=True),
-    "gpt_oss": _Architecture("router", hidden=("intermediate_size",), interleaved=True, normalizes=True),
+    "gpt_oss": _Architecture("router", hidden="intermediate_size", interleaved=True, normalizes=True),
 }
 
 
@@ -250,7 +250,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], architecture: _Architecture) -> "_Sizes":
-        hidden = _value(values, *architecture.hidden)
+        hidden = _value(values, architecture.hidden)
         return cls(
             experts=_value(values, "num_local_experts", "num_experts", "n_routed_experts"),
             features=_value(values, "hidden_size"),

@@ -3,7 +3,7 @@
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 
 try:
-    from flax import nnx  # noqa: F401
+    from flax import nnx  # noqa: F401  # The modules below import it; here its absence has a clear error.
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jax_grouped.nnx needs Flax: python3 -m pip install "flax>=0.12"') from error
 

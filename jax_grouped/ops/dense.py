@@ -108,6 +108,7 @@ def grouped_dense(
     """
     if kernel is None and kernel_cache is not None:
         kernel = Weights.of_cache(kernel_cache).kernel
+    # `canonical_inputs` refuses a kernel that is still None.
     inputs, spec = canonical_inputs(
         x,
         Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_a_ring_of_experts_adds_its_parts_to_what_is_there() -> None:
         got, expected = ring(gmm, lhs), ring(theirs, lhs)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(got, jg.ragged_dot(lhs, rhs, SIZES), rtol=1e-5, atol=1e-5)
-        # What is there before the ring has no gradient left.
+        # Every row is overwritten, so the start of the ring has no gradient.
         gradient = jax.grad(lambda lhs: jnp.sum(jnp.sin(ring(gmm, lhs))))(lhs)
         whole = jax.grad(lambda lhs: jnp.sum(jnp.sin(jg.ragged_dot(lhs, rhs, SIZES))))(lhs)
     np.testing.assert_allclose(gradient, whole, rtol=1e-4, atol=1e-4)

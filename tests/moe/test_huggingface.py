@@ -48,7 +48,7 @@ each_architecture = pytest.mark.parametrize("architecture", CONFIGS)
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a block of `transformers` holds and computes."""
+    """Weights, results and gradients of a block of `transformers`."""
 
     config: Any
     state: dict[str, np.ndarray]
