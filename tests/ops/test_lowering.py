@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from jax_grouped.backends import cuda
 from jax_grouped.core.groups import bias_grad_tiles, gemm_scratch_bytes, group_table_size
+from jax_grouped.ops import rows
 from tests.programs import custom_calls, lowered, products, struct
 
 
@@ -266,4 +267,5 @@ def test_exported_custom_calls_are_the_published_ones() -> None:
     text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
     text += lowered(round_trip, X, SIZES) + lowered(fp8, X, SIZES) + lowered(jax.grad(layer), X)
     text += lowered(lambda x: layer(x, jg.Float8BlockScaling()), X)
+    text += lowered(rows.sum_rows, X, struct((8, 2), jnp.int32))  # as a layer over several devices calls it
     assert set(re.findall(r"stablehlo.custom_call @(jax_grouped\w+)", text)) == set(jg.CUSTOM_CALL_TARGETS)
