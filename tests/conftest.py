@@ -6,6 +6,7 @@ On a machine without a GPU, these tests are skipped. `pytest -m gpu` and `pytest
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,18 @@ from jax_grouped.backends.extension import cuda_devices
 # Set these before anything asks JAX for a device. Test processes may share one GPU. Sharding is tested on one CPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+#: Linux allows a process 65530 by default. XLA makes some for every program that it compiles, and crashes beyond.
+_MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> None:
+    """Drops the programs that earlier modules have compiled before they are too many for one process."""
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
