@@ -52,6 +52,9 @@ MAX_GATHERED_GROUPS = 65536
 #: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
 _MOST_FEATURES_OF_GATHERED, _MOST_FEATURES_OF_GATHERED_WGRAD = 1792, 1024
 
+#: Most bytes of the groups of a kernel of few bits that are converted at once. They stay in the L2 cache mostly.
+_CONVERTED_BYTES = 2**25
+
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
 
@@ -112,6 +115,8 @@ def grouped_gemm(
             return grouped_gemm(a, b, group_sizes, group_offset, spec=spec, batch=batch)
         tokens = a if spec.gathered == "a" else b
         more = (_in_whole_batch(reference_rows.tokens_of(*more), tokens.shape[0] // batch, batch),)
+    if spec.a is None and b.dtype != a.dtype:
+        return _of_narrow_kernel(a, b, group_sizes, group_offset, spec=spec, batch=batch)
     operands = (a, b, group_sizes, group_offset, *more)
     if spec.a is None:
         if not _can_be_read(a, b, spec):
@@ -200,6 +205,32 @@ def _unscaled(
         out = grouped_gemm(a_part, b_part, group_sizes, group_offset, *onto, spec=inner, batch=batch)
     assert out is not None
     return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
+
+
+def _of_narrow_kernel(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: GemmSpec, batch: int
+) -> jax.Array:
+    """Returns a product of a kernel of few bits, from products of a few groups each, which are converted in turn.
+
+    Each row belongs to one group, so a product that is added to the rows of its groups rounds nothing twice.
+    """
+    groups, (_, *matrix) = spec.num_groups, b.shape
+    elements = b.shape[0] // groups
+    converted = elements * matrix[0] * matrix[1] * a.dtype.itemsize
+    divisors = [count for count in range(1, groups + 1) if groups % count == 0]
+    at_once = max(count for count in divisors if count == 1 or count * converted <= _CONVERTED_BYTES)
+    of_few = dataclasses.replace(spec, num_groups=at_once)
+    # Beyond these limits no kernel has a group, and the sums below do not overflow.
+    group_offset = jnp.clip(group_offset, -groups, group_sizes.shape[0])
+
+    def add(index: jax.Array, out: jax.Array) -> jax.Array:
+        first = index * at_once
+        few = jax.lax.dynamic_slice_in_dim(b.reshape(elements, groups, *matrix), first, at_once, axis=1)
+        few = few.reshape(elements * at_once, *matrix).astype(a.dtype)
+        return grouped_gemm(a, few, group_sizes, group_offset + first, out, spec=of_few, batch=batch)
+
+    out = dataclasses.replace(spec, num_groups=batch * groups).out(a.shape, b.shape)
+    return jax.lax.fori_loop(0, groups // at_once, add, jnp.zeros(out.shape, out.dtype))
 
 
 def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import Activation, is_gated
+from jax_grouped.backends.spec import NARROW_TYPES, Activation, is_gated
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, canonical_sizes
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
@@ -53,6 +53,13 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> None:
         raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype_name(dtype)}.")
 
 
+def check_kernel_type(name: str, dtype: DTypeLike) -> None:
+    """Raises TypeError unless `dtype` is a type of kernels that are not quantized with a recipe."""
+    if known_dtype(dtype) not in (*_FLOAT_TYPES, *NARROW_TYPES):
+        narrow = ", ".join(of.name for of in NARROW_TYPES)
+        raise TypeError(f"{name} must be bfloat16, float16, float32, or one of {narrow}, got {dtype_name(dtype)}.")
+
+
 def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless `x` is a `[T, features]` array of a supported type."""
     check_dtype(f"{name}'s type", x.dtype)
@@ -65,6 +72,13 @@ def check_kernel(
 ) -> None:
     """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
     check_dtype(f"{name}'s type", kernel.dtype)
+    check_kernel_shape(name, kernel, tokens_name, tokens)
+
+
+def check_kernel_shape(
+    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
+) -> None:
+    """Raises unless `kernel` is `[G, K, N]` with the `K` of the tokens."""
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
     if kernel.shape[1] != tokens.shape[1]:

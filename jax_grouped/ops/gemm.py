@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jax_grouped.backends import primitives
 from jax_grouped.backends.operation import Local, Operation, Result, Split
 from jax_grouped.backends.partition import apply
-from jax_grouped.backends.spec import GemmSpec, Product
+from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec, Product
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups, part_sizes
 from jax_grouped.core.varying import vary_alike
@@ -63,23 +63,30 @@ def gemm(
 ) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
 
-    Unquantized operands are multiplied in the smallest type that holds both, and the product is differentiable any
-    number of times. Quantized products and products with an accumulator have no derivative here. Over mesh axes of type
-    `Explicit`, the type of a plain product is sharded as `out_spec` says.
+    Unquantized operands are multiplied in the smallest type that holds both, or beside a kernel of one of the
+    `NARROW_TYPES` in that of the tokens, and the product is differentiable any number of times. Quantized products and
+    products with an accumulator have no derivative here. Over mesh axes of type `Explicit`, the type of a plain product
+    is sharded as `out_spec` says.
     """
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
         return _bind(a.data, b.data, groups, spec, (a.scale_inv, b.scale_inv), accumulator)
     assert not isinstance(a, ScaledArray)
     assert not isinstance(b, ScaledArray)
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    a, b = a.astype(dtype), b.astype(dtype)
+    if not is_narrow(b):
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
         return _bind(_rows(a), _rows(b), groups, spec, accumulator=accumulator, out_spec=out_spec)
     gathered: Literal["a", "b"] | None = None
     if isinstance(a, Gathered) or isinstance(b, Gathered):
         gathered = "a" if isinstance(a, Gathered) else "b"
     return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
+
+
+def is_narrow(operand: jax.Array | Gathered) -> bool:
+    """Tells whether an operand has one of the types that are converted a few groups at a time."""
+    return operand.dtype in NARROW_TYPES
 
 
 def _rows(operand: jax.Array | Gathered) -> jax.Array:
@@ -193,7 +200,8 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
         return (*pull_back(gradient), None)
     like_a, like_b = (jax.typeof(of).sharding.spec for of in (a, b))
     out_dtype = a.dtype
-    a, b, g = (array.astype(gradient_type(out_dtype, gradient.dtype)) for array in (a, b, gradient))
+    given_b, dtype = b, gradient_type(out_dtype, gradient.dtype)
+    a, b, g = (array if is_narrow(array) else array.astype(dtype) for array in (a, b, gradient))
 
     def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> jax.Array:
         return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
@@ -205,7 +213,9 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
             da, db = product("fprop", g, b, like_a), product("wgrad", g, a, like_b)
         case "wgrad":
             da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
-    return da, db, None
+    if jnp.issubdtype(given_b.dtype, jnp.integer):
+        return da, np.zeros(given_b.shape, jax.dtypes.float0), None
+    return da, db.astype(given_b.dtype), None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.gemm import gemm
+from jax_grouped.ops.gemm import gemm, is_narrow
 
 
 def ragged_dot(
@@ -42,7 +42,8 @@ def ragged_dot(
     Args:
         lhs: `[T, K]`, bfloat16, float16 or float32.
         rhs: `[G, K, N]`, of one of these types. If the types differ, both are converted to the smallest type that holds
-            both.
+            both. Or int4, uint4, int8, uint8, float8_e4m3fn or float8_e5m2, such as quantized weights whose scales
+            multiply the result: it is then converted to the type of `lhs`, a few groups at a time.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers. Negative ones count as 0, and rows past
             `T` do not exist.
         precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters
@@ -74,7 +75,8 @@ def ragged_dot(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     checks.check_tokens("lhs", lhs)
-    checks.check_kernel("rhs", rhs, "lhs", lhs)
+    checks.check_kernel_type("rhs's type", rhs.dtype)
+    checks.check_kernel_shape("rhs", rhs, "lhs", lhs)
     groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
     lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, precision)
@@ -84,10 +86,15 @@ def ragged_dot(
 def canonical_types(
     lhs: jax.Array, rhs: jax.Array, precision: jax.lax.PrecisionLike, preferred_element_type: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array, np.dtype, jax.lax.Precision]:
-    """Returns the operands in the smallest type that holds both, the type of the result, and the precision."""
-    out_dtype = _result_type(lhs.dtype, rhs.dtype, preferred_element_type)
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return lhs.astype(dtype), rhs.astype(dtype), out_dtype, checks.canonical_precision(precision, dtype)
+    """Returns the operands in the smallest type that holds both, the type of the result, and the precision.
+
+    A kernel that the product converts a few groups at a time is returned as it is.
+    """
+    of_rhs = lhs.dtype if is_narrow(rhs) else rhs.dtype
+    out_dtype = _result_type(lhs.dtype, of_rhs, preferred_element_type)
+    dtype = jnp.promote_types(lhs.dtype, of_rhs)
+    rhs = rhs if is_narrow(rhs) else rhs.astype(dtype)
+    return lhs.astype(dtype), rhs, out_dtype, checks.canonical_precision(precision, dtype)
 
 
 def multiply(

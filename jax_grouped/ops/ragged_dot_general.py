@@ -49,7 +49,8 @@ def ragged_dot_general(
 
     Args:
         lhs: bfloat16, float16 or float32.
-        rhs: one of these types.
+        rhs: one of these types; or of few bits, as in `jax_grouped.ragged_dot`, where the second and the third form
+            convert it whole.
         group_sizes: `[G]`, or `[B..., G]` if they differ in a batch (`[B..., E]`, `E >= G`, with `group_offset`),
             integers. Negative ones count as 0, and rows past `T` do not exist.
         ragged_dot_dimension_numbers: contracting and batch dimensions of `lhs` and `rhs`, the ragged dimension of
@@ -82,11 +83,13 @@ def ragged_dot_general(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     checks.check_dtype("lhs's type", lhs.dtype)
-    checks.check_dtype("rhs's type", rhs.dtype)
+    checks.check_kernel_type("rhs's type", rhs.dtype)
     group_sizes = checks.integers("group_sizes", group_sizes)
     dims = ragged_dot_dimension_numbers
     _check_dimension_numbers(lhs, rhs, group_sizes, dims, group_offset)
     lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
+    if not dims.rhs_group_dimensions:
+        rhs = rhs.astype(lhs.dtype)
     lhs_batch, rhs_batch = dims.dot_dimension_numbers[1]
     if dims.lhs_ragged_dimensions[0] in lhs_batch:
         return jax.lax.dot_general(

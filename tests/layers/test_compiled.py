@@ -76,6 +76,20 @@ def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks()
     assert got == 4 * ["fusion"] + 3 * ["gemm"] + 3 * ["quantize"]
 
 
+def test_a_kernel_of_few_bits_is_converted_in_a_loop_over_parts_of_it() -> None:
+    groups, features = 64, 2048
+    arguments = struct((512, features)), struct((groups, features, features), jnp.int8), struct((groups,), jnp.int32)
+
+    def gradient(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jg.ragged_dot(x, *rest).astype(jnp.float32).sum())(x)
+
+    for function in (jg.ragged_dot, gradient):
+        compiled = compile_for_h200(function, *arguments)
+        assert launches_of(compiled, loop=True).count("gemm") == 1
+        # A part, and the workspace of a product; the kernel would take 512 MiB.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**27
+
+
 @pytest.mark.parametrize(("dtype", "conversions"), [("bfloat16", []), ("float32", ["fusion"])])
 def test_a_step_without_a_recipe_converts_a_wider_kernel_once(dtype: str, conversions: list[str]) -> None:
     got = launches(step(None), X, struct((E, K, N), dtype), SIZES, DY)

@@ -22,7 +22,12 @@ SIZES = jnp.array([2, 3])
     ("arguments", "error", "message"),
     [
         (dict(lhs=X.astype(jnp.int8)), TypeError, "lhs's type must be bfloat16, float16 or float32, got int8."),
-        (dict(rhs=KERNEL.astype(jnp.int32)), TypeError, "rhs's type must be bfloat16, float16 or float32, got int32."),
+        (
+            dict(rhs=KERNEL.astype(jnp.int32)),
+            TypeError,
+            "rhs's type must be bfloat16, float16, float32, or one of int4, uint4, int8, uint8, float8_e4m3fn, "
+            "float8_e5m2, got int32.",
+        ),
         (dict(lhs=X[0]), ValueError, "lhs must have shape [T, K], got (4,)."),
         (dict(rhs=KERNEL[0]), ValueError, "rhs must have shape [G, K, N], got (4, 3)."),
         (

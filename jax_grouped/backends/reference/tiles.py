@@ -73,7 +73,7 @@ def grouped_product(
 
     def write_rows(tile: jax.Array, out: jax.Array) -> jax.Array:
         group, start, mask = tiles.at(tile)
-        product = dot(rows_of(a, start), b[group]).astype(out.dtype)
+        product = dot(rows_of(a, start), b[group].astype(a.dtype)).astype(out.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, product, rows_of(out, start)), start, axis=0)
 
     def add_kernel(tile: jax.Array, out: jax.Array) -> jax.Array:

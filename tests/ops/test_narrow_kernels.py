@@ -1,0 +1,106 @@
+"""`ragged_dot` of 16-bit or 32-bit tokens and a kernel of few bits, which is converted a few groups at a time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.typing import DTypeLike
+
+import jax_grouped as jg
+from jax_grouped.backends import cuda
+from jax_grouped.backends.spec import NARROW_TYPES
+from tests.programs import lowered, struct
+
+SIZES = jnp.array([5, 0, 9, 1, 7, 10])  # 5 rows belong to no group.
+E, T, K, N = 6, 37, 32, 24
+
+
+def tokens(dtype: DTypeLike = jnp.bfloat16, features: int = K) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (T, features), dtype)
+
+
+def kernel(dtype: DTypeLike, shape: tuple[int, ...] = (E, K, N)) -> jax.Array:
+    numbers = 3 * jax.random.normal(jax.random.key(1), shape)
+    return (jnp.abs(numbers) if jnp.issubdtype(dtype, jnp.unsignedinteger) else numbers).astype(dtype)
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_CONVERTED_BYTES", 2 * K * N * 2)
+
+
+def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> jax.Array:
+    return jg.ragged_dot(x, kernel.astype(x.dtype), *more, **options)
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", NARROW_TYPES, ids=str)
+def test_the_product_is_that_of_the_converted_kernel(
+    dtype: np.dtype, x_dtype: DTypeLike, backend: str, two_at_once: None
+) -> None:
+    x, narrow = tokens(x_dtype), kernel(dtype)
+
+    y = jax.jit(lambda *arrays: jg.ragged_dot(*arrays))(x, narrow, SIZES)
+
+    assert y.dtype == x_dtype
+    np.testing.assert_array_equal(y, converted(x, narrow, SIZES))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: str, two_at_once: None) -> None:
+    x, narrow = tokens(), kernel(dtype)
+
+    def gradients(product: Any) -> Any:
+        y, pull_back = jax.vjp(lambda x, kernel: product(x, kernel, SIZES), x, narrow)
+        return jax.jit(pull_back)(jnp.sin(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+    (dx, dkernel), (expected_dx, expected_dkernel) = gradients(jg.ragged_dot), gradients(converted)
+
+    np.testing.assert_array_equal(dx, expected_dx)
+    if jnp.issubdtype(dtype, jnp.integer):
+        assert dkernel.dtype == jax.dtypes.float0
+    else:
+        assert dkernel.dtype == dtype
+        np.testing.assert_array_equal(dkernel.astype(jnp.float32), expected_dkernel.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("offset", [0, 3, -1, 2**31 - 1, -(2**31)])
+def test_kernels_of_some_groups_have_an_offset(offset: int, backend: str, two_at_once: None) -> None:
+    x, narrow = tokens(), kernel(jnp.int8, (4, K, N))
+    y = jg.ragged_dot(x, narrow, SIZES, group_offset=offset)
+    np.testing.assert_array_equal(y, converted(x, narrow, SIZES, group_offset=offset))
+
+
+@pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
+def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, two_at_once: None) -> None:
+    x, narrow = jnp.stack([tokens(), tokens()[::-1]]), kernel(jnp.int8)
+    narrow = narrow if kernel_axis is None else jnp.stack([narrow, -narrow])
+
+    y = jax.vmap(jg.ragged_dot, (0, kernel_axis, None))(x, narrow, SIZES)
+
+    np.testing.assert_array_equal(y, jax.vmap(converted, (0, kernel_axis, None))(x, narrow, SIZES))
+
+
+def test_sums_over_the_last_axis_and_over_tokens(backend: str, two_at_once: None) -> None:
+    over_last = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
+    over_tokens = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+    for rhs, dimensions in ((kernel(jnp.int8, (E, N, K)), over_last), (kernel(jnp.int8, (T, N)), over_tokens)):
+        y = jg.ragged_dot_general(tokens(), rhs, SIZES, dimensions)
+        expected = jg.ragged_dot_general(tokens(), rhs.astype(jnp.bfloat16), SIZES, dimensions)
+        np.testing.assert_array_equal(y, expected)
+
+
+def test_the_converted_kernel_is_never_a_whole_array() -> None:
+    groups, inputs, outputs = 64, 2048, 1536
+    arguments = struct((512, inputs)), struct((groups, inputs, outputs), jnp.int8), struct((groups,), jnp.int32)
+
+    def gradient(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jg.ragged_dot(x, *rest).astype(jnp.float32).sum())(x)
+
+    for function in (jg.ragged_dot, gradient):
+        text = lowered(function, *arguments)
+        assert f"tensor<{groups}x{inputs}x{outputs}xi8>" in text
+        assert f"{groups}x{inputs}x{outputs}xbf16" not in text
+        assert "tensor<4x2048x1536xbf16>" in text
