@@ -170,10 +170,14 @@ def apply_moe(
 
     `shared_expert` has the weights of both projections of the layer's own shared expert, or none.
     """
-    if unknown := {*(accumulate_into or {})} - {"gate_up", "down"}:
-        raise ValueError(f"accumulate_into has gradients of gate_up and down, got {sorted(unknown)}.")
-    gate_up = accumulating(gate_up, "gate_up", (accumulate_into or {}).get("gate_up"))
-    down = accumulating(down, "down", (accumulate_into or {}).get("down"))
+    names = ["gate_up", "down", *(["shared_gate_up", "shared_down"] if shared_expert else [])]
+    sums = accumulate_into or {}
+    if unknown := {*sums} - {*names}:
+        raise ValueError(f"accumulate_into has gradients of {' and '.join(names)}, got {sorted(unknown)}.")
+    gate_up, down, *shared_expert = (
+        accumulating(weights, name, sums.get(name))
+        for weights, name in zip((gate_up, down, *shared_expert), names, strict=True)
+    )
     x = as_array("x", x)
     tokens = _as_rows(x, num_features(x, "[..., K]"))
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)

@@ -146,8 +146,8 @@ class MoEMlp(nn.Module):
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
                 the layer's own, if it has one.
-            accumulate_into: gradients so far of the kernels of `gate_up`, `down` or both, by these names; as in
-                `GroupedDense`.
+            accumulate_into: gradients so far of kernels, by the names `gate_up`, `down`, and of a shared expert
+                `shared_gate_up`, `shared_down`, or some of these; as in `GroupedDense`.
 
         Returns:
             `[..., K]`, and the metrics.

@@ -232,8 +232,9 @@ def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[N
 
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["plain", "block"])
 def test_kernels_accumulate_into_what_is_given(recipe: jg.Recipe | None) -> None:
-    options = dict(OPTIONS, recipe=recipe)
+    options = dict(OPTIONS, recipe=recipe, shared_features=F)
     whole = jg.linen.MoEMlp(**options)
+    given = whole.init(jax.random.key(0), x())["params"] | params()
 
     def loss(params: Params, into: Any) -> jax.Array:
         return jnp.sum(jnp.sin(whole.apply({"params": params}, x(), accumulate_into=into)[0]))
@@ -241,18 +242,23 @@ def test_kernels_accumulate_into_what_is_given(recipe: jg.Recipe | None) -> None
     def loss_of(layer: jg.nnx.MoEMlp, into: Any) -> jax.Array:
         return jnp.sum(jnp.sin(layer(x(), accumulate_into=into)[0]))
 
-    into = {name: jnp.cos(params()[name]["kernel"]) for name in ("gate_up", "down")}
+    names = ("gate_up", "down", "shared_gate_up", "shared_down")
+    into = {name: jnp.cos(given[name]["kernel"]) for name in names}
 
-    got = jax.jit(jax.grad(loss))(params(), into)
-    of_nnx = nnx.jit(nnx.grad(loss_of))(nnx_layer(recipe=recipe), {"down": into["down"]})
+    got = jax.jit(jax.grad(loss))(given, into)
+    model = jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
+    jg.nnx.load_variables(model, {"params": given})
+    some = {name: into[name] for name in ("down", "shared_down")}
+    of_nnx = nnx.jit(nnx.grad(loss_of))(model, some)
 
-    plain = jax.jit(jax.grad(loss))(params(), None)
+    plain = jax.jit(jax.grad(loss))(given, None)
     for name, sums in into.items():
         expected = plain[name]["kernel"] + sums
         np.testing.assert_allclose(got[name]["kernel"], expected, rtol=1e-5, atol=1e-5)
+        of_some = (got if name in some else plain)[name]["kernel"]
+        np.testing.assert_allclose(of_nnx[name]["kernel"][...], of_some, rtol=1e-5, atol=1e-5)
+    for name in ("gate_up", "down"):
         np.testing.assert_array_equal(got[name]["bias"], plain[name]["bias"])
-    np.testing.assert_allclose(of_nnx["down"]["kernel"][...], got["down"]["kernel"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_nnx["gate_up"]["kernel"][...], plain["gate_up"]["kernel"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
