@@ -26,14 +26,14 @@ class LanguageModel(NamedTuple):
     Attributes:
         init: makes the variables, from a key; the whole ones, on however many devices it is used.
         apply: `(variables, tokens int[B, S], cache, is_first_microbatch)` to the logits of the bytes after them,
-            `f32[B, S, 256]`, the balance loss `f32[]`, and the cache for the microbatches that follow. As in
-            `jax_grouped.linen.MoEMlp`, `is_first_microbatch` may be a boolean on the device, or None to leave the cache
-            alone. Without a cache it must be True or None.
+            `f32[B, S, 256]`, the metrics of the blocks, and the cache for the microbatches that follow. As
+            in `jax_grouped.linen.MoEMlp`, `is_first_microbatch` may be a boolean on the device, or None to leave the
+            cache alone. Without a cache it must be True or None.
         shares_kernels: true if there is a cache; `is_first_microbatch` must be None if not.
     """
 
     init: Callable[[jax.Array], Variables]
-    apply: Callable[..., tuple[jax.Array, jax.Array, Cache]]
+    apply: Callable[..., tuple[jax.Array, moe_lm.BlockMetrics, Cache]]
     shares_kernels: bool
 
 
@@ -45,6 +45,7 @@ def language_model(s: Settings, *, expert_axis: str | None = None, batch_axes: S
         num_experts=s.experts,
         top_k=s.top_k,
         hidden_features=s.d_ff,
+        capacity_factor=s.capacity_factor,
         recipe=recipe,
         cache_kernel=shares_kernels,
         expert_axis=expert_axis,
@@ -64,10 +65,10 @@ def _linen(sizes: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def apply(variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None) -> Any:
         stored = {} if cache is None else {collection: cache}
-        (logits, balance_loss), changed = model.apply(
+        (logits, metrics), changed = model.apply(
             {**variables, **stored}, tokens, is_first_microbatch=is_first_microbatch, mutable=[collection]
         )
-        return logits, balance_loss, changed.get(collection)
+        return logits, metrics, changed.get(collection)
 
     return init, apply
 
@@ -96,7 +97,7 @@ def _nnx(sizes: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         else:
             nnx.replace_by_pure_dict(caches, cache)
         model = nnx.merge(graph, fp8, params, caches)
-        logits, balance_loss = model(tokens, is_first_microbatch=is_first_microbatch)
-        return logits, balance_loss, nnx.to_pure_dict(nnx.state(model, jg.nnx.KernelCacheVariable)) or None
+        logits, metrics = model(tokens, is_first_microbatch=is_first_microbatch)
+        return logits, metrics, nnx.to_pure_dict(nnx.state(model, jg.nnx.KernelCacheVariable)) or None
 
     return init, apply

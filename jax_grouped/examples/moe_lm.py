@@ -1,7 +1,7 @@
 """A causal transformer language model over bytes whose feed-forward layers are mixtures of experts, in Flax linen."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,6 +12,28 @@ import jax_grouped as jg
 
 #: Every byte is a token.
 VOCABULARY = 256
+
+
+class BlockMetrics(NamedTuple):
+    """What a mixture of experts has done, of one block or, stacked, of all `L` of them.
+
+    Attributes:
+        balance_loss: `f32[]`, see `jax_grouped.moe.load_balancing_loss`.
+        expert_load: `int32[E]`, pairs of a token and an expert, per expert.
+        dropped: `int32[]`, pairs that found no room.
+        amax: `f32[]`, the largest absolute value of the tokens that go to the experts.
+    """
+
+    balance_loss: jax.Array
+    expert_load: jax.Array
+    dropped: jax.Array
+    amax: jax.Array
+
+
+def block_metrics(x: jax.Array, metrics: jg.moe.MoEMetrics) -> BlockMetrics:
+    """Returns the metrics of a block whose experts got these tokens."""
+    amax = jnp.max(jnp.abs(jax.lax.stop_gradient(x))).astype(jnp.float32)
+    return BlockMetrics(metrics.balance_loss, metrics.expert_load, metrics.dropped, amax)
 
 
 def embed(tokens: jax.Array, table: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -71,10 +93,10 @@ class MoELanguageModel(nn.Module):
     @nn.compact
     def __call__(
         self, tokens: jax.Array, *, is_first_microbatch: ArrayLike | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the mean balance loss."""
+    ) -> tuple[jax.Array, BlockMetrics]:
+        """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the blocks' metrics."""
         x = embed(tokens, nn.Embed(VOCABULARY, self.d_model, name="embed").embedding, self.dtype)
-        balance_losses = []
+        blocks = []
         for layer in range(self.num_layers):
             attention = CausalAttention(self.num_heads, self.dtype, name=f"attention_{layer}")
             x = x + attention(nn.RMSNorm(dtype=self.dtype, name=f"attention_norm_{layer}")(x))
@@ -82,7 +104,7 @@ class MoELanguageModel(nn.Module):
             normed = nn.RMSNorm(dtype=self.dtype, name=f"experts_norm_{layer}")(x)
             y, metrics = experts(normed, is_first_microbatch=is_first_microbatch)
             x = x + y
-            balance_losses.append(metrics.balance_loss)
+            blocks.append(block_metrics(normed, metrics))
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
         logits = nn.Dense(VOCABULARY, use_bias=False, dtype=self.dtype, name="logits")(x)
-        return logits.astype(jnp.float32), jnp.mean(jnp.stack(balance_losses))
+        return logits.astype(jnp.float32), jax.tree.map(lambda *each: jnp.stack(each), *blocks)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 import jax_grouped as jg
-from jax_grouped.examples.moe_lm import VOCABULARY, causal_attention, embed
+from jax_grouped.examples.moe_lm import VOCABULARY, BlockMetrics, block_metrics, causal_attention, embed
 
 
 class CausalAttention(nnx.Module):
@@ -34,11 +34,12 @@ class Block(nnx.Module):
         self.experts_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
         self.experts = experts
 
-    def __call__(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-        """Returns `[B, S, D]` and the balance loss."""
+    def __call__(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> tuple[jax.Array, BlockMetrics]:
+        """Returns `[B, S, D]` and the block's metrics."""
         x = x + self.attention(self.attention_norm(x))
-        y, metrics = self.experts(self.experts_norm(x), is_first_microbatch=is_first_microbatch)
-        return x + y, metrics.balance_loss
+        normed = self.experts_norm(x)
+        y, metrics = self.experts(normed, is_first_microbatch=is_first_microbatch)
+        return x + y, block_metrics(normed, metrics)
 
 
 class MoELanguageModel(nnx.Module):
@@ -66,12 +67,12 @@ class MoELanguageModel(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, *, is_first_microbatch: ArrayLike | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the mean balance loss."""
+    ) -> tuple[jax.Array, BlockMetrics]:
+        """Maps bytes `int[B, S]` to the logits of the bytes after them, `f32[B, S, 256]`, and the blocks' metrics."""
         x = embed(tokens, self.embed.embedding[...], self.dtype)
-        balance_losses = []
+        metrics = []
         for block in self.blocks:
-            x, balance_loss = block(x, is_first_microbatch)
-            balance_losses.append(balance_loss)
+            x, of_block = block(x, is_first_microbatch)
+            metrics.append(of_block)
         logits = self.logits(self.norm(x))
-        return logits.astype(jnp.float32), jnp.mean(jnp.stack(balance_losses))
+        return logits.astype(jnp.float32), jax.tree.map(lambda *each: jnp.stack(each), *metrics)

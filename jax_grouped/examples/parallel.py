@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from jax_grouped.examples.model import LanguageModel, Variables, language_model
 from jax_grouped.examples.settings import Devices, Settings
-from jax_grouped.examples.step import create_state, gradients_and_loss, mean_held_out_loss
+from jax_grouped.examples.step import (
+    StepMetrics,
+    apply_gradients,
+    create_state,
+    gradients_and_metrics,
+    mean_held_out_loss,
+)
 
 #: Mesh axes. Batches are split over both, experts over the second.
 DATA, EXPERT = "data", "expert"
@@ -34,7 +40,7 @@ class Programs(NamedTuple):
 
     Attributes:
         initialise: makes the state before the first step.
-        take_step: `(state, batch)` to the next state and the loss in nats per byte, `f32[]`, before the step.
+        take_step: `(state, batch)` to the next state and the metrics of the step.
         held_out_loss: `(state, batch)` to the loss in nats per byte.
         split: `uint8[N, S + 1]` windows as `batch`: in microbatches, and these over devices where that is an axis.
         state: shapes, types and shardings of the state.
@@ -74,9 +80,8 @@ def programs(settings: Settings, devices: Devices) -> Programs:
 
 
 def _on_one_device(model: LanguageModel, _mesh: Mesh, _state: TrainState) -> _Pair:
-    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        gradients, loss = gradients_and_loss(model, state.params, batch, devices=1)
-        return state.apply_gradients(grads=gradients), loss
+    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
+        return apply_gradients(state, *gradients_and_metrics(model, state.params, batch, devices=1))
 
     def held_out_loss(state: TrainState, batch: jax.Array) -> jax.Array:
         return mean_held_out_loss(model, state.params, batch)
@@ -87,10 +92,10 @@ def _on_one_device(model: LanguageModel, _mesh: Mesh, _state: TrainState) -> _Pa
 def _with_pmap(model: LanguageModel, mesh: Mesh, _state: TrainState) -> _Pair:
     """Gives every device the whole state, and its own part of the batch."""
 
-    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        gradients, loss = gradients_and_loss(model, state.params, batch, mesh.size)
+    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
+        gradients, metrics = gradients_and_metrics(model, state.params, batch, mesh.size)
         gradients = jg.reduce_gradients(gradients, DATA, mean=False)
-        return state.apply_gradients(grads=gradients), jax.lax.psum(loss, DATA)
+        return apply_gradients(state, gradients, _of_all(metrics, DATA))
 
     def held_out_loss(state: TrainState, batch: jax.Array) -> jax.Array:
         return jax.lax.pmean(mean_held_out_loss(model, state.params, batch), DATA)
@@ -104,13 +109,13 @@ def _with_pmap(model: LanguageModel, mesh: Mesh, _state: TrainState) -> _Pair:
 def _with_expert_parallelism(model: LanguageModel, mesh: Mesh, state: TrainState) -> _Pair:
     """Gives every device its experts, everything of the other layers, and its own part of the batch."""
 
-    def local_gradients(variables: Variables, batch: jax.Array) -> tuple[Variables, jax.Array]:
+    def local_gradients(variables: Variables, batch: jax.Array) -> tuple[Variables, StepMetrics]:
         # As copies that may differ, parameters have gradients that are added up after the last microbatch, not in each.
         variables = jax.tree.map_with_path(
             lambda path, x: jax.lax.pcast(x, DATA if _is_split(path) else BOTH, to="varying"), variables
         )
-        gradients, loss = gradients_and_loss(model, variables, batch, mesh.size)
-        return _reduced(gradients), jax.lax.psum(loss, BOTH)
+        gradients, metrics = gradients_and_metrics(model, variables, batch, mesh.size)
+        return _reduced(gradients), _of_all(metrics, BOTH)
 
     def local_held_out_loss(variables: Variables, batch: jax.Array) -> jax.Array:
         return jax.lax.pmean(mean_held_out_loss(model, variables, batch), BOTH)
@@ -118,10 +123,9 @@ def _with_expert_parallelism(model: LanguageModel, mesh: Mesh, state: TrainState
     specs = jax.tree.map(lambda x: x.sharding.spec, state.params)
     sharded = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(None, BOTH)))
 
-    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+    def take_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
         # The optimizer sees whole arrays: so the norm by which gradients are clipped is that of all experts.
-        gradients, loss = sharded(local_gradients, out_specs=(specs, P()))(state.params, batch)
-        return state.apply_gradients(grads=gradients), loss
+        return apply_gradients(state, *sharded(local_gradients, out_specs=(specs, P()))(state.params, batch))
 
     def held_out_loss(state: TrainState, batch: jax.Array) -> jax.Array:
         return sharded(local_held_out_loss, out_specs=P())(state.params, batch)
@@ -138,6 +142,12 @@ def _with_expert_parallelism(model: LanguageModel, mesh: Mesh, state: TrainState
         ),
         jax.jit(held_out_loss, in_shardings=inputs, out_shardings=whole, compiler_options=COPY_ENGINES),
     )
+
+
+def _of_all(metrics: StepMetrics, axes: str | tuple[str, ...]) -> StepMetrics:
+    """Returns the metrics of the devices along these axes, combined."""
+    add, largest = (functools.partial(of, axis_name=axes) for of in (jax.lax.psum, jax.lax.pmax))
+    return metrics.combined(add, largest)
 
 
 def _is_split(path: Any) -> bool:

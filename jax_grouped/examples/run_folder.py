@@ -1,4 +1,4 @@
-"""The folder of a training run: settings, losses and checkpoints, kept so that the run can be continued."""
+"""The folder of a training run: settings, losses, metrics and checkpoints, kept so that the run can be continued."""
 
 import contextlib
 import hashlib
@@ -11,10 +11,10 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from flax.training.train_state import TrainState
 
 from jax_grouped.examples.loss_curve import HEADER, Losses, draw, lines_of, read_losses
+from jax_grouped.examples.metrics import Metrics, draw_load, line_of, read_metrics
 from jax_grouped.examples.settings import Settings, UsageError
 
 #: Older checkpoints are deleted.
@@ -29,6 +30,8 @@ CHECKPOINTS_KEPT = 2
 
 #: A file in each checkpoint, with the checksums of the others.
 _CHECKSUMS = "sha256.json"
+
+_Row = TypeVar("_Row")
 
 
 class Start(NamedTuple):
@@ -53,14 +56,21 @@ class RunFolder:
     Attributes:
         path: the folder.
         csv_path, plot_path: the loss curve, as rows and as a picture.
+        metrics_path, load_path: the metrics, as lines of JSON, and a picture of the experts' load.
+        events_path: the folder of TensorBoard's event files.
         rows: the rows of the loss curve.
+        metrics: the metrics of the steps after which the model was evaluated.
     """
 
     def __init__(self, path: str):
         self.path = Path(path)
         self.csv_path = self.path / "loss.csv"
         self.plot_path = self.path / "loss.png"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.load_path = self.path / "load.png"
+        self.events_path = self.path / "tensorboard"
         self.rows: list[Losses] = []
+        self.metrics: list[Metrics] = []
         self._settings_path = self.path / "settings.json"
         self._checkpoints_path = self.path / "checkpoints"
 
@@ -87,7 +97,8 @@ class RunFolder:
 
     def check_empty(self) -> None:
         """Raises a UsageError if there is a run in the folder, or anything with the name of its files."""
-        for path in (self._settings_path, self._checkpoints_path, self.csv_path, self.plot_path):
+        results = self.csv_path, self.plot_path, self.metrics_path, self.load_path, self.events_path
+        for path in (self._settings_path, self._checkpoints_path, *results):
             if os.path.lexists(path):
                 raise UsageError(f"--out: {path} exists already: continue that run with --resume, or name a new folder")
 
@@ -96,7 +107,7 @@ class RunFolder:
         with _writing(self.path):
             self._checkpoints_path.mkdir()
             self._record(settings, text_sha256)
-            self.extend([])
+            self.extend()
 
     def latest_step(self) -> int:
         """Returns the step of the latest checkpoint. Raises a UsageError if there is none."""
@@ -120,13 +131,13 @@ class RunFolder:
             ) from None
 
     def restore(self, like: TrainState) -> Start:
-        """Reads the latest checkpoint that can be read, and the losses up to it; nothing on disk changes.
+        """Reads the latest checkpoint that can be read, and losses and metrics up to it; nothing on disk changes.
 
         Args:
             like: the structure, shapes, types and shardings of the state that was saved.
 
         Raises:
-            UsageError: no checkpoint can be read, or the losses cannot.
+            UsageError: no checkpoint can be read, or the losses or the metrics cannot.
         """
         unreadable: dict[int, str] = {}
         for step in reversed(self._steps()):
@@ -143,23 +154,14 @@ class RunFolder:
                 # Orbax has no error of its own for files that are damaged.
                 unreadable[step] = _reason(error)
             else:
-                self.rows = self._read_rows(step)
+                self.rows = _read("losses", self.csv_path, read_losses, step)
+                self.metrics = _read("metrics", self.metrics_path, read_metrics, step)
                 return Start(step, state, unreadable)
         reasons = "; ".join(f"of step {step}: {reason}" for step, reason in unreadable.items())
         raise UsageError(f"--resume: no checkpoint in {self._checkpoints_path} can be read ({reasons})")
 
-    def _read_rows(self, step: int) -> list[Losses]:
-        if not self.csv_path.exists():
-            return []
-        try:
-            return read_losses(self.csv_path, step)
-        except (OSError, UsageError) as error:
-            reason = error if isinstance(error, UsageError) else f"cannot read {self.csv_path}: {error.strerror}"
-            remedy = "restore it, or move it away to continue without the losses so far"
-            raise UsageError(f"--resume: {reason}; {remedy}") from None
-
     def resume(self, settings: Settings, text_sha256: str, start: Start) -> Path | None:
-        """Records the settings, and sets checkpoints and losses back to the start.
+        """Records the settings, and sets checkpoints, losses and metrics back to the start.
 
         Returns:
             The new folder of the checkpoints that cannot be read, or None if there are none.
@@ -171,26 +173,34 @@ class RunFolder:
                 for step in start.unreadable:
                     self.checkpoint_path(step).rename(moved / str(step))
             self._record(settings, text_sha256)
-            self.extend([])
+            self.extend()
         return moved
 
     def _record(self, settings: Settings, text_sha256: str) -> None:
         text = json.dumps({**settings.recorded(), "text_sha256": text_sha256}, indent=2)
         _replace(self._settings_path, f"{text}\n".encode())
 
-    def extend(self, rows: list[Losses]) -> None:
-        """Adds rows to the loss curve."""
-        rows = self.rows + rows
-        with _writing(self.csv_path):
-            _replace(self.csv_path, (HEADER + lines_of(rows)).encode())
-        self.rows = rows
+    def extend(self, rows: Sequence[Losses] = (), metrics: Sequence[Metrics] = ()) -> None:
+        """Adds rows to the loss curve, and metrics."""
+        rows, metrics = [*self.rows, *rows], [*self.metrics, *metrics]
+        texts = {self.csv_path: HEADER + lines_of(rows)}
+        if metrics or self.metrics_path.exists():
+            texts[self.metrics_path] = "".join(map(line_of, metrics))
+        for path, text in texts.items():
+            with _writing(path):
+                _replace(path, text.encode())
+        self.rows, self.metrics = rows, metrics
 
     def plot(self, title: str) -> None:
-        """Draws the loss curve."""
-        picture = io.BytesIO()
-        draw(self.rows, title).savefig(picture, dpi=150)
-        with _writing(self.plot_path):
-            _replace(self.plot_path, picture.getvalue())
+        """Draws the loss curve, and the load of the experts where metrics have been kept."""
+        pictures = {self.plot_path: draw(self.rows, title)}
+        if self.metrics:
+            pictures[self.load_path] = draw_load(self.metrics, title)
+        for path, figure in pictures.items():
+            picture = io.BytesIO()
+            figure.savefig(picture, dpi=150)
+            with _writing(path):
+                _replace(path, picture.getvalue())
 
     def checkpoint_path(self, step: int) -> Path:
         """Returns the path of the checkpoint of a step."""
@@ -244,6 +254,18 @@ class RunFolder:
     def _record_files(self) -> None:
         for unfinished in self._checkpoints_path.glob("*.orbax-checkpoint-tmp*"):
             _replace(unfinished / _CHECKSUMS, json.dumps(_checksums(unfinished), indent=2).encode())
+
+
+def _read(what: str, path: Path, reader: Callable[[Path, int], list[_Row]], step: int) -> list[_Row]:
+    """Returns what the file of a run holds up to a step; nothing if there is no file."""
+    if not path.exists():
+        return []
+    try:
+        return reader(path, step)
+    except (OSError, UsageError) as error:
+        reason = error if isinstance(error, UsageError) else f"cannot read {path}: {error.strerror}"
+        remedy = f"restore it, or move it away to continue without the {what} so far"
+        raise UsageError(f"--resume: {reason}; {remedy}") from None
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -25,8 +25,10 @@ CHANGEABLE = ("steps", "eval_every", "save_every", "parallel", "devices", "exper
 _DESCRIPTION = """\
 Train a byte-level transformer whose feed-forward layers are mixtures of experts, each a MoEMlp of jax_grouped.
 
-On a CPU the default sizes train for about a minute. The run's folder receives loss.csv, loss.png, settings.json and
-checkpoints/. A new run never overwrites an earlier one: it ends at once where one of these exists.
+On a CPU the default sizes train for about a minute. The run's folder receives loss.csv and loss.png; settings.json and
+checkpoints/; metrics.jsonl, with the gradient norm and, per block, the balance loss, the load of the experts, the part
+of dropped pairs and the largest value of the tokens that go to the experts; and load.png, a picture of that load.
+A new run never overwrites an earlier one: it ends at once where one of these exists.
 Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint; --resume continues it.
 """
 
@@ -69,6 +71,12 @@ class Settings:
     )
     steps: int = _option(250, "optimizer steps, counted from the start of the run")
     eval_every: int = _option(50, "steps between evaluations of the held-out loss")
+    log: str = _option(
+        "files",
+        "files: those above. tensorboard: the folder tensorboard/ too, with losses and metrics as events",
+        choices=("files", "tensorboard"),
+    )
+    sample: int = _option(200, "bytes of text that the trained model writes in the end; 0 for none")
     save_every: int = _option(100, "steps between checkpoints; the last step is always saved")
     layer: str = _option("linen", "Flax's API of the model: moe_lm.py or moe_lm_nnx.py", choices=("linen", "nnx"))
     recipe: str = _option(
@@ -108,11 +116,17 @@ class Settings:
     heads: int = _option(4, "attention heads per block")
     experts: int = _option(8, "experts per block")
     top_k: int = _option(2, "experts that each token uses")
+    capacity_factor: float | None = _option(
+        None,
+        "room for rows on each device, in multiples of an even share; pairs of a token and an expert beyond it are "
+        "dropped (default: room for all)",
+        float,
+    )
     d_ff: int = _option(None, "features inside an expert (default: the multiple of 16 nearest to 4/3 * d_model)", int)
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that a run's folder keeps, to resume with: not those of one process."""
-        of_process = ("out", "resume", "scaling")
+        of_process = ("out", "resume", "scaling", "log", "sample")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_process}
 
 
@@ -195,12 +209,13 @@ def _check(rules: Iterable[tuple[Any, str]]) -> None:
 
 def _ranges(values: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:
     for name, value in values.items():
-        least = 0 if name in ("seed", "cool_down") else 1
+        least = 0 if name in ("seed", "cool_down", "sample") else 1
         yield type(value) is int and value < least, f"{_flag(name)} must be at least {least}, got {value}"
         yield value == "", f"{_flag(name)} must not be empty"
-    rate, seed = values["learning_rate"], values["seed"]
+    rate, seed, room = values["learning_rate"], values["seed"], values["capacity_factor"]
     yield seed >= 2**31, f"--seed must be at most 2147483647, got {seed}"
     yield rate is not None and not 0 < rate < math.inf, f"--learning-rate must be a positive number, got {rate}"
+    yield room is not None and not 0 < room < math.inf, f"--capacity-factor must be a positive number, got {room}"
 
 
 def _rules(s: Settings) -> Iterable[tuple[Any, str]]:

@@ -1,13 +1,15 @@
 """Trains a byte-level mixture-of-experts language model: `python3 -m jax_grouped.examples.train_moe --help`.
 
-The modules: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`. `step` is the work of one device,
-`parallel` divides it between devices, and `training` is the loop. `text_data` reads the text, `run_folder` and
-`loss_curve` keep the files of a run, `stopping` handles signals, and `settings` parses the command line.
+The modules: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`, and `sample` has it write.
+`step` is the work of one device, `parallel` divides it between devices, and `training` is the loop. `text_data` reads
+the text; `run_folder`, `loss_curve`, `metrics` and `events` keep the files of a run, `stopping` handles signals, and
+`settings` parses the command line.
 """
 
 import functools
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -71,7 +73,12 @@ def _run(argv: Sequence[str] | None, stop: Stop) -> None:
         print(
             f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}", flush=True
         )
-        _report(folder, settings.steps, training.train(run, corpus, folder, stop))
+        trained = training.train(run, corpus, folder, stop)
+        _report(folder, settings.steps, trained.bytes_per_second)
+    if settings.sample:
+        prompt, text = training.sample(run, corpus, trained.state)
+        print(f"sample, after a held-out text that ends in {prompt!r}:")
+        print(textwrap.indent(text, "    "))
     if settings.scaling:
         scaling = training.measure_scaling(run, corpus)
         print(
@@ -103,6 +110,7 @@ def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> N
     else:
         print(f"speed: {bytes_per_second:,.0f} bytes (tokens) per second")
     print(f"curve: {folder.plot_path} and {folder.csv_path}")
+    print(f"metrics: {folder.metrics_path}, and the load of the experts {folder.load_path}")
     print(f"checkpoint: {folder.checkpoint_path(step)}")
 
 

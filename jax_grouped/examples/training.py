@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,10 +12,15 @@ from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 from jax_grouped.__main__ import choose_backend
+from jax_grouped.examples.events import events
 from jax_grouped.examples.loss_curve import Losses, train_points
+from jax_grouped.examples.metrics import Metrics, metrics_of
+from jax_grouped.examples.model import language_model
 from jax_grouped.examples.parallel import Programs, programs
 from jax_grouped.examples.run_folder import RunFolder, Start
+from jax_grouped.examples.sample import continuation, printable
 from jax_grouped.examples.settings import Devices, Settings, UsageError
+from jax_grouped.examples.step import StepMetrics
 from jax_grouped.examples.stopping import InterruptionError, Stop
 from jax_grouped.examples.text_data import Corpus, even_windows, random_windows
 
@@ -98,7 +103,7 @@ class Compiled(NamedTuple):
     """The programs of a run, ready to execute.
 
     Attributes:
-        take_step: `(state, batch)` to the next state and the loss before the step.
+        take_step: `(state, batch)` to the next state and the metrics of the step.
         held_out_loss: a state to the held-out loss.
     """
 
@@ -106,13 +111,22 @@ class Compiled(NamedTuple):
     held_out_loss: Callable[[TrainState], float]
 
 
-def train(run: Run, corpus: Corpus, folder: RunFolder, stop: Stop) -> float | None:
+class Trained(NamedTuple):
+    """The end of a run.
+
+    Attributes:
+        state: the state after the last step.
+        bytes_per_second: trained on, not counting compilation, evaluation and files; None if no step was left to take.
+    """
+
+    state: TrainState
+    bytes_per_second: float | None
+
+
+def train(run: Run, corpus: Corpus, folder: RunFolder, stop: Stop) -> Trained:
     """Trains to step `settings.steps` and keeps `folder` current; with `settings.resume`, from its latest checkpoint.
 
     No file of the run changes before all is compiled. Until then a signal ends the process at once.
-
-    Returns:
-        Bytes trained on per second, not counting compilation, evaluation and files; None if there was no step to take.
 
     Raises:
         InterruptionError: a signal has asked for it; the last step is saved.
@@ -122,7 +136,7 @@ def train(run: Run, corpus: Corpus, folder: RunFolder, stop: Stop) -> float | No
     if run.settings.resume:
         start = folder.restore(run.programs.state)
         if start.step >= run.settings.steps:
-            return None
+            return Trained(start.state, None)
     print("compiling, which can take minutes", flush=True)
     compiled = _compile(run, corpus)
     start = start or Start(0, run.programs.initialise())
@@ -150,40 +164,56 @@ def _open(folder: RunFolder, run: Run, corpus: Corpus, start: Start) -> None:
     print(f"note: resuming at step {start.step}", flush=True)
 
 
-def _train(run: Run, compiled: Compiled, start: Start, corpus: Corpus, folder: RunFolder, stop: Stop) -> float:
+def _train(run: Run, compiled: Compiled, start: Start, corpus: Corpus, folder: RunFolder, stop: Stop) -> Trained:
     """Takes the steps, as `train` says."""
     settings, step, state = run.settings, start.step, start.state
     batches = _batches(run, corpus)
-    if step == 0:
-        folder.extend([Losses(0, None, compiled.held_out_loss(state))])
-
     seconds, signal = 0.0, None
     size = settings.batch * settings.sequence
     done, total = step * size, settings.steps * size
     progress = tqdm(
         desc=_steps(done, total, size), initial=done, total=total, unit="byte", unit_scale=True, dynamic_ncols=True
     )
-    with folder.saving() as save, progress as bar:
+    events_path = folder.events_path if settings.log == "tensorboard" else None
+    with folder.saving() as save, progress as bar, events(events_path, step) as log:
+
+        def keep(rows: Sequence[Losses], metrics: Sequence[Metrics] = ()) -> None:
+            folder.extend(rows, metrics)
+            log.losses(rows)
+            log.metrics(metrics)
+
+        if step == 0:
+            keep([Losses(0, None, compiled.held_out_loss(state))])
         while step < settings.steps and signal is None:
             planned = range(step, _next_stop(step, settings))
             started = time.perf_counter()
-            state, losses = _advance(compiled.take_step, state, map(batches, planned), bar, size, stop)
+            state, losses, shown = _advance(compiled.take_step, state, map(batches, planned), bar, size, stop)
             seconds += time.perf_counter() - started
 
             # Read once for all that follows: a signal can come at any time.
             signal = stop.signal
             rows = [Losses(number, loss, None) for number, loss in enumerate(losses, start=step + 1)]
             step += len(losses)
+            metrics = []
             if _is_due(step, settings.eval_every, settings):
+                metrics = [metrics_of(step, jax.device_get(shown))]
                 rows[-1] = rows[-1]._replace(held_out=compiled.held_out_loss(state))
                 bar.write(f"step {step}: loss {rows[-1].train:.3f}, held-out loss {rows[-1].held_out:.3f}")
-            folder.extend(rows)
+            keep(rows, metrics)
             if signal or _is_due(step, settings.save_every, settings):
                 save(step, state)
                 folder.plot(f"MoE language model: {run.model}\n{run.placement}")
     if signal:
         raise InterruptionError(signal, step)
-    return (step - start.step) * size / seconds
+    return Trained(state, (step - start.step) * size / seconds)
+
+
+def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
+    """Returns the last line of a held-out text, and what the model of a state predicts after it."""
+    prompt = corpus.held_out[: run.settings.sequence]
+    variables = jax.device_put(state.params, jax.devices()[0])
+    text = continuation(language_model(run.settings), variables, prompt, run.settings.sample, run.settings.seed)
+    return printable(prompt).splitlines()[-1], text
 
 
 def _batches(run: Run, corpus: Corpus) -> Callable[[int], np.ndarray]:
@@ -218,12 +248,16 @@ def _advance(
     bar: tqdm,
     size: int,
     stop: Stop,
-) -> tuple[TrainState, list[float]]:
-    """Takes a step per batch of `size` bytes, none after a signal; returns the next state and the loss of each step."""
+) -> tuple[TrainState, list[float], StepMetrics]:
+    """Takes a step per batch of `size` bytes, none after a signal.
+
+    Returns:
+        The next state, the loss of each step, and the metrics of the last one.
+    """
     losses: list[jax.Array] = []
     for batch in batches:
-        state, loss = take_step(state, batch)
-        losses.append(loss)
+        state, metrics = take_step(state, batch)
+        losses.append(metrics.loss)
         if len(losses) > 1:
             # Reading the loss of the step before leaves the device with one to work on.
             bar.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
@@ -231,7 +265,7 @@ def _advance(
         bar.update(size)
         if stop.signal is not None:
             break
-    return state, [float(loss) for loss in losses]
+    return state, [float(loss) for loss in losses], metrics
 
 
 class Scaling(NamedTuple):
@@ -263,10 +297,10 @@ def measure_scaling(run: Run, corpus: Corpus) -> Scaling:
 def _bytes_per_second(run: Run, corpus: Corpus) -> float:
     take_step = run.step.compile()
     batches = list(map(_batches(run, corpus), range(1 + SCALING_STEPS)))
-    state, loss = take_step(run.programs.initialise(), batches[0])
-    jax.block_until_ready(loss)
+    state, metrics = take_step(run.programs.initialise(), batches[0])
+    jax.block_until_ready(metrics)
     started = time.perf_counter()
     for batch in batches[1:]:
-        state, loss = take_step(state, batch)
+        state, metrics = take_step(state, batch)
     jax.block_until_ready(state)
     return SCALING_STEPS * run.settings.batch * run.settings.sequence / (time.perf_counter() - started)

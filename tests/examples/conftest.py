@@ -46,7 +46,9 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of 12 steps on one device, and what the run printed."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    status, out, err = run("--data", text_file, "--out", folder, "--steps", 12, *TINY)
+    status, out, err = run(
+        "--data", text_file, "--out", folder, "--steps", 12, *TINY, "--sample", 20, "--log", "tensorboard"
+    )
     assert status == 0, err
     return folder, out
 

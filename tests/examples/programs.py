@@ -16,7 +16,7 @@ from jax_grouped.examples.train_moe import main
 
 TINY = shlex.split(
     "--d-model 32 --layers 1 --heads 2 --experts 4 --batch 8 --sequence 32 --learning-rate 0.01 "
-    "--eval-every 3 --save-every 4"
+    "--eval-every 3 --save-every 4 --sample 0"
 )
 
 

@@ -190,9 +190,12 @@ def test_settings_of_another_model_are_told_from_damage(finished_copy: Path) -> 
     assert files_in(finished_copy) == before
 
 
-@pytest.mark.parametrize("content", ["", "something,else\n1,2\n", None], ids=["empty", "another table", "folder"])
-def test_a_damaged_curve_is_named_and_nothing_changes(content: str | None, finished_copy: Path) -> None:
-    file = finished_copy / "loss.csv"
+@pytest.mark.parametrize("content", ["{}\n", "something,else\n1,2\n", None], ids=["empty", "another table", "folder"])
+@pytest.mark.parametrize(("name", "what"), [("loss.csv", "losses"), ("metrics.jsonl", "metrics")])
+def test_a_damaged_record_is_named_and_nothing_changes(
+    name: str, what: str, content: str | None, finished_copy: Path
+) -> None:
+    file = finished_copy / name
     file.unlink()
     if content is None:
         file.mkdir()
@@ -204,7 +207,7 @@ def test_a_damaged_curve_is_named_and_nothing_changes(content: str | None, finis
 
     assert status == 2
     assert str(file) in err
-    assert err.endswith("; restore it, or move it away to continue without the losses so far\n")
+    assert err.endswith(f"; restore it, or move it away to continue without the {what} so far\n")
     assert err.count("\n") == 1
     assert files_in(finished_copy) == before
 
@@ -227,7 +230,7 @@ def test_a_curve_that_lacks_steps_goes_on(kept: int, finished: tuple[Path, str],
     assert ("held-out loss before" in out) == bool(kept)
 
 
-@pytest.mark.parametrize("name", ["settings.json", "checkpoints", "loss.csv", "loss.png"])
+@pytest.mark.parametrize("name", ["settings.json", "checkpoints", "loss.csv", "load.png", "tensorboard"])
 def test_a_new_run_is_refused_by_a_folder_that_has_its_files(name: str, text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / name).symlink_to("elsewhere")

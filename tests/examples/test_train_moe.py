@@ -4,16 +4,21 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from flax.training.train_state import TrainState
+from tensorboardX.proto import event_pb2
 
 from jax_grouped.examples import step, training
+from jax_grouped.examples.loss_curve import read_losses
+from jax_grouped.examples.metrics import read_metrics
 from jax_grouped.examples.parallel import programs
 from jax_grouped.examples.settings import Devices, parse
 from tests.examples.programs import TINY, files_in, prepared, read_rows, run
@@ -54,8 +59,74 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
     assert f"held-out loss after: {after:.3f} nats per byte" in out
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
-    for path in ("loss.png", "loss.csv", "checkpoints/12"):
+    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+    for path in ("loss.png", "loss.csv", "metrics.jsonl", "load.png", "checkpoints/12"):
         assert str(folder / path) in out
+
+
+def test_a_run_shows_its_metrics(finished: tuple[Path, str]) -> None:
+    metrics = read_metrics(finished[0] / "metrics.jsonl")
+
+    assert [row.step for row in metrics] == [3, 6, 9, 12]
+    for row in metrics:
+        assert np.shape(row.expert_load) == (1, 4)
+        assert np.sum(row.expert_load) == pytest.approx(1)
+        assert 0.9 < row.balance_loss[0] < 4
+        assert row.dropped == [0]
+        assert 1 < row.amax[0] < 100, "tokens have a norm of 1 per value"
+        assert row.gradient_norm > 0
+
+
+def test_tensorboard_gets_losses_and_metrics(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    shown = scalars(folder / "tensorboard")
+
+    losses = read_losses(folder / "loss.csv")
+    assert shown["loss/train"] == pytest.approx({row.step: row.train for row in losses[1:]}, abs=1e-5)
+    assert shown["loss/held_out"] == pytest.approx({row.step: row.held_out for row in losses[::3]}, abs=1e-5)
+    for row in read_metrics(folder / "metrics.jsonl"):
+        assert shown["gradient_norm"][row.step] == pytest.approx(row.gradient_norm)
+        assert shown["amax/block_0"][row.step] == pytest.approx(row.amax[0])
+        assert shown["expert_load/block_0/expert_3"][row.step] == pytest.approx(row.expert_load[0][3])
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """The values by step of each tag in event files, whose records are a length, its CRC, an event and its CRC."""
+    found: dict[str, dict[int, float]] = {}
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        while data:
+            end = 12 + struct.unpack_from("<Q", data)[0]
+            event = event_pb2.Event.FromString(data[12:end])
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+            data = data[end + 4 :]
+    return found
+
+
+def test_the_trained_model_writes_the_same_text_when_asked_again(
+    finished: tuple[Path, str], finished_copy: Path
+) -> None:
+    _, out = finished
+    text = out[out.index("sample, after a held-out text that ends in ") :]
+
+    status, again, err = run("--out", finished_copy, "--resume", "--sample", 20)
+
+    assert status == 0, err
+    assert again.endswith(text)
+    assert len(textwrap.dedent(text.split("\n", 1)[1])) >= 20
+
+
+def test_pairs_without_room_are_counted() -> None:
+    need_devices(4)
+    prepare = prepared("--parallel expert --devices 4 --capacity-factor 0.5")
+    windows = np.random.default_rng(0).integers(97, 105, size=(8, 33), dtype=np.uint8)
+
+    _, metrics = after_steps(prepare, windows[None])
+
+    dropped, load = int(metrics.dropped[0]), int(np.sum(metrics.expert_load))
+    assert load == 8 * 32 * 2
+    assert dropped >= load // 2
 
 
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
@@ -73,6 +144,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     assert status == 0, err
     assert "resuming at step 6" in out
     assert read_rows(folder) == read_rows(finished[0])
+    assert (folder / "metrics.jsonl").read_text() == (finished[0] / "metrics.jsonl").read_text()
 
 
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
@@ -172,13 +244,13 @@ def test_a_step_is_the_same_on_several_devices(
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
 
 
-def after_steps(run: training.Run, batches: np.ndarray) -> tuple[TrainState, jax.Array]:
-    """The state after a step per batch, and the last loss; whole arrays on the host."""
+def after_steps(run: training.Run, batches: np.ndarray) -> tuple[TrainState, step.StepMetrics]:
+    """The state after a step per batch, and the metrics of the last one; whole arrays on the host."""
     take_step = run.step.compile()
-    state, loss = with_small_gradients(run.programs.initialise()), None
+    state, metrics = with_small_gradients(run.programs.initialise()), None
     for batch in batches:
-        state, loss = take_step(state, run.programs.split(batch))
-    return jax.device_get((state, loss))
+        state, metrics = take_step(state, run.programs.split(batch))
+    return jax.device_get((state, metrics))
 
 
 def with_small_gradients(state: TrainState) -> TrainState:

@@ -19,14 +19,14 @@ def test_steps_follow_one_another_without_the_host(parallel: str, recipe: str) -
     shape = (run.settings.batch, run.settings.sequence + 1)
     batch = run.programs.split(np.random.default_rng(0).integers(0, 256, shape, np.uint8))
     take_step = run.step.compile()
-    state, loss = take_step(run.programs.initialise(), batch)
-    jax.block_until_ready((state, loss))
+    state, metrics = take_step(run.programs.initialise(), batch)
+    jax.block_until_ready((state, metrics))
 
     def steps() -> jax.Array:
-        nonlocal state, loss
+        nonlocal state, metrics
         for _ in range(STEPS):
-            state, loss = take_step(state, batch)
-        return loss
+            state, metrics = take_step(state, batch)
+        return metrics.loss
 
     counts = events(steps)
 
