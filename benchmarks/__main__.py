@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import fidelity, gpus, memory
+from benchmarks import fidelity, gpus, memory, model
 from benchmarks.cases import OPERATIONS
 from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     scales.add_argument("--variants", nargs="+", choices=gpus.RECIPES, default=[*gpus.RECIPES], metavar="NAME")
     scales.add_argument("--capacity-factor", type=float, default=1.25, help="of the layer (default: 1.25)")
     scales.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    steps = add("model", model.measure, "measure training steps of whole models")
+    steps.add_argument("--models", nargs="+", choices=model.MODELS, default=[*model.MODELS], metavar="NAME")
+    steps.add_argument("--variants", nargs="+", choices=model.VARIANTS, default=[*model.VARIANTS], metavar="NAME")
+    steps.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 
 

@@ -150,7 +150,7 @@ def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
         try:
             VARIANTS[name].load()
         except Exception as error:  # Libraries fail to import in many ways.
-            print(f"skipped {name}: {_first_line(error)}")
+            print(f"skipped {name}: {first_line(error)}")
             skipped.add(name)
     measured = [case for case in cases if case.variant not in skipped]
     for arrays, group in itertools.groupby(measured, lambda case: OPERATIONS[case.operation].arrays(case)):
@@ -162,7 +162,7 @@ def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
             except NotOfferedError:
                 continue
             except Exception as error:  # Out of memory, an unsupported case, a call that takes minutes.
-                row.note = _first_line(error)
+                row.note = first_line(error)
             yield row
         del sets  # Before the next ones are drawn.
 
@@ -182,7 +182,7 @@ def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
     measure(row, work, suite.seconds, suite.calls)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Returns an error in one line that a table can hold."""
     lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
     return textwrap.shorten(lines[0], 120, placeholder=" ...")

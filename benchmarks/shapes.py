@@ -42,6 +42,7 @@ _TABLES = {
 #: Shapes of steps by the number that differs among them.
 SWEEPS = {
     "tokens": [Shape(f"{2**i} tokens", 32, 32 * 2**i, 7168, 4096) for i in range(4, 14)],
+    "decode": [Shape(f"decode {2**i}", 128, 2**i, 2048, 1536, 8) for i in range(9)],
     "experts": [Shape(f"{2**i} experts", 2**i, 32768, 2048, 1536) for i in range(10)],
 }
 

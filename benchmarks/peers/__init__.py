@@ -88,6 +88,9 @@ VARIANTS = {
     "bf16": Variant("ours", None, "layer_", (None, False)),
     **{name: Variant("ours", None, "layer_", (recipe, False)) for name, recipe in _RECIPES.items()},
     **{f"{name} cached": Variant("ours", None, "layer_", (recipe, True)) for name, recipe in _RECIPES.items()},
+    # Forward passes with weights in FP8 alone.
+    "block inference": Variant("ours", None, "inference_", (_RECIPES["block"],)),
+    "current inference": Variant("ours", None, "inference_", (_RECIPES["current"],)),
     # Products of FP8 operands that are quantized before the clock starts.
     "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
     "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
@@ -97,9 +100,14 @@ VARIANTS = {
     "torch": Variant("torch_layers", "torch", options=(False,)),
     "torch compiled": Variant("torch_layers", "torch", options=(True,)),
     "SonicMoE": Variant("sonic_moe", "sonicmoe"),
-    "TransformerEngine": Variant("te_layers", "torch", options=(None,)),
-    "TransformerEngine block cached": Variant("te_layers", "torch", options=("Float8BlockScaling",)),
-    "TransformerEngine delayed cached": Variant("te_layers", "torch", options=("DelayedScaling",)),
+    "TransformerEngine": Variant("te_layers", "torch", options=(None, False)),
+    **{
+        f"TransformerEngine {name}{' cached' if cached else ''}": Variant(
+            "te_layers", "torch", options=(type(recipe).__name__, cached)
+        )
+        for name, recipe in _RECIPES.items()
+        for cached in (False, True)
+    },
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
     "jax.numpy": Variant("jax_numpy", "xla"),

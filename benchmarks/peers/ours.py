@@ -17,7 +17,7 @@ from jax_grouped.moe import Weights
 from jax_grouped.ops.gemm import gemm
 
 _initial_step = jax.jit(jax_layers.gradients, static_argnums=0)
-_quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames="recipe")
+_quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames=("recipe", "for_gradients"))
 _dequantize = functools.partial(jg.grouped_dequantize, dtype=jnp.bfloat16)
 
 
@@ -122,6 +122,22 @@ def layer_moe(
         uncached = [of._replace(kernel_cache=None) for of in weights]
         states = jax.jit(step)(x, router, uncached, dy, counts)[-1]
     return JaxWork(program, [arguments(*arrays) for arrays in sets])
+
+
+def inference_moe(case: Case, sets: list[Arrays], recipe: jg.Recipe) -> JaxWork:
+    """Makes the forward pass of `moe_mlp` whose experts are in memory in FP8 alone."""
+    if case.operation != "moe forward":
+        raise NotOfferedError
+
+    def arguments(*arrays: jax.Array) -> tuple[Any, ...]:
+        x, router, *kernels, _ = as_trained(arrays)
+        return x, router, [_quantize_kernel(kernel, recipe=recipe, for_gradients=False) for kernel in kernels]
+
+    def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
+        logits, weights = jg.moe.router_logits(x, router), map(Weights.of_cache, caches)
+        return jg.moe.moe_mlp(x, logits, *weights, top_k=case.shape.top_k, recipe=recipe)[0]
+
+    return JaxWork(run, [arguments(*arrays) for arrays in sets])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

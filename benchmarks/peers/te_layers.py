@@ -1,11 +1,13 @@
-"""TransformerEngine for PyTorch: whole layers of experts from its `GroupedLinear`, SwiGLU, permutation and padding."""
+"""TransformerEngine for PyTorch: its `GroupedLinear`, and whole layers of experts with its other parts."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.cases import Arrays, Case
+from benchmarks.peers import NotOfferedError
 from benchmarks.peers.torch_layers import leaves
-from benchmarks.peers.torch_peer import Tensors, TorchWork, torch
+from benchmarks.peers.torch_peer import Tensors, TorchWork, tensors, torch
 
 _te: Any = importlib.import_module("transformer_engine.pytorch")
 _recipes: Any = importlib.import_module("transformer_engine.common.recipe")
@@ -20,31 +22,63 @@ def _linear(kernel: Any) -> Any:
     return linear
 
 
-def moe(case: Case, sets: list[Arrays], recipe: str | None) -> TorchWork:
-    """Makes a layer in bfloat16, or in FP8 with the recipe of this name and weights that are quantized once.
+def _on_groups(num_groups: int, recipe: str | None) -> Callable[..., Any]:
+    """Returns a function that applies `layer(rows, splits)` in the number format of a recipe, FP8 on padded groups."""
+    scaling = None if recipe is None else getattr(_recipes, recipe)()
+    pad, unpad = _te.Fp8Padding(num_groups), _te.Fp8Unpadding(num_groups)
+
+    def apply(layer: Callable[[Any, list[int]], Any], rows: Any, counts: list[int]) -> Any:
+        if scaling is None:
+            return layer(rows, counts)
+        with _te.autocast(enabled=True, recipe=scaling):
+            return unpad(layer(*pad(rows, counts)), counts)
+
+    return apply
+
+
+def product(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> TorchWork:
+    """Makes the step of a `GroupedLinear`. The host knows the rows of each group before the clock starts."""
+    if case.operation != "dense" or case.kernel_dtype != "bfloat16":
+        raise NotOfferedError
+    case.require_all_rows()
+    counts, on_groups = case.sizes.tolist(), _on_groups(case.shape.num_groups, recipe)
+
+    def call(x: Any, linear: Any, dy: Any, first: bool = False) -> Tensors:
+        later = first if cached else None
+        y = on_groups(lambda rows, splits: linear(rows, splits, is_first_microbatch=later), x, counts)
+        return y.detach(), *torch.autograd.grad(y, [x, *linear.parameters()], dy)
+
+    def read(y: Any, dx: Any, *dweights: Any) -> Tensors:
+        return y, dx, torch.stack(dweights).transpose(1, 2)
+
+    modules = [(x.requires_grad_(), _linear(kernel), dy) for x, kernel, dy in tensors(sets)]
+    if cached:
+        for of in modules:
+            call(*of, first=True)  # Quantizes the weights.
+    return TorchWork(call, modules, read)
+
+
+def moe(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> TorchWork:
+    """Makes a layer in bfloat16, or in FP8 with the recipe of this name.
 
     The host reads the number of rows of each expert: without it, `GroupedLinear` needs a Blackwell GPU.
     """
     num_experts, top_k = case.shape.num_groups, case.shape.top_k
-    scaling = None if recipe is None else getattr(_recipes, recipe)()
-    swiglu, pad, unpad = _te.ops.SwiGLU(), _te.Fp8Padding(num_experts), _te.Fp8Unpadding(num_experts)
+    swiglu, on_groups = _te.ops.SwiGLU(), _on_groups(num_experts, recipe)
 
     def layer(x: Any, router: Any, up: Any, down: Any, first: bool | None) -> Any:
+        def mlp(rows: Any, splits: list[int]) -> Any:
+            hidden = up(rows, splits, is_first_microbatch=first)
+            return down(swiglu(hidden), splits, is_first_microbatch=first)
+
         chosen, experts = (x @ router).topk(top_k)
         weights = chosen.softmax(-1, dtype=torch.float32)
         rows, row_map = _te.moe_permute(x, experts.int(), experts.numel(), map_type="index")
-        counts = splits = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
-        with _te.autocast(enabled=scaling is not None, recipe=scaling):
-            if scaling is not None:
-                rows, splits = pad(rows, counts)
-            hidden = up(rows, splits, is_first_microbatch=first)
-            results = down(swiglu(hidden), splits, is_first_microbatch=first)
-            if scaling is not None:
-                results = unpad(results, counts)
-        return _te.moe_unpermute(results, row_map, merging_probs=weights, map_type="index")
+        counts = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
+        return _te.moe_unpermute(on_groups(mlp, rows, counts), row_map, merging_probs=weights, map_type="index")
 
-    def call(x: Any, router: Any, up: Any, down: Any, dy: Any, first: bool | None = None) -> Tensors:
-        later = None if scaling is None else bool(first)
+    def call(x: Any, router: Any, up: Any, down: Any, dy: Any, first: bool = False) -> Tensors:
+        later = first if cached else None
         if case.operation == "moe forward":
             with torch.no_grad():
                 return (layer(x, router, up, down, later),)
@@ -59,7 +93,7 @@ def moe(case: Case, sets: list[Arrays], recipe: str | None) -> TorchWork:
         return y, dx, drouter, *(torch.stack(of).transpose(1, 2) for of in dkernels)
 
     modules = [(x, router, _linear(gate_up), _linear(down), dy) for x, router, gate_up, down, dy in leaves(case, sets)]
-    if scaling is not None:
+    if cached:
         for of in modules:
             call(*of, first=True)  # Quantizes the weights.
     return TorchWork(call, modules, read)

@@ -31,13 +31,12 @@ def call_of(operation: str, layer: Callable[..., Any]) -> Callable[..., Tensors]
     return forward if operation == "moe forward" else both_passes
 
 
-def moe(case: Case, sets: list[Arrays], compiled: bool) -> TorchWork:
-    """Makes a layer of PyTorch's own operations, called one by one or compiled.
+def experts_layer(num_experts: int, top_k: int) -> Callable[[Any, Any, Any, Any], Any]:
+    """Returns a layer of tensors `(x, router, gate_up, down)`, of PyTorch's own operations.
 
     Nothing is read on the host. Logits are bfloat16. The weights of the choices multiply the activation, which is
     smaller than the results.
     """
-    num_experts, top_k = case.shape.num_groups, case.shape.top_k
 
     def layer(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
         chosen, experts = (x @ router).topk(top_k)
@@ -53,6 +52,12 @@ def moe(case: Case, sets: list[Arrays], compiled: bool) -> TorchWork:
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
         return results.index_select(0, inverse).view(*experts.shape, -1).sum(1)
 
+    return layer
+
+
+def moe(case: Case, sets: list[Arrays], compiled: bool) -> TorchWork:
+    """Makes a layer of PyTorch's own operations, called one by one or compiled."""
+    layer = experts_layer(case.shape.num_groups, case.shape.top_k)
     inputs = leaves(case, sets)
     if compiled:
         torch.compiler.reset()  # Forgets other shapes, so that this one is compiled for itself.

@@ -37,6 +37,7 @@ FEW = {
     "step_accumulating": "--shapes qwen3 --variants bf16 block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 current 'delayed cached'",
     "layer": "--shapes 'qwen3 layer' --variants bf16 block 'delayed cached'",
+    "decode": "--shapes 'decode 1'",
     "step_launch": "--layers dense --variants bf16",
     "scaling": "--variants bf16",
 }

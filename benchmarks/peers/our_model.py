@@ -1,0 +1,190 @@
+"""A whole model of this library's layers, under Flax linen, in one program per step."""
+
+import functools
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import jax_grouped as jg
+from benchmarks.model import Model, Training
+from jax_grouped.examples.moe_lm import rotate_by_position
+from jax_grouped.examples.settings import RECIPES
+
+_DTYPE = jnp.bfloat16
+#: Weight of the load-balancing loss.
+_BALANCE_WEIGHT = 0.01
+#: Kernels to whose gradients a microbatch adds its own in the product.
+_ACCUMULATED = ("gate_up", "down")
+
+
+class Projection(nn.Module):
+    """A product of `[..., K]` and `[K, N]`, with a recipe as a group of its own."""
+
+    features: int
+    recipe: jg.Recipe | None
+    cached: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, is_first: jax.Array | None) -> jax.Array:
+        if self.recipe is None:
+            return nn.Dense(self.features, use_bias=False, dtype=_DTYPE)(x)
+        rows = x.reshape(-1, x.shape[-1])
+        dense = jg.linen.GroupedDense(
+            self.features, 1, use_bias=False, dtype=_DTYPE, recipe=self.recipe, cache_kernel=self.cached
+        )
+        y = dense(rows, jnp.array([len(rows)]), is_first_microbatch=is_first if self.cached else None)
+        return y.reshape(*x.shape[:-1], self.features)
+
+
+class Block(nn.Module):
+    """Attention and experts, `[B, S, D] -> [B, S, D]`."""
+
+    model: Model
+    recipe: jg.Recipe | None
+    cached: bool
+    projections: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, is_first: jax.Array | None, sums: Any) -> tuple[jax.Array, jax.Array]:
+        model = self.model
+        project = functools.partial(
+            Projection, recipe=self.recipe if self.projections else None, cached=self.cached and self.projections
+        )
+        norm = functools.partial(nn.RMSNorm, dtype=_DTYPE)
+        qkv = project(model.qkv_features, name="qkv")(norm(name="attention_norm")(x), is_first)
+        heads = qkv.reshape(*x.shape[:-1], -1, model.head_features)
+        query, key, value = jnp.split(heads, (model.heads, model.heads + model.kv_heads), axis=2)
+        query = rotate_by_position(norm(name="query_norm")(query))
+        key = rotate_by_position(norm(name="key_norm")(key))
+        implementation: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+        x = x + project(model.features, name="out")(mixed.reshape(*x.shape[:-1], -1), is_first)
+        experts = jg.linen.MoEMlp(
+            model.experts,
+            model.top_k,
+            model.hidden,
+            dtype=_DTYPE,
+            recipe=self.recipe,
+            cache_kernel=self.cached,
+            name="experts",
+        )
+        y, metrics = experts(
+            norm(name="experts_norm")(x),
+            is_first_microbatch=is_first if self.cached else None,
+            accumulate_into=sums,
+        )
+        return x + y, metrics.balance_loss
+
+
+class LanguageModel(nn.Module):
+    """Tokens `int[B, S]` to logits `bf16[B, S, vocabulary]` and the mean balance loss."""
+
+    model: Model
+    recipe: jg.Recipe | None
+    cached: bool
+    projections: bool
+
+    @nn.compact
+    def __call__(
+        self, tokens: jax.Array, is_first: jax.Array | None = None, sums: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        x = nn.Embed(self.model.vocabulary, self.model.features, dtype=_DTYPE, name="embed")(tokens)
+        losses = []
+        for index in range(self.model.layers):
+            block = Block(self.model, self.recipe, self.cached, self.projections, name=f"block_{index}")
+            x, loss = block(x, is_first, None if sums is None else sums[block.name])
+            losses.append(loss)
+        x = nn.RMSNorm(dtype=_DTYPE, name="norm")(x)
+        logits = nn.Dense(self.model.vocabulary, use_bias=False, dtype=_DTYPE, name="logits")(x)
+        return logits, jnp.mean(jnp.stack(losses))
+
+
+def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tuple[Any, Any]:
+    """Returns `key -> variables, state` and `variables, state -> variables, state, loss`, the step.
+
+    Parameters, their gradients and Adam are in float32, and tokens random.
+    """
+    network = LanguageModel(model, RECIPES[recipe], cached, projections)
+    optimizer = jg.overwrite_with_gradient(optax.adam(1e-4))
+    length = model.sequence + 1
+    tokens = jax.random.randint(
+        jax.random.key(0), (model.microbatches, model.sequences, length), 0, model.vocabulary, jnp.int32
+    )
+
+    @jax.jit
+    def start(key: jax.Array) -> tuple[Any, Any]:
+        variables = network.init(key, tokens[0, :1, :-1])
+        variables = {name: tree for name, tree in variables.items() if name != jg.linen.KERNEL_CACHE}
+        return variables, optimizer.init(variables)
+
+    def objective(variables: Any, cache: Any, sums: Any, windows: jax.Array, is_first: jax.Array) -> Any:
+        stored = variables if cache is None else {**variables, jg.linen.KERNEL_CACHE: cache}
+        first = None if cache is None else is_first
+        (logits, balance), changed = network.apply(
+            stored, windows[:, :-1], first, sums, mutable=[jg.linen.KERNEL_CACHE]
+        )
+        loss = _cross_entropy(logits.astype(jnp.float32), windows[:, 1:])
+        return (loss + _BALANCE_WEIGHT * balance) / model.microbatches, (loss, changed.get(jg.linen.KERNEL_CACHE))
+
+    def add(variables: Any, carry: Any, microbatch: Any) -> Any:
+        (total, cache), (windows, is_first) = carry, microbatch
+        sums = {
+            name: {of: block["experts"][of]["kernel"] for of in _ACCUMULATED}
+            for name, block in total["params"].items()
+            if name.startswith("block_")
+        }
+        gradients, (loss, cache) = jax.grad(objective, has_aux=True)(variables, cache, sums, windows, is_first)
+        added = jg.accumulate_gradients(*(_split(of, accumulated=False) for of in (total, gradients)))
+        total = jax.tree.map(
+            lambda a, b: b if a is None else a, added, _split(gradients, accumulated=True), is_leaf=lambda x: x is None
+        )
+        return (total, cache), loss
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(variables: Any, state: Any) -> Any:
+        cache = None
+        if cached:
+            shapes = jax.eval_shape(network.init, jax.random.key(0), tokens[0, :1, :-1])[jg.linen.KERNEL_CACHE]
+            cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, variables)
+        microbatches = tokens, jnp.arange(model.microbatches) == 0
+        (gradients, _), losses = jax.lax.scan(functools.partial(add, variables), (zeros, cache), microbatches)
+        updates, state = optimizer.update(gradients, state, variables)
+        return jg.apply_updates(variables, updates), state, jnp.mean(losses)
+
+    return start, step
+
+
+def training(model: Model, recipe: str = "bf16", cached: bool = False, projections: bool = False) -> Training:
+    """Makes the model, with random weights."""
+    start, step = programs(model, recipe, cached, projections)
+    variables, state = start(jax.random.key(1))
+
+    def take() -> jax.Array:
+        nonlocal variables, state
+        variables, state, loss = step(variables, state)
+        return loss
+
+    def peak_bytes() -> int:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+    return Training(take, float, peak_bytes)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean loss; unlike Optax's, its gradient is no scatter."""
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits, axis=-1, where=is_label))
+
+
+def _split(gradients: Any, accumulated: bool) -> Any:
+    """Returns those gradients that a microbatch adds to in the product, or the others; None in place of the rest."""
+
+    def keep(path: Any, leaf: jax.Array) -> jax.Array | None:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return leaf if (names[-1] == "kernel" and names[-2] in _ACCUMULATED) == accumulated else None
+
+    return jax.tree.map_with_path(keep, gradients)
