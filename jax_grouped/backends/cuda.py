@@ -52,7 +52,7 @@ MAX_GATHERED_GROUPS = 65536
 #: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
 _MOST_FEATURES_OF_GATHERED, _MOST_FEATURES_OF_GATHERED_WGRAD = 1792, 1024
 
-#: Most bytes of the groups of a kernel of few bits that are converted at once. They stay in the L2 cache mostly.
+#: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
 _CONVERTED_BYTES = 2**25
 
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
@@ -116,6 +116,7 @@ def grouped_gemm(
         tokens = a if spec.gathered == "a" else b
         more = (_in_whole_batch(reference_rows.tokens_of(*more), tokens.shape[0] // batch, batch),)
     if spec.a is None and b.dtype != a.dtype:
+        assert not more
         return _of_narrow_kernel(a, b, group_sizes, group_offset, spec=spec, batch=batch)
     operands = (a, b, group_sizes, group_offset, *more)
     if spec.a is None:
@@ -210,27 +211,37 @@ def _unscaled(
 def _of_narrow_kernel(
     a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: GemmSpec, batch: int
 ) -> jax.Array:
-    """Returns a product of a kernel of few bits, from products of a few groups each, which are converted in turn.
+    """Returns a product of a narrow kernel, from products of a few groups each, which are converted in turn.
 
     Each row belongs to one group, so a product that is added to the rows of its groups rounds nothing twice.
     """
     groups, (_, *matrix) = spec.num_groups, b.shape
-    elements = b.shape[0] // groups
-    converted = elements * matrix[0] * matrix[1] * a.dtype.itemsize
-    divisors = [count for count in range(1, groups + 1) if groups % count == 0]
-    at_once = max(count for count in divisors if count == 1 or count * converted <= _CONVERTED_BYTES)
-    of_few = dataclasses.replace(spec, num_groups=at_once)
+    out = dataclasses.replace(spec, num_groups=batch * groups).out(a.shape, b.shape)
+    a = _pad_features(a, (1,))
+    # Parts of float32 tokens, the smallest first; bfloat16 holds all of the kernel.
+    factors = _bf16_parts(a, _parts(spec.precision))[::-1] if a.dtype == jnp.float32 else [a]
+    direct = a.dtype != jnp.float32 and out.dtype in (a.dtype, jnp.float32)
+    sum_dtype = out.dtype if direct else jnp.dtype(jnp.float32)
+    b = b.reshape(-1, groups, *matrix)
+    at_once: Any = 1
+    if all(isinstance(size, int) for size in b.shape):  # In an export, sizes may be symbolic.
+        at_once = min(groups, max(1, _CONVERTED_BYTES // (2 * b.size // groups)))
     # Beyond these limits no kernel has a group, and the sums below do not overflow.
     group_offset = jnp.clip(group_offset, -groups, group_sizes.shape[0])
 
-    def add(index: jax.Array, out: jax.Array) -> jax.Array:
-        first = index * at_once
-        few = jax.lax.dynamic_slice_in_dim(b.reshape(elements, groups, *matrix), first, at_once, axis=1)
-        few = few.reshape(elements * at_once, *matrix).astype(a.dtype)
-        return grouped_gemm(a, few, group_sizes, group_offset + first, out, spec=of_few, batch=batch)
+    def add(first: Any, count: int, total: jax.Array) -> jax.Array:
+        few = jax.lax.dynamic_slice_in_dim(b, first, count, axis=1).reshape(-1, *matrix)
+        few = _pad_features(few.astype(factors[0].dtype), (1, 2))
+        of_few = dataclasses.replace(spec, num_groups=count, out_dtype=sum_dtype)
+        for factor in factors:
+            total = grouped_gemm(factor, few, group_sizes, group_offset + first, total, spec=of_few, batch=batch)
+        return total
 
-    out = dataclasses.replace(spec, num_groups=batch * groups).out(a.shape, b.shape)
-    return jax.lax.fori_loop(0, groups // at_once, add, jnp.zeros(out.shape, out.dtype))
+    total = _pad_features(jnp.zeros(out.shape, sum_dtype), (1,))
+    total = jax.lax.fori_loop(0, groups // at_once, lambda i, total: add(i * at_once, at_once, total), total)
+    if rest := groups % at_once:
+        total = add(groups - rest, rest, total)
+    return total.astype(out.dtype)[:, : out.shape[1]]
 
 
 def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
@@ -239,10 +250,15 @@ def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[t
     Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
     6 for three.
     """
-    count = 3 if precision == jax.lax.Precision.HIGHEST else 2
+    count = _parts(precision)
     a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
     pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
     return [(a_parts[i], b_parts[j]) for i, j in pairs]
+
+
+def _parts(precision: jax.lax.Precision) -> int:
+    """Returns the number of bfloat16 parts that float32 is split into."""
+    return 3 if precision == jax.lax.Precision.HIGHEST else 2
 
 
 def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:

@@ -12,7 +12,7 @@ from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 
 Product = Literal["fprop", "dgrad", "wgrad"]
-#: Types of kernels of few bits, whose numbers bfloat16 and float16 hold exactly.
+#: Types of narrow kernels, whose numbers bfloat16 and float16 hold exactly.
 NARROW_TYPES = tuple(
     jnp.dtype(dtype) for dtype in (jnp.int4, jnp.uint4, jnp.int8, jnp.uint8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 )
@@ -43,12 +43,12 @@ class GemmSpec:
     rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both
     `TENSOR`, or both `MX` with swizzled scales.
 
-    Without scales, a kernel may have one of the `NARROW_TYPES` beside tokens of another type. Its numbers are then
-    converted to that type a few groups at a time.
+    Without scales, a kernel may be narrow: it has one of the `NARROW_TYPES` beside tokens of another type. Its numbers
+    are then converted to that type a few groups at a time.
 
-    `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. Only `wgrad` takes an
-    accumulator: an array like the result, to which the product is added. With a permutation, one unquantized operand is
-    given as the tokens of which the permutation makes its rows, as `jax_grouped.ops.rows.permute_rows` does.
+    `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. As an operation, only `wgrad`
+    takes an accumulator: an array like the result, to which the product is added. With a permutation, one unquantized
+    operand is given as the tokens of which the permutation makes its rows, as `jax_grouped.ops.rows.permute_rows` does.
 
     Attributes:
         product: which of the three.

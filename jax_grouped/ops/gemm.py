@@ -200,10 +200,12 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
         return (*pull_back(gradient), None)
     like_a, like_b = (jax.typeof(of).sharding.spec for of in (a, b))
     out_dtype = a.dtype
-    given_b, dtype = b, gradient_type(out_dtype, gradient.dtype)
+    b_dtype, dtype = b.dtype, gradient_type(out_dtype, gradient.dtype)
     a, b, g = (array if is_narrow(array) else array.astype(dtype) for array in (a, b, gradient))
 
-    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> jax.Array:
+    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> Any:
+        if name == "wgrad" and jnp.issubdtype(b_dtype, jnp.integer):
+            return np.zeros(b.shape, jax.dtypes.float0)
         return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
 
     match spec.product:
@@ -213,9 +215,7 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
             da, db = product("fprop", g, b, like_a), product("wgrad", g, a, like_b)
         case "wgrad":
             da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
-    if jnp.issubdtype(given_b.dtype, jnp.integer):
-        return da, np.zeros(given_b.shape, jax.dtypes.float0), None
-    return da, db.astype(given_b.dtype), None
+    return da, db.astype(b_dtype) if b_dtype in NARROW_TYPES and db.dtype != jax.dtypes.float0 else db, None
 
 
 _differentiable.defvjp(_forward, _backward)

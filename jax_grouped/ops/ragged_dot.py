@@ -43,7 +43,8 @@ def ragged_dot(
         lhs: `[T, K]`, bfloat16, float16 or float32.
         rhs: `[G, K, N]`, of one of these types. If the types differ, both are converted to the smallest type that holds
             both. Or int4, uint4, int8, uint8, float8_e4m3fn or float8_e5m2, such as quantized weights whose scales
-            multiply the result: it is then converted to the type of `lhs`, a few groups at a time.
+            multiply the result: it is then converted to the type of `lhs`, a few groups at a time. Integers have no
+            gradient. That of FP8 has its type too and no scale, so beyond the type's range it is NaN.
         group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers. Negative ones count as 0, and rows past
             `T` do not exist.
         precision: `DEFAULT`, `HIGH` or `HIGHEST`, as `jax.lax.Precision` or a string that JAX takes for one; matters

@@ -49,7 +49,7 @@ def ragged_dot_general(
 
     Args:
         lhs: bfloat16, float16 or float32.
-        rhs: one of these types; or of few bits, as in `jax_grouped.ragged_dot`, where the second and the third form
+        rhs: one of these types, or of those that `jax_grouped.ragged_dot` converts; the second and the third form
             convert it whole.
         group_sizes: `[G]`, or `[B..., G]` if they differ in a batch (`[B..., E]`, `E >= G`, with `group_offset`),
             integers. Negative ones count as 0, and rows past `T` do not exist.

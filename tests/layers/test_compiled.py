@@ -76,7 +76,7 @@ def test_delayed_scaling_adds_a_maximum_the_scales_the_histories_and_the_marks()
     assert got == 4 * ["fusion"] + 3 * ["gemm"] + 3 * ["quantize"]
 
 
-def test_a_kernel_of_few_bits_is_converted_in_a_loop_over_parts_of_it() -> None:
+def test_a_narrow_kernel_is_converted_in_a_loop_over_parts_of_it() -> None:
     groups, features = 64, 2048
     arguments = struct((512, features)), struct((groups, features, features), jnp.int8), struct((groups,), jnp.int32)
 

@@ -264,7 +264,7 @@ def test_kernels_accumulate_into_what_is_given(recipe: jg.Recipe | None) -> None
 @pytest.mark.parametrize(
     ("into", "message"),
     [
-        ({"router": jnp.zeros((K, E))}, r"accumulate_into has gradients of gate_up and down, got \['router'\]"),
+        ({"router": jnp.zeros((K, E))}, r"accumulate_into has gradients of gate_up, down, got \['router'\]"),
         (
             {"down": jnp.zeros((E, K, F))},
             r"accumulate_into must be like the kernel of down, \(\(6, 32, 16\), 'float32'\)",

@@ -1,4 +1,4 @@
-"""`ragged_dot` of 16-bit or 32-bit tokens and a kernel of few bits, which is converted a few groups at a time."""
+"""`ragged_dot` of tokens and a narrow kernel, which is converted a few groups at a time."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.typing import DTypeLike
 
 import jax_grouped as jg
 from jax_grouped.backends import cuda
-from jax_grouped.backends.spec import NARROW_TYPES
+from jax_grouped.backends.reference import gemm as reference_gemm
+from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec
 from tests.programs import lowered, struct
 
 SIZES = jnp.array([5, 0, 9, 1, 7, 10])  # 5 rows belong to no group.
@@ -27,8 +29,8 @@ def kernel(dtype: DTypeLike, shape: tuple[int, ...] = (E, K, N)) -> jax.Array:
 
 
 @pytest.fixture
-def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_CONVERTED_BYTES", 2 * K * N * 2)
+def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
 
 
 def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> jax.Array:
@@ -38,7 +40,7 @@ def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> ja
 @pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("dtype", NARROW_TYPES, ids=str)
 def test_the_product_is_that_of_the_converted_kernel(
-    dtype: np.dtype, x_dtype: DTypeLike, backend: str, two_at_once: None
+    dtype: np.dtype, x_dtype: DTypeLike, backend: str, four_at_once: None
 ) -> None:
     x, narrow = tokens(x_dtype), kernel(dtype)
 
@@ -49,7 +51,7 @@ def test_the_product_is_that_of_the_converted_kernel(
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: str, two_at_once: None) -> None:
+def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: str, four_at_once: None) -> None:
     x, narrow = tokens(), kernel(dtype)
 
     def gradients(product: Any) -> Any:
@@ -67,14 +69,14 @@ def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: 
 
 
 @pytest.mark.parametrize("offset", [0, 3, -1, 2**31 - 1, -(2**31)])
-def test_kernels_of_some_groups_have_an_offset(offset: int, backend: str, two_at_once: None) -> None:
+def test_kernels_of_some_groups_have_an_offset(offset: int, backend: str, four_at_once: None) -> None:
     x, narrow = tokens(), kernel(jnp.int8, (4, K, N))
     y = jg.ragged_dot(x, narrow, SIZES, group_offset=offset)
     np.testing.assert_array_equal(y, converted(x, narrow, SIZES, group_offset=offset))
 
 
 @pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
-def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, two_at_once: None) -> None:
+def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, four_at_once: None) -> None:
     x, narrow = jnp.stack([tokens(), tokens()[::-1]]), kernel(jnp.int8)
     narrow = narrow if kernel_axis is None else jnp.stack([narrow, -narrow])
 
@@ -83,13 +85,52 @@ def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, two_at_on
     np.testing.assert_array_equal(y, jax.vmap(converted, (0, kernel_axis, None))(x, narrow, SIZES))
 
 
-def test_sums_over_the_last_axis_and_over_tokens(backend: str, two_at_once: None) -> None:
+def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: None) -> None:
     over_last = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
     over_tokens = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     for rhs, dimensions in ((kernel(jnp.int8, (E, N, K)), over_last), (kernel(jnp.int8, (T, N)), over_tokens)):
         y = jg.ragged_dot_general(tokens(), rhs, SIZES, dimensions)
         expected = jg.ragged_dot_general(tokens(), rhs.astype(jnp.bfloat16), SIZES, dimensions)
         np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad"])
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("features", [N, 20])
+def test_the_loop_on_a_gpu_adds_up_to_the_product(
+    product: Any, x_dtype: DTypeLike, features: int, four_at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = cuda.grouped_gemm
+
+    def on_this_machine(a: jax.Array, b: jax.Array, sizes: Any, offset: Any, *sums: Any, spec: Any, batch: int) -> Any:
+        assert a.dtype == b.dtype == jnp.bfloat16
+        assert spec.num_groups in (4, 2)
+        return sums[0] + reference_gemm.grouped_gemm(a, b, sizes, offset, spec=spec).astype(sums[0].dtype)
+
+    monkeypatch.setattr(cuda, "grouped_gemm", on_this_machine)
+    spec = GemmSpec(product, E, x_dtype)
+    narrow = kernel(jnp.int8, (E, K, features) if product == "fprop" else (E, features, K))
+    operands = tokens(x_dtype), narrow, SIZES, jnp.zeros(1, jnp.int32)
+
+    y = jax.jit(lambda *operands: loop(*operands, spec=spec, batch=1))(*operands)
+
+    expected = reference_gemm.grouped_gemm(*operands, spec=spec)
+    assert y.dtype == x_dtype
+    np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-4, atol=2e-3)
+
+
+def test_the_features_of_an_exported_program_may_be_symbolic() -> None:
+    (inputs,) = export.symbolic_shape("8*k")
+    arguments = (
+        jax.ShapeDtypeStruct((T, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((E, inputs, N), jnp.int8),
+        jax.ShapeDtypeStruct((E,), jnp.int32),
+    )
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
+    exported = export.export(jax.jit(jg.ragged_dot), platforms=["cpu", "cuda"], disabled_checks=checks)(*arguments)
+    if jax.default_backend() == "cpu":
+        y = exported.call(tokens(), kernel(jnp.int8), SIZES)
+        np.testing.assert_array_equal(y, converted(tokens(), kernel(jnp.int8), SIZES))
 
 
 def test_the_converted_kernel_is_never_a_whole_array() -> None:
@@ -103,4 +144,5 @@ def test_the_converted_kernel_is_never_a_whole_array() -> None:
         text = lowered(function, *arguments)
         assert f"tensor<{groups}x{inputs}x{outputs}xi8>" in text
         assert f"{groups}x{inputs}x{outputs}xbf16" not in text
-        assert "tensor<4x2048x1536xbf16>" in text
+        assert "tensor<5x2048x1536xbf16>" in text
+        assert "tensor<4x2048x1536xbf16>" in text, "the last of the 64"
