@@ -173,7 +173,7 @@ def apply_moe(
     names = ["gate_up", "down", *(["shared_gate_up", "shared_down"] if shared_expert else [])]
     sums = accumulate_into or {}
     if unknown := {*sums} - {*names}:
-        raise ValueError(f"accumulate_into has gradients of {' and '.join(names)}, got {sorted(unknown)}.")
+        raise ValueError(f"accumulate_into has gradients of {', '.join(names)}, got {sorted(unknown)}.")
     gate_up, down, *shared_expert = (
         accumulating(weights, name, sums.get(name))
         for weights, name in zip((gate_up, down, *shared_expert), names, strict=True)

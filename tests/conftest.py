@@ -20,7 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-#: Linux allows a process 65530 by default. XLA makes some for every program that it compiles, and crashes beyond.
+#: Memory mappings. Linux allows a process 65530 by default; XLA makes some for every program, and crashes beyond.
 _MOST_MAPPINGS = 20_000
 
 

@@ -42,7 +42,7 @@ class Events:
 
 @contextlib.contextmanager
 def events(folder: Path | None, step: int) -> Iterator[Events]:
-    """Yields what writes the events after `step` into a folder; TensorBoard forgets later ones that lie there.
+    """Yields a writer of the events after `step`. TensorBoard forgets later ones that are in the folder already.
 
     Raises:
         UsageError: the folder cannot be written.

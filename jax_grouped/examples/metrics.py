@@ -1,4 +1,4 @@
-"""What a run shows at each evaluation beside its losses: lines of JSON, and the load of its experts as a picture."""
+"""Metrics of a run at its evaluations: lines of JSON, and the load of its experts as a picture."""
 
 import json
 import math
@@ -40,8 +40,14 @@ def metrics_of(step: int, shown: Any) -> Metrics:
 
 
 def line_of(metrics: Metrics) -> str:
-    """Returns the line of these metrics in a `metrics.jsonl`."""
-    return json.dumps(metrics._asdict()) + "\n"
+    """Returns the line of these metrics in a `metrics.jsonl`, with null for what is no finite number."""
+
+    def valid(value: Any) -> Any:
+        if isinstance(value, list):
+            return [valid(each) for each in value]
+        return value if math.isfinite(value) else None
+
+    return json.dumps({name: valid(value) for name, value in metrics._asdict().items()}) + "\n"
 
 
 def read_metrics(path: Path, last_step: float = math.inf) -> list[Metrics]:
@@ -53,6 +59,8 @@ def read_metrics(path: Path, last_step: float = math.inf) -> list[Metrics]:
     """
     try:
         rows = [Metrics(**json.loads(line)) for line in path.read_text().split("\n")[:-1]]
+        if len({np.array(row.expert_load, float).shape for row in rows}) > 1:
+            raise ValueError
         return [row for row in rows if row.step <= last_step]
     except (TypeError, ValueError):
         raise UsageError(f"{path} does not hold metrics of this program") from None
@@ -62,12 +70,13 @@ def draw_load(rows: Sequence[Metrics], title: str) -> Figure:
     """Returns a picture of the experts' load over the steps, a row of it per block: 1 is an even share."""
     loads = np.array([row.expert_load for row in rows])  # [step, block, expert]
     blocks, experts = loads.shape[1:]
+    shown = range(0, len(rows), math.ceil(len(rows) / 10))
     figure = Figure(figsize=(7, 1 + 1.5 * blocks), layout="constrained")
     for block, axes in enumerate(figure.subplots(blocks, sharex=True, squeeze=False)[:, 0]):
         of_block = loads[:, block].T * experts
         image = axes.imshow(of_block, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="coolwarm")
         axes.set(ylabel=f"block {block}\nexpert")
-        axes.set_xticks(range(len(rows)), [row.step for row in rows])
+        axes.set_xticks(shown, [rows[index].step for index in shown])
         axes.locator_params(axis="y", integer=True)
     axes.set(xlabel="step")
     figure.colorbar(image, ax=figure.axes, label="load / even share", extend="max")

@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 
 class BlockMetrics(NamedTuple):
-    """What a mixture of experts has done, of one block or, stacked, of all `L` of them.
+    """Metrics of one block's experts or, stacked, of those of all `L` blocks.
 
     Attributes:
         balance_loss: `f32[]`, see `jax_grouped.moe.load_balancing_loss`.

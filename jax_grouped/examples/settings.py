@@ -90,7 +90,7 @@ class Settings:
         "none",
         "none: one device. pmap: every device has the whole model and a part of the batch. expert: every device "
         "has a part of the experts and of the batch, and tokens travel to their experts and back. The curves are the "
-        "same but for rounding",
+        "same but for rounding, without --capacity-factor",
         choices=("none", "pmap", "expert"),
     )
     devices: int | None = _option(None, "of --parallel pmap and expert (default: all that there are)", int)

@@ -20,7 +20,7 @@ MAX_GRADIENT_NORM = 1.0
 
 
 class StepMetrics(NamedTuple):
-    """What a step has shown, of its whole batch or of a part of it; `L` is the number of blocks.
+    """Metrics of a step: of its whole batch, or of a part of it. `L` is the number of blocks.
 
     Attributes:
         loss: `f32[]`, in nats per byte, before the step.
@@ -41,7 +41,7 @@ class StepMetrics(NamedTuple):
     def combined(
         self, add: Callable[[jax.Array], jax.Array], largest: Callable[[jax.Array], jax.Array]
     ) -> "StepMetrics":
-        """Returns the metrics of a whole, of parts that `add` adds up, and of whose values `largest` takes one."""
+        """Combines the metrics of parts of a batch: `largest` reduces `amax`, and `add` the rest."""
         return StepMetrics(*map(add, self))._replace(amax=largest(self.amax))
 
 

@@ -79,6 +79,7 @@ def _run(argv: Sequence[str] | None, stop: Stop) -> None:
         prompt, text = training.sample(run, corpus, trained.state)
         print(f"sample, after a held-out text that ends in {prompt!r}:")
         print(textwrap.indent(text, "    "))
+    del trained  # Frees the state before others are made.
     if settings.scaling:
         scaling = training.measure_scaling(run, corpus)
         print(
@@ -110,7 +111,8 @@ def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> N
     else:
         print(f"speed: {bytes_per_second:,.0f} bytes (tokens) per second")
     print(f"curve: {folder.plot_path} and {folder.csv_path}")
-    print(f"metrics: {folder.metrics_path}, and the load of the experts {folder.load_path}")
+    if folder.metrics:
+        print(f"metrics: {folder.metrics_path}, and the load of the experts {folder.load_path}")
     print(f"checkpoint: {folder.checkpoint_path(step)}")
 
 

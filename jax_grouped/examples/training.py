@@ -212,7 +212,8 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     """Returns the last line of a held-out text, and what the model of a state predicts after it."""
     prompt = corpus.held_out[: run.settings.sequence]
     variables = jax.device_put(state.params, jax.devices()[0])
-    text = continuation(language_model(run.settings), variables, prompt, run.settings.sample, run.settings.seed)
+    model = language_model(dataclasses.replace(run.settings, capacity_factor=None))
+    text = continuation(model, variables, prompt, run.settings.sample, run.settings.seed)
     return printable(prompt).splitlines()[-1], text
 
 

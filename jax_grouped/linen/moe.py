@@ -147,7 +147,8 @@ class MoEMlp(nn.Module):
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
                 the layer's own, if it has one.
             accumulate_into: gradients so far of kernels, by the names `gate_up`, `down`, and of a shared expert
-                `shared_gate_up`, `shared_down`, or some of these; as in `GroupedDense`.
+                `shared_gate_up`, `shared_down`, or some of these; as in `GroupedDense`. Inside `jax.shard_map`, the
+                kernels of a shared expert, which all devices have, need `jax.lax.pcast`.
 
         Returns:
             `[..., K]`, and the metrics.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jax_grouped.examples.loss_curve import Losses, read_losses
+from jax_grouped.examples.metrics import Metrics, line_of
 from jax_grouped.examples.run_folder import RunFolder
 from jax_grouped.examples.settings import UsageError
 from tests.examples.programs import TINY, file_size_limit, files_in, read_rows, run
@@ -190,11 +191,24 @@ def test_settings_of_another_model_are_told_from_damage(finished_copy: Path) -> 
     assert files_in(finished_copy) == before
 
 
-@pytest.mark.parametrize("content", ["{}\n", "something,else\n1,2\n", None], ids=["empty", "another table", "folder"])
-@pytest.mark.parametrize(("name", "what"), [("loss.csv", "losses"), ("metrics.jsonl", "metrics")])
-def test_a_damaged_record_is_named_and_nothing_changes(
-    name: str, what: str, content: str | None, finished_copy: Path
-) -> None:
+UNEVEN = [Metrics(step, 1.0, [1.0], [[1.0] * step], [0.0], [1.0]) for step in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("loss.csv", ""),
+        ("loss.csv", "something,else\n1,2\n"),
+        ("loss.csv", None),
+        ("metrics.jsonl", "{}\n"),
+        ("metrics.jsonl", "something,else\n1,2\n"),
+        ("metrics.jsonl", "".join(map(line_of, UNEVEN))),
+        ("metrics.jsonl", None),
+    ],
+    ids=["empty", "another table", "folder", "no names", "no JSON", "other experts", "folder of metrics"],
+)
+def test_a_damaged_record_is_named_and_nothing_changes(name: str, content: str | None, finished_copy: Path) -> None:
+    what = "losses" if name == "loss.csv" else "metrics"
     file = finished_copy / name
     file.unlink()
     if content is None:

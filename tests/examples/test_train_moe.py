@@ -1,5 +1,6 @@
 """The example `train_moe`: whole runs on tiny sizes, on one device and on several."""
 
+import itertools
 import os
 import re
 import shutil
@@ -8,7 +9,9 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -90,17 +93,33 @@ def test_tensorboard_gets_losses_and_metrics(finished: tuple[Path, str]) -> None
         assert shown["expert_load/block_0/expert_3"][row.step] == pytest.approx(row.expert_load[0][3])
 
 
+def test_a_resumed_run_has_tensorboard_forget_later_events(finished_copy: Path) -> None:
+    shutil.rmtree(finished_copy / "checkpoints" / "12")
+    before = {file.name for file in (finished_copy / "tensorboard").iterdir()}
+
+    status, _, err = run("--out", finished_copy, "--resume", "--log", "tensorboard")
+
+    assert status == 0, err
+    (added,) = {file.name for file in (finished_copy / "tensorboard").iterdir()} - before
+    starts = [of.step for of in events(finished_copy / "tensorboard" / added) if of.session_log.status]
+    assert starts == [9], "the run resumes after step 8"
+
+
+def events(file: Path) -> Iterator[Any]:
+    """The events of a file, whose records are a length, its CRC, an event and its CRC."""
+    data = file.read_bytes()
+    while data:
+        end = 12 + struct.unpack_from("<Q", data)[0]
+        yield event_pb2.Event.FromString(data[12:end])
+        data = data[end + 4 :]
+
+
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """The values by step of each tag in event files, whose records are a length, its CRC, an event and its CRC."""
+    """The values by step of each tag."""
     found: dict[str, dict[int, float]] = {}
-    for file in folder.iterdir():
-        data = file.read_bytes()
-        while data:
-            end = 12 + struct.unpack_from("<Q", data)[0]
-            event = event_pb2.Event.FromString(data[12:end])
-            for value in event.summary.value:
-                found.setdefault(value.tag, {})[event.step] = value.simple_value
-            data = data[end + 4 :]
+    for event in itertools.chain(*map(events, folder.iterdir())):
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.simple_value
     return found
 
 
