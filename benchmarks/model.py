@@ -137,7 +137,7 @@ class Row:
     tokens_per_second: float | None = None
     mfu: float | None = None  # Operations of the model per second, in parts of `PEAK`.
     peak_gib: float | None = None
-    losses: list[float] = dataclasses.field(default_factory=list)  # Of the first steps.
+    losses: list[float] = dataclasses.field(default_factory=list)  # Of the warm-up steps, and of each block's last.
     note: str = ""
 
 
@@ -180,7 +180,8 @@ def _rows(names: list[str], variants: list[str]) -> Iterator[Row]:
             if done.returncode == 0:
                 yield Row(**json.loads(done.stdout.splitlines()[-1]))
             else:
-                yield Row(name, variant, note=f"ended with {done.returncode}")
+                last = [*done.stderr.splitlines(), ""][-2:][0]
+                yield Row(name, variant, note=f"ended with {done.returncode}: {last}"[:200])
 
 
 def measure(arguments: argparse.Namespace) -> int:

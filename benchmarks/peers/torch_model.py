@@ -1,7 +1,8 @@
 """The model of `our_model` in PyTorch: compiled, with `torch._grouped_mm`, or with SonicMoE's layer of experts.
 
 Parameters, their gradients and Adam are in float32. Each microbatch converts the parameters to bfloat16, as autocast
-would. Only the experts of SonicMoE are not compiled.
+would, the router too. There is no balance loss, and PyTorch chooses the kernel of attention. Only the experts of
+SonicMoE are not compiled.
 """
 
 import importlib
@@ -53,16 +54,11 @@ def _shapes(model: Model, pairs_of_gate_up: bool) -> dict[str, tuple[int, ...]]:
     return {**{name: (size,) for name, size in norms.items()}, **projections, **kernels}
 
 
-def _parameter(shape: tuple[int, ...]) -> Any:
+def _parameter(shape: tuple[int, ...], contracted: int = -2) -> Any:
+    """Returns ones, or random numbers that keep the deviation of what is multiplied along the axis `contracted`."""
     if len(shape) == 1:
         return torch.ones(shape, device="cuda", requires_grad=True)
-    drawn = torch.randn(shape, device="cuda").mul_(model_scale(shape))
-    return drawn.requires_grad_()
-
-
-def model_scale(shape: tuple[int, ...]) -> float:
-    """Deviation of random weights: that of a product's result is then near that of its input."""
-    return float(min(shape[-2:]) ** -0.5)
+    return torch.randn(shape, device="cuda").mul_(shape[contracted] ** -0.5).requires_grad_()
 
 
 def training(model: Model, experts: str) -> Training:
@@ -72,12 +68,13 @@ def training(model: Model, experts: str) -> Training:
         layer = importlib.import_module("benchmarks.peers.sonic_moe").experts_layer(model.top_k)
     else:
         layer = experts_layer(model.experts, model.top_k)
+    transposed = {"router", "gate_up", "down"} if is_sonic else set()
     blocks = [
-        {name: _parameter(shape) for name, shape in _shapes(model, is_sonic).items()} for _ in range(model.layers)
+        {name: _parameter(shape, -1 if name in transposed else -2) for name, shape in _shapes(model, is_sonic).items()}
+        for _ in range(model.layers)
     ]
-    embedding, logits = (
-        _parameter(shape) for shape in ((model.vocabulary, model.features), (model.features, model.vocabulary))
-    )
+    embedding = _parameter((model.vocabulary, model.features), -1)
+    logits = _parameter((model.features, model.vocabulary))
     norm = _parameter((model.features,))
     parameters = [embedding, logits, norm, *(of for block in blocks for of in block.values())]
     optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
