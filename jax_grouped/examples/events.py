@@ -35,8 +35,8 @@ class Events:
                 for expert, share in enumerate(load):
                     self._scalar(f"expert_load/block_{block}/expert_{expert}", share, row.step)
 
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
+    def _scalar(self, name: str, value: float | None, step: int) -> None:
+        if self._writer is not None and value is not None:
             self._writer.add_scalar(name, value, step)
 
 

@@ -15,6 +15,8 @@ from jax_grouped.examples.settings import UsageError
 class Metrics(NamedTuple):
     """A line of `metrics.jsonl`: the `StepMetrics` of a step as numbers and lists, one value per block.
 
+    What is no finite number is None where it has been read from a file.
+
     Attributes:
         step: number of steps that have been taken.
         gradient_norm: of all parameters together, before it is clipped.
@@ -25,11 +27,11 @@ class Metrics(NamedTuple):
     """
 
     step: int
-    gradient_norm: float
-    balance_loss: list[float]
+    gradient_norm: float | None
+    balance_loss: list[float | None]
     expert_load: list[list[float]]
     dropped: list[float]
-    amax: list[float]
+    amax: list[float | None]
 
 
 def metrics_of(step: int, shown: Any) -> Metrics:
@@ -45,7 +47,7 @@ def line_of(metrics: Metrics) -> str:
     def valid(value: Any) -> Any:
         if isinstance(value, list):
             return [valid(each) for each in value]
-        return value if math.isfinite(value) else None
+        return value if value is not None and math.isfinite(value) else None
 
     return json.dumps({name: valid(value) for name, value in metrics._asdict().items()}) + "\n"
 
