@@ -180,7 +180,7 @@ def _rows(names: list[str], variants: list[str]) -> Iterator[Row]:
             if done.returncode == 0:
                 yield Row(**json.loads(done.stdout.splitlines()[-1]))
             else:
-                last = [*done.stderr.splitlines(), ""][-2:][0]
+                last = done.stderr.strip().rpartition("\n")[2]
                 yield Row(name, variant, note=f"ended with {done.returncode}: {last}"[:200])
 
 
@@ -189,14 +189,14 @@ def measure(arguments: argparse.Namespace) -> int:
     if not cuda_devices():
         raise UsageError("needs a GPU, and JAX sees none")
     settings = {name: MODELS[name]._asdict() for name in arguments.models}
-    record, found = Record.new("model", None, settings), []
+    record = Record.new("model", None, settings)
+    found: list[Any] = []
     for measured in _rows(arguments.models, arguments.variants):
         found.append(measured)
         rate = measured.note or f"{measured.tokens_per_second:,.0f} tokens/s"
         print(f"{measured.model}, {measured.variant}: {rate}", flush=True)
         if arguments.json:
-            fields = dataclasses.asdict(record) | {"rows": list(map(dataclasses.asdict, found))}
-            arguments.json.write_text(json.dumps(fields, indent=1) + "\n")
+            dataclasses.replace(record, rows=found).write(arguments.json)
     if arguments.plot:
         plot.models(found, f"{record.device}, JAX {record.versions['jax']}, {record.date[:10]}", arguments.plot)
     print(_table(found))

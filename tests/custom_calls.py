@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.backends import cuda
+from jax_grouped.backends import cuda_gemm
 from jax_grouped.core.groups import (
     bias_grad_tiles,
     gemm_scratch_bytes,
@@ -42,7 +42,7 @@ def gemm(
     d_type: jax.typing.DTypeLike = BF16,
     more: Sequence[Array] = (),
     scratch: int = gemm_scratch_bytes(1, GROUPS),
-    workspace: int = cuda.WORKSPACE_BYTES,
+    workspace: int = cuda_gemm.WORKSPACE_BYTES,
     offset: Shape = (1,),
     **attributes: Any,
 ) -> jax.Array:

@@ -35,7 +35,7 @@ class Projection(nn.Module):
         dense = jg.linen.GroupedDense(
             self.features, 1, use_bias=False, dtype=_DTYPE, recipe=self.recipe, cache_kernel=self.cached
         )
-        y = dense(rows, jnp.array([len(rows)]), is_first_microbatch=is_first if self.cached else None)
+        y = dense(rows, jnp.array([len(rows)]), is_first_microbatch=is_first)
         return y.reshape(*x.shape[:-1], self.features)
 
 
@@ -73,7 +73,7 @@ class Block(nn.Module):
         )
         y, metrics = experts(
             norm(name="experts_norm")(x),
-            is_first_microbatch=is_first if self.cached else None,
+            is_first_microbatch=is_first,
             accumulate_into=sums,
         )
         return x + y, metrics.balance_loss

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped.backends import cuda, cuda_routing, extension
+from jax_grouped.backends import cuda, cuda_gemm, cuda_routing, extension
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.reference import quantize as reference_quantize
 from jax_grouped.backends.reference import routing as reference_routing
@@ -343,7 +343,9 @@ def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Ar
 
 
 #: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
-GEMM = _define("gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda.grouped_gemm), shares_weights=True)
+GEMM = _define(
+    "gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda_gemm.grouped_gemm), shares_weights=True
+)
 #: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
 BIAS_GRAD = _define(
     "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)

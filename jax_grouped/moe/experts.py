@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.backends.cuda import gathers_fast
+from jax_grouped.backends.cuda_gemm import gathers_fast
 from jax_grouped.backends.reference.rows import gather, sum_of_choices, tokens_of
 from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups, count_not_above

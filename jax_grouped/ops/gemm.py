@@ -203,19 +203,22 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
     b_dtype, dtype = b.dtype, gradient_type(out_dtype, gradient.dtype)
     a, b, g = (array if is_narrow(array) else array.astype(dtype) for array in (a, b, gradient))
 
-    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> Any:
-        if name == "wgrad" and jnp.issubdtype(b_dtype, jnp.integer):
-            return np.zeros(b.shape, jax.dtypes.float0)
+    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> jax.Array:
         return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
+
+    def dkernel(x: jax.Array, dy: jax.Array) -> Any:
+        if jnp.issubdtype(b_dtype, jnp.integer):
+            return np.zeros(b.shape, jax.dtypes.float0)
+        return product("wgrad", x, dy, like_b).astype(b_dtype)
 
     match spec.product:
         case "fprop":
-            da, db = product("dgrad", g, b, like_a), product("wgrad", a, g, like_b)
+            da, db = product("dgrad", g, b, like_a), dkernel(a, g)
         case "dgrad":
-            da, db = product("fprop", g, b, like_a), product("wgrad", g, a, like_b)
+            da, db = product("fprop", g, b, like_a), dkernel(g, a)
         case "wgrad":
             da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
-    return da, db.astype(b_dtype) if b_dtype in NARROW_TYPES and db.dtype != jax.dtypes.float0 else db, None
+    return da, db, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_grouped.backends import cuda, extension
+from jax_grouped.backends import cuda_gemm, extension
 from jax_grouped.core.groups import gemm_scratch_bytes, quantize_scratch_bytes
 from tests.csrc.compiler import COMPILER, compiled
 from tests.custom_calls import (
@@ -96,7 +96,7 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
     (dict(a_type=jnp.float16), "a and b must have one type."),
     (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
     (dict(scratch=16), f"the bytes of scratch must be at least {gemm_scratch_bytes(1, 4)}, got 16."),
-    (dict(workspace=16), f"the bytes of workspace must be at least {cuda.WORKSPACE_BYTES}, got 16."),
+    (dict(workspace=16), f"the bytes of workspace must be at least {cuda_gemm.WORKSPACE_BYTES}, got 16."),
     (dict(product=3), "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got 3."),
     (dict(scaled=True), "a and b must be float8_e4m3fn or float8_e5m2."),
     (
@@ -117,7 +117,8 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
     (dict(gathered=1, a=(40, 16), more=[((40,), I32)]), "the size of row_indices must be 32, got 40."),
     (
         dict(gathered=1, a=(0, 16), more=[((32,), I32)]),
-        f"rows are gathered from 1 to 2^31 - 1 rows in at most {cuda.MAX_GATHERED_GROUPS} groups, got 0 rows and 4 ",
+        f"rows are gathered from 1 to 2^31 - 1 rows in at most {cuda_gemm.MAX_GATHERED_GROUPS} groups, "
+        "got 0 rows and 4 ",
     ),
     (
         dict(product=2, gathered=2, b=(40, 24), d=(4, 16, 16), more=[((32,), I32)]),

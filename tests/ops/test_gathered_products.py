@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.backends import cuda, extension
+from jax_grouped.backends import cuda, cuda_gemm, extension
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.ops.gemm import Gathered, gemm
@@ -237,7 +237,7 @@ def test_other_gpus_copy_the_rows_first(monkeypatch: pytest.MonkeyPatch, devices
 
 
 @pytest.mark.parametrize(
-    "change", [dict(in_features=12), dict(dtype="float32"), dict(groups=cuda.MAX_GATHERED_GROUPS + 1)], ids=str
+    "change", [dict(in_features=12), dict(dtype="float32"), dict(groups=cuda_gemm.MAX_GATHERED_GROUPS + 1)], ids=str
 )
 @pytest.mark.usefixtures("_on_hopper")
 def test_products_that_no_kernel_gathers_are_of_copied_rows(change: dict[str, Any]) -> None:

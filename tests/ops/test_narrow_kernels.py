@@ -10,7 +10,7 @@ from jax import export
 from jax.typing import DTypeLike
 
 import jax_grouped as jg
-from jax_grouped.backends import cuda
+from jax_grouped.backends import cuda_gemm
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec
 from tests.programs import lowered, struct
@@ -30,7 +30,7 @@ def kernel(dtype: DTypeLike, shape: tuple[int, ...] = (E, K, N)) -> jax.Array:
 
 @pytest.fixture
 def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
+    monkeypatch.setattr(cuda_gemm, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
 
 
 def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> jax.Array:
@@ -100,14 +100,14 @@ def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: Non
 def test_the_loop_on_a_gpu_adds_up_to_the_product(
     product: Any, x_dtype: DTypeLike, features: int, four_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = cuda.grouped_gemm
+    loop = cuda_gemm.grouped_gemm
 
     def on_this_machine(a: jax.Array, b: jax.Array, sizes: Any, offset: Any, *sums: Any, spec: Any, batch: int) -> Any:
         assert a.dtype == b.dtype == jnp.bfloat16
         assert spec.num_groups in (4, 2)
         return sums[0] + reference_gemm.grouped_gemm(a, b, sizes, offset, spec=spec).astype(sums[0].dtype)
 
-    monkeypatch.setattr(cuda, "grouped_gemm", on_this_machine)
+    monkeypatch.setattr(cuda_gemm, "grouped_gemm", on_this_machine)
     spec = GemmSpec(product, E, x_dtype)
     narrow = kernel(jnp.int8, (E, K, features) if product == "fprop" else (E, features, K))
     operands = tokens(x_dtype), narrow, SIZES, jnp.zeros(1, jnp.int32)
