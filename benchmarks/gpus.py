@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import statistics
 import time
@@ -139,20 +138,23 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
         for variant in variants:
             recipe = RECIPES[variant]
             work = layer(shape, recipe, gpus, capacity_factor)
-            # GPUs of one host differ, and all wait for the slowest.
             of_gpus = [layer(shape, recipe, 1, None, first=gpu) for gpu in range(gpus)]
-            together, *of_each = milliseconds([work, *of_gpus])
-            alone = sorted(itertools.chain(*of_each))
+            together, *alone = milliseconds([work, *of_gpus])
+            medians = [statistics.median(of) for of in alone]
             calls = 4
-            spans = [span for span in profile(work, calls) if span.gpu == 0]
-            communication, uncovered = (1e3 * seconds / calls for seconds in exposed(spans))
+            spans = profile(work, calls)
+            # A GPU that waits for a slower one communicates for longer.
+            of_each = [exposed([span for span in spans if span.gpu == gpu]) for gpu in range(gpus)]
+            communication, uncovered = (1e3 * seconds / calls for seconds in min(of_each))
             yield {
                 "layer": name,
                 "variant": variant,
                 "gpus": gpus,
                 "one_gpu_ms": alone,
                 "all_gpus_ms": together,
-                "efficiency": statistics.median(alone) / statistics.median(together),
+                # GPUs of one host differ, and all wait for the slowest.
+                "efficiency": max(medians) / statistics.median(together),
+                "efficiency_of_mean": statistics.mean(medians) / statistics.median(together),
                 "communication_ms": communication,
                 "exposed_ms": uncovered,
                 "link_gb_per_s": link,
@@ -182,12 +184,13 @@ def _table(found: Sequence[dict[str, Any]], gpus: int) -> str:
     columns = {
         "layer": lambda row: row["layer"],
         "variant": lambda row: row["variant"],
-        "1 GPU ms": lambda row: statistics.median(row["one_gpu_ms"]),
+        "1 GPU ms": lambda row: " ".join(f"{statistics.median(of):.2f}" for of in row["one_gpu_ms"]),
         f"{gpus} GPUs ms": lambda row: statistics.median(row["all_gpus_ms"]),
         "efficiency %": lambda row: 100 * row["efficiency"],
+        "of mean %": lambda row: 100 * row["efficiency_of_mean"],
         "communication ms": lambda row: row["communication_ms"],
         "exposed ms": lambda row: row["exposed_ms"],
         "link GB/s": lambda row: row["link_gb_per_s"],
     }
     cells = [[value(row) for value in columns.values()] for row in found]
-    return tabulate.tabulate(cells, [*columns], floatfmt=("", "", ".2f", ".2f", ".1f", ".2f", ".2f", ".0f"))
+    return tabulate.tabulate(cells, [*columns], floatfmt=("", "", "", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f"))

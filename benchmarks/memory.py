@@ -18,14 +18,22 @@ _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
 _BLOCK = jg.Float8BlockScaling()
 _TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
+_OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=["jax_grouped_x"],
+    names_which_can_be_offloaded=["jax_grouped_hidden"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 #: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, or nothing.
 VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
-    "bf16": (None, lambda layer: layer),
-    "block": (_BLOCK, lambda layer: layer),
+    "bf16": (None, lambda layer, **_: layer),
+    "block": (_BLOCK, lambda layer, **_: layer),
     "block, only tokens are kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
     "bf16, nothing is kept": (None, jax.checkpoint),
     "block, nothing is kept": (_BLOCK, jax.checkpoint),
+    "bf16, hidden in host memory": (None, functools.partial(jax.checkpoint, policy=_OFFLOADED)),
+    "block, hidden in host memory": (_BLOCK, functools.partial(jax.checkpoint, policy=_OFFLOADED)),
 }
 
 #: Layers of a step, and the type of all kernels: one layer; four pairs of such a layer and one back, in sequence; or
@@ -94,7 +102,7 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
 
         def model(x: jax.Array, kernels: Any) -> jax.Array:
             if layers == "mlps":
-                return jax.lax.scan(lambda x, kernel: (keep(layer)(x, kernel), None), x, kernels)[0]
+                return jax.lax.scan(lambda x, kernel: (keep(layer, prevent_cse=False)(x, kernel), None), x, kernels)[0]
             return functools.reduce(keep(layer), kernels, x)
 
         y, pullback = jax.vjp(model, x, kernels)

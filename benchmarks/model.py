@@ -15,13 +15,15 @@ import tabulate
 
 from benchmarks import plot
 from benchmarks.rows import Record
-from benchmarks.runner import first_line
+from benchmarks.runner import WORDS, first_line, profile, seconds_of_parts
 from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.settings import UsageError
 
 #: Dense bfloat16 operations per second of an H100 or H200, as NVIDIA gives them; MFU is relative to it, FP8's too.
 PEAK = 989.4e12
 _WARM_UP, _BLOCKS, _STEPS = 2, 5, 2
+#: Parts of a step, by words in the names of their kernels.
+_PARTS = {"attention": ("sdpa", "fmha", "flash"), **WORDS}
 
 
 class Model(NamedTuple):
@@ -52,6 +54,10 @@ class Model(NamedTuple):
     sequence: int = 4096
     sequences: int = 4
     microbatches: int = 4
+
+    def with_sequences(self, sequences: int) -> "Model":
+        """Returns the model with so many sequences in a microbatch, and as many in a step as before."""
+        return self._replace(sequences=sequences, microbatches=self.sequences * self.microbatches // sequences)
 
     @property
     def tokens(self) -> int:
@@ -126,6 +132,12 @@ class Training(NamedTuple):
     wait: Callable[[Any], float]
     peak_bytes: Callable[[], int]
 
+    def block(self, steps: int) -> float:
+        """Takes steps one after another; returns the last one's loss, when all are done."""
+        for _ in range(steps):
+            loss = self.step()
+        return self.wait(loss)
+
 
 @dataclasses.dataclass
 class Row:
@@ -138,44 +150,42 @@ class Row:
     mfu: float | None = None  # Operations of the model per second, in parts of `PEAK`.
     peak_gib: float | None = None
     losses: list[float] = dataclasses.field(default_factory=list)  # Of the warm-up steps, and of each block's last.
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # Milliseconds of a step, by its kernels' work.
     note: str = ""
 
 
-def training(name: str, variant: str) -> Training:
+def training(model: Model, variant: str) -> Training:
     """Makes a model of random weights."""
     module, options = VARIANTS[variant]
-    return importlib.import_module(f"benchmarks.peers.{module}").training(MODELS[name], **options)
+    return importlib.import_module(f"benchmarks.peers.{module}").training(model, **options)
 
 
-def row(name: str, variant: str) -> Row:
+def row(name: str, variant: str, sequences: int) -> Row:
     """Measures a model in this process, by the host's clock over blocks of steps."""
     try:
-        return _measured(name, variant)
+        return _measured(name, variant, MODELS[name].with_sequences(sequences))
     except Exception as error:  # Out of memory, a library that is missing.
         return Row(name, variant, note=first_line(error))
 
 
-def _measured(name: str, variant: str) -> Row:
-    model, run = MODELS[name], training(name, variant)
-    losses = [run.wait(run.step()) for _ in range(_WARM_UP)]
+def _measured(name: str, variant: str, model: Model) -> Row:
+    run = training(model, variant)
+    losses = [run.block(1) for _ in range(_WARM_UP)]
     times = []
     for _ in range(_BLOCKS):
         start = time.perf_counter()
-        for _ in range(_STEPS):
-            loss = run.step()
-        losses.append(run.wait(loss))
+        losses.append(run.block(_STEPS))
         times.append(1e3 * (time.perf_counter() - start) / _STEPS)
-    rate = model.tokens / (1e-3 * statistics.median(times))
-    return Row(
-        name, variant, sorted(times), rate, rate * model.operations / PEAK, run.peak_bytes() / 2**30, losses=losses
-    )
+    rate, peak = model.tokens / (1e-3 * statistics.median(times)), run.peak_bytes() / 2**30
+    parts = {part: 1e3 * seconds for part, seconds in seconds_of_parts(profile(run, 1), _PARTS).items()}
+    return Row(name, variant, sorted(times), rate, rate * model.operations / PEAK, peak, losses, parts)
 
 
-def _rows(names: list[str], variants: list[str]) -> Iterator[Row]:
+def _rows(names: list[str], variants: list[str], sequences: int) -> Iterator[Row]:
     """Yields the rows, each from a process of its own, as frameworks keep the memory that they have had."""
     for name in names:
         for variant in variants:
-            command = [sys.executable, "-m", "benchmarks.model", name, variant]
+            command = [sys.executable, "-m", "benchmarks.model", name, variant, str(sequences)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 yield Row(**json.loads(done.stdout.splitlines()[-1]))
@@ -188,10 +198,10 @@ def measure(arguments: argparse.Namespace) -> int:
     """Measures, prints and writes the rows."""
     if not cuda_devices():
         raise UsageError("needs a GPU, and JAX sees none")
-    settings = {name: MODELS[name]._asdict() for name in arguments.models}
+    settings = {name: MODELS[name].with_sequences(arguments.sequences)._asdict() for name in arguments.models}
     record = Record.new("model", None, settings)
     found: list[Any] = []
-    for measured in _rows(arguments.models, arguments.variants):
+    for measured in _rows(arguments.models, arguments.variants, arguments.sequences):
         found.append(measured)
         rate = measured.note or f"{measured.tokens_per_second:,.0f} tokens/s"
         print(f"{measured.model}, {measured.variant}: {rate}", flush=True)
@@ -209,12 +219,16 @@ def _table(found: list[Row]) -> str:
     for of in found:
         if of.tokens_per_second and of.mfu:
             speed = of.tokens_per_second / rate if (rate := base.get(of.model)) else None
-            cells.append([of.model, of.variant, of.tokens_per_second, speed, 100 * of.mfu, of.peak_gib, of.losses[-1]])
+            figures = of.tokens_per_second, speed, 100 * of.mfu, of.peak_gib, of.losses[-1], *of.parts.values()
+            cells.append([of.model, of.variant, *figures])
         else:
             cells.append([of.model, of.variant, of.note])
-    headers = ["model", "variant", "tokens/s", "relative to bf16", "MFU %", "peak GiB", "loss"]
-    return tabulate.tabulate(cells, headers, floatfmt=("", "", ",.0f", ".2f", ".1f", ".1f", ".3f"))
+    parts = [f"{part} ms" for part in _PARTS]
+    headers = ["model", "variant", "tokens/s", "relative to bf16", "MFU %", "peak GiB", "loss", *parts]
+    return tabulate.tabulate(
+        cells, headers, floatfmt=("", "", ",.0f", ".2f", ".1f", ".1f", ".3f", *[".0f"] * len(parts))
+    )
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(row(*sys.argv[1:]))))
+    print(json.dumps(dataclasses.asdict(row(sys.argv[1], sys.argv[2], int(sys.argv[3])))))

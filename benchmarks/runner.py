@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,10 +28,10 @@ _LEAST_BYTES_FOR_HOST = 100e6
 # A measurement that would take more than this many times its budget is given up.
 _PATIENCE = 10
 
-# A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up run before a product
-# or a quantization and read no more than group sizes. Any other kernel is what XLA adds, such as converting the layer's
-# kernel.
-_WORDS = {
+#: A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up run before a product
+#: or a quantization and read no more than group sizes. Any other kernel is one that XLA adds, for example to convert
+#: the layer's kernel.
+WORDS = {
     "setup": ("setup", "prepare"),
     "quantize": ("quantize", "findamax", "zeroscales"),
     "product": ("nvjet", "cutlass", "gemm", "matmul", "wgrad", "product"),
@@ -100,6 +100,15 @@ def read_profile(path: Path) -> list[Span]:
     return sorted(spans, key=lambda span: span.start)
 
 
+def seconds_of_parts(spans: Sequence[Span], words: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Returns the seconds of the kernels in each part; a kernel belongs to the first that has a word in its name."""
+    parts = dict.fromkeys(words, 0.0)
+    for span in spans:
+        part = next(part for part, of_part in words.items() if any(word in span.name.lower() for word in of_part))
+        parts[part] += (span.end - span.start) / 1e9
+    return parts
+
+
 def _seconds(spans: list[Span]) -> float:
     """Returns the time from the first start to the last end."""
     return (max(span.end for span in spans) - min(span.start for span in spans)) / 1e9
@@ -108,11 +117,8 @@ def _seconds(spans: list[Span]) -> float:
 def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
     """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
     spans = profile(work, calls)
-    parts = dict.fromkeys(PARTS, 0.0)
-    for name, start, end, _ in spans:
-        found = (part for part, words in _WORDS.items() if any(word in name.lower() for word in words))
-        parts[next(found)] += (end - start) / 1e9
-    return _seconds(spans), parts
+    found = seconds_of_parts(spans, WORDS)
+    return _seconds(spans), {part: found[part] for part in PARTS}
 
 
 def _block_of_single_calls(work: Work, calls: int) -> tuple[float, None]:

@@ -54,7 +54,7 @@ def test_the_exchange_sends_a_part_to_each_device() -> None:
 
 
 def test_rows_are_drawn(tmp_path: Path) -> None:
-    row = dict(layer="dsv3", variant="bf16", gpus=2, one_gpu_ms=[1.0], all_gpus_ms=[1.25], efficiency=0.8)
+    row = dict(layer="dsv3", variant="bf16", gpus=2, one_gpu_ms=[[0.9], [1.0]], all_gpus_ms=[1.25], efficiency=0.8)
     picture = tmp_path / "gpus.png"
 
     plot.gpus([row | dict(exposed_ms=0.2)], "H200", picture)

@@ -82,7 +82,7 @@ def test_a_suite_is_measured_written_shown_and_drawn(
 
 
 #: Results of other commands than `run`.
-OTHERS = {"h200_fidelity", "h200_gpus"}
+OTHERS = {"h200_fidelity", "h200_gpus", "h200_model"}
 
 
 @pytest.mark.parametrize(
