@@ -308,7 +308,8 @@ def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
     """
     if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
         raise ValueError(
-            f"With dkernel_accumulator kernel must vary over the mesh axes {sorted(missing, key=str)} as others do, or "
-            "the accumulator is summed over them too: use jax.lax.pcast(kernel, axes, to='varying') before, and sum "
-            "the gradient over these axes after the last microbatch."
+            f"With dkernel_accumulator kernel {kernel.shape} must vary over the mesh axes "
+            f"{sorted(missing, key=str)} as others do, or the accumulator is summed over them too: use "
+            "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
+            "microbatch."
         )

@@ -13,6 +13,7 @@ import jax_grouped as jg
 from jax_grouped.backends import cuda_gemm
 from jax_grouped.backends.reference import gemm as reference_gemm
 from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec
+from tests import oracle
 from tests.programs import lowered, struct
 
 SIZES = jnp.array([5, 0, 9, 1, 7, 10])  # 5 rows belong to no group.
@@ -33,6 +34,14 @@ def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_gemm, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
 
 
+def assert_same(got: jax.Array, expected: jax.Array) -> None:
+    """Compares bits; on a GPU, whose products of fewer groups may sum in another order, with the last bit of bf16."""
+    if jax.default_backend() == "cpu":
+        np.testing.assert_array_equal(got, expected)
+    else:
+        assert oracle.relative_error(got, np.asarray(expected, np.float64)) < 2**-8
+
+
 def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> jax.Array:
     return jg.ragged_dot(x, kernel.astype(x.dtype), *more, **options)
 
@@ -47,7 +56,7 @@ def test_the_product_is_that_of_the_converted_kernel(
     y = jax.jit(lambda *arrays: jg.ragged_dot(*arrays))(x, narrow, SIZES)
 
     assert y.dtype == x_dtype
-    np.testing.assert_array_equal(y, converted(x, narrow, SIZES))
+    assert_same(y, converted(x, narrow, SIZES))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
@@ -60,19 +69,19 @@ def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: 
 
     (dx, dkernel), (expected_dx, expected_dkernel) = gradients(jg.ragged_dot), gradients(converted)
 
-    np.testing.assert_array_equal(dx, expected_dx)
+    assert_same(dx, expected_dx)
     if jnp.issubdtype(dtype, jnp.integer):
         assert dkernel.dtype == jax.dtypes.float0
     else:
         assert dkernel.dtype == dtype
-        np.testing.assert_array_equal(dkernel.astype(jnp.float32), expected_dkernel.astype(jnp.float32))
+        assert_same(dkernel.astype(jnp.float32), expected_dkernel.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("offset", [0, 3, -1, 2**31 - 1, -(2**31)])
 def test_kernels_of_some_groups_have_an_offset(offset: int, backend: str, four_at_once: None) -> None:
     x, narrow = tokens(), kernel(jnp.int8, (4, K, N))
     y = jg.ragged_dot(x, narrow, SIZES, group_offset=offset)
-    np.testing.assert_array_equal(y, converted(x, narrow, SIZES, group_offset=offset))
+    assert_same(y, converted(x, narrow, SIZES, group_offset=offset))
 
 
 @pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
@@ -82,7 +91,7 @@ def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, four_at_o
 
     y = jax.vmap(jg.ragged_dot, (0, kernel_axis, None))(x, narrow, SIZES)
 
-    np.testing.assert_array_equal(y, jax.vmap(converted, (0, kernel_axis, None))(x, narrow, SIZES))
+    assert_same(y, jax.vmap(converted, (0, kernel_axis, None))(x, narrow, SIZES))
 
 
 def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: None) -> None:
@@ -91,7 +100,7 @@ def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: Non
     for rhs, dimensions in ((kernel(jnp.int8, (E, N, K)), over_last), (kernel(jnp.int8, (T, N)), over_tokens)):
         y = jg.ragged_dot_general(tokens(), rhs, SIZES, dimensions)
         expected = jg.ragged_dot_general(tokens(), rhs.astype(jnp.bfloat16), SIZES, dimensions)
-        np.testing.assert_array_equal(y, expected)
+        assert_same(y, expected)
 
 
 @pytest.mark.parametrize("product", ["fprop", "dgrad"])
@@ -130,7 +139,7 @@ def test_the_features_of_an_exported_program_may_be_symbolic() -> None:
     exported = export.export(jax.jit(jg.ragged_dot), platforms=["cpu", "cuda"], disabled_checks=checks)(*arguments)
     if jax.default_backend() == "cpu":
         y = exported.call(tokens(), kernel(jnp.int8), SIZES)
-        np.testing.assert_array_equal(y, converted(tokens(), kernel(jnp.int8), SIZES))
+        assert_same(y, converted(tokens(), kernel(jnp.int8), SIZES))
 
 
 def test_the_converted_kernel_is_never_a_whole_array() -> None:
