@@ -140,7 +140,7 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
             work = layer(shape, recipe, gpus, capacity_factor)
             of_gpus = [layer(shape, recipe, 1, None, first=gpu) for gpu in range(gpus)]
             together, *alone = milliseconds([work, *of_gpus])
-            medians = [statistics.median(of) for of in alone]
+            medians, step = [statistics.median(of) for of in alone], statistics.median(together)
             calls = 4
             spans = profile(work, calls)
             # A GPU that waits for a slower one communicates for longer.
@@ -153,8 +153,8 @@ def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_fact
                 "one_gpu_ms": alone,
                 "all_gpus_ms": together,
                 # GPUs of one host differ, and all wait for the slowest.
-                "efficiency": max(medians) / statistics.median(together),
-                "efficiency_of_mean": statistics.mean(medians) / statistics.median(together),
+                "efficiency": max(medians) / step,
+                "efficiency_of_mean": statistics.mean(medians) / step,
                 "communication_ms": communication,
                 "exposed_ms": uncovered,
                 "link_gb_per_s": link,

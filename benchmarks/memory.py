@@ -25,7 +25,8 @@ _OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_dst="pinned_host",
 )
 
-#: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, or nothing.
+#: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, nothing, or the
+#: quantized tokens on the device and the input of the activation in the host's memory.
 VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
     "bf16": (None, lambda layer, **_: layer),
     "block": (_BLOCK, lambda layer, **_: layer),
@@ -102,6 +103,7 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
 
         def model(x: jax.Array, kernels: Any) -> jax.Array:
             if layers == "mlps":
+                # The barriers of prevent_cse, which a scan does not need, would make XLA copy each layer's kernels.
                 return jax.lax.scan(lambda x, kernel: (keep(layer, prevent_cse=False)(x, kernel), None), x, kernels)[0]
             return functools.reduce(keep(layer), kernels, x)
 

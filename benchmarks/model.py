@@ -56,7 +56,7 @@ class Model(NamedTuple):
     microbatches: int = 4
 
     def with_sequences(self, sequences: int) -> "Model":
-        """Returns the model with so many sequences in a microbatch, and as many in a step as before."""
+        """Returns the model with microbatches of `sequences` sequences, and as many tokens per step."""
         return self._replace(sequences=sequences, microbatches=self.sequences * self.microbatches // sequences)
 
     @property
