@@ -27,6 +27,10 @@ _MOST_FEATURES_OF_GATHERED, _MOST_FEATURES_OF_GATHERED_WGRAD = 1792, 1024
 #: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
 _CONVERTED_BYTES = 2**25
 
+#: Whether XLA computes a product a second time where a scan keeps it and something else reads it, if no barrier follows
+#: (openxla/xla#45799).
+_REPEATS_KEPT_PRODUCTS = (0, 11) <= jax.__version_info__ < (0, 12)
+
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _GATHERED = (None, "a", "b")
@@ -79,7 +83,7 @@ def grouped_gemm(
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
     accumulate = spec.gathered is None and len(more) > (2 if spec.scaled else 0)
     weights = (out if spec.product == "wgrad" else b).shape[0]
-    return jax.ffi.ffi_call(
+    product = jax.ffi.ffi_call(
         "jax_grouped_gemm",
         [out, scratch, workspace],
         input_output_aliases={len(operands) - 1: 0} if accumulate else None,
@@ -98,6 +102,9 @@ def grouped_gemm(
         zero_other_rows=spec.zero_other_rows,
         autotune=spec.autotune,
     )[0]
+    # A kernel's gradient has no other use, and is best written where the scan keeps it.
+    barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"
+    return jax.lax.optimization_barrier(product) if barrier else product
 
 
 def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:

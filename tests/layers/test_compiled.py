@@ -239,10 +239,25 @@ def test_microbatches_add_to_the_gradient_where_it_is() -> None:
 
     gradient = struct((E, K, N), jnp.float32)
     got = launches(results, struct((3, T, K)), KERNEL, SIZES, struct((3, T, N)), gradient, loop=True)
-    # Four calls read or write slices of the scanned arrays; XLA may make the slicing part of a call or not. One more
-    # fusion counts the loop.
-    assert got.count("fusion") == 5
+    # Four slices of the scanned arrays are read or written; XLA makes that part of a call, or a copy beside the calls.
+    # One more fusion counts the loop.
+    assert got.count("fusion") + got.count("fusion-start") == 5
     assert "copy" not in got
+
+
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
+def test_no_product_of_a_scan_is_computed_twice(recipe: Recipe | None) -> None:
+    def gradients(x: Any, kernels: Any, sizes: Any) -> Any:
+        def loss(x: Any, kernels: Any) -> jax.Array:
+            y, _ = jax.lax.scan(lambda x, of: (jg.moe.grouped_mlp(x, *of, sizes, recipe=recipe), None), x, kernels)
+            return y.astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(x, kernels)
+
+    kernels = struct((3, E, K, 2 * N)), struct((3, E, N, K))
+    compiled = compile_for_h200(gradients, X, kernels, SIZES).as_text()
+    # XLA may make a product and its slicing one fusion. The gradient keeps the input of the activation.
+    assert compiled.count('custom_call_target="jax_grouped_gemm"') == 6
 
 
 def test_memory_beside_arguments_and_results() -> None:
