@@ -266,7 +266,9 @@ class TileScheduler {
   __device__ int32_t Next() {
     WaitForPhase(shared_.NextFull(), parity_);
     const int32_t next = LoadSharedInteger(shared_.NextTile());
-    ArriveAt(shared_.NextEmpty(), 0);
+    // The first block overwrites the index after this arrival, and an arrival at another block may overtake a load. The
+    // number of the block, 0, is therefore computed from the index, which is not negative: that waits for the load.
+    ArriveAt(shared_.NextEmpty(), next >> 31);
     parity_ ^= 1;
     return Uniform(next);
   }
