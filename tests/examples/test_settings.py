@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import jax_grouped as jg
 from jax_grouped import examples
 from jax_grouped.backends.reference import gemm
 from jax_grouped.examples import settings, step
@@ -112,7 +113,8 @@ def test_a_machine_that_cannot_run_the_step_is_told_in_one_line(
     # Called when a product is lowered, as what finds out about GPUs is.
     monkeypatch.setattr(gemm, "dequantize", refuse)
 
-    status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)
+    with jg.config.override(backend="xla"):
+        status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)
 
     assert (status, out) == (2, "")
     assert err == "train_moe: error: Products of blocks of 128 need a Hopper GPU, got another: use another recipe.\n"
