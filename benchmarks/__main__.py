@@ -77,8 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     steps = add("model", model.measure, "measure training steps of whole models")
     steps.add_argument("--models", nargs="+", choices=model.MODELS, default=[*model.MODELS], metavar="NAME")
     steps.add_argument("--variants", nargs="+", choices=model.VARIANTS, default=[*model.VARIANTS], metavar="NAME")
-    help_ = "in a microbatch, of 16 in a step (default: 4)"
-    steps.add_argument("--sequences", type=int, choices=(1, 2, 4, 8, 16), default=4, metavar="N", help=help_)
     steps.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 

@@ -55,10 +55,6 @@ class Model(NamedTuple):
     sequences: int = 4
     microbatches: int = 4
 
-    def with_sequences(self, sequences: int) -> "Model":
-        """Returns the model with microbatches of `sequences` sequences, and as many tokens per step."""
-        return self._replace(sequences=sequences, microbatches=self.sequences * self.microbatches // sequences)
-
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
@@ -160,10 +156,10 @@ def training(model: Model, variant: str) -> Training:
     return importlib.import_module(f"benchmarks.peers.{module}").training(model, **options)
 
 
-def row(name: str, variant: str, sequences: int) -> Row:
+def row(name: str, variant: str) -> Row:
     """Measures a model in this process, by the host's clock over blocks of steps."""
     try:
-        return _measured(name, variant, MODELS[name].with_sequences(sequences))
+        return _measured(name, variant, MODELS[name])
     except Exception as error:  # Out of memory, a library that is missing.
         return Row(name, variant, note=first_line(error))
 
@@ -181,11 +177,11 @@ def _measured(name: str, variant: str, model: Model) -> Row:
     return Row(name, variant, sorted(times), rate, rate * model.operations / PEAK, peak, losses, parts)
 
 
-def _rows(names: list[str], variants: list[str], sequences: int) -> Iterator[Row]:
+def _rows(names: list[str], variants: list[str]) -> Iterator[Row]:
     """Yields the rows, each from a process of its own, as frameworks keep the memory that they have had."""
     for name in names:
         for variant in variants:
-            command = [sys.executable, "-m", "benchmarks.model", name, variant, str(sequences)]
+            command = [sys.executable, "-m", "benchmarks.model", name, variant]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 yield Row(**json.loads(done.stdout.splitlines()[-1]))
@@ -198,10 +194,10 @@ def measure(arguments: argparse.Namespace) -> int:
     """Measures, prints and writes the rows."""
     if not cuda_devices():
         raise UsageError("needs a GPU, and JAX sees none")
-    settings = {name: MODELS[name].with_sequences(arguments.sequences)._asdict() for name in arguments.models}
+    settings = {name: MODELS[name]._asdict() for name in arguments.models}
     record = Record.new("model", None, settings)
     found: list[Any] = []
-    for measured in _rows(arguments.models, arguments.variants, arguments.sequences):
+    for measured in _rows(arguments.models, arguments.variants):
         found.append(measured)
         rate = measured.note or f"{measured.tokens_per_second:,.0f} tokens/s"
         print(f"{measured.model}, {measured.variant}: {rate}", flush=True)
@@ -231,4 +227,4 @@ def _table(found: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(row(sys.argv[1], sys.argv[2], int(sys.argv[3])))))
+    print(json.dumps(dataclasses.asdict(row(*sys.argv[1:]))))
