@@ -150,22 +150,22 @@ class Row:
     note: str = ""
 
 
-def training(model: Model, variant: str) -> Training:
+def training(name: str, variant: str) -> Training:
     """Makes a model of random weights."""
     module, options = VARIANTS[variant]
-    return importlib.import_module(f"benchmarks.peers.{module}").training(model, **options)
+    return importlib.import_module(f"benchmarks.peers.{module}").training(MODELS[name], **options)
 
 
 def row(name: str, variant: str) -> Row:
     """Measures a model in this process, by the host's clock over blocks of steps."""
     try:
-        return _measured(name, variant, MODELS[name])
+        return _measured(name, variant)
     except Exception as error:  # Out of memory, a library that is missing.
         return Row(name, variant, note=first_line(error))
 
 
-def _measured(name: str, variant: str, model: Model) -> Row:
-    run = training(model, variant)
+def _measured(name: str, variant: str) -> Row:
+    model, run = MODELS[name], training(name, variant)
     losses = [run.block(1) for _ in range(_WARM_UP)]
     times = []
     for _ in range(_BLOCKS):

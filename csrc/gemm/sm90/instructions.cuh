@@ -53,7 +53,7 @@ __device__ inline void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
                                        SharedPointer<Barrier>(barrier), bytes);
 }
 
-// Arrives at the same barrier of another block of the cluster.
+// Arrives at the same barrier of another block of the cluster. May overtake loads of this thread that have not ended.
 __device__ inline void ArriveAt(uint32_t barrier, uint32_t block) {
   asm volatile(
       "{\n"

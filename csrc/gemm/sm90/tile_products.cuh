@@ -266,8 +266,8 @@ class TileScheduler {
   __device__ int32_t Next() {
     WaitForPhase(shared_.NextFull(), parity_);
     const int32_t next = LoadSharedInteger(shared_.NextTile());
-    // The first block overwrites the index after this arrival, and an arrival at another block may overtake a load. The
-    // number of the block, 0, is therefore computed from the index, which is not negative: that waits for the load.
+    // The first block overwrites the index after this arrival. The block's number, 0, is computed from the index, which
+    // is not negative, so that the arrival waits for the load.
     ArriveAt(shared_.NextEmpty(), next >> 31);
     parity_ ^= 1;
     return Uniform(next);
