@@ -110,11 +110,11 @@ def test_a_machine_that_cannot_run_the_step_is_told_in_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("Products of blocks of 128 need a Hopper GPU, got another: use another recipe.")
 
-    # Called when a product is lowered, as what finds out about GPUs is.
+    # Called when a product is lowered, as what finds out about GPUs is. The program runs in a thread of its own.
     monkeypatch.setattr(gemm, "dequantize", refuse)
+    monkeypatch.setattr(jg.config, "backend", "xla")
 
-    with jg.config.override(backend="xla"):
-        status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)
+    status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)
 
     assert (status, out) == (2, "")
     assert err == "train_moe: error: Products of blocks of 128 need a Hopper GPU, got another: use another recipe.\n"

@@ -246,7 +246,8 @@ def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype
     [
         pytest.param(512, DEEPEST, 48, True, id="full tiles"),
         pytest.param(496, DEEPEST, 48, True, id="few tiles"),
-        pytest.param(496, 48, 45 * 128, False, id="many tiles that are not full"),
+        pytest.param(496, 48, 45 * 128, True, id="up to two tiles per multiprocessor"),
+        pytest.param(496, 48, 90 * 128, False, id="many tiles that are not full"),
         pytest.param(512, DEEPEST + 16, 48, False, id="too deep"),
     ],
 )
