@@ -54,6 +54,8 @@ WGRADS = [
 #: Deepest sum for which Hopper has a kernel of the library for tokens and weights. Tiles must also be few, or full with
 #: 256 tokens per group.
 DEEPEST = 3072
+#: Most tokens per group for which it has another one, for sums of any depth.
+SMALL_GROUP = 64
 FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
 FULL_TILES_OF_MANY = shapes.Shape("many full tiles", num_groups=37, tokens=37 * 256, K=528, N=784)
 
@@ -249,6 +251,8 @@ def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype
         pytest.param(496, 48, 45 * 128, True, id="up to two tiles per multiprocessor"),
         pytest.param(496, 48, 90 * 128, False, id="many tiles that are not full"),
         pytest.param(512, DEEPEST + 16, 48, False, id="too deep"),
+        pytest.param(2 * SMALL_GROUP, DEEPEST + 16, 90 * 128, True, id="small groups"),
+        pytest.param(2 * SMALL_GROUP + 2, DEEPEST + 16, 90 * 128, False, id="groups that are too large"),
     ],
 )
 def test_hopper_has_a_kernel_of_ours_for_tokens(
@@ -279,12 +283,13 @@ def on_hopper() -> bool:
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("mode", ["block", "tensor"])
 @pytest.mark.parametrize("product", ["fprop", "dgrad"])
-@pytest.mark.parametrize("kind", ["full tiles", "too deep"])
-def test_kernels_of_either_kind(backend: str, kind: str, product: Product, mode: str) -> None:
+@pytest.mark.parametrize("kind", ["full tiles", "too deep", "small groups"])
+def test_kernels_of_each_kind(backend: str, kind: str, product: Product, mode: str) -> None:
     shape = FULL_TILES
-    if kind == "too deep":
+    if kind != "full tiles":
         K, N = (DEEPEST + 16, 48) if product == "fprop" else (48, DEEPEST + 16)
-        shape = dataclasses.replace(SHAPE, K=K, N=N)
+        tokens = 5 * SMALL_GROUP + (100 if kind == "too deep" else 0)
+        shape = dataclasses.replace(SHAPE, tokens=tokens, K=K, N=N)
     for pair, out_dtype in zip(TYPE_PAIRS, ["float32", "bfloat16", "float16"], strict=True):
         for skew in ("lognormal", "tail", "hostile", "empty_first", "all_empty", "one_hot"):
             make_case(product, mode, pair, shape, shapes.group_sizes(shape, skew), magnitude=2.0).check(out_dtype)
@@ -298,9 +303,10 @@ def test_kernels_of_either_kind(backend: str, kind: str, product: Product, mode:
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("mode", ["block", "tensor"])
 @pytest.mark.parametrize("product", ["fprop", "dgrad"])
-def test_full_tiles_of_many_groups(backend: str, product: Product, mode: str) -> None:
-    sizes = shapes.group_sizes(FULL_TILES_OF_MANY, "lognormal")
-    make_case(product, mode, shape=FULL_TILES_OF_MANY, sizes=sizes).check()
+@pytest.mark.parametrize("tokens", [256, 40])
+def test_tiles_of_many_groups(backend: str, tokens: int, product: Product, mode: str) -> None:
+    shape = dataclasses.replace(FULL_TILES_OF_MANY, tokens=37 * tokens)
+    make_case(product, mode, shape=shape, sizes=shapes.group_sizes(shape, "lognormal")).check()
 
 
 SHAPES = [

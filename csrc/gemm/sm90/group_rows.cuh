@@ -1,5 +1,5 @@
-// Setup of a product that reads or writes the rows of each group through a tensor map of the group's own, which has no
-// rows of another group.
+// Setup of a product of groups of rows: the group table and, for a product that reads or writes the rows of each group
+// through a tensor map of the group's own, these maps, which have no rows of another group.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_GROUP_ROWS_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_GROUP_ROWS_CUH_
@@ -22,8 +22,8 @@ namespace sm90 {
 constexpr int kGroupRowsThreads = 512;
 
 struct GroupRowsSetup {
-  CUtensorMap map;  // without any group's rows yet
-  CUtensorMap* maps;
+  CUtensorMap map;    // without any group's rows yet
+  CUtensorMap* maps;  // null if the product needs none
   void* data;
   int64_t row_bytes;
   RowBlockCounts element_row_blocks;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
   FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
   if (args.order != nullptr) OrderGroups(table, args.order + element * batch.num_groups);
   // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
-  if (threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
+  if (args.maps == nullptr || threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
   CUtensorMap& map = maps[threadIdx.x];
   map = args.map;
 #pragma unroll 1  // There are seldom more groups than maps.
@@ -118,15 +118,18 @@ struct GroupRowsWorkspace {
   }
 };
 
-// Launches the setup for an array, whose second dimension is the rows of all groups. Points `whole` to all its rows.
+// Launches the setup for an array, whose second dimension is the rows of all groups. Points `whole` to all its rows;
+// without it, the groups get no maps either.
 template <typename Blocks>
 Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& groups, const BoxedTensor& array,
                        const RowBlockCounts& element_row_blocks, bool zeroes_other_rows, bool orders_groups,
                        const GroupRowsWorkspace& workspace, CUtensorMap* whole) {
   GroupRowsSetup setup{};
-  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(array, whole));
-  setup.map = *whole;
-  setup.maps = workspace.maps;
+  if (whole != nullptr) {
+    JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(array, whole));
+    setup.map = *whole;
+    setup.maps = workspace.maps;
+  }
   setup.data = const_cast<void*>(array.base);
   setup.row_bytes = static_cast<int64_t>(array.strides[0]);
   setup.element_row_blocks = element_row_blocks;

@@ -172,14 +172,15 @@ struct RingSlot {
 };
 using Stage = RingSlot<kStages>;
 
-// Sets the position of a tile from `index_in_group`, the index of its cluster tile in the group. The group's tiles are
-// `high` rows of tiles, and `wide` cluster widths (kCluster tiles each) across.
+// Sets the position of a tile of kRows rows from `index_in_group`, the index of its cluster tile in the group. The
+// group's tiles are `high` rows of tiles, and `wide` cluster widths (kBlocks tiles each) across.
+template <int kRows = kTileRows, int kBlocks = kCluster>
 __device__ __forceinline__ void SetTilePosition(int32_t index_in_group, int32_t high, int32_t wide, OutputTile* tile) {
   const int32_t swath = index_in_group / (kSwath * wide);
   const int32_t in_swath = index_in_group % (kSwath * wide);
   const int32_t swath_rows = min(kSwath, high - swath * kSwath);
-  tile->row = (swath * kSwath + in_swath % swath_rows) * kTileRows;
-  tile->column = (in_swath / swath_rows * kCluster + RankInCluster()) * kTileColumns;
+  tile->row = (swath * kSwath + in_swath % swath_rows) * kRows;
+  tile->column = (in_swath / swath_rows * kBlocks + (kBlocks > 1 ? RankInCluster() : 0)) * kTileColumns;
 }
 
 // A cluster computes kCluster adjacent tiles at once: a cluster tile. Cluster c of n begins with the cluster tile c. It
@@ -391,12 +392,17 @@ __device__ __forceinline__ bool BecomeProducer() {
   return Uniform(Warp()) == kMathThreads / 32;
 }
 
+// Returns a math thread's position in a tile.
+__device__ __forceinline__ ThreadPosition MathThreadPosition() {
+  return ThreadPosition{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
+                        static_cast<int>(threadIdx.x) % 32};
+}
+
 // Gives math threads more registers. Returns the thread's position in a tile.
 template <int kRegisters>
 __device__ __forceinline__ ThreadPosition BecomeMathThread() {
   AcquireRegisters<kRegisters>();
-  return ThreadPosition{Uniform(threadIdx.x / kWarpGroupThreads), Uniform(threadIdx.x % kWarpGroupThreads / 32),
-                        static_cast<int>(threadIdx.x) % 32};
+  return MathThreadPosition();
 }
 
 // Ends a block. No block may end while another block of its cluster still copies to it or arrives at its barriers.

@@ -1,0 +1,249 @@
+// Device side of small_group_product.h. Tiles, roles and barriers are those of tile_products.cuh, with these
+// differences:
+//
+// - Reading the weights bounds the speed, so that a ring holds as many stages as fit: an SM keeps 96 KiB of weights on
+//   the way. Of the tokens, only boxes that the group has rows in are copied.
+// - Blocks form no clusters. A stage is free as soon as this block's math threads have read it.
+// - Tiles have 128 rows, of which each math group multiplies 64. It stores its sums from registers: there are few.
+
+#ifndef JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
+#define JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <library_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/warp.cuh"
+#include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/staging.cuh"
+#include "csrc/gemm/sm90/tile_products.cuh"
+#include "csrc/gemm/sm90/token_tiles.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace sm90 {
+
+struct SmallGroupTile {
+  static constexpr int kRows = kMathGroups * Fragment::kRows;
+  static constexpr RowBlock kRowBlock = RowBlock::k128;
+  static constexpr int kBlocks = 1;
+  static constexpr int kBoxRows = 16;
+  static constexpr int kStages = 6;
+};
+static_assert(RowsOf(SmallGroupTile::kRowBlock) == SmallGroupTile::kRows);
+constexpr int kSmallGroupThreads = kMathThreads + 32;
+
+struct SmallGroupArguments {
+  TokenOperands operands;
+  void* result;
+  cudaDataType_t result_type;
+};
+
+struct alignas(1024) SmallGroupShared {
+  uint8_t tokens[SmallGroupTile::kStages][SmallGroupTile::kRows * kDepth];
+  uint8_t weights[SmallGroupTile::kStages][kTileColumns * kDepth];
+  float token_scale[SmallGroupTile::kStages][SmallGroupTile::kRows];
+  float weight_scale[SmallGroupTile::kStages][4];  // as in Shared
+  OutputTile tiles[kTilesAhead];
+  Barrier full[SmallGroupTile::kStages];
+  Barrier empty[SmallGroupTile::kStages];
+  Barrier tile_full[kTilesAhead];
+  Barrier tile_empty[kTilesAhead];
+};
+static_assert(sizeof(SmallGroupShared) <= kMostSharedBytes);
+static_assert(sizeof(SmallGroupShared) + sizeof(SmallGroupShared::tokens[0]) + sizeof(SmallGroupShared::weights[0]) >
+                  kMostSharedBytes,
+              "there is room for another stage");
+static_assert(offsetof(SmallGroupShared, weights) % 1024 == 0);
+
+// Addresses of the members of SmallGroupShared.
+struct SmallGroupAddresses {
+  uint32_t base;
+
+  __device__ uint32_t Tokens(int stage) const {
+    return base + offsetof(SmallGroupShared, tokens) + stage * sizeof(SmallGroupShared::tokens[0]);
+  }
+  __device__ uint32_t Weights(int stage) const {
+    return base + offsetof(SmallGroupShared, weights) + stage * sizeof(SmallGroupShared::weights[0]);
+  }
+  __device__ uint32_t TokenScale(int stage) const {
+    return base + offsetof(SmallGroupShared, token_scale) + stage * sizeof(SmallGroupShared::token_scale[0]);
+  }
+  __device__ uint32_t WeightScale(int stage) const {
+    return base + offsetof(SmallGroupShared, weight_scale) + stage * sizeof(SmallGroupShared::weight_scale[0]);
+  }
+  __device__ OutputTile* TileSlot(int slot) const {
+    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(SmallGroupShared, tiles))) + slot;
+  }
+  __device__ uint32_t Full(int stage) const {
+    return base + offsetof(SmallGroupShared, full) + stage * sizeof(Barrier);
+  }
+  __device__ uint32_t Empty(int stage) const {
+    return base + offsetof(SmallGroupShared, empty) + stage * sizeof(Barrier);
+  }
+  __device__ uint32_t TileFull(int slot) const {
+    return base + offsetof(SmallGroupShared, tile_full) + slot * sizeof(Barrier);
+  }
+  __device__ uint32_t TileEmpty(int slot) const {
+    return base + offsetof(SmallGroupShared, tile_empty) + slot * sizeof(Barrier);
+  }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+template <ScalingMode kMode>
+__device__ void ProduceSmallGroups(const TokenOperands& operands, const SmallGroupAddresses& shared) {
+  TokenTiles<kMode, SmallGroupTile> tiles(operands);
+  TileQueue queue(shared);
+  RingSlot<SmallGroupTile::kStages> stage;
+  for (auto index = static_cast<int32_t>(blockIdx.x); index < operands.cluster_tiles; index += gridDim.x) {
+    const OutputTile& tile = tiles.At(index);
+    queue.Post(tile);
+    if (tile.blocks == 0) continue;
+    const int32_t token = tiles.FirstToken() + tile.row;
+    const int32_t feature = tiles.Weight() * operands.features + tile.column;
+    const int32_t rows = min(tile.rows, SmallGroupTile::kRows);
+    const uint32_t bytes = RoundUp(rows, SmallGroupTile::kBoxRows) * kDepth + sizeof(SmallGroupShared::weights[0]);
+    StageScales scales(operands, tiles, tile);
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+      if (Lane() == 0) {
+        const uint32_t full = shared.Full(s);
+        ArriveExpecting(full, bytes);
+        LoadBox<1>(shared.Weights(s), &operands.weights, block * kDepth, feature, full);
+#pragma unroll 1
+        for (int32_t row = 0; row < rows; row += SmallGroupTile::kBoxRows) {
+          LoadBox<1>(shared.Tokens(s) + row * kDepth, &operands.tokens, block * kDepth, token + row, full);
+        }
+      }
+      if constexpr (kMode == ScalingMode::kBlock1D) {
+        scales.Copy<SmallGroupTile::kRows>(block, shared.TokenScale(s), shared.WeightScale(s));
+        ArriveAfterCopies(shared.Full(s));
+      }
+      __syncwarp();
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void StorePair(T* pair, float first, float second) {
+  if constexpr (std::is_same_v<T, float>) {
+    *reinterpret_cast<float2*>(pair) = make_float2(first, second);
+  } else {
+    *reinterpret_cast<uint32_t*>(pair) = PackPair<T>(first, second);
+  }
+}
+
+// Stores the sums of a math group in `rows` rows and `columns` columns of the result, of which `result` is the first
+// number.
+template <typename T>
+__device__ __forceinline__ void StoreSums(const Fragment& sums, const ThreadPosition& position, T* result,
+                                          int32_t row_length, int32_t rows, int32_t columns) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = position.Row() + 8 * half;
+    if (row >= rows) continue;
+    T* const first = result + int64_t{row} * row_length + position.Column();
+#pragma unroll
+    for (int column = 0; column < Fragment::kColumns; column += 8) {
+      const float* value = sums.value + column / 2 + 2 * half;
+      if (column + position.Column() < columns) StorePair(first + column, value[0], value[1]);
+    }
+  }
+}
+
+template <typename TokenType, typename WeightType, ScalingMode kMode>
+__device__ void MultiplySmallGroups(const SmallGroupArguments& args, const SmallGroupAddresses& shared,
+                                    const ThreadPosition& position) {
+  const TokenOperands& operands = args.operands;
+  const int first_row = position.group * Fragment::kRows;
+  TileQueue queue(shared);
+  RingSlot<SmallGroupTile::kStages> stage;
+  for (auto index = static_cast<int32_t>(blockIdx.x); index < operands.cluster_tiles; index += gridDim.x) {
+    const OutputTile tile = queue.Take();
+    Fragment sums{};
+    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+      const int s = stage.index;
+      WaitForPhase(shared.Full(s), stage.parity);
+      if (first_row < tile.rows) {
+        Fragment product;
+        StartProduct<TokenType, WeightType>(shared.Tokens(s) + first_row * kDepth, shared.Weights(s), product);
+        float scale[2] = {1.0f, 1.0f};
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+          const float weight_scale = LoadShared(shared.WeightScale(s) + block % 4 * sizeof(float));
+          const uint32_t own = shared.TokenScale(s) + (first_row + position.Row()) * sizeof(float);
+          scale[0] = MultiplyScales(LoadShared(own), weight_scale);
+          scale[1] = MultiplyScales(LoadShared(own + 8 * sizeof(float)), weight_scale);
+        }
+        WaitForProducts();
+        Pin(product);
+        if constexpr (kMode == ScalingMode::kBlock1D) {
+#pragma unroll
+          for (int i = 0; i < Fragment::kValues; ++i) sums.value[i] += product.value[i] * scale[i / 2 % 2];
+        } else {
+          Add(product, sums);
+        }
+      }
+      Arrive(shared.Empty(s));
+    }
+    const int32_t rows = tile.rows - first_row;
+    const int32_t columns = operands.features - tile.column;
+    if (tile.blocks == 0 || rows <= 0) continue;
+    if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums);
+    const int64_t first = int64_t{tile.group_row + tile.row + first_row} * operands.features + tile.column;
+    const auto store = [&](auto* result) {
+      StoreSums(sums, position, result + first, operands.features, rows, columns);
+    };
+    if (args.result_type == CUDA_R_32F) {
+      store(static_cast<float*>(args.result));
+    } else if (args.result_type == CUDA_R_16BF) {
+      store(static_cast<__nv_bfloat16*>(args.result));
+    } else {
+      store(static_cast<__half*>(args.result));
+    }
+  }
+}
+
+// Sets up the barriers and waits for the setup kernel. The counts are those of SetUpBlock, without a cluster.
+template <ScalingMode kMode>
+__device__ __forceinline__ void SetUpSmallGroups(const SmallGroupAddresses& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SmallGroupTile::kStages; ++i) {
+      InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
+      InitBarrier(shared.Empty(i), kMathThreads);
+    }
+    for (int i = 0; i < kTilesAhead; ++i) {
+      InitBarrier(shared.TileFull(i), 1);
+      InitBarrier(shared.TileEmpty(i), kMathThreads);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  cudaGridDependencySynchronize();
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename TokenType, typename WeightType, ScalingMode kMode>
+__global__ void __launch_bounds__(kSmallGroupThreads, 1)
+    SmallGroupProduct(const __grid_constant__ SmallGroupArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const SmallGroupAddresses shared{SharedAddress(memory)};
+  SetUpSmallGroups<kMode>(shared);
+  if (threadIdx.x < kMathThreads) {
+    MultiplySmallGroups<TokenType, WeightType, kMode>(args, shared, MathThreadPosition());
+  } else {
+    ProduceSmallGroups<kMode>(args.operands, shared);
+  }
+#endif
+}
+
+}  // namespace sm90
+}  // namespace jax_grouped
+
+#endif  // JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
