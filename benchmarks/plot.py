@@ -42,7 +42,8 @@ def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: l
         heights = {groups.index(group): height or 0.0 for group, row, height in bars if row.case.variant == variant}
         places = [place - 0.4 + (index + 0.5) * width for place in heights]
         if places:
-            axes.bar(places, list(heights.values()), width, color=f"C{index}", label=variant)
+            hatch = "////" if index >= 10 else None  # There are ten colors.
+            axes.bar(places, list(heights.values()), width, color=f"C{index}", hatch=hatch, label=variant)
     axes.set_xticks(range(len(groups)), groups, fontsize="small")
 
 
@@ -190,12 +191,12 @@ def models(rows: Sequence[Any], title: str, path: Path) -> None:
     figure = Figure(figsize=(3 + 4 * len(names), 5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
         of_model = [row for row in rows if row.model == name and row.tokens_per_second]
-        bars = axes.barh([row.variant for row in of_model], [row.tokens_per_second for row in of_model])
+        bars = axes.barh([row.variant for row in of_model], [row.tokens_per_second / 1e3 for row in of_model])
         base = next((row.tokens_per_second for row in of_model if row.variant == "bf16"), None)
         speeds = [f"{row.tokens_per_second / base:.2f}" for row in of_model] if base else None
         axes.bar_label(bars, speeds, padding=3)
         axes.invert_yaxis()
-        axes.set(title=name, xlabel="tokens per second, and relative to bf16")
+        axes.set(title=name, xlabel="thousand tokens per second, and relative to bf16")
         axes.margins(x=0.15)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)

@@ -29,7 +29,7 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops.gemm import gemm
 from tests.gpu import replays
 
-#: The first shape has many groups, which are not small, so fprop and dgrad always run in cuBLASLt. For the second, Hopper
+#: The first shape has many groups, none of them small: fprop and dgrad run in cuBLASLt. For the second, Hopper
 #: has kernels of the library for quantized operands.
 SHAPES = (
     shapes.Shape("first", num_groups=112, tokens=8960, K=256, N=512),
