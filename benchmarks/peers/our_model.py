@@ -103,9 +103,10 @@ class LanguageModel(nn.Module):
 
 
 def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tuple[Any, Any]:
-    """Returns `key -> variables, state` and `variables, state -> variables, state, loss`, the step.
+    """Returns `key -> carry`, the variables, state and cache, and the step, `*carry -> *carry, loss`.
 
-    Parameters, their gradients and Adam are in float32, and tokens random.
+    Parameters, their gradients and Adam are in float32, and tokens random. The cache is that of the quantized kernels,
+    or None.
     """
     network = LanguageModel(model, RECIPES[recipe], cached, projections)
     optimizer = jg.overwrite_with_gradient(optax.adam(1e-4))
@@ -115,10 +116,11 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
     )
 
     @jax.jit
-    def start(key: jax.Array) -> tuple[Any, Any]:
-        variables = network.init(key, tokens[0, :1, :-1])
-        variables = {name: tree for name, tree in variables.items() if name != jg.linen.KERNEL_CACHE}
-        return variables, optimizer.init(variables)
+    def start(key: jax.Array) -> Any:
+        variables = dict(network.init(key, tokens[0, :1, :-1]))
+        # Each step's first microbatch fills the cache.
+        cache = jax.tree.map(jnp.zeros_like, variables.pop(jg.linen.KERNEL_CACHE, None))
+        return variables, optimizer.init(variables), cache
 
     def objective(variables: Any, cache: Any, sums: Any, windows: jax.Array, is_first: jax.Array) -> Any:
         stored = variables if cache is None else {**variables, jg.linen.KERNEL_CACHE: cache}
@@ -143,17 +145,13 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
         )
         return (total, cache), loss
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(variables: Any, state: Any) -> Any:
-        cache = None
-        if cached:
-            shapes = jax.eval_shape(network.init, jax.random.key(0), tokens[0, :1, :-1])[jg.linen.KERNEL_CACHE]
-            cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(variables: Any, state: Any, cache: Any) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, variables)
         microbatches = tokens, jnp.arange(model.microbatches) == 0
-        (gradients, _), losses = jax.lax.scan(functools.partial(add, variables), (zeros, cache), microbatches)
+        (gradients, cache), losses = jax.lax.scan(functools.partial(add, variables), (zeros, cache), microbatches)
         updates, state = optimizer.update(gradients, state, variables)
-        return jg.apply_updates(variables, updates), state, jnp.mean(losses)
+        return jg.apply_updates(variables, updates), state, cache, jnp.mean(losses)
 
     return start, step
 
@@ -161,11 +159,11 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
 def training(model: Model, recipe: str = "bf16", cached: bool = False, projections: bool = False) -> Training:
     """Makes the model, with random weights."""
     start, step = programs(model, recipe, cached, projections)
-    variables, state = start(jax.random.key(1))
+    carry = start(jax.random.key(1))
 
     def take() -> jax.Array:
-        nonlocal variables, state
-        variables, state, loss = step(variables, state)
+        nonlocal carry
+        *carry, loss = step(*carry)
         return loss
 
     def peak_bytes() -> int:
