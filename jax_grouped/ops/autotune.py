@@ -16,7 +16,8 @@ def autotune(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
     For each product's types, sizes and layouts, the algorithms that cuBLASLt offers are timed on the GPU, with groups
     of equal sizes, before the product runs. From then on the process uses the fastest one for that product, so call
-    this before the programs that count. Another algorithm may round differently. On the `xla` backend nothing is timed.
+    this before the programs that count. Another algorithm may round differently. Products that a kernel of this library
+    computes are not timed, and on the `xla` backend nothing is.
 
     A file also keeps the choices, per GPU, cuBLAS version and product. Later processes take them from there if they
     ask for tuning, by this function or by `JAX_GROUPED_AUTOTUNE=1`. A choice in the file does not change. Let one

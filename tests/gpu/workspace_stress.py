@@ -29,11 +29,11 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops.gemm import gemm
 from tests.gpu import replays
 
-#: The first shape has many groups, none of them small: fprop and dgrad run in cuBLASLt. For the second, Hopper
-#: has kernels of the library for quantized operands.
+#: The first shape has 80 tokens per group on average and more than two tiles per multiprocessor, so cuBLASLt computes
+#: fprop and dgrad. For the second, Hopper has kernels of the library for quantized operands.
 SHAPES = (
     shapes.Shape("first", num_groups=112, tokens=8960, K=256, N=512),
-    shapes.Shape("second", num_groups=24, tokens=1536, K=384, N=256),
+    shapes.Shape("second", num_groups=24, tokens=3072, K=384, N=256),
 )
 
 #: Recipe of each layer, and the type of its kernel.

@@ -5,8 +5,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "csrc/common/status.h"
 #include "csrc/gemm/problem.h"
 #include "csrc/groups/layout.h"

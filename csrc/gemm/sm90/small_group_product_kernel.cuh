@@ -4,7 +4,9 @@
 // - Reading the weights bounds the speed, so that a ring holds as many stages as fit: an SM keeps 96 KiB of weights on
 //   the way. Of the tokens, only boxes that the group has rows in are copied.
 // - Blocks form no clusters. A stage is free as soon as this block's math threads have read it.
-// - Tiles have 128 rows, of which each math group multiplies 64. It stores its sums from registers: there are few.
+// - Tiles have 128 rows, of which each math group multiplies 64. It stores its sums from registers, as few of the rows
+//   exist.
+// - The producer is the only warp beside the math groups, which need no more registers than a launch gives them.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
@@ -15,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
@@ -170,23 +173,9 @@ __device__ void MultiplySmallGroups(const SmallGroupArguments& args, const Small
       const int s = stage.index;
       WaitForPhase(shared.Full(s), stage.parity);
       if (first_row < tile.rows) {
-        Fragment product;
-        StartProduct<TokenType, WeightType>(shared.Tokens(s) + first_row * kDepth, shared.Weights(s), product);
-        float scale[2] = {1.0f, 1.0f};
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-          const float weight_scale = LoadShared(shared.WeightScale(s) + block % 4 * sizeof(float));
-          const uint32_t own = shared.TokenScale(s) + (first_row + position.Row()) * sizeof(float);
-          scale[0] = MultiplyScales(LoadShared(own), weight_scale);
-          scale[1] = MultiplyScales(LoadShared(own + 8 * sizeof(float)), weight_scale);
-        }
-        WaitForProducts();
-        Pin(product);
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-#pragma unroll
-          for (int i = 0; i < Fragment::kValues; ++i) sums.value[i] += product.value[i] * scale[i / 2 % 2];
-        } else {
-          Add(product, sums);
-        }
+        AddBlock<TokenType, WeightType, kMode>(shared.Tokens(s) + first_row * kDepth, shared.Weights(s),
+                                               shared.TokenScale(s) + (first_row + position.Row()) * sizeof(float),
+                                               shared.WeightScale(s) + block % 4 * sizeof(float), sums);
       }
       Arrive(shared.Empty(s));
     }

@@ -86,27 +86,11 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
       WaitForPhase(shared.Full(s), stage.parity);
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
-        // No branch may occur within a wave that has rows, because the wave waits for the tensor cores.
-        if (FirstRow(position.group, wave) >= tile.rows) continue;
-        Fragment product;
-        StartProduct<TokenType, WeightType>(shared.Rows(s) + FirstRow(position.group, wave) * kDepth, shared.Columns(s),
-                                            product);
-        float scale[2] = {1.0f, 1.0f};
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-          const float weight_scale = LoadShared(shared.WeightScale(s) + block % 4 * sizeof(float));
-          RowScales row_scales;
-          row_scales.Load(shared, s, position, wave);
-          scale[0] = MultiplyScales(row_scales.rows[0], weight_scale);
-          scale[1] = MultiplyScales(row_scales.rows[1], weight_scale);
-        }
-        WaitForProducts();
-        Pin(product);
-        if constexpr (kMode == ScalingMode::kBlock1D) {
-#pragma unroll
-          for (int i = 0; i < Fragment::kValues; ++i) sums[wave].value[i] += product.value[i] * scale[i / 2 % 2];
-        } else {
-          Add(product, sums[wave]);
-        }
+        const int first_row = FirstRow(position.group, wave);
+        if (first_row >= tile.rows) continue;
+        AddBlock<TokenType, WeightType, kMode>(shared.Rows(s) + first_row * kDepth, shared.Columns(s),
+                                               shared.RowScale(s) + (first_row + position.Row()) * sizeof(float),
+                                               shared.WeightScale(s) + block % 4 * sizeof(float), sums[wave]);
       }
       Release(shared.Empty(s));
     }

@@ -168,6 +168,30 @@ class StageScales {
   int32_t count_;
 };
 
+// Adds the product of 64 tokens and the weights of a stage to the sums of a math group. With 1x128 scales,
+// `token_scale` is the address of the scale of the thread's first row, and `weight_scale` that of the weights' scale.
+// There must be no branch in it, because the group waits for the tensor cores.
+template <typename TokenType, typename WeightType, ScalingMode kMode>
+__device__ __forceinline__ void AddBlock(uint32_t tokens, uint32_t weights, uint32_t token_scale, uint32_t weight_scale,
+                                         Fragment& sums) {
+  Fragment product;
+  StartProduct<TokenType, WeightType>(tokens, weights, product);
+  float scale[2] = {1.0f, 1.0f};
+  if constexpr (kMode == ScalingMode::kBlock1D) {
+    const float of_weights = LoadShared(weight_scale);
+    scale[0] = MultiplyScales(LoadShared(token_scale), of_weights);
+    scale[1] = MultiplyScales(LoadShared(token_scale + 8 * sizeof(float)), of_weights);
+  }
+  WaitForProducts();
+  Pin(product);
+  if constexpr (kMode == ScalingMode::kBlock1D) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kValues; ++i) sums.value[i] += product.value[i] * scale[i / 2 % 2];
+  } else {
+    Add(product, sums);
+  }
+}
+
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 }  // namespace sm90
