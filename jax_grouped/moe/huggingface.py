@@ -7,7 +7,7 @@ block's names come after a prefix such as `"model.layers.0.mlp."`.
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -87,7 +87,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         if constants != _CLAMPED:
             raise ValueError(f"swiglu_alpha and swiglu_limit must be {_CLAMPED}, got {constants}.")
         options |= dict(activation="clamped_silu_mul", use_bias=True, use_router_bias=True)
-    elif values.get("hidden_act", "silu") != "silu":
+    elif values.get("hidden_act", "silu") not in ("silu", "swish"):  # Two names of one function.
         raise ValueError(f'hidden_act must be "silu", got {values["hidden_act"]!r}.')
     if architecture.selects:
         if values.get("scoring_func", "sigmoid") != "sigmoid":
@@ -108,11 +108,12 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
     It takes the names of published checkpoints, with arrays for each expert, and those of modules of `transformers` 5,
     which stack the experts. Kernels in FP8 with a `weight_scale_inv` for each block of 128x128 (DeepSeek-V3) and in
-    MXFP4 with `_blocks` and `_scales` (gpt-oss) become float32. Every other array keeps its type.
+    MXFP4 with `_blocks` and `_scales` (gpt-oss) become float32, and so does a selection bias. Every other array keeps
+    its type, or gets the one that NumPy gives the experts' arrays together.
 
     Args:
         state: arrays by name: NumPy's, PyTorch's tensors, or others that `np.asarray` takes. Names that do not begin
-            with `prefix` are ignored.
+            with `prefix` are ignored. Of a checkpoint in several files, the union of those that have the block.
         config: as in `huggingface_options`.
         prefix: what comes before the names of the block, with its dot.
 
@@ -122,8 +123,9 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
     Raises:
         KeyError: an array is missing, or the configuration lacks a value.
-        ValueError: an array has another shape than the configuration says, or no place in the layer; or as in
-            `huggingface_options`.
+        TypeError: `state` or `config` is no mapping.
+        ValueError: an array has another shape than the configuration says, numbers of 8 bits without their scales, or
+            no place in the layer; or as in `huggingface_options`.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -213,6 +215,8 @@ def to_huggingface(
     """
     values, architecture = _known(config)
     experts, features, hidden, shared = _Sizes.of(values, architecture)
+    if "params" not in variables:
+        raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
     params = variables["params"]
     gate_up = _checked(params, "gate_up", "kernel", (experts, features, 2, hidden))
     down = _checked(params, "down", "kernel", (experts, hidden, features))
@@ -261,6 +265,9 @@ class _Sizes(NamedTuple):
 
 def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture]:
     """Returns the values of a configuration, and the architecture of its model."""
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        found = type(config).__name__
+        raise TypeError(f"config must be a mapping, or a configuration of transformers, got {found}.")
     values = config if isinstance(config, Mapping) else config.to_dict()
     model = _value(values, "model_type")
     if model not in _ARCHITECTURES:
@@ -296,18 +303,22 @@ class _Block:
     """The arrays of one block, each of which is taken once."""
 
     def __init__(self, state: Mapping[str, Any], prefix: str, model: str):
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be a mapping of names to arrays, got {type(state).__name__}.")
         self._state, self._prefix, self._model = state, prefix, model
         self._left = {name for name in state if name.startswith(prefix)}
+        if not self._left:
+            raise KeyError(f"The state has no names that begin with {prefix!r}; it has {_some(state)}.")
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._left
 
     def take(self, name: str, *shape: int) -> np.ndarray:
         """Returns an array of this shape. Dequantizes one that has scales of blocks."""
-        array = self._take_any(name)
-        if array.shape != shape:
-            raise ValueError(f"{self._prefix}{name} must have shape {shape}, got {array.shape}.")
+        array = self._take_bytes(name, *shape)
         if f"{name}_scale_inv" not in self:
+            if array.dtype.itemsize == 1 or array.dtype.kind in "biu":
+                raise ValueError(f"{self._prefix}{name} is {array.dtype}, and the state has no {name}_scale_inv.")
             return array
         scales = self._take_any(f"{name}_scale_inv")
         expected = (*shape[:-2], *(-(-size // 128) for size in shape[-2:]))
@@ -320,8 +331,10 @@ class _Block:
         """Returns kernels `[E, in, out]`, which are there as they are, or in MXFP4 as `[E, out, in / 32, 16]` bytes."""
         if f"{name}_blocks" not in self:
             return self.take(name, experts, inputs, outputs)
-        blocks = self.take(f"{name}_blocks", experts, outputs, inputs // 32, 16)
-        scales = self.take(f"{name}_scales", experts, outputs, inputs // 32)
+        if inputs % 32:
+            raise ValueError(f"{self._prefix}{name}_blocks have 32 numbers each, of which {inputs} is no multiple.")
+        blocks = self._take_bytes(f"{name}_blocks", experts, outputs, inputs // 32, 16)
+        scales = self._take_bytes(f"{name}_scales", experts, outputs, inputs // 32)
         pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
         return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
@@ -337,7 +350,14 @@ class _Block:
 
     def check_all_taken(self) -> None:
         if self._left:
-            raise ValueError(f"A block of {self._model} has no place for {sorted(self._left)}.")
+            raise ValueError(f"A block of {self._model} has no place for {_some(self._left)}.")
+
+    def _take_bytes(self, name: str, *shape: int) -> np.ndarray:
+        """Returns an array of this shape, of any type."""
+        array = self._take_any(name)
+        if array.shape != shape:
+            raise ValueError(f"{self._prefix}{name} must have shape {shape}, got {array.shape}.")
+        return array
 
     def _take_any(self, name: str) -> np.ndarray:
         key = self._prefix + name
@@ -346,6 +366,12 @@ class _Block:
         self._left.remove(key)
         array = self._state[key]
         return _of_torch(array) if hasattr(array, "detach") else np.asarray(array)
+
+
+def _some(names: Collection[str]) -> str:
+    """Lists names, of many the first few."""
+    few, count = sorted(names)[:8], len(names)
+    return f"{few}" + (f" and {count - len(few)} more" if count > len(few) else "")
 
 
 def _of_torch(tensor: Any) -> np.ndarray:

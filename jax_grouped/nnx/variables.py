@@ -28,6 +28,7 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
         Nothing.
 
     Raises:
+        KeyError: `variables` has neither `params` nor `router_state`.
         ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
 
     Example:
@@ -41,6 +42,8 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 
         assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
     """
+    if not {"params", "router_state"} & variables.keys():
+        raise KeyError(f"The variables have no params and no router_state, but {', '.join(map(str, variables))}.")
     for collection in (variables.get("params", {}), variables.get("router_state", {})):
         for path, array in flatten_dict(nn.meta.unbox(collection)).items():
             _load(layer, path, array)

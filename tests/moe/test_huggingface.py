@@ -206,6 +206,9 @@ def test_kernels_in_fp8_are_dequantized() -> None:
     np.testing.assert_array_equal(kernel[128:, 128:], 4 * numbers[128:, 128:].T)
     with pytest.raises(ValueError, match=r"weight_scale_inv must have shape \(2, 2\), got \(2, 3\)"):
         jg.moe.from_huggingface(state | {f"{name}_scale_inv": np.ones((2, 3))}, config)
+    del state[f"{name}_scale_inv"]
+    with pytest.raises(ValueError, match=rf"{name} is float8_e4m3fn, and the state has no {name}_scale_inv\."):
+        jg.moe.from_huggingface(state, config)
 
 
 def test_kernels_in_mxfp4_are_dequantized() -> None:
@@ -238,12 +241,15 @@ def test_kernels_in_mxfp4_are_dequantized() -> None:
 def test_tensors_of_pytorch_are_arrays(dtype: str) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra huggingface: torch")
     numbers = state_of("olmoe")["gate.weight"]
-    tensor = torch.tensor(numbers, requires_grad=True).to(getattr(torch, dtype))
+    arrays = {"gate.weight": torch.tensor(numbers, requires_grad=True).to(getattr(torch, dtype))}
+    in_fp8 = dtype.startswith("float8")
+    if in_fp8:
+        arrays["gate.weight_scale_inv"] = torch.ones(1, 1)
 
-    variables = jg.moe.from_huggingface(state_of("olmoe") | {"gate.weight": tensor}, CONFIGS["olmoe"])
+    variables = jg.moe.from_huggingface(state_of("olmoe") | arrays, CONFIGS["olmoe"])
 
     got = variables["params"]["router"]["kernel"]
-    assert got.dtype == dtype
+    assert got.dtype == ("float32" if in_fp8 else dtype)
     np.testing.assert_array_equal(got.astype(np.float32), numbers.astype(dtype).astype(np.float32).T)
 
 
@@ -272,8 +278,9 @@ def test_deepseek_without_groups_and_shared_experts() -> None:
         ),
         ("olmoe", {"gate.bias": np.ones(8)}, ValueError, r"A block of olmoe has no place for \['gate.bias'\]."),
         ("mixtral", {"experts.7.w2.weight": None}, KeyError, "The state has no experts.7.w2.weight"),
+        ("olmoe", {f"layers.{i}": np.ones(8) for i in range(10)}, ValueError, r"'layers.7'\] and 2 more\."),
     ],
-    ids=["missing", "other shape", "unknown", "expert"],
+    ids=["missing", "other shape", "unknown", "expert", "many"],
 )
 def test_weights_that_do_not_fit_are_named(
     architecture: str, change: dict[str, Any], error: type[Exception], message: str
@@ -312,6 +319,17 @@ def test_configurations_that_do_not_fit_are_refused(
         jg.moe.huggingface_options(CONFIGS["olmoe"] | change)
 
 
+def test_arguments_that_are_no_mappings_and_other_prefixes_are_told() -> None:
+    config, state = CONFIGS["olmoe"], state_of("olmoe", prefix="model.layers.0.mlp.")
+
+    with pytest.raises(TypeError, match=r"config must be a mapping, or a configuration of transformers, got str\."):
+        jg.moe.from_huggingface(state, "config.json")
+    with pytest.raises(TypeError, match=r"state must be a mapping of names to arrays, got str\."):
+        jg.moe.from_huggingface("model.safetensors", config)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match=r"no names that begin with 'layers.0.'; it has \['model.layers.0.mlp.experts"):
+        jg.moe.from_huggingface(state, config, prefix="layers.0.")
+
+
 def test_variables_that_do_not_fit_are_named() -> None:
     config = CONFIGS["olmoe"]
     variables = jg.moe.from_huggingface(state_of("olmoe"), config)
@@ -321,6 +339,10 @@ def test_variables_that_do_not_fit_are_named() -> None:
         jg.nnx.load_variables(layer, {"params": {"up": variables["params"]["gate_up"]}})
     with pytest.raises(ValueError, match=r"down/kernel must have shape \(8, 24, 32\), got \(3,\)."):
         jg.nnx.load_variables(layer, {"params": {"down": {"kernel": np.ones(3)}}})
+    with pytest.raises(KeyError, match=r"The variables have no params and no router_state, but router, gate_up, down"):
+        jg.nnx.load_variables(layer, variables["params"])
+    with pytest.raises(KeyError, match=r"The variables have no params, but router, gate_up, down\."):
+        jg.moe.to_huggingface(variables["params"], config)
     with pytest.raises(KeyError, match=r"The variables have no gate_up/kernel\."):
         jg.moe.to_huggingface({"params": {"router": variables["params"]["router"]}}, config)
     with pytest.raises(ValueError, match=r"down/kernel must have shape \(8, 24, 32\), got \(3,\)."):
