@@ -315,7 +315,7 @@ class _Block:
 
     def take(self, name: str, *shape: int) -> np.ndarray:
         """Returns an array of this shape. Dequantizes one that has scales of blocks."""
-        array = self._take_bytes(name, *shape)
+        array = self._take_of_shape(name, *shape)
         if f"{name}_scale_inv" not in self:
             if array.dtype.itemsize == 1 or array.dtype.kind in "biu":
                 raise ValueError(f"{self._prefix}{name} is {array.dtype}, and the state has no {name}_scale_inv.")
@@ -333,8 +333,8 @@ class _Block:
             return self.take(name, experts, inputs, outputs)
         if inputs % 32:
             raise ValueError(f"{self._prefix}{name}_blocks have 32 numbers each, of which {inputs} is no multiple.")
-        blocks = self._take_bytes(f"{name}_blocks", experts, outputs, inputs // 32, 16)
-        scales = self._take_bytes(f"{name}_scales", experts, outputs, inputs // 32)
+        blocks = self._take_of_shape(f"{name}_blocks", experts, outputs, inputs // 32, 16)
+        scales = self._take_of_shape(f"{name}_scales", experts, outputs, inputs // 32)
         pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
         return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
@@ -352,7 +352,7 @@ class _Block:
         if self._left:
             raise ValueError(f"A block of {self._model} has no place for {_some(self._left)}.")
 
-    def _take_bytes(self, name: str, *shape: int) -> np.ndarray:
+    def _take_of_shape(self, name: str, *shape: int) -> np.ndarray:
         """Returns an array of this shape, of any type."""
         array = self._take_any(name)
         if array.shape != shape:

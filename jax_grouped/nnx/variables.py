@@ -43,7 +43,8 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
         assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
     """
     if not {"params", "router_state"} & variables.keys():
-        raise KeyError(f"The variables have no params and no router_state, but {', '.join(map(str, variables))}.")
+        found = ", ".join(map(str, variables)) or "nothing"
+        raise KeyError(f"The variables have no params and no router_state, but {found}.")
     for collection in (variables.get("params", {}), variables.get("router_state", {})):
         for path, array in flatten_dict(nn.meta.unbox(collection)).items():
             _load(layer, path, array)

@@ -321,11 +321,12 @@ def test_configurations_that_do_not_fit_are_refused(
 
 def test_arguments_that_are_no_mappings_and_other_prefixes_are_told() -> None:
     config, state = CONFIGS["olmoe"], state_of("olmoe", prefix="model.layers.0.mlp.")
+    path: Any = "model.safetensors"
 
     with pytest.raises(TypeError, match=r"config must be a mapping, or a configuration of transformers, got str\."):
         jg.moe.from_huggingface(state, "config.json")
     with pytest.raises(TypeError, match=r"state must be a mapping of names to arrays, got str\."):
-        jg.moe.from_huggingface("model.safetensors", config)  # type: ignore[arg-type]
+        jg.moe.from_huggingface(path, config)
     with pytest.raises(KeyError, match=r"no names that begin with 'layers.0.'; it has \['model.layers.0.mlp.experts"):
         jg.moe.from_huggingface(state, config, prefix="layers.0.")
 

@@ -89,9 +89,7 @@ static_assert(sizeof(GatheredShared) <= kMostSharedBytes);
 static_assert(offsetof(GatheredShared, b) % 1024 == 0 && offsetof(GatheredShared, staging) % 1024 == 0);
 
 // Addresses of the members of GatheredShared.
-struct GatheredAddresses {
-  uint32_t base;
-
+struct GatheredAddresses : RingAddresses<GatheredShared> {
   __device__ uint32_t A(int stage) const {
     return base + offsetof(GatheredShared, a) + stage * sizeof(GatheredShared::a[0]);
   }
@@ -101,22 +99,6 @@ struct GatheredAddresses {
   __device__ uint32_t Staging(int group) const {
     return base + offsetof(GatheredShared, staging) + group * GatheredTile::kStagingBytes;
   }
-  __device__ OutputTile* TileSlot(int slot) const {
-    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(GatheredShared, tiles))) + slot;
-  }
-  __device__ uint32_t Full(int stage) const { return base + offsetof(GatheredShared, full) + stage * sizeof(Barrier); }
-  __device__ uint32_t Empty(int stage) const {
-    return base + offsetof(GatheredShared, empty) + stage * sizeof(Barrier);
-  }
-  __device__ uint32_t TileFull(int slot) const {
-    return base + offsetof(GatheredShared, tile_full) + slot * sizeof(Barrier);
-  }
-  __device__ uint32_t TileEmpty(int slot) const {
-    return base + offsetof(GatheredShared, tile_empty) + slot * sizeof(Barrier);
-  }
-  __device__ uint32_t NextFull() const { return base + offsetof(GatheredShared, next_full); }
-  __device__ uint32_t NextEmpty() const { return base + offsetof(GatheredShared, next_empty); }
-  __device__ uint32_t NextTile() const { return base + offsetof(GatheredShared, next_tile); }
 };
 
 // The array of which rows are gathered, and the row of it in each row of the operand.
@@ -225,14 +207,7 @@ __device__ __forceinline__ void LoadOperand(const CUtensorMap* map, uint32_t sta
 // Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it.
 __device__ __forceinline__ void SetUpGatheringBlock(const GatheredAddresses& shared) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < GatheredTile::kStages; ++i) {
-      InitBarrier(shared.Full(i), 1 + kWarpGroupThreads);
-      InitBarrier(shared.Empty(i), kMathThreads / 32 * kCluster);
-    }
-    for (int i = 0; i < kTilesAhead; ++i) {
-      InitBarrier(shared.TileFull(i), 1);
-      InitBarrier(shared.TileEmpty(i), kMathThreads);
-    }
+    InitRings<GatheredTile::kStages>(shared, 1 + kWarpGroupThreads, kMathThreads / 32 * kCluster);
     InitBarrier(shared.NextFull(), 1);
     InitBarrier(shared.NextEmpty(), kWarpGroupThreads * kCluster);
     FenceBarrierInit();

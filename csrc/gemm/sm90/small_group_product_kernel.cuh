@@ -63,9 +63,7 @@ static_assert(sizeof(SmallGroupShared) + sizeof(SmallGroupShared::tokens[0]) + s
 static_assert(offsetof(SmallGroupShared, weights) % 1024 == 0);
 
 // Addresses of the members of SmallGroupShared.
-struct SmallGroupAddresses {
-  uint32_t base;
-
+struct SmallGroupAddresses : RingAddresses<SmallGroupShared> {
   __device__ uint32_t Tokens(int stage) const {
     return base + offsetof(SmallGroupShared, tokens) + stage * sizeof(SmallGroupShared::tokens[0]);
   }
@@ -77,21 +75,6 @@ struct SmallGroupAddresses {
   }
   __device__ uint32_t WeightScale(int stage) const {
     return base + offsetof(SmallGroupShared, weight_scale) + stage * sizeof(SmallGroupShared::weight_scale[0]);
-  }
-  __device__ OutputTile* TileSlot(int slot) const {
-    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(SmallGroupShared, tiles))) + slot;
-  }
-  __device__ uint32_t Full(int stage) const {
-    return base + offsetof(SmallGroupShared, full) + stage * sizeof(Barrier);
-  }
-  __device__ uint32_t Empty(int stage) const {
-    return base + offsetof(SmallGroupShared, empty) + stage * sizeof(Barrier);
-  }
-  __device__ uint32_t TileFull(int slot) const {
-    return base + offsetof(SmallGroupShared, tile_full) + slot * sizeof(Barrier);
-  }
-  __device__ uint32_t TileEmpty(int slot) const {
-    return base + offsetof(SmallGroupShared, tile_empty) + slot * sizeof(Barrier);
   }
 };
 
@@ -197,18 +180,11 @@ __device__ void MultiplySmallGroups(const SmallGroupArguments& args, const Small
   }
 }
 
-// Sets up the barriers and waits for the setup kernel. The counts are those of SetUpBlock, without a cluster.
+// Sets up the barriers and waits for the setup kernel. All threads of the block must call it.
 template <ScalingMode kMode>
 __device__ __forceinline__ void SetUpSmallGroups(const SmallGroupAddresses& shared) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SmallGroupTile::kStages; ++i) {
-      InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
-      InitBarrier(shared.Empty(i), kMathThreads);
-    }
-    for (int i = 0; i < kTilesAhead; ++i) {
-      InitBarrier(shared.TileFull(i), 1);
-      InitBarrier(shared.TileEmpty(i), kMathThreads);
-    }
+    InitRings<SmallGroupTile::kStages>(shared, kFullArrivals<kMode>, kMathThreads);
     FenceBarrierInit();
   }
   __syncthreads();

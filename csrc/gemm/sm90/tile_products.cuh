@@ -126,10 +126,26 @@ static_assert(offsetof(Shared, rows) % 1024 == 0 && sizeof(Shared::rows[0]) % 10
 static_assert(offsetof(Shared, columns) % 1024 == 0 && sizeof(Shared::columns[0]) % 1024 == 0);
 static_assert(offsetof(Shared, staging) % 1024 == 0 && kBoxBytes % 1024 == 0);
 
-// Addresses of the members of Shared.
-struct Addresses {
+// Addresses of the members that all kernels have in shared memory: the tiles and the barriers. Not every kernel has the
+// last three, those of TileScheduler.
+template <typename Memory>
+struct RingAddresses {
   uint32_t base;
 
+  __device__ OutputTile* TileSlot(int slot) const {
+    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(Memory, tiles))) + slot;
+  }
+  __device__ uint32_t Full(int stage) const { return base + offsetof(Memory, full) + stage * sizeof(Barrier); }
+  __device__ uint32_t Empty(int stage) const { return base + offsetof(Memory, empty) + stage * sizeof(Barrier); }
+  __device__ uint32_t TileFull(int slot) const { return base + offsetof(Memory, tile_full) + slot * sizeof(Barrier); }
+  __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Memory, tile_empty) + slot * sizeof(Barrier); }
+  __device__ uint32_t NextFull() const { return base + offsetof(Memory, next_full); }
+  __device__ uint32_t NextEmpty() const { return base + offsetof(Memory, next_empty); }
+  __device__ uint32_t NextTile() const { return base + offsetof(Memory, next_tile); }
+};
+
+// Addresses of the members of Shared.
+struct Addresses : RingAddresses<Shared> {
   __device__ uint32_t Rows(int stage) const { return base + offsetof(Shared, rows) + stage * sizeof(Shared::rows[0]); }
   __device__ uint32_t Columns(int stage) const {
     return base + offsetof(Shared, columns) + stage * sizeof(Shared::columns[0]);
@@ -144,16 +160,6 @@ struct Addresses {
   __device__ uint32_t WeightScale(int stage) const {
     return base + offsetof(Shared, weight_scale) + stage * sizeof(Shared::weight_scale[0]);
   }
-  __device__ OutputTile* TileSlot(int slot) const {
-    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(Shared, tiles))) + slot;
-  }
-  __device__ uint32_t Full(int stage) const { return base + offsetof(Shared, full) + stage * sizeof(Barrier); }
-  __device__ uint32_t Empty(int stage) const { return base + offsetof(Shared, empty) + stage * sizeof(Barrier); }
-  __device__ uint32_t TileFull(int slot) const { return base + offsetof(Shared, tile_full) + slot * sizeof(Barrier); }
-  __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Shared, tile_empty) + slot * sizeof(Barrier); }
-  __device__ uint32_t NextFull() const { return base + offsetof(Shared, next_full); }
-  __device__ uint32_t NextEmpty() const { return base + offsetof(Shared, next_empty); }
-  __device__ uint32_t NextTile() const { return base + offsetof(Shared, next_tile); }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -360,6 +366,23 @@ __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* so
   }
 }
 
+// Initialises the barriers of the stages, with these arrivals per phase, and of the tiles. One thread must call it.
+template <int kRingStages, typename SharedAddresses>
+__device__ __forceinline__ void InitRings(const SharedAddresses& shared, int full_arrivals, int empty_arrivals) {
+  for (int i = 0; i < kRingStages; ++i) {
+    InitBarrier(shared.Full(i), full_arrivals);
+    InitBarrier(shared.Empty(i), empty_arrivals);
+  }
+  for (int i = 0; i < kTilesAhead; ++i) {
+    InitBarrier(shared.TileFull(i), 1);
+    InitBarrier(shared.TileEmpty(i), kMathThreads);
+  }
+}
+
+// Arrivals at `full` that end a phase: with 1x128 scales, also those of the producer's lanes after their copies.
+template <ScalingMode kMode>
+constexpr int kFullArrivals = kMode == ScalingMode::kBlock1D ? 1 + 32 : 1;
+
 // Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it. The warps then divide
 // the registers between them.
 //
@@ -370,14 +393,7 @@ __device__ __forceinline__ void CopyFloats(uint32_t destination, const float* so
 template <ScalingMode kMode>
 __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      InitBarrier(shared.Full(i), kMode == ScalingMode::kBlock1D ? 1 + 32 : 1);
-      InitBarrier(shared.Empty(i), kMathThreads * kCluster);
-    }
-    for (int i = 0; i < kTilesAhead; ++i) {
-      InitBarrier(shared.TileFull(i), 1);
-      InitBarrier(shared.TileEmpty(i), kMathThreads);
-    }
+    InitRings<kStages>(shared, kFullArrivals<kMode>, kMathThreads * kCluster);
     InitBarrier(shared.NextFull(), 1);
     InitBarrier(shared.NextEmpty(), 32 * kCluster);
     FenceBarrierInit();

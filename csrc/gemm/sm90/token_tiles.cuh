@@ -140,7 +140,7 @@ class TokenTiles {
   int32_t first_scale_block_ = 0;
 };
 
-// The scales of a tile's stages, 1x128 of tokens and 128x128 of weights.
+// The scales of a tile's stages: 1x128 of tokens and 128x128 of weights. Not for scales of tensors.
 class StageScales {
  public:
   template <typename Tiles>
