@@ -78,6 +78,7 @@ struct QuantizeArguments {
   ScaleLayout layout;
   int32_t num_windows;  // per element
   uint32_t num_column_tiles;
+  uint32_t slab_tiles;  // tiles of columns that all rows are quantized in before the next ones
   bool pow2_scales;
   bool given_scale;
   bool interleave_halves;
@@ -118,12 +119,20 @@ struct WorkItem {
   // launch blocks wait for each other, so every item must exist there.
   JAX_GROUPED_HOST_DEVICE static constexpr int RasterGroup(bool single_launch) { return single_launch ? 1 : 8; }
 
+  // The third axis counts slabs. If there is one slab, it counts what the second axis has no room for.
   static dim3 Blocks(const QuantizeArguments& args) {
     const int raster_group = RasterGroup(args.single_launch);
     const int64_t raster_groups = CeilDiv(args.NumWorkItems(), raster_group);
     const int64_t along_y = raster_groups < kMostAlongAxis ? raster_groups : kMostAlongAxis;
-    return dim3(args.num_column_tiles * raster_group, static_cast<unsigned>(along_y),
-                static_cast<unsigned>(CeilDiv(raster_groups, along_y)));
+    const int64_t along_z =
+        HasSlabs(args) ? CeilDiv(args.num_column_tiles, args.slab_tiles) : CeilDiv(raster_groups, along_y);
+    return dim3(args.slab_tiles * raster_group, static_cast<unsigned>(along_y), static_cast<unsigned>(along_z));
+  }
+
+  // Returns true if a launch has room for slabs.
+  static bool CanHaveSlabs(const QuantizeArguments& args) {
+    return !args.single_launch && CeilDiv(args.NumWorkItems(), RasterGroup(false)) <= kMostAlongAxis &&
+           args.num_column_tiles <= kMostAlongAxis;
   }
 
   // Returns the number of work items in all tiles of columns, with those of the last raster group that do not exist.
@@ -150,15 +159,23 @@ struct WorkItem {
   // Returns the work of this block.
   __device__ WorkItem(const QuantizeArguments& args, bool single_launch) {
     const uint32_t raster_group = RasterGroup(single_launch);
-    uint32_t tile = blockIdx.x / raster_group;
+    const bool has_slabs = !single_launch && HasSlabs(args);
+    uint32_t tile = blockIdx.x / raster_group + (has_slabs ? blockIdx.z * args.slab_tiles : 0);
     // The two halves of a gated activation's gradient read the same inputs. Their tiles alternate, so that the second
     // of two tiles finds the inputs in the cache.
     if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
     first_column = tile * kTileColumns;
-    Find(args, (blockIdx.z * kMostAlongAxis + blockIdx.y) * raster_group + blockIdx.x % raster_group);
+    const uint32_t row = has_slabs ? blockIdx.y : blockIdx.z * kMostAlongAxis + blockIdx.y;
+    Find(args, row * raster_group + blockIdx.x % raster_group);
+    // The last slab may have fewer tiles.
+    exists = exists && tile < args.num_column_tiles;
   }
 
  private:
+  JAX_GROUPED_HOST_DEVICE static bool HasSlabs(const QuantizeArguments& args) {
+    return args.slab_tiles < args.num_column_tiles;
+  }
+
   __device__ void Find(const QuantizeArguments& args, uint32_t index) {
     exists = index < args.NumWorkItems();
     part = static_cast<int>(index % Window::kParts);

@@ -233,7 +233,9 @@ struct PlainSource {
       const auto* from = reinterpret_cast<const uint4*>(x + from_row * features + column);
 #pragma unroll
       for (int vector = 0; vector < InputTile<T>::kVectorsPer8; ++vector) {
-        reinterpret_cast<uint4*>(loaded[i])[vector] = __ldcs(from + vector);
+        // Gathered rows may be read again soon.
+        reinterpret_cast<uint4*>(loaded[i])[vector] =
+            row_indices != nullptr ? __ldg(from + vector) : __ldcs(from + vector);
       }
     }
   }

@@ -169,6 +169,18 @@ def test_many_rows_of_few_tokens(backend: str) -> None:
         assert_gathered(got, tokens(), indices, sizes, mode)
 
 
+def test_rows_of_many_tokens(backend: str) -> None:
+    # On a GPU, slabs of one tile of columns, and of two tiles, of which the last slab has one.
+    for count in (9000, 4000) if backend == "cuda" else (90,):
+        x = jax.random.normal(jax.random.key(count), (count, 272), jnp.bfloat16)
+        indices = jax.random.randint(jax.random.key(1), (2 * count,), 0, count)
+        sizes = jnp.array([count, 0, count - 50])
+        for mode in some(backend, MODES, 0):
+            got = jg.grouped_quantize(x, sizes, mode, row_indices=indices, columnwise=True)
+
+            assert_gathered(got, x, indices, sizes, mode)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_indices_of_any_integer_type(backend: str, dtype: str) -> None:
     indices = jnp.arange(100, dtype=dtype)
