@@ -28,7 +28,7 @@ class Projection(nn.Module):
     cached: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, is_first: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, is_first: bool | None) -> jax.Array:
         if self.recipe is None:
             return nn.Dense(self.features, use_bias=False, dtype=_DTYPE)(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -48,7 +48,7 @@ class Block(nn.Module):
     projections: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, is_first: jax.Array | None, sums: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, is_first: bool | None, sums: Any) -> tuple[jax.Array, jax.Array]:
         model = self.model
         project = functools.partial(
             Projection, recipe=self.recipe if self.projections else None, cached=self.cached and self.projections
@@ -89,7 +89,7 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, is_first: jax.Array | None = None, sums: Any = None
+        self, tokens: jax.Array, is_first: bool | None = None, sums: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         x = nn.Embed(self.model.vocabulary, self.model.features, dtype=_DTYPE, name="embed")(tokens)
         losses = []
@@ -103,10 +103,9 @@ class LanguageModel(nn.Module):
 
 
 def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tuple[Any, Any]:
-    """Returns `key -> carry`, the variables, state and cache, and the step, `*carry -> *carry, loss`.
+    """Returns `key -> variables, state`, and the step, `variables, state -> variables, state, loss`.
 
-    Parameters, their gradients and Adam are in float32, and tokens random. The cache is that of the quantized kernels,
-    or None.
+    Parameters, their gradients and Adam are in float32, and tokens random.
     """
     network = LanguageModel(model, RECIPES[recipe], cached, projections)
     optimizer = jg.overwrite_with_gradient(optax.adam(1e-4))
@@ -118,40 +117,40 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
     @jax.jit
     def start(key: jax.Array) -> Any:
         variables = dict(network.init(key, tokens[0, :1, :-1]))
-        # Each step's first microbatch fills the cache.
-        cache = jax.tree.map(jnp.zeros_like, variables.pop(jg.linen.KERNEL_CACHE, None))
-        return variables, optimizer.init(variables), cache
+        variables.pop(jg.linen.KERNEL_CACHE, None)  # Each step's first microbatch makes it.
+        return variables, optimizer.init(variables)
 
-    def objective(variables: Any, cache: Any, sums: Any, windows: jax.Array, is_first: jax.Array) -> Any:
-        stored = variables if cache is None else {**variables, jg.linen.KERNEL_CACHE: cache}
-        first = None if cache is None else is_first
-        (logits, balance), changed = network.apply(
-            stored, windows[:, :-1], first, sums, mutable=[jg.linen.KERNEL_CACHE]
+    def objective(variables: Any, cache: Any, sums: Any, windows: jax.Array) -> Any:
+        is_first = sums is None if cached else None
+        (logits, balance), cache = network.apply(
+            {**variables, **cache}, windows[:, :-1], is_first, sums, mutable=[jg.linen.KERNEL_CACHE]
         )
         loss = _cross_entropy(logits.astype(jnp.float32), windows[:, 1:])
-        return (loss + _BALANCE_WEIGHT * balance) / model.microbatches, (loss, changed.get(jg.linen.KERNEL_CACHE))
+        return (loss + _BALANCE_WEIGHT * balance) / model.microbatches, (loss, cache)
 
-    def add(variables: Any, carry: Any, microbatch: Any) -> Any:
-        (total, cache), (windows, is_first) = carry, microbatch
+    gradients_of = jax.grad(objective, has_aux=True)
+
+    def add(variables: Any, cache: Any, total: Any, windows: jax.Array) -> Any:
         sums = {
             name: {of: block["experts"][of]["kernel"] for of in _ACCUMULATED}
             for name, block in total["params"].items()
             if name.startswith("block_")
         }
-        gradients, (loss, cache) = jax.grad(objective, has_aux=True)(variables, cache, sums, windows, is_first)
+        gradients, (loss, _) = gradients_of(variables, cache, sums, windows)
         added = jg.accumulate_gradients(*(_split(of, accumulated=False) for of in (total, gradients)))
         total = jax.tree.map(
             lambda a, b: b if a is None else a, added, _split(gradients, accumulated=True), is_leaf=lambda x: x is None
         )
-        return (total, cache), loss
+        return total, loss
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(variables: Any, state: Any, cache: Any) -> Any:
-        zeros = jax.tree.map(jnp.zeros_like, variables)
-        microbatches = tokens, jnp.arange(model.microbatches) == 0
-        (gradients, cache), losses = jax.lax.scan(functools.partial(add, variables), (zeros, cache), microbatches)
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(variables: Any, state: Any) -> Any:
+        # The first microbatch stores its gradients and quantized kernels. The others add theirs, and read these.
+        gradients, (first_loss, cache) = gradients_of(variables, {}, None, tokens[0])
+        add_to = functools.partial(add, variables, cache)
+        gradients, losses = jax.lax.scan(add_to, gradients, tokens[1:])
         updates, state = optimizer.update(gradients, state, variables)
-        return jg.apply_updates(variables, updates), state, cache, jnp.mean(losses)
+        return jg.apply_updates(variables, updates), state, (first_loss + jnp.sum(losses)) / model.microbatches
 
     return start, step
 
