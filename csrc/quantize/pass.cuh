@@ -8,7 +8,8 @@
 //   window     |-------------------------- 0 ----------------...     the row blocks that start in 32 chunks
 //
 // A work item is every fourth pass of a window, in the 128 columns of a tile. One block of threads does it; resident
-// blocks take one after the other.
+// blocks take one after the other. A slab is one or more adjacent tiles of columns: all work items of a slab begin
+// before those of the next one.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
@@ -78,7 +79,7 @@ struct QuantizeArguments {
   ScaleLayout layout;
   int32_t num_windows;  // per element
   uint32_t num_column_tiles;
-  uint32_t slab_tiles;  // tiles of columns that all rows are quantized in before the next ones
+  uint32_t slab_tiles;  // tiles of columns in a slab; all of them if there is one slab
   bool pow2_scales;
   bool given_scale;
   bool interleave_halves;
@@ -119,7 +120,8 @@ struct WorkItem {
   // launch blocks wait for each other, so every item must exist there.
   JAX_GROUPED_HOST_DEVICE static constexpr int RasterGroup(bool single_launch) { return single_launch ? 1 : 8; }
 
-  // The third axis counts slabs. If there is one slab, it counts what the second axis has no room for.
+  // The third axis, along which blocks advance last, counts slabs. If there is one slab, it counts what the second axis
+  // has no room for.
   static dim3 Blocks(const QuantizeArguments& args) {
     const int raster_group = RasterGroup(args.single_launch);
     const int64_t raster_groups = CeilDiv(args.NumWorkItems(), raster_group);
@@ -165,8 +167,8 @@ struct WorkItem {
     // of two tiles finds the inputs in the cache.
     if (args.interleave_halves) tile = tile % 2 * ((args.num_column_tiles + 1) / 2) + tile / 2;
     first_column = tile * kTileColumns;
-    const uint32_t row = has_slabs ? blockIdx.y : blockIdx.z * kMostAlongAxis + blockIdx.y;
-    Find(args, row * raster_group + blockIdx.x % raster_group);
+    const uint32_t raster_index = has_slabs ? blockIdx.y : blockIdx.z * kMostAlongAxis + blockIdx.y;
+    Find(args, raster_index * raster_group + blockIdx.x % raster_group);
     // The last slab may have fewer tiles.
     exists = exists && tile < args.num_column_tiles;
   }
