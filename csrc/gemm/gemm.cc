@@ -18,11 +18,6 @@
 namespace jax_grouped {
 namespace {
 
-// Smallest number of tokens per group with which our kernel accumulates faster than cuBLASLt. Our kernel's time does
-// not fall below that of the additions to the result, which the L2 cache performs: 0.3e12 numbers per second. With this
-// number of tokens the products take as long as the additions. With fewer, our kernel still waits for the additions.
-constexpr int64_t kTokensToAccumulate = 768;
-
 // Depth up to which our kernel of fprop and dgrad for larger groups is faster than cuBLASLt's, if its tiles are
 // full: 1.3 times as fast at 1024, 1.1 times at 2048, as fast at 4096. If its tiles are not full, it is faster only if
 // each multiprocessor computes few.
@@ -54,11 +49,7 @@ std::string Describe(const Plan& plan) {
 }
 
 bool IsSm90Wgrad(const GemmProblem& problem) {
-  if (problem.accumulate) {
-    // The L2 cache would round sums to 16 bits before it adds them.
-    if (problem.result_type != CUDA_R_32F) return false;
-    if (problem.expected_tokens < kTokensToAccumulate * problem.num_groups) return false;
-  }
+  if (problem.accumulate && problem.result_type != CUDA_R_32F) return false;
   return sm90::MaxWgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
@@ -82,8 +73,8 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
 }
 
 // Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are those of gathered
-// rows, FP8 weight gradients, except some that accumulate, and products of FP8 tokens in small groups or over a limited
-// depth.
+// rows, FP8 weight gradients, except those that accumulate in 16 bits, and products of FP8 tokens in small groups or
+// over a limited depth.
 bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
   if (device.major != 9) return false;
   if (problem.gathered != Gather::kNone) return true;

@@ -88,7 +88,9 @@ class Case:
 
     def check_accumulation(self) -> None:
         accumulator = jax.random.normal(jax.random.key(0), self.expected.shape)
-        out = self.multiply(*self.arrays, accumulator)
+        self.compare_accumulated(self.multiply(*self.arrays, accumulator), accumulator)
+
+    def compare_accumulated(self, out: jax.Array, accumulator: jax.Array) -> None:
         self.compare(np.asarray(out, np.float64) - np.asarray(accumulator), 2 * oracle.fp8_tolerance())
 
     def compare(self, out: np.ndarray, tolerance: float) -> None:

@@ -16,16 +16,14 @@ from tests.ops.scaled_matmul_cases import MODES, PRODUCTS, RAGGED, SHAPE, TYPE_P
 
 pytestmark = pytest.mark.slow
 
-#: Case with at least 768 tokens per group, for which Hopper has a kernel of the library for wgrad, also with an
-#: accumulator.
+#: Groups of many blocks of tokens.
 LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
 #: Tokens, type of the result, and whether there is an accumulator.
 WGRADS = [
     (16, "bfloat16", False),
     (1520, "float16", False),
     (1520, "float32", False),
-    (1520, "float32", True),
-    (1536, "float32", True),
+    (16, "float32", True),
 ]
 
 #: Deepest sum for which Hopper has a kernel of the library for tokens and weights. Tiles must also be few, or full with
@@ -35,7 +33,6 @@ DEEPEST = 3072
 SMALL_GROUP = 64
 FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
 FULL_TILES_OF_MANY = shapes.Shape("many full tiles", num_groups=37, tokens=37 * 256, K=528, N=784)
-LONG_GROUPS_OF_MANY = dataclasses.replace(FULL_TILES_OF_MANY, tokens=37 * 768)
 
 
 @each_mode
@@ -51,19 +48,19 @@ def test_products_match_numpy(backend: str, product: Product, mode: str) -> None
 def test_wgrad_adds_to_an_accumulator(backend: str, mode: str) -> None:
     make_case("wgrad", mode).check_accumulation()
     make_case("wgrad", mode, sizes=shapes.group_sizes(SHAPE, "all_empty")).check_accumulation()
-    for sizes in ((1000, 600), (1700, 0), (0, 0)):
-        make_case("wgrad", mode, shape=LONG_GROUPS, sizes=np.array(sizes, np.int32)).check_accumulation()
+    for shape in (LONG_GROUPS, dataclasses.replace(LONG_GROUPS, K=48, N=16)):
+        for sizes in ((1000, 600), (1700, 0), (0, 0)):
+            make_case("wgrad", mode, shape=shape, sizes=np.array(sizes, np.int32)).check_accumulation()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["block", "tensor"])
 def test_wgrad_of_more_tiles_than_run_at_once(mode: str) -> None:
-    for shape in (FULL_TILES_OF_MANY, LONG_GROUPS_OF_MANY):
-        sizes = shapes.group_sizes(shape, "lognormal").copy()
-        sizes[[3, 20]] = 0
-        case = make_case("wgrad", mode, shape=shape, sizes=sizes)
-        case.check()
-        case.check_accumulation()
+    sizes = shapes.group_sizes(FULL_TILES_OF_MANY, "lognormal").copy()
+    sizes[[3, 20]] = 0
+    case = make_case("wgrad", mode, shape=FULL_TILES_OF_MANY, sizes=sizes)
+    case.check()
+    case.check_accumulation()
 
 
 @pytest.mark.gpu
@@ -78,8 +75,7 @@ def test_hopper_has_a_kernel_of_ours_for_wgrad(mode: str, tokens: int, out_dtype
         case.check(out_dtype)
     result = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[out_dtype]
     lines = plans(mode, f"{'onto' if accumulate else '->'} {result}, E 2 T {tokens} K 144 N 272: ")
-    ours = on_hopper() and not (accumulate and tokens < 1536)
-    assert all(line.endswith("kernel of jax_grouped") == ours for line in lines)
+    assert all(line.endswith("kernel of jax_grouped") == on_hopper() for line in lines)
 
 
 @pytest.mark.gpu
@@ -182,6 +178,18 @@ def test_results_of_16_bits_for_the_groups_of_a_longer_list(backend: str, produc
 def test_vmap_makes_more_groups_and_shares_kernels(backend: str, mode: str) -> None:
     for product in some(backend, PRODUCTS, list(MODES).index(mode)):
         check_vmap(product, mode, SHAPE)
+
+
+@each_mode
+def test_vmap_adds_to_an_accumulator_each(backend: str, mode: str) -> None:
+    cases = [make_case("wgrad", mode, seed=seed) for seed in range(2)]
+    arrays = [jnp.stack(parts) for parts in zip(*(case.arrays for case in cases), strict=True)]
+    accumulators = jax.random.normal(jax.random.key(0), (2, *cases[0].expected.shape))
+
+    out = jax.vmap(cases[0].multiply)(*arrays, accumulators)
+
+    for case, got, accumulator in zip(cases, out, accumulators, strict=True):
+        case.compare_accumulated(got, accumulator)
 
 
 def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:

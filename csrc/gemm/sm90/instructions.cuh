@@ -219,13 +219,6 @@ __device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t co
   ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, position, SharedPointer<void>(box));
 }
 
-// Adds a box from shared memory to a matrix of a stack. Elements outside the matrix are not written.
-__device__ inline void AddBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
-  const int32_t position[] = {column, row, matrix};
-  ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, map, position,
-                                   SharedPointer<void>(box));
-}
-
 __device__ inline void CommitStores() { ptx::cp_async_bulk_commit_group(); }
 
 // Waits until this thread's stores, except those of the last kLeft groups, have read shared memory.

@@ -1,5 +1,5 @@
 // Stores of results of the product kernels: from the registers of a math group to shared memory, and from there by the
-// copy engine (TMA) to the result.
+// copy engine (TMA) to the result. An accumulator comes the other way.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
@@ -18,32 +18,56 @@ namespace sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Writes columns of a fragment, from `first_column` on, to shared memory, as kBoxes boxes of 32 columns. Odd rows
-// exchange columns that lie 64 bytes apart, so that the lanes of one store cover all banks.
-template <int kBoxes>
-__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const ThreadPosition& position, int first_column,
-                                             uint32_t staging) {
+// Calls each(first, second, index, odd) for every four of the float32 numbers that a thread has in kBoxes boxes of 32
+// columns in shared memory. Two are at `first` and two at `second`, 64 bytes apart. In the fragment, of which these are
+// the columns from `first_column` on, two are at `index` and two at `index + 8`: those at `first` and `second`, but the
+// other way round if the row is odd, so that the lanes of one access cover all banks.
+template <int kBoxes, typename Each>
+__device__ __forceinline__ void ForBoxes32(const ThreadPosition& position, int first_column, uint32_t boxes,
+                                           const Each& each) {
   const bool odd = position.Row() % 2 != 0;
   const int first_byte = (odd ? 64 : 0) + position.Column() * static_cast<int>(sizeof(float));
-  const uint32_t first = staging + position.Row() * kBoxRowBytes + (first_byte ^ (position.Row() % 8 * 16));
+  const uint32_t first = boxes + position.Row() * kBoxRowBytes + (first_byte ^ (position.Row() % 8 * 16));
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t offset = box * kBoxBytes + half * 8 * kBoxRowBytes;
-      const auto columns = [&](int block) {
-        const float* value = fragment.value + 4 * (first_column / 8 + 4 * box + block) + 2 * half;
-        return make_float2(value[0], value[1]);
-      };
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 near = columns(j);
-        const float2 far = columns(j + 2);
-        StoreShared((first ^ (32 * j)) + offset, odd ? far : near);
-        StoreShared((first ^ (32 * j) ^ 64) + offset, odd ? near : far);
+        each((first ^ (32 * j)) + offset, (first ^ (32 * j) ^ 64) + offset,
+             4 * (first_column / 8 + 4 * box + j) + 2 * half, odd);
       }
     }
   }
+}
+
+// Writes columns of a fragment, from `first_column` on, to shared memory, as kBoxes boxes of 32 columns.
+template <int kBoxes>
+__device__ __forceinline__ void WriteBoxes32(const Fragment& fragment, const ThreadPosition& position, int first_column,
+                                             uint32_t staging) {
+  ForBoxes32<kBoxes>(position, first_column, staging, [&](uint32_t first, uint32_t second, int index, bool odd) {
+    const float* value = fragment.value + index;
+    const float2 near = make_float2(value[0], value[1]);
+    const float2 far = make_float2(value[8], value[9]);
+    StoreShared(first, odd ? far : near);
+    StoreShared(second, odd ? near : far);
+  });
+}
+
+// Adds boxes, as WriteBoxes32 writes them, to columns of a fragment from `first_column` on.
+template <int kBoxes>
+__device__ __forceinline__ void AddBoxes32(uint32_t boxes, const ThreadPosition& position, int first_column,
+                                           Fragment& fragment) {
+  ForBoxes32<kBoxes>(position, first_column, boxes, [&](uint32_t first, uint32_t second, int index, bool odd) {
+    const float2 one = LoadSharedPair(first);
+    const float2 other = LoadSharedPair(second);
+    float* value = fragment.value + index;
+    value[0] += odd ? other.x : one.x;
+    value[1] += odd ? other.y : one.y;
+    value[8] += odd ? one.x : other.x;
+    value[9] += odd ? one.y : other.y;
+  });
 }
 
 template <typename T>

@@ -56,6 +56,8 @@ class WgradTiles {
     return tile_;
   }
 
+  __device__ const OutputTile& Last() const { return tile_; }
+
   // Returns the first block of the last tile's tokens, counted through all groups.
   __device__ int32_t FirstBlock() const { return first_block_; }
 
@@ -78,6 +80,45 @@ class WgradTiles {
   int32_t first_block_ = 0;
 };
 
+// A tile of the accumulator follows the tile's operands through the ring, in kAccumulatorStages stages. It has four
+// parts of kAccumulatorBoxes boxes, one for each math group and wave. The first three take the rows of a stage each;
+// the halves of the last one take the columns of the first two stages. Additions by the copy engine, in the L2 cache,
+// would not need the copy, but they take longer: 0.3e12 numbers per second.
+constexpr int kAccumulatorStages = 3;
+constexpr int kAccumulatorBoxColumns = kBoxRowBytes / sizeof(float);
+constexpr int kAccumulatorBoxes = kTileColumns / kAccumulatorBoxColumns;
+static_assert(kWaves * kMathGroups == kAccumulatorStages + 1);
+static_assert(kAccumulatorBoxes * kBoxBytes == sizeof(Shared::rows[0]));
+static_assert(kAccumulatorBoxes / 2 * kBoxBytes == sizeof(Shared::columns[0]));
+
+// Copies a tile of the accumulator. The math groups add it last, so that the products hide the copies.
+template <ScalingMode kMode>
+__device__ void LoadAccumulator(const WgradArguments& args, const Addresses& shared, const OutputTile& tile,
+                                Stage& stage) {
+  const auto load = [&](uint32_t boxes, int part, int first_box, int count, uint32_t full) {
+    for (int box = 0; box < count; ++box) {
+      LoadBox<1>(boxes + box * kBoxBytes, &args.dweight, tile.column + (first_box + box) * kAccumulatorBoxColumns,
+                 tile.row + part * Fragment::kRows, tile.group, full);
+    }
+  };
+#pragma unroll 1
+  for (int i = 0; i < kAccumulatorStages; ++i, stage.Advance()) {
+    const int s = stage.index;
+    const bool has_columns = i < 2;
+    WaitForPhase(shared.Empty(s), stage.parity ^ 1);
+    if (Lane() == 0) {
+      const uint32_t full = shared.Full(s);
+      ArriveExpecting(full, sizeof(Shared::rows[0]) + (has_columns ? sizeof(Shared::columns[0]) : 0));
+      load(shared.Rows(s), i, 0, kAccumulatorBoxes, full);
+      if (has_columns) {
+        load(shared.Columns(s), kAccumulatorStages, i * kAccumulatorBoxes / 2, kAccumulatorBoxes / 2, full);
+      }
+    }
+    if constexpr (kMode == ScalingMode::kBlock1D) ArriveAfterCopies(shared.Full(s));
+    __syncwarp();
+  }
+}
+
 template <ScalingMode kMode>
 __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared) {
   // Each block of the cluster copies one slice of the tile's rows to all blocks.
@@ -88,7 +129,9 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
   TileQueue queue(shared);
   Stage stage;
   int32_t group = -1;
-  for (int32_t index = FirstTileIndex(); index < args.cluster_tiles; index = scheduler.Next()) {
+  // Finds a tile and tells the math groups. Returns false after the last one.
+  const auto begin = [&](int32_t index) {
+    if (index >= args.cluster_tiles) return false;
     const OutputTile& tile = tiles.At(index);
     scheduler.Request();
     queue.Post(tile);
@@ -97,6 +140,11 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       AcquireTensorMap(args.maps.X(group));
       AcquireTensorMap(args.maps.Dy(group));
     }
+    return true;
+  };
+  bool more = begin(FirstTileIndex());
+  while (more) {
+    const OutputTile tile = tiles.Last();
     constexpr uint32_t kBytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
     for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
       if (block == tile.blocks / 2) scheduler.Publish();
@@ -121,6 +169,9 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       __syncwarp();
     }
     if (tile.blocks == 0) scheduler.Publish();
+    // The next tile is found before the stages of the accumulator, each of which waits for a product.
+    more = begin(scheduler.Next());
+    if (args.accumulate && tile.blocks > 0) LoadAccumulator<kMode>(args, shared, tile, stage);
   }
   queue.Post(OutputTile());
 }
@@ -149,6 +200,26 @@ __device__ __forceinline__ void AddScaled(const Fragment& product, const RowScal
       sum.value[j + 1] += fmaf(product.value[j + 1], row_scale, 0.0f) * column_scales.pairs[i].y;
     }
   }
+}
+
+// Adds the boxes of a stage of LoadAccumulator to the sums of the math group that they are for. Both groups must wait
+// for every stage and release it.
+template <int kStage>
+__device__ __forceinline__ void AddAccumulator(const Addresses& shared, const ThreadPosition& position, Stage& stage,
+                                               Fragment (&sums)[kWaves]) {
+  const int s = stage.index;
+  WaitForPhase(shared.Full(s), stage.parity);
+  if (kStage % kMathGroups == position.group) {
+    AddBoxes32<kAccumulatorBoxes>(shared.Rows(s), position, 0, sums[kStage / kMathGroups]);
+  }
+  if (kStage < 2 && position.group == kMathGroups - 1) {
+    constexpr int kFirstColumn = kStage * kTileColumns / 2;
+    AddBoxes32<kAccumulatorBoxes / 2>(shared.Columns(s), position, kFirstColumn, sums[kWaves - 1]);
+  }
+  // Copies of boxes will overwrite what this thread has read.
+  FenceShared();
+  Release(shared.Empty(s));
+  stage.Advance();
 }
 
 template <typename XType, typename DyType, ScalingMode kMode>
@@ -190,18 +261,26 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
       }
       Release(shared.Empty(s));
     }
-    if (tile.column >= args.out_features || (args.accumulate && tile.blocks == 0)) continue;
+    if constexpr (kMode == ScalingMode::kTensor) {
+#pragma unroll
+      for (Fragment& sum : sums) Scale(tile.scale, sum);
+    }
+    if (args.accumulate && tile.blocks == 0) continue;
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
-      const int first_row = FirstRow(position.group, wave);
-      if (first_row >= tile.rows) continue;
-      if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums[wave]);
-      staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
-        if (args.accumulate) {
-          AddBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
+      // While the second wave's part of the accumulator arrives, the first wave is stored.
+      if (args.accumulate) {
+        if (wave == 0) {
+          AddAccumulator<0>(shared, position, stage, sums);
+          AddAccumulator<1>(shared, position, stage, sums);
         } else {
-          StoreBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
+          AddAccumulator<2>(shared, position, stage, sums);
         }
+      }
+      const int first_row = FirstRow(position.group, wave);
+      if (tile.column >= args.out_features || first_row >= tile.rows) continue;
+      staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
+        StoreBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
       });
     }
   }
