@@ -122,10 +122,11 @@ def quantize_permuted(
     table: Shape = (TABLE,),
     offset: Shape = (1,),
     more: Sequence[Array] = (),
+    amax: Sequence[Array] = (),
     **attributes: Any,
 ) -> jax.Array:
-    defaults = dict(num_groups=np.int64(GROUPS), pow2_scales=False, amax_epsilon=np.float32(0))
-    operands, results = [x, (inverse, I32), *more], [data, scale, (table, I32)]
+    defaults = dict(num_groups=np.int64(GROUPS), given_scale=False, pow2_scales=False, amax_epsilon=np.float32(0))
+    operands, results = [x, (inverse, I32), *more], [data, scale, (table, I32), *amax]
     return call("jax_grouped_quantize_permuted", operands, results, defaults, attributes, offset)[0]
 
 

@@ -13,6 +13,7 @@ namespace {
 
 struct QuantizePermutedAttributes {
   int64_t num_groups;  // of all batch elements
+  bool given_scale;    // of kTensor; without, the scales are those of kBlock1D
   bool pow2_scales;
   float amax_epsilon;
 };
@@ -21,7 +22,8 @@ struct QuantizePermutedAttributes {
 }  // namespace jax_grouped
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizePermutedAttributes, StructMember<int64_t>("num_groups"),
-                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"));
+                                      StructMember<bool>("given_scale"), StructMember<bool>("pow2_scales"),
+                                      StructMember<float>("amax_epsilon"));
 
 namespace jax_grouped {
 namespace {
@@ -56,9 +58,36 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const S32Buffer& inverse, cons
   return CheckAlignment(kOp, "x", x.untyped_data());
 }
 
+// Decodes what follows the groups: the scales of an FP8 x, or those of the groups and their largest values.
+ffi::Error DecodeScales(const ffi::AnyBuffer& x, const ffi::RemainingArgs& more, const ffi::RemainingRets& results,
+                        const QuantizePermutedAttributes& attributes, PermutedBuffers* buffers) {
+  const bool is_fp8 = Fp8Type(x.element_type()).has_value();
+  const bool given = attributes.given_scale;
+  if (is_fp8 && given) return Invalid(kOp, "FP8 tokens have scales of their own; given_scale is for others.");
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kOp, "the number of scales of x", static_cast<int64_t>(more.size()), is_fp8 || given ? 1 : 0));
+  JAX_GROUPED_RETURN_IF_ERROR(
+      CheckEqual(kOp, "the number of further results", static_cast<int64_t>(results.size()), given ? 1 : 0));
+  if (is_fp8) {
+    JAX_GROUPED_ASSIGN_OR_RETURN(x_scale, more.get<ffi::AnyBuffer>(0));
+    return DecodeScaledInput(kOp, x, *x_scale, &buffers->x_scale, &buffers->x_group_rows);
+  }
+  if (!given) return ffi::Error::Success();
+  JAX_GROUPED_ASSIGN_OR_RETURN(scale, more.get<F32Buffer>(0));
+  JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<F32Buffer>(0));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the number of given scales",
+                                         static_cast<int64_t>(scale->element_count()), attributes.num_groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the number of largest values",
+                                         static_cast<int64_t>((*amax)->element_count()), attributes.num_groups));
+  buffers->given_scale = scale->typed_data();
+  buffers->amax = reinterpret_cast<uint32_t*>((*amax)->typed_data());
+  return ffi::Error::Success();
+}
+
 ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inverse, S32Buffer group_sizes,
                             S32Buffer group_offset, ffi::RemainingArgs more, AnyResult data, AnyResult scale,
-                            ffi::Result<S32Buffer> table, const QuantizePermutedAttributes& attributes) try {
+                            ffi::Result<S32Buffer> table, ffi::RemainingRets results,
+                            const QuantizePermutedAttributes& attributes) try {
   PermutedProblem problem{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, inverse, *data, &problem));
   problem.pow2_scales = attributes.pow2_scales;
@@ -71,7 +100,7 @@ ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inv
       CheckEqual(kOp, "the remainder of tokens by the batch size", problem.tokens % groups.batch, 0));
   problem.tokens /= groups.batch;
   QuantizedLayout layout{};
-  layout.mode = ScalingMode::kBlock1D;
+  layout.mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
   layout.batch = groups.batch;
   layout.tokens = groups.capacity;
   layout.features = problem.features;
@@ -81,13 +110,7 @@ ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inv
                                            static_cast<int64_t>(table->element_count()),
                                            groups.batch * GroupTable::Size(groups.num_groups)));
   PermutedBuffers buffers{};
-  const bool is_fp8 = Fp8Type(x.element_type()).has_value();
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kOp, "the number of scales of x", static_cast<int64_t>(more.size()), is_fp8 ? 1 : 0));
-  if (is_fp8) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(x_scale, more.get<ffi::AnyBuffer>(0));
-    JAX_GROUPED_RETURN_IF_ERROR(DecodeScaledInput(kOp, x, *x_scale, &buffers.x_scale, &buffers.x_group_rows));
-  }
+  JAX_GROUPED_RETURN_IF_ERROR(DecodeScales(x, more, results, attributes, &buffers));
   buffers.x = x.untyped_data();
   buffers.inverse = inverse.typed_data();
   buffers.data = static_cast<uint8_t*>(data->untyped_data());
@@ -110,6 +133,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizePermutedExecute, QuantizePermuted,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<S32Buffer>()
+                                  .RemainingRets()
                                   .Attrs<QuantizePermutedAttributes>(),
                               {ffi::Traits::kCmdBufferCompatible});
 

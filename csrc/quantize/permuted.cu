@@ -34,6 +34,16 @@ struct PermutedArguments {
   float amax_epsilon;
 };
 
+// Begins the results of given scales: a group's inverse scale, and its amax. Threads divide the groups of a batch
+// element between them.
+__device__ void InitializeGroups(const PermutedArguments& args, int32_t element) {
+  for (int64_t i = threadIdx.x; i < args.groups.num_groups; i += kSetUpThreads) {
+    const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
+    args.buffers.amax[group] = 0;
+    args.buffers.scale[group] = ClampScale(args.buffers.given_scale[group]).inverse;
+  }
+}
+
 // Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups, and zeros the scales
 // that pad each group's rows to a multiple of 4. The other blocks zero the rows that belong to no group.
 __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_constant__ PermutedArguments args) {
@@ -44,6 +54,7 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
   }
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetUpThreads, Counts<RowBlock::k4>>(args.groups, element, args.element_row_blocks, table);
+  if (args.buffers.given_scale != nullptr) return InitializeGroups(args, element);
   const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
   for (int64_t i = threadIdx.x; i < scale_rows; i += kSetUpThreads) {
     const auto group = static_cast<int32_t>(i / args.feature_blocks);
@@ -56,9 +67,10 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
 
 // The row of one choice, and where its scales are.
 struct Destination {
-  int32_t row = -1;        // counted in the array; -1 for none
-  int64_t scale = 0;       // position of its first scale
-  int32_t scale_step = 0;  // from one scale to the next
+  int32_t row = -1;          // counted in the array; -1 for none
+  int64_t scale = 0;         // position of its first scale, or of the given one
+  int32_t scale_step = 0;    // from one scale to the next
+  float given_scale = 1.0f;  // if there is one
 };
 
 __device__ Destination FindDestination(const PermutedArguments& args, int64_t token, int choice) {
@@ -72,8 +84,13 @@ __device__ Destination FindDestination(const PermutedArguments& args, int64_t to
   const auto row = static_cast<int32_t>(element * args.groups.capacity + in_element);
   if (row < first_rows[0] || row >= first_rows[table.num_groups]) return found;
   const int32_t group = FindGroup(first_rows, 0, table.num_groups, row);
-  const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
   found.row = row;
+  if (args.buffers.given_scale != nullptr) {
+    found.scale = static_cast<int64_t>(element) * table.num_groups + group;
+    found.given_scale = ClampScale(args.buffers.given_scale[found.scale]).scale;
+    return found;
+  }
+  const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
   found.scale = 4 * blocks + row - first_rows[group];
   found.scale_step = static_cast<int32_t>(RoundUp(first_rows[group + 1] - first_rows[group], 4));
   return found;
@@ -133,8 +150,19 @@ struct Columns {
     return finite;
   }
 
+  // Quantizes the columns of each step with the scale of_step(step).
+  template <typename Fp8, typename OfStep>
+  __device__ void Quantize(bool finite, const OfStep& of_step, uint2 (&data)[kSteps]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const float scale = of_step(step);
+      data[step] = finite ? QuantizeStep<Fp8, false>(step, scale) : QuantizeStep<Fp8, true>(step, scale);
+    }
+  }
+
+ private:
   template <typename Fp8, bool kHideInfinity>
-  __device__ uint2 Quantize(int step, float scale) const {
+  __device__ uint2 QuantizeStep(int step, float scale) const {
     const auto quantize = [scale](const Pair& pair) {
       if constexpr (kHideInfinity) {
         return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
@@ -146,8 +174,69 @@ struct Columns {
   }
 };
 
-// Quantizes one token per warp. Tokens that have scales are read as bfloat16.
-template <typename T, typename Fp8, bool kScaled>
+// Stores the lane's columns of a row, from `first` on.
+template <int kSteps>
+__device__ void StoreRow(const PermutedArguments& args, int32_t row, int32_t first, const uint2 (&data)[kSteps]) {
+  uint8_t* to = args.buffers.data + int64_t{row} * args.features;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int32_t column = first + step * kStepColumns;
+    if (column < args.features) *reinterpret_cast<uint2*>(to + column) = data[step];
+  }
+}
+
+// Quantizes columns of a token for each of its choices, with the scale of the choice's group.
+template <typename Fp8, typename T>
+__device__ void WriteGroupScaled(const PermutedArguments& args, const Columns<T>& columns, bool finite,
+                                 const Destination& own, int choices, int32_t first) {
+  for (int choice = 0; choice < choices; ++choice) {
+    const int32_t row = FromLane(choice, own.row);
+    const float scale = FromLane(choice, own.given_scale);
+    if (row < 0) continue;
+    uint2 data[Columns<T>::kSteps];
+    columns.template Quantize<Fp8>(finite, [&](int) { return scale; }, data);
+    StoreRow(args, row, first, data);
+  }
+}
+
+// Quantizes columns of a token, from `begin` on, in blocks, and writes them and their scales for each choice.
+template <typename Fp8, typename T>
+__device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>& columns, bool finite,
+                                 uint32_t (&amax)[Columns<T>::kSteps], const Destination& own, int choices,
+                                 int32_t begin) {
+  constexpr int kOwners = Columns<T>::kOwners;
+  const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
+  const Scale scale = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
+  // The lanes that have one step's scale divide the choices between them.
+  const int32_t own_block = (begin + own_step * kStepColumns) / kBlock + Lane() / kBlockLanes;
+  for (int choice = 0; choice < choices; ++choice) {
+    const int32_t row = FromLane(choice, own.row);
+    const int64_t position = FromLane(choice, own.scale) + int64_t{own_block} * FromLane(choice, own.scale_step);
+    if (row >= 0 && choice % kOwners == Lane() % kOwners && own_block < args.feature_blocks) {
+      args.buffers.scale[position] = scale.inverse;
+    }
+  }
+  const auto of_step = [&](int step) {
+    return __shfl_sync(kFullWarp, scale.scale, Lane() / kBlockLanes * kBlockLanes + step * kOwners);
+  };
+  uint2 data[Columns<T>::kSteps];
+  columns.template Quantize<Fp8>(finite, of_step, data);
+  for (int choice = 0; choice < choices; ++choice) {
+    const int32_t row = FromLane(choice, own.row);
+    if (row >= 0) StoreRow(args, row, begin + Lane() * kLaneColumns, data);
+  }
+}
+
+// Raises the amaxes of the groups of a token, each lane that of its choice. Most find a value that is as high.
+__device__ void RecordTokenAmax(const PermutedArguments& args, const Destination& own, uint32_t amax) {
+  if (own.row < 0 || amax < kTinyBits) return;
+  uint32_t* of_group = args.buffers.amax + own.scale;
+  if (__ldcg(of_group) < amax) atomicMax(of_group, amax);
+}
+
+// Quantizes one token per warp. Tokens that have scales are read as bfloat16. With kGivenScales, there is one per
+// group; the copies of a token then differ.
+template <typename T, typename Fp8, bool kScaled, bool kGivenScales>
 __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_constant__ PermutedArguments args) {
   using Columns = Columns<T>;
   constexpr int kSteps = Columns::kSteps;
@@ -167,49 +256,35 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
     load(Lane() * kLaneColumns, &columns);
     const Destination own = FindDestination(args, token, first_choice + Lane());
     const int choices = min(args.choices - first_choice, 32);
+    uint32_t largest = 0;
     for (int32_t begin = 0; begin < args.features; begin += kSteps * kStepColumns) {
       const int32_t first = begin + Lane() * kLaneColumns;
       if (begin > 0) load(first, &columns);
       uint32_t amax[kSteps];
       const bool finite = columns.FindAmax(amax);
-      const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
-      const Scale scale = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
-      // The lanes that have one step's scale divide the choices between them.
-      const int32_t own_block = (begin + own_step * kStepColumns) / kBlock + Lane() / kBlockLanes;
-      for (int choice = 0; choice < choices; ++choice) {
-        const Destination to{FromLane(choice, own.row), FromLane(choice, own.scale), FromLane(choice, own.scale_step)};
-        if (to.row >= 0 && choice % Columns::kOwners == Lane() % Columns::kOwners && own_block < args.feature_blocks) {
-          args.buffers.scale[to.scale + int64_t{own_block} * to.scale_step] = scale.inverse;
-        }
-      }
-      uint2 data[kSteps];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int source = Lane() / kBlockLanes * kBlockLanes + step * Columns::kOwners;
-        const float of_step = __shfl_sync(kFullWarp, scale.scale, source);
-        data[step] = finite ? columns.template Quantize<Fp8, false>(step, of_step)
-                            : columns.template Quantize<Fp8, true>(step, of_step);
-      }
-      for (int choice = 0; choice < choices; ++choice) {
-        const int32_t row = FromLane(choice, own.row);
-        if (row < 0) continue;
-        uint8_t* to = args.buffers.data + int64_t{row} * args.features;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          const int32_t column = first + step * kStepColumns;
-          if (column < args.features) *reinterpret_cast<uint2*>(to + column) = data[step];
-        }
+      if constexpr (kGivenScales) {
+        for (const uint32_t of_step : amax) largest = max(largest, of_step);
+        WriteGroupScaled<Fp8>(args, columns, finite, own, choices, first);
+      } else {
+        WriteBlockScaled<Fp8>(args, columns, finite, amax, own, choices, begin);
       }
     }
+    if constexpr (kGivenScales) RecordTokenAmax(args, own, __reduce_max_sync(kFullWarp, largest));
   }
 }
 
-template <typename T, bool kScaled = false>
+template <typename T, bool kScaled, bool kGivenScales>
 Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
-  const auto kernel =
-      output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled> : QuantizePermuted<T, E5m2, kScaled>;
+  const auto kernel = output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled, kGivenScales>
+                                                    : QuantizePermuted<T, E5m2, kScaled, kGivenScales>;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
   return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
+}
+
+template <typename T>
+Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
+  if (args.buffers.given_scale != nullptr) return LaunchOfType<T, false, true>(stream, output_type, args);
+  return LaunchOfType<T, false, false>(stream, output_type, args);
 }
 
 }  // namespace
@@ -233,7 +308,7 @@ Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const P
   const dim3 blocks(1 + ZeroingBlocks(groups.capacity * problem.features), groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(
       Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
-  if (buffers.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true>(stream, problem.output_type, args);
+  if (buffers.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true, false>(stream, problem.output_type, args);
   switch (problem.input_type) {
     case CUDA_R_16BF:
       return LaunchOfType<__nv_bfloat16>(stream, problem.output_type, args);

@@ -13,7 +13,7 @@
 
 namespace jax_grouped {
 
-// The static part, with scales of kBlock1D.
+// The static part, with scales of kBlock1D, or given ones of kTensor.
 struct PermutedProblem {
   cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
@@ -30,10 +30,12 @@ struct PermutedBuffers {
   const float* x_scale;  // of an FP8 x, or null: as in QuantizeBuffers
   int64_t x_group_rows;
   const int32_t*
-      inverse;     // [tokens, choices]: the row of each pair, counted in its element; no row if it is in no group
-  uint8_t* data;   // [rows, features]
-  float* scale;    // rowwise scales of kBlock1D
-  int32_t* table;  // [batch, GroupTable::Size(num_groups)], scratch
+      inverse;    // [tokens, choices]: the row of each pair, counted in its element; no row if it is in no group
+  uint8_t* data;  // [rows, features]
+  float* scale;   // rowwise scales of kBlock1D, or [num_groups] of kTensor
+  const float* given_scale;  // [num_groups] for kTensor, not with x_scale; null for kBlock1D
+  uint32_t* amax;            // [num_groups] for kTensor, bits of float32
+  int32_t* table;            // [batch, GroupTable::Size(num_groups)], scratch
 };
 
 // Gives each row the bits that LaunchQuantize gives it. Reads and quantizes each token once. Every row of a group must

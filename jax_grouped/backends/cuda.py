@@ -162,27 +162,28 @@ def quantize_permuted(
     inverse: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    *x_scale: jax.Array,
+    *more: jax.Array,
     spec: QuantizeSpec,
     batch: int,
 ) -> tuple[jax.Array, ...]:
-    """Returns the rowwise data and scales of `BLOCK_1D`. Reads each token once."""
+    """Returns the rowwise data and scales, and with given scales the largest values. Reads each token once."""
     del order
-    results = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
+    data, scale, *amax = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
     table = jax.ShapeDtypeStruct((group_table_size(spec.num_groups),), jnp.int32)
-    outputs = jax.ffi.ffi_call(
-        "jax_grouped_quantize_permuted", [batched(result, batch) for result in (*results, table)]
+    data, scale, _, *amax = jax.ffi.ffi_call(
+        "jax_grouped_quantize_permuted", [batched(result, batch) for result in (data, scale, table, *amax)]
     )(
         x,
         inverse,
         group_sizes,
         group_offset,
-        *x_scale,
+        *more,
         num_groups=np.int64(batch * spec.num_groups),
+        given_scale=spec.given_scale,
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),
     )
-    return tuple(outputs[: len(results)])
+    return data, scale, *amax
 
 
 def in_whole_batch(row_indices: jax.Array, x_rows: int, batch: int) -> jax.Array:

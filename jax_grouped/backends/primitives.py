@@ -370,7 +370,7 @@ ROUTE_AND_GROUP = _define(
 QUANTIZE = _define(
     "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results
 )
-#: `(x, order, inverse, group_sizes, group_offset) -> [row_data, row_scale]` with a `QuantizeSpec`.
+#: `(x, order, inverse, group_sizes, group_offset, *more) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.
 QUANTIZE_PERMUTED = _define(
     "quantize_permuted", _quantize_permuted_results, reference_quantize.quantize_permuted, cuda.quantize_permuted
 )

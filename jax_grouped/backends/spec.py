@@ -230,9 +230,10 @@ class QuantizeSpec:
         return results
 
     def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
-        """Returns shapes and types of the results of `quantize_permuted`: rowwise data and scales."""
+        """Returns shapes and types of the results of `quantize_permuted`: data, scales, and amax of given scales."""
         results = self.results(x_shape)
-        return [results["row_data"], results["row_scale"]]
+        amax = [results["amax"]] if self.given_scale else []
+        return [results["row_data"], results["row_scale"], *amax]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from jax_grouped.ops.dense import (
     Saved,
     dgrad,
     fprop,
+    given_scales,
     gradients,
     next_state,
     primal_values,
@@ -346,12 +347,20 @@ def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: _Spec) -> tuple
 
 
 def _quantized_once(arrays: _Arrays, spec: _Spec) -> Oriented | None:
-    """Returns the first product's tokens where the scales of a token do not depend on its expert, else None."""
+    """Returns the first product's tokens from a pass that reads each token once, None where scales are not known then.
+
+    With block scaling, the scales of a token do not depend on its expert; with delayed scaling, they are there.
+    """
     recipe, order, inverse = spec.up.recipe, arrays.order, arrays.inverse
-    if recipe is None or recipe.token_mode != ScalingMode.BLOCK_1D or order is None or inverse is None:
+    if recipe is None or order is None or inverse is None:
         return None
+    scales = given_scales(spec.up, arrays.up.weights.fp8_state)
+    if recipe.token_mode != ScalingMode.BLOCK_1D and scales is None:
+        return None
+    given = () if scales is None else (scales.input,)
     of_rows = spec.up.x_spec(columnwise=False, gathered_rows=order.shape[0])
-    return Oriented(quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, of_rows), None)
+    rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, *given, spec=of_rows)
+    return Oriented(rowwise, None, amax)
 
 
 def _backward(spec: _Spec, saved: _Saved, dy: Any) -> tuple[_Arrays]:

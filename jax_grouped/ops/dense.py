@@ -156,7 +156,7 @@ class SavedOnMesh(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
     if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
-        return dense_on_mesh.fprop(inputs, spec, _scales(spec, inputs.weights.fp8_state))[0]
+        return dense_on_mesh.fprop(inputs, spec, given_scales(spec, inputs.weights.fp8_state))[0]
     return fprop(inputs, spec, for_gradients=False)[0]
 
 
@@ -164,7 +164,7 @@ def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved | SavedOnM
     inputs = primal_values(primals)
     if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
         state = inputs.weights.fp8_state
-        y, amax = dense_on_mesh.fprop(inputs, spec, _scales(spec, state))
+        y, amax = dense_on_mesh.fprop(inputs, spec, given_scales(spec, state))
         return y, SavedOnMesh(inputs, DenseResiduals(None, None, inputs.groups, state, amax, spec))
     y, residuals = fprop(inputs, spec, for_gradients=True)
     return y, save(inputs, residuals)
@@ -177,7 +177,7 @@ def _backward(spec: DenseSpec, saved: Saved | SavedOnMesh, dy: Any) -> tuple[Any
     inputs, residuals = saved
     if dy is None:
         return (gradients(Saved(residuals, inputs.weights.dkernel_accumulator), dy),)
-    of = dense_on_mesh.gradients(inputs, spec, _scales(spec, residuals.fp8_state), dy)
+    of = dense_on_mesh.gradients(inputs, spec, given_scales(spec, residuals.fp8_state), dy)
     # None stands for a zero gradient, even of arguments that are never None.
     weights = Weights(of.kernel, bias=of.bias, fp8_state=next_state(residuals, of.amax))
     return (Inputs(of.x, weights, None),)  # type: ignore[arg-type]
@@ -313,7 +313,7 @@ def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8S
     return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | last)
 
 
-def _scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
+def given_scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
     """Returns the scales that delayed scaling has ready, None with other recipes."""
     if not isinstance(spec.recipe, DelayedScaling):
         return None
@@ -338,7 +338,7 @@ def quantized(
     if spec.recipe is None:
         assert not isinstance(x, ScaledArray)
         return Oriented(x, x)
-    scales = _scales(spec, state)
+    scales = given_scales(spec, state)
     options = dict(rowwise=rowwise, columnwise=columnwise)
     operands = (row_indices, None if scales is None else scales.input)
     return quantize_tokens(
@@ -356,7 +356,7 @@ def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Ke
         return Oriented(kernel, kernel)
     if weights.kernel_cache is not None:
         return weights.kernel_cache
-    scales = _scales(spec, weights.fp8_state)
+    scales = given_scales(spec, weights.fp8_state)
     given = () if scales is None else (scales.kernel,)
     both = kernel_spec(weights.kernel.shape, spec.recipe)
     return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
@@ -383,7 +383,7 @@ def quantized_gradient(
             dbias = bias_grad(dy, residuals.groups, spec.num_groups, jnp.dtype(spec.bias_dtype), out_spec)
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy, dbias=dbias)
-    scales = _scales(spec, residuals.fp8_state)
+    scales = given_scales(spec, residuals.fp8_state)
     operands = (row_indices, None if scales is None else scales.output_grad, activation_input)
     gathered_rows = None if row_indices is None else row_indices.shape[0]
     return quantize_tokens(
@@ -416,7 +416,7 @@ def quantized_gradient_of_activation(
     assert residuals.spec.recipe == following.spec.recipe
     spec = residuals.spec.dy_spec(weighted=True, inner_products=True, activated=True)
     operands = [activation_input, row_weights]
-    scales, of_following = (_scales(of.spec, of.fp8_state) for of in (residuals, following))
+    scales, of_following = (given_scales(of.spec, of.fp8_state) for of in (residuals, following))
     if scales is not None and of_following is not None:
         operands = [scales.output_grad, *operands, of_following.input]
     return quantize_with_activation(dy, residuals.groups, *operands, spec=spec)

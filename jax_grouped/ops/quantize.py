@@ -231,25 +231,36 @@ def _scaled_arrays(
 
 
 def quantize_permuted(
-    x: jax.Array | ScaledArray, groups: Groups, order: jax.Array, inverse: jax.Array, spec: QuantizeSpec
-) -> ScaledArray:
-    """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Quantizes each token once.
+    x: jax.Array | ScaledArray,
+    groups: Groups,
+    order: jax.Array,
+    inverse: jax.Array,
+    *scale: jax.Array,
+    spec: QuantizeSpec,
+) -> tuple[ScaledArray, jax.Array | None]:
+    """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Reads each token once.
+
+    With a given scale, it also returns the largest value of each group.
 
     Args:
         x: `[T, C]` tokens, or a stack, as in `quantize_tokens`.
         groups: the groups of the `R` rows.
         order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
         inverse: `int32[T, k]`, the row of each pair, likewise.
-        spec: of `BLOCK_1D`, rowwise alone, with `gathered_rows`; no further operands.
+        scale: `float32[G]`, the given scales, for an `x` of tokens.
+        spec: rowwise alone, with `gathered_rows`: of `BLOCK_1D`, or of `TENSOR` with `given_scale`.
     """
-    x, x_scale, spec = _with_scale(x, (), spec)
-    operands = vary_alike(x, order, inverse, *groups, *x_scale)
+    x, more, spec = _with_scale(x, scale, spec)
+    operands = vary_alike(x, order, inverse, *groups, *more)
     if 0 in (*x.shape, *order.shape, spec.num_groups):
-        rowwise = quantize_tokens(x, groups, tokens_of(order, inverse), spec=spec).rowwise
-        assert rowwise is not None
-        return rowwise
-    data, scale_inv = primitives.QUANTIZE_PERMUTED.bind(*operands, spec=spec, **primitives.common_params(operands))
-    return ScaledArray(data, scale_inv, groups.sizes, spec.layout(x.shape, columnwise=False))
+        made = quantize_tokens(x, groups, tokens_of(order, inverse), *scale, spec=spec)
+        assert made.rowwise is not None
+        return made.rowwise, made.amax if spec.given_scale else None
+    data, scale_inv, *amax = primitives.QUANTIZE_PERMUTED.bind(
+        *operands, spec=spec, **primitives.common_params(operands)
+    )
+    rowwise = ScaledArray(data, scale_inv, groups.sizes, spec.layout(x.shape, columnwise=False))
+    return rowwise, amax[0] if amax else None
 
 
 def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:

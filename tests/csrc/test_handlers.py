@@ -316,6 +316,10 @@ def test_sum_rows_refuses(change: dict, message: str) -> None:
     refuses(sum_rows, change, message)
 
 
+#: A quantization of permuted tokens with given scales.
+GIVEN = dict(given_scale=True, scale=((GROUPS,), F32), more=[((GROUPS,), F32)], amax=[((GROUPS,), F32)])
+
+
 @cases(
     (dict(x=((32, 16), I32)), "x must be bfloat16, float16, float32 or FP8."),
     (dict(x=((32, 16, 1), BF16)), "the rank of x must be 2, got 3."),
@@ -345,6 +349,13 @@ def test_sum_rows_refuses(change: dict, message: str) -> None:
     ),
     (dict(x=((32, 16), FP8), more=[((1, 1, 16), F32)]), "the number of rowwise scales must be 32, got 16."),
     (dict(table=(4,)), f"the size of the group table must be at least {TABLE}, got 4."),
+    (GIVEN | dict(more=[]), "the number of scales of x must be 1, got 0."),
+    (GIVEN | dict(amax=[]), "the number of further results must be 1, got 0."),
+    (dict(amax=[((GROUPS,), F32)]), "the number of further results must be 0, got 1."),
+    (GIVEN | dict(more=[((3,), F32)]), f"the number of given scales must be {GROUPS}, got 3."),
+    (GIVEN | dict(amax=[((3,), F32)]), f"the number of largest values must be {GROUPS}, got 3."),
+    (GIVEN | dict(scale=((BLOCK_SCALES,), F32)), f"the number of rowwise scales must be {GROUPS}, got {BLOCK_SCALES}."),
+    (GIVEN | dict(x=((32, 16), FP8)), "FP8 tokens have scales of their own; given_scale is for others."),
 )
 def test_quantize_permuted_refuses(change: dict, message: str) -> None:
     refuses(quantize_permuted, change, message)

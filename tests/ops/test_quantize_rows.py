@@ -80,7 +80,7 @@ def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str
     fp8, pow2_scales = ("float8_e5m2", True) if rows == 170 else ("float8_e4m3fn", False)
     spec = permuted_spec(rows, fp8, pow2_scales=pow2_scales)
 
-    got = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec)
+    got, _ = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec=spec)
 
     expected = quantize_tokens(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order // 2, spec=spec).rowwise
     assert got.layout == expected.layout
@@ -105,7 +105,7 @@ def test_a_quantized_stack_is_quantized_again_as_its_values(backend: str, fp8: s
             x, Groups(SIZES[2:], sizes.offset), spec=dataclasses.replace(alone, gathered_rows=None, num_groups=2)
         )
         gathered = quantize_tokens(x, sizes, order // 2, spec=spec)
-        permuted = quantize_permuted(x, sizes, order, inverse, alone)
+        permuted, _ = quantize_permuted(x, sizes, order, inverse, spec=alone)
         arrays = [gathered.rowwise, gathered.columnwise, permuted, plain.rowwise]
         data = [array.data for array in arrays if not array.layout.columnwise]
         # Scales and columnwise data have padding that nothing writes.
@@ -140,13 +140,50 @@ def test_tokens_quantized_once_under_vmap(backend: str) -> None:
     spec = permuted_spec(180)
 
     def quantize(x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        got = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec)
+        got, _ = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec=spec)
         return got.data, jg.grouped_dequantize(got)
 
     got = jax.vmap(quantize)(x, sizes)
 
     for i in range(2):
         for batched, one in zip(got, quantize(x[i], sizes[i]), strict=True):
+            np.testing.assert_array_equal(as_bytes(batched[i]), as_bytes(one))
+
+
+@pytest.mark.parametrize("dtype", INPUT_TYPES)
+def test_tokens_read_once_with_given_scales(backend: str, dtype: str) -> None:
+    x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
+    order, inverse = permutation(170)
+    scale = jnp.array([0.5, 2.0, jnp.inf, 1e4])
+    for fp8, sizes, offset in (("float8_e4m3fn", [110, 0, 1, 50], 0), ("float8_e5m2", [20, 90, 0, 1, 50], 1)):
+        spec = QuantizeSpec(ScalingMode.TENSOR, fp8, 4, gathered_rows=170, given_scale=True)
+        groups = Groups(jnp.array(sizes), jnp.array([offset]))
+
+        got, amax = quantize_permuted(x, groups, order, inverse, scale, spec=spec)
+
+        expected = quantize_tokens(x, groups, order // 2, scale, spec=spec)
+        assert expected.rowwise is not None
+        for one, other in ((got.data, expected.rowwise.data), (got.scale_inv, expected.rowwise.scale_inv)):
+            np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
+        np.testing.assert_array_equal(amax, expected.amax)
+
+
+def test_tokens_read_once_with_given_scales_under_vmap(backend: str) -> None:
+    order, inverse = permutation(180)
+    x, sizes = jnp.stack([tokens(), 3 * tokens()[::-1]]), jnp.stack([SIZES - 10, SIZES[::-1]])
+    spec = QuantizeSpec(ScalingMode.TENSOR, "float8_e4m3fn", 4, gathered_rows=180, given_scale=True)
+
+    def quantize(x: jax.Array, sizes: jax.Array, scale: jax.Array) -> Any:
+        groups = Groups(sizes, jnp.zeros(1, jnp.int32))
+        got, amax = quantize_permuted(x, groups, order, inverse, scale, spec=spec)
+        return got.data, got.scale_inv, amax
+
+    scale = 2.0 ** jnp.arange(4)
+
+    got = jax.vmap(quantize, (0, 0, None))(x, sizes, scale)
+
+    for i in range(2):
+        for batched, one in zip(got, quantize(x[i], sizes[i], scale), strict=True):
             np.testing.assert_array_equal(as_bytes(batched[i]), as_bytes(one))
 
 

@@ -197,11 +197,13 @@ def quantize_permuted(
     inverse: jax.Array,
     group_sizes: jax.Array,
     group_offset: jax.Array,
-    *x_scale: jax.Array,
+    *more: jax.Array,
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
-    """Returns the rowwise data and scales of the rows that `spec` gathers, each of the token of its pair."""
-    return quantize(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), spec=spec)[:2]
+    """Returns the rowwise data and scales of gathered rows, each that of its pair's token, and amax of given scales."""
+    x_scale, scale = more[: spec.scaled_input], more[spec.scaled_input :]
+    results = quantize(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), *scale, spec=spec)
+    return results[: 3 if spec.given_scale else 2]
 
 
 def dequantize(
