@@ -69,7 +69,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Quantizes each token of x rowwise and writes it to the rows of its choices: in blocks of 1 x 128, or with the given
 // scales of the groups:
-//   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset[, x_scale][, scale])
+//   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset[, x_scale or scale])
 //       {num_groups, given_scale, pow2_scales, amax_epsilon} -> (data, scales, group tables[, amax])
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizePermutedExecute);
 

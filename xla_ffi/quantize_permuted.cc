@@ -65,7 +65,7 @@ ffi::Error DecodeScales(const ffi::AnyBuffer& x, const ffi::RemainingArgs& more,
   const bool given = attributes.given_scale;
   if (is_fp8 && given) return Invalid(kOp, "FP8 tokens have scales of their own; given_scale is for others.");
   JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kOp, "the number of scales of x", static_cast<int64_t>(more.size()), is_fp8 || given ? 1 : 0));
+      CheckEqual(kOp, "the number of scales", static_cast<int64_t>(more.size()), is_fp8 || given ? 1 : 0));
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckEqual(kOp, "the number of further results", static_cast<int64_t>(results.size()), given ? 1 : 0));
   if (is_fp8) {

@@ -49,6 +49,7 @@ std::string Describe(const Plan& plan) {
 }
 
 bool IsSm90Wgrad(const GemmProblem& problem) {
+  // The kernel reads accumulators of float32 only.
   if (problem.accumulate && problem.result_type != CUDA_R_32F) return false;
   return sm90::MaxWgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }

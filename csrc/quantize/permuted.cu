@@ -34,8 +34,8 @@ struct PermutedArguments {
   float amax_epsilon;
 };
 
-// Begins the results of given scales: a group's inverse scale, and its amax. Threads divide the groups of a batch
-// element between them.
+// Writes the inverse of each group's given scale, and zeros its amax. Threads divide the groups of a batch element
+// between them.
 __device__ void InitializeGroups(const PermutedArguments& args, int32_t element) {
   for (int64_t i = threadIdx.x; i < args.groups.num_groups; i += kSetUpThreads) {
     const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
@@ -44,8 +44,9 @@ __device__ void InitializeGroups(const PermutedArguments& args, int32_t element)
   }
 }
 
-// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups, and zeros the scales
-// that pad each group's rows to a multiple of 4. The other blocks zero the rows that belong to no group.
+// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups. It also prepares the
+// results of given scales, or zeros the scales that pad each group's rows to a multiple of 4. The other blocks zero the
+// rows that belong to no group.
 __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_constant__ PermutedArguments args) {
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
 // The row of one choice, and where its scales are.
 struct Destination {
   int32_t row = -1;          // counted in the array; -1 for none
-  int64_t scale = 0;         // position of its first scale, or of the given one
+  int64_t scale = 0;         // position of its first scale; with given scales, the group's index in the batch
   int32_t scale_step = 0;    // from one scale to the next
   float given_scale = 1.0f;  // if there is one
 };
@@ -227,7 +228,8 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
   }
 }
 
-// Raises the amaxes of the groups of a token, each lane that of its choice. Most find a value that is as high.
+// Raises the amax of the group of each lane's choice. Most values are not the largest, which a read tells without an
+// atomic operation.
 __device__ void RecordTokenAmax(const PermutedArguments& args, const Destination& own, uint32_t amax) {
   if (own.row < 0 || amax < kTinyBits) return;
   uint32_t* of_group = args.buffers.amax + own.scale;

@@ -1,4 +1,4 @@
-// Rowwise quantization of tokens, each of which is copied to the rows of all its choices.
+// Rowwise quantization of tokens to the rows of all their choices.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PERMUTED_H_
 #define JAX_GROUPED_CSRC_QUANTIZE_PERMUTED_H_
@@ -38,8 +38,9 @@ struct PermutedBuffers {
   int32_t* table;            // [batch, GroupTable::Size(num_groups)], scratch
 };
 
-// Gives each row the bits that LaunchQuantize gives it. Reads and quantizes each token once. Every row of a group must
-// occur in `inverse` once. Rows of no group become zero.
+// Gives each row the bits that LaunchQuantize gives it. Reads each token once (per 32 choices) and quantizes it once,
+// or with given scales once for each choice. Every row of a group must occur in `inverse` once. Rows of no group become
+// zero.
 Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const PermutedProblem& problem,
                               const RowBlockCounts& element_row_blocks, const PermutedBuffers& buffers);
 

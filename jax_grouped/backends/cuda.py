@@ -168,10 +168,10 @@ def quantize_permuted(
 ) -> tuple[jax.Array, ...]:
     """Returns the rowwise data and scales, and with given scales the largest values. Reads each token once."""
     del order
-    data, scale, *amax = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
-    table = jax.ShapeDtypeStruct((group_table_size(spec.num_groups),), jnp.int32)
+    results = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
+    results.insert(2, jax.ShapeDtypeStruct((group_table_size(spec.num_groups),), jnp.int32))
     data, scale, _, *amax = jax.ffi.ffi_call(
-        "jax_grouped_quantize_permuted", [batched(result, batch) for result in (data, scale, table, *amax)]
+        "jax_grouped_quantize_permuted", [batched(result, batch) for result in results]
     )(
         x,
         inverse,

@@ -230,7 +230,7 @@ class QuantizeSpec:
         return results
 
     def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
-        """Returns shapes and types of the results of `quantize_permuted`: data, scales, and amax of given scales."""
+        """Returns shapes and types of the results of `quantize_permuted`: data, scales, and amax for given scales."""
         results = self.results(x_shape)
         amax = [results["amax"]] if self.given_scale else []
         return [results["row_data"], results["row_scale"], *amax]

@@ -347,9 +347,9 @@ def _gathered(of_tokens: list[jax.Array], arrays: _Arrays, spec: _Spec) -> tuple
 
 
 def _quantized_once(arrays: _Arrays, spec: _Spec) -> Oriented | None:
-    """Returns the first product's tokens from a pass that reads each token once, None where scales are not known then.
+    """Quantizes the first product's tokens in a pass that reads each once. None if it would have to find scales first.
 
-    With block scaling, the scales of a token do not depend on its expert; with delayed scaling, they are there.
+    Scales of blocks do not depend on a token's expert, and delayed scaling gives one per expert.
     """
     recipe, order, inverse = spec.up.recipe, arrays.order, arrays.inverse
     if recipe is None or order is None or inverse is None:
@@ -357,9 +357,9 @@ def _quantized_once(arrays: _Arrays, spec: _Spec) -> Oriented | None:
     scales = given_scales(spec.up, arrays.up.weights.fp8_state)
     if recipe.token_mode != ScalingMode.BLOCK_1D and scales is None:
         return None
-    given = () if scales is None else (scales.input,)
+    given = None if scales is None else scales.input
     of_rows = spec.up.x_spec(columnwise=False, gathered_rows=order.shape[0])
-    rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, *given, spec=of_rows)
+    rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, given, spec=of_rows)
     return Oriented(rowwise, None, amax)
 
 

@@ -235,12 +235,13 @@ def quantize_permuted(
     groups: Groups,
     order: jax.Array,
     inverse: jax.Array,
-    *scale: jax.Array,
+    scale: jax.Array | None = None,
+    *,
     spec: QuantizeSpec,
 ) -> tuple[ScaledArray, jax.Array | None]:
     """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Reads each token once.
 
-    With a given scale, it also returns the largest value of each group.
+    With given scales, the second result is the largest absolute value of each group, `float32[G]`, else None.
 
     Args:
         x: `[T, C]` tokens, or a stack, as in `quantize_tokens`.
@@ -250,10 +251,11 @@ def quantize_permuted(
         scale: `float32[G]`, the given scales, for an `x` of tokens.
         spec: rowwise alone, with `gathered_rows`: of `BLOCK_1D`, or of `TENSOR` with `given_scale`.
     """
-    x, more, spec = _with_scale(x, scale, spec)
+    given = () if scale is None else (scale,)
+    x, more, spec = _with_scale(x, given, spec)
     operands = vary_alike(x, order, inverse, *groups, *more)
     if 0 in (*x.shape, *order.shape, spec.num_groups):
-        made = quantize_tokens(x, groups, tokens_of(order, inverse), *scale, spec=spec)
+        made = quantize_tokens(x, groups, tokens_of(order, inverse), *given, spec=spec)
         assert made.rowwise is not None
         return made.rowwise, made.amax if spec.given_scale else None
     data, scale_inv, *amax = primitives.QUANTIZE_PERMUTED.bind(

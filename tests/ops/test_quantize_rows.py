@@ -58,35 +58,50 @@ def test_gathered_rows_have_the_bits_of_written_rows(backend: str, dtype: str, g
         assert_gathered(got, x, indices, SIZES, mode, scale=None if scale is None else np.asarray(scale))
 
 
-def permutation(rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the order and the inverse of a permutation of two choices per token, which drops pairs or has a tail."""
-    pairs = np.random.default_rng(rows).permutation(2 * TOKENS).astype(np.int32)[:rows]
-    order, inverse = np.full(rows, 2 * TOKENS, np.int32), np.full(2 * TOKENS, rows, np.int32)
+def permutation(rows: int, choices: int = 2) -> tuple[jax.Array, jax.Array]:
+    """Returns the order and the inverse of a permutation, which drops pairs or has a tail."""
+    pairs = np.random.default_rng(rows).permutation(choices * TOKENS).astype(np.int32)[:rows]
+    order, inverse = np.full(rows, choices * TOKENS, np.int32), np.full(choices * TOKENS, rows, np.int32)
     order[: pairs.size] = pairs
     inverse[pairs] = np.arange(pairs.size)
-    return jnp.asarray(order), jnp.asarray(inverse.reshape(TOKENS, 2))
+    return jnp.asarray(order), jnp.asarray(inverse.reshape(TOKENS, choices))
 
 
 def permuted_spec(rows: int, dtype: str = "float8_e4m3fn", **options: Any) -> QuantizeSpec:
     return QuantizeSpec(ScalingMode.BLOCK_1D, dtype, SIZES.shape[0], gathered_rows=rows, **options)
 
 
+def given_scale_spec(rows: int, dtype: str = "float8_e4m3fn") -> QuantizeSpec:
+    return QuantizeSpec(ScalingMode.TENSOR, dtype, 4, gathered_rows=rows, given_scale=True)
+
+
+def assert_permuted(
+    x: jax.Array, groups: Groups, of_pairs: tuple[jax.Array, jax.Array], spec: QuantizeSpec, *scale: jax.Array
+) -> None:
+    """Quantizes tokens that are read once, and compares with those that are read for each of their rows."""
+    order, inverse = of_pairs
+
+    got, amax = quantize_permuted(x, groups, order, inverse, *scale, spec=spec)
+
+    expected = quantize_tokens(x, groups, order // inverse.shape[1], *scale, spec=spec)
+    assert expected.rowwise is not None
+    assert got.layout == expected.rowwise.layout
+    np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.rowwise.data))
+    # What follows the scales of the last group of BLOCK_1D is unspecified.
+    written = sum(-(-int(size) // 4) * 4 for size in groups.sizes) * -(-x.shape[1] // 128)
+    scales = slice(None if scale else written)
+    np.testing.assert_array_equal(got.scale_inv[scales], expected.rowwise.scale_inv[scales])
+    np.testing.assert_array_equal(amax, expected.amax if scale else None)
+
+
 @pytest.mark.parametrize("rows", [180, 170, 210], ids=["all", "dropped", "tail"])
 @pytest.mark.parametrize("dtype", INPUT_TYPES)
 def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str, dtype: str, rows: int) -> None:
     x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
-    order, inverse = permutation(rows)
     sizes = jnp.array([110, 0, 1, 50])  # Fewer than all rows, none of them a multiple of 4.
     fp8, pow2_scales = ("float8_e5m2", True) if rows == 170 else ("float8_e4m3fn", False)
     spec = permuted_spec(rows, fp8, pow2_scales=pow2_scales)
-
-    got, _ = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec=spec)
-
-    expected = quantize_tokens(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order // 2, spec=spec).rowwise
-    assert got.layout == expected.layout
-    np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.data))
-    written = sum(-(-int(size) // 4) * 4 for size in sizes) * -(-x.shape[1] // 128)
-    np.testing.assert_array_equal(got.scale_inv[:written], expected.scale_inv[:written])
+    assert_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), permutation(rows), spec)
 
 
 @pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
@@ -153,25 +168,23 @@ def test_tokens_quantized_once_under_vmap(backend: str) -> None:
 @pytest.mark.parametrize("dtype", INPUT_TYPES)
 def test_tokens_read_once_with_given_scales(backend: str, dtype: str) -> None:
     x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
-    order, inverse = permutation(170)
-    scale = jnp.array([0.5, 2.0, jnp.inf, 1e4])
-    for fp8, sizes, offset in (("float8_e4m3fn", [110, 0, 1, 50], 0), ("float8_e5m2", [20, 90, 0, 1, 50], 1)):
-        spec = QuantizeSpec(ScalingMode.TENSOR, fp8, 4, gathered_rows=170, given_scale=True)
-        groups = Groups(jnp.array(sizes), jnp.array([offset]))
+    groups, scale = Groups(jnp.array([110, 0, 1, 50]), jnp.array([0])), jnp.array([0.5, 2.0, jnp.inf, 1e4])
+    assert_permuted(x, groups, permutation(170), given_scale_spec(170), scale)
+    groups, scale = Groups(jnp.array([20, 60, 30, 1, 50]), jnp.array([1])), jnp.array([jnp.nan, 0.0, 2.0, 1e4])
+    assert_permuted(x, groups, permutation(170), given_scale_spec(170, "float8_e5m2"), scale)
 
-        got, amax = quantize_permuted(x, groups, order, inverse, scale, spec=spec)
 
-        expected = quantize_tokens(x, groups, order // 2, scale, spec=spec)
-        assert expected.rowwise is not None
-        for one, other in ((got.data, expected.rowwise.data), (got.scale_inv, expected.rowwise.scale_inv)):
-            np.testing.assert_array_equal(as_bytes(one), as_bytes(other))
-        np.testing.assert_array_equal(amax, expected.amax)
+def test_tokens_read_once_with_more_choices_than_a_warp_has_lanes(backend: str) -> None:
+    of_pairs, rows = permutation(40 * TOKENS, choices=40), 40 * TOKENS
+    groups = Groups(jnp.array([1300, 1, 900, 1399]), jnp.zeros(1, jnp.int32))
+    assert_permuted(tokens(), groups, of_pairs, permuted_spec(rows))
+    assert_permuted(tokens(), groups, of_pairs, given_scale_spec(rows), jnp.array([0.5, 2.0, 1.0, 1e4]))
 
 
 def test_tokens_read_once_with_given_scales_under_vmap(backend: str) -> None:
     order, inverse = permutation(180)
     x, sizes = jnp.stack([tokens(), 3 * tokens()[::-1]]), jnp.stack([SIZES - 10, SIZES[::-1]])
-    spec = QuantizeSpec(ScalingMode.TENSOR, "float8_e4m3fn", 4, gathered_rows=180, given_scale=True)
+    spec = given_scale_spec(180)
 
     def quantize(x: jax.Array, sizes: jax.Array, scale: jax.Array) -> Any:
         groups = Groups(sizes, jnp.zeros(1, jnp.int32))

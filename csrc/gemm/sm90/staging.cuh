@@ -1,5 +1,5 @@
 // Stores of results of the product kernels: from the registers of a math group to shared memory, and from there by the
-// copy engine (TMA) to the result. An accumulator comes the other way.
+// copy engine (TMA) to the result. And additions of what the copy engine has brought to shared memory.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
@@ -18,10 +18,10 @@ namespace sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Calls each(first, second, index, odd) for every four of the float32 numbers that a thread has in kBoxes boxes of 32
-// columns in shared memory. Two are at `first` and two at `second`, 64 bytes apart. In the fragment, of which these are
-// the columns from `first_column` on, two are at `index` and two at `index + 8`: those at `first` and `second`, but the
-// other way round if the row is odd, so that the lanes of one access cover all banks.
+// Calls each(first, second, index, odd) for every two pairs of float32 numbers of a thread: in the columns of a
+// fragment from `first_column` on, and in kBoxes boxes of 32 columns in shared memory. The near pair begins at
+// value[index] of the fragment, the far pair at value[index + 8]. `first` is the near pair's address in even rows and
+// the far pair's in odd ones, so that the lanes of one access cover all banks; `second` is the other's.
 template <int kBoxes, typename Each>
 __device__ __forceinline__ void ForBoxes32(const ThreadPosition& position, int first_column, uint32_t boxes,
                                            const Each& each) {
@@ -62,11 +62,13 @@ __device__ __forceinline__ void AddBoxes32(uint32_t boxes, const ThreadPosition&
   ForBoxes32<kBoxes>(position, first_column, boxes, [&](uint32_t first, uint32_t second, int index, bool odd) {
     const float2 one = LoadSharedPair(first);
     const float2 other = LoadSharedPair(second);
+    const float2 near = odd ? other : one;
+    const float2 far = odd ? one : other;
     float* value = fragment.value + index;
-    value[0] += odd ? other.x : one.x;
-    value[1] += odd ? other.y : one.y;
-    value[8] += odd ? one.x : other.x;
-    value[9] += odd ? one.y : other.y;
+    value[0] += near.x;
+    value[1] += near.y;
+    value[8] += far.x;
+    value[9] += far.y;
   });
 }
 

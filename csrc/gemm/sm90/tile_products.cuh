@@ -22,6 +22,7 @@
 //                   its position in the ring
 //   full[stage]     math threads, p            lane 0 of the producer, which announces the bytes; with 1x128 scales
 //                                              also each of the producer's 32 lanes, after its copies of scales
+//                                              if there are any
 //   empty[stage]    producer, p ^ 1            every math thread of every block of the cluster, because the producer
 //                                              copies rows to all of them
 //   tile_full[slot]   math threads, p          lane 0 of the producer, which has written the tile

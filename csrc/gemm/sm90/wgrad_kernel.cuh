@@ -56,6 +56,7 @@ class WgradTiles {
     return tile_;
   }
 
+  // Returns the tile that At found last.
   __device__ const OutputTile& Last() const { return tile_; }
 
   // Returns the first block of the last tile's tokens, counted through all groups.
@@ -81,15 +82,16 @@ class WgradTiles {
 };
 
 // A tile of the accumulator follows the tile's operands through the ring, in kAccumulatorStages stages. It has four
-// parts of kAccumulatorBoxes boxes, one for each math group and wave. The first three take the rows of a stage each;
-// the halves of the last one take the columns of the first two stages. Additions by the copy engine, in the L2 cache,
-// would not need the copy, but they take longer: 0.3e12 numbers per second.
+// parts of kAccumulatorBoxes boxes, one for each math group and wave. Each of the first three fills `rows` of a stage,
+// and the halves of the last one fill `columns` of the first kColumnStages stages. The L2 cache could add the result to
+// the accumulator instead, but only at 0.3e12 numbers per second.
 constexpr int kAccumulatorStages = 3;
+constexpr int kColumnStages = 2;
 constexpr int kAccumulatorBoxColumns = kBoxRowBytes / sizeof(float);
 constexpr int kAccumulatorBoxes = kTileColumns / kAccumulatorBoxColumns;
 static_assert(kWaves * kMathGroups == kAccumulatorStages + 1);
 static_assert(kAccumulatorBoxes * kBoxBytes == sizeof(Shared::rows[0]));
-static_assert(kAccumulatorBoxes / 2 * kBoxBytes == sizeof(Shared::columns[0]));
+static_assert(kAccumulatorBoxes / kColumnStages * kBoxBytes == sizeof(Shared::columns[0]));
 
 // Copies a tile of the accumulator. The math groups add it last, so that the products hide the copies.
 template <ScalingMode kMode>
@@ -104,17 +106,19 @@ __device__ void LoadAccumulator(const WgradArguments& args, const Addresses& sha
 #pragma unroll 1
   for (int i = 0; i < kAccumulatorStages; ++i, stage.Advance()) {
     const int s = stage.index;
-    const bool has_columns = i < 2;
+    const bool has_columns = i < kColumnStages;
     WaitForPhase(shared.Empty(s), stage.parity ^ 1);
     if (Lane() == 0) {
       const uint32_t full = shared.Full(s);
       ArriveExpecting(full, sizeof(Shared::rows[0]) + (has_columns ? sizeof(Shared::columns[0]) : 0));
       load(shared.Rows(s), i, 0, kAccumulatorBoxes, full);
       if (has_columns) {
-        load(shared.Columns(s), kAccumulatorStages, i * kAccumulatorBoxes / 2, kAccumulatorBoxes / 2, full);
+        constexpr int kCount = kAccumulatorBoxes / kColumnStages;
+        load(shared.Columns(s), kAccumulatorStages, i * kCount, kCount, full);
       }
     }
-    if constexpr (kMode == ScalingMode::kBlock1D) ArriveAfterCopies(shared.Full(s));
+    // The barrier counts every lane with 1x128 scales, which these stages do not have.
+    if constexpr (kMode == ScalingMode::kBlock1D) Arrive(shared.Full(s));
     __syncwarp();
   }
 }
@@ -169,7 +173,7 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       __syncwarp();
     }
     if (tile.blocks == 0) scheduler.Publish();
-    // The next tile is found before the stages of the accumulator, each of which waits for a product.
+    // Finds the next tile first: the stages of the accumulator wait for products.
     more = begin(scheduler.Next());
     if (args.accumulate && tile.blocks > 0) LoadAccumulator<kMode>(args, shared, tile, stage);
   }
@@ -212,9 +216,9 @@ __device__ __forceinline__ void AddAccumulator(const Addresses& shared, const Th
   if (kStage % kMathGroups == position.group) {
     AddBoxes32<kAccumulatorBoxes>(shared.Rows(s), position, 0, sums[kStage / kMathGroups]);
   }
-  if (kStage < 2 && position.group == kMathGroups - 1) {
-    constexpr int kFirstColumn = kStage * kTileColumns / 2;
-    AddBoxes32<kAccumulatorBoxes / 2>(shared.Columns(s), position, kFirstColumn, sums[kWaves - 1]);
+  if (kStage < kColumnStages && position.group == kMathGroups - 1) {
+    constexpr int kFirstColumn = kStage * kTileColumns / kColumnStages;
+    AddBoxes32<kAccumulatorBoxes / kColumnStages>(shared.Columns(s), position, kFirstColumn, sums[kWaves - 1]);
   }
   // Copies of boxes will overwrite what this thread has read.
   FenceShared();
@@ -268,7 +272,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
     if (args.accumulate && tile.blocks == 0) continue;
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
-      // While the second wave's part of the accumulator arrives, the first wave is stored.
+      // The last stage has what the first group adds to its second wave. The first wave is stored before it arrives.
       if (args.accumulate) {
         if (wave == 0) {
           AddAccumulator<0>(shared, position, stage, sums);

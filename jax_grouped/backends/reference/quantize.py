@@ -200,7 +200,7 @@ def quantize_permuted(
     *more: jax.Array,
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
-    """Returns the rowwise data and scales of gathered rows, each that of its pair's token, and amax of given scales."""
+    """Returns rowwise data and scales of gathered rows, each that of its pair's token; amax too if scales are given."""
     x_scale, scale = more[: spec.scaled_input], more[spec.scaled_input :]
     results = quantize(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), *scale, spec=spec)
     return results[: 3 if spec.given_scale else 2]
