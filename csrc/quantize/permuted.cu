@@ -36,7 +36,7 @@ struct PermutedArguments {
 
 // Writes the inverse of each group's given scale, and zeros its amax. Threads divide the groups of a batch element
 // between them.
-__device__ void InitializeGroups(const PermutedArguments& args, int32_t element) {
+__device__ void WriteInverseScales(const PermutedArguments& args, int32_t element) {
   for (int64_t i = threadIdx.x; i < args.groups.num_groups; i += kSetUpThreads) {
     const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
     args.buffers.amax[group] = 0;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
   }
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetUpThreads, Counts<RowBlock::k4>>(args.groups, element, args.element_row_blocks, table);
-  if (args.buffers.given_scale != nullptr) return InitializeGroups(args, element);
+  if (args.buffers.given_scale != nullptr) return WriteInverseScales(args, element);
   const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
   for (int64_t i = threadIdx.x; i < scale_rows; i += kSetUpThreads) {
     const auto group = static_cast<int32_t>(i / args.feature_blocks);

@@ -29,10 +29,9 @@ struct PermutedBuffers {
   const void* x;         // [tokens, features]
   const float* x_scale;  // of an FP8 x, or null: as in QuantizeBuffers
   int64_t x_group_rows;
-  const int32_t*
-      inverse;    // [tokens, choices]: the row of each pair, counted in its element; no row if it is in no group
-  uint8_t* data;  // [rows, features]
-  float* scale;   // rowwise scales of kBlock1D, or [num_groups] of kTensor
+  const int32_t* inverse;    // [tokens, choices]: the row of each pair, counted in its element; no row if in no group
+  uint8_t* data;             // [rows, features]
+  float* scale;              // rowwise scales of kBlock1D, or [num_groups] of kTensor
   const float* given_scale;  // [num_groups] for kTensor, not with x_scale; null for kBlock1D
   uint32_t* amax;            // [num_groups] for kTensor, bits of float32
   int32_t* table;            // [batch, GroupTable::Size(num_groups)], scratch

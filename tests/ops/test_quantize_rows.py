@@ -87,7 +87,7 @@ def assert_permuted(
     assert expected.rowwise is not None
     assert got.layout == expected.rowwise.layout
     np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.rowwise.data))
-    # What follows the scales of the last group of BLOCK_1D is unspecified.
+    # Scales after those of the last group of BLOCK_1D are unspecified.
     written = sum(-(-int(size) // 4) * 4 for size in groups.sizes) * -(-x.shape[1] // 128)
     scales = slice(None if scale else written)
     np.testing.assert_array_equal(got.scale_inv[scales], expected.rowwise.scale_inv[scales])

@@ -1,5 +1,6 @@
 // Stores of results of the product kernels: from the registers of a math group to shared memory, and from there by the
-// copy engine (TMA) to the result. And additions of what the copy engine has brought to shared memory.
+// copy engine (TMA) to the result. Boxes of an accumulator, which the copy engine has brought, are added to the
+// registers.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_
