@@ -137,7 +137,10 @@ class Training(NamedTuple):
 
 @dataclasses.dataclass
 class Row:
-    """A measurement of a model, or why there is none."""
+    """A measurement of a model, or why there is none.
+
+    A row that was added from another run says so in `note`.
+    """
 
     model: str
     variant: str
