@@ -14,6 +14,11 @@ from jax_grouped.ops import checks
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.ragged_dot_general import ragged_dot_general
 
+#: Arguments of MaxText's version that choose among its kernels, or say what the types of the operands say.
+_NOT_USED = frozenset(
+    ("lhs_vma_axes", "rhs_vma_axes", "use_gmm_v2", "use_gmm_v2_heuristic_tiling", "use_tokamax_backend")
+)
+
 
 def gmm(
     lhs: jax.Array,
@@ -26,6 +31,7 @@ def gmm(
     transpose_rhs: bool = False,
     interpret: bool = False,
     *,
+    partial_sum: jax.Array | None = None,
     recipe: Recipe | None = None,
     **options: Any,
 ) -> jax.Array:
@@ -42,9 +48,10 @@ def gmm(
             zeros. Rings of experts, which multiply by one part of the experts at a time, hand it on.
         transpose_rhs: see `rhs`. Not with a recipe.
         interpret: not used.
+        partial_sum: `[T, N]`, is added to the product.
         recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
-        options: arguments of MaxText's version of the kernel, such as `lhs_quantize_dtype`. They must be None, False or
-            empty: quantize by a recipe instead.
+        options: more arguments of MaxText's version of the kernel. Those that choose among its kernels are not used.
+            Others, such as `lhs_quantize_dtype`, must be None, False or empty: quantize by a recipe instead.
 
     Returns:
         `[T, N]`.
@@ -52,11 +59,13 @@ def gmm(
     Raises:
         NotImplementedError: there are both `transpose_rhs` and a recipe, or one of the `options` is set.
         TypeError: as in these functions.
-        ValueError: likewise, or `existing_out` is not like the result.
+        ValueError: likewise, or `partial_sum` or `existing_out` is not like the result.
     """
     del tiling, interpret
-    if chosen := [name for name, value in options.items() if value is not None and value is not False and value != ()]:
-        raise NotImplementedError(f"gmm does not take {chosen[0]} = {options[chosen[0]]!r}; it has a recipe instead.")
+    for name, value in options.items():
+        is_off = value is None or value is False or (isinstance(value, (list, tuple)) and not value)
+        if name not in _NOT_USED and not is_off:
+            raise NotImplementedError(f"gmm does not take {name} = {value!r}; it has a recipe instead.")
     lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
     if recipe is None:
         numbers = jax.lax.RaggedDotDimensionNumbers(
@@ -83,13 +92,15 @@ def gmm(
             preferred_element_type=preferred_element_type,
             group_offset=group_offset,
         )
+    for name, array in {"partial_sum": partial_sum, "existing_out": existing_out}.items():
+        if array is not None and (array.shape != y.shape or array.dtype != y.dtype):
+            raise ValueError(
+                f"{name} must be like the result, {y.dtype.name} {y.shape}, got {array.dtype.name} {array.shape}."
+            )
+    if partial_sum is not None:
+        y += partial_sum
     if existing_out is None:
         return y
-    if existing_out.shape != y.shape or existing_out.dtype != y.dtype:
-        raise ValueError(
-            f"existing_out must be like the result, {y.dtype.name} {y.shape}, got {existing_out.dtype.name} "
-            f"{existing_out.shape}."
-        )
     groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=y.shape[0])
     _, is_own = row_groups(group_rows(*groups, rhs.shape[0], y.shape[0]), y.shape[0])
     return jnp.where(is_own[:, None], y, existing_out)

@@ -1,6 +1,6 @@
-"""Helpers for `jax.shard_map` with its checks on, which tracks the mesh axes over which each value varies."""
+"""Helpers for `jax.shard_map`. With its checks on, it tracks the mesh axes over which each value varies."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -23,6 +23,19 @@ def is_bound(axis_name: Hashable) -> bool:
     except NameError:
         return False
     return True
+
+
+def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable) -> Any:
+    """Returns `rule(arrays, spec)`, for a `jax.custom_vjp` function with `symbolic_zeros`.
+
+    `jax.shard_map` outside of `jax.jit` runs no such function, unless it is a program of its own.
+    """
+    try:
+        return rule(arrays, spec)
+    except NotImplementedError as error:
+        if "symbolic_zeros" not in str(error):
+            raise
+    return jax.jit(rule, static_argnums=1)(arrays, spec)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_grouped.backends.reference.rows import tokens_of
 from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.varying import apply_rule, vary_alike
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.experts_vjp import ExpertsArrays, ExpertsSpec, apply_experts
 from jax_grouped.moe.mlp import canonical_mlp
@@ -156,4 +156,4 @@ def _vary_and_apply(
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
     arrays = ExpertsArrays(*vary_inputs(up, down_inputs, more=routing))
-    return apply_experts(arrays._replace(received=received), spec)
+    return apply_rule(apply_experts, arrays._replace(received=received), spec)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_grouped.backends.operation import axes_of
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array
+from jax_grouped.core.varying import apply_rule
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
@@ -86,7 +87,8 @@ def grouped_mlp(
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
-    return checkpoint_name(_mlp(vary_inputs(Inputs(x, gate_up, groups), down_inputs), spec), OUTPUT_NAME)
+    inputs = vary_inputs(Inputs(x, gate_up, groups), down_inputs)
+    return checkpoint_name(apply_rule(_mlp, inputs, spec), OUTPUT_NAME)
 
 
 def _is_composed(

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
+from jax_grouped.core.varying import apply_rule
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
@@ -119,7 +120,7 @@ def grouped_dense(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _dense(inputs, spec)
+    return apply_rule(_dense, inputs, spec)
 
 
 class Oriented(NamedTuple):

@@ -81,11 +81,31 @@ def test_a_recipe_computes_in_fp8() -> None:
         gmm(lhs, rhs, SIZES, transpose_rhs=True, recipe=recipe)
 
 
-def test_options_of_maxtext_are_taken_where_they_are_off() -> None:
+def test_the_call_of_maxtext() -> None:
     lhs, rhs = operands(E)
+    parts = [(lhs[:, half], rhs[:, half]) for half in (slice(0, K // 2), slice(K // 2, K))]
+    options = dict(  # Those of MaxText 0.2.5 with its defaults, in a shard_map that checks what varies.
+        tiling=(512, 1024, 1024) * 3,
+        group_offset=0,
+        lhs_quantize_dtype=None,
+        rhs_quantize_dtype=None,
+        use_qwix_quantization=False,
+        use_tokamax_backend=False,
+        weight_gather_axes=[],
+        lhs_vma_axes=("data", "expert"),
+        rhs_vma_axes=("expert",),
+        use_gmm_v2=False,
+        use_gmm_v2_heuristic_tiling=False,
+        interpret=True,
+    )
 
-    y = gmm(lhs, rhs, SIZES, lhs_quantize_dtype=None, rhs_quantize_dtype=None, use_qwix_quantization=False)
+    y = None
+    for x, kernel in parts:
+        y = gmm(x, kernel, SIZES, preferred_element_type=jnp.float32, partial_sum=y, **options)
 
-    np.testing.assert_array_equal(y, jg.ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32))
-    with pytest.raises(NotImplementedError, match="gmm does not take use_qwix_quantization = True"):
-        gmm(lhs, rhs, SIZES, use_qwix_quantization=True)
+    np.testing.assert_allclose(y, jg.ragged_dot(lhs, rhs, SIZES), rtol=1e-5, atol=1e-5)
+    for chosen in dict(use_qwix_quantization=True), dict(weight_gather_axes=[("fsdp", 0)]):
+        with pytest.raises(NotImplementedError, match="gmm does not take"):
+            gmm(lhs, rhs, SIZES, **{**options, **chosen})
+    with pytest.raises(ValueError, match="partial_sum must be like the result"):
+        gmm(lhs, rhs, SIZES, partial_sum=jnp.ones((T, N), jnp.bfloat16))

@@ -54,6 +54,21 @@ def test_results_and_gradients_are_those_of_one_device(method: str) -> None:
     assert load.reshape(DEVICES, E).sum(axis=0).tolist() == expected_load.tolist()
 
 
+@pytest.mark.parametrize("layer", ["grouped_dense", "grouped_mlp", "moe_mlp"])
+def test_shard_map_outside_of_jit_gives_what_it_gives_inside(layer: str) -> None:
+    def result(x: jax.Array, logits: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        sizes, recipe = jnp.array([10, 6]), jg.Float8CurrentScaling()
+        if layer == "grouped_dense":
+            return jg.grouped_dense(x, gate_up, sizes, recipe=recipe)
+        if layer == "grouped_mlp":
+            return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
+        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=TOP_K, expert_axis="data", recipe=recipe)[0]
+
+    split = jax.shard_map(result, mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=P("data"))
+
+    np.testing.assert_allclose(split(*arrays()), jax.jit(split)(*arrays()), rtol=1e-6, atol=1e-6)
+
+
 def test_debug_nans_finds_none_in_rows_of_no_expert() -> None:
     def residuals(x: jax.Array, *rest: jax.Array) -> Any:
         y, pull_back = jax.vjp(lambda x: jg.moe.moe_mlp(x, *rest, expert_axis="data", **LAYER)[0], x)
