@@ -199,7 +199,7 @@ def models(rows: Sequence[Any], title: str, path: Path) -> None:
         speeds = [f"{row.tokens_per_second / base:.2f}" if base and not row.note else "" for row in of_model]
         axes.bar_label(bars, speeds, padding=3)
         axes.invert_yaxis()
-        axes.set(title=name, xlabel="thousand tokens/s, relative to bf16 of the run")
+        axes.set(title=name, xlabel="thousand tokens per second, and relative to bf16")
         axes.margins(x=0.15)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)

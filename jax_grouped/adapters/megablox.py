@@ -48,10 +48,10 @@ def gmm(
             zeros. Rings of experts, which multiply by one part of the experts at a time, hand it on.
         transpose_rhs: see `rhs`. Not with a recipe.
         interpret: not used.
-        partial_sum: `[T, N]`, is added to the product.
+        partial_sum: `[T, N]` in the type of the result, is added to the product.
         recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
         options: more arguments of MaxText's version of the kernel. Those that choose among its kernels are not used.
-            Others, such as `lhs_quantize_dtype`, must be None, False or empty: quantize by a recipe instead.
+            Others, such as `lhs_quantize_dtype`, must be None, False or empty: to compute in FP8, bind a recipe.
 
     Returns:
         `[T, N]`.
@@ -65,7 +65,7 @@ def gmm(
     for name, value in options.items():
         is_off = value is None or value is False or (isinstance(value, (list, tuple)) and not value)
         if name not in _NOT_USED and not is_off:
-            raise NotImplementedError(f"gmm does not take {name} = {value!r}; it has a recipe instead.")
+            raise NotImplementedError(f"gmm does not take {name} = {value!r}. To compute in FP8, bind a recipe.")
     lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
     if recipe is None:
         numbers = jax.lax.RaggedDotDimensionNumbers(

@@ -26,13 +26,11 @@ def is_bound(axis_name: Hashable) -> bool:
 
 
 def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable) -> Any:
-    """Returns `rule(arrays, spec)`, for a `jax.custom_vjp` function with `symbolic_zeros`.
-
-    `jax.shard_map` outside of `jax.jit` runs no such function, unless it is a program of its own.
-    """
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, wherever it is called."""
     try:
         return rule(arrays, spec)
     except NotImplementedError as error:
+        # `jax.shard_map` outside of `jax.jit` runs no such function, unless it is a program of its own.
         if "symbolic_zeros" not in str(error):
             raise
     return jax.jit(rule, static_argnums=1)(arrays, spec)

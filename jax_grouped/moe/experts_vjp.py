@@ -23,6 +23,7 @@ from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import count_not_above
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.moe.mlp import HIDDEN_NAME
 from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops.dense import (
@@ -45,10 +46,9 @@ from jax_grouped.ops.dense import (
 from jax_grouped.ops.gemm import Gathered
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_permuted
-from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
+from jax_grouped.ops.residuals import DenseResiduals, PendingWgrad
 from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
 
-_HIDDEN_NAME = CHECKPOINT_NAMES[2]
 #: Parts in which sums return to the devices of the tokens. More parts start more collectives, of 20 us each.
 _CHUNKS = 2
 
@@ -194,7 +194,7 @@ def _products(
     if spec.weight_gather is not None:
         of_down, kernels = spec.weight_gather.for_fprop(down.weights, spec.down, kernels, rowwise=for_gradients)
     hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
-    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
+    hidden = checkpoint_name(hidden, HIDDEN_NAME)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
     results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)
     return hidden, results, up_residuals, down_residuals

@@ -22,7 +22,8 @@ from jax_grouped.ops.inputs import DenseSpec, Inputs, Partitions, Weights, canon
 from jax_grouped.ops.residuals import CHECKPOINT_NAMES, OUTPUT_NAME
 from jax_grouped.ops.rows import activate
 
-_HIDDEN_NAME = CHECKPOINT_NAMES[2]
+#: Name of the input of the activation, for policies of `jax.checkpoint`.
+HIDDEN_NAME = CHECKPOINT_NAMES[2]
 
 
 def grouped_mlp(
@@ -80,7 +81,7 @@ def grouped_mlp(
     if _is_composed(x, gate_up, down, spec, out_sharding):
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
         hidden = dense(x, **gate_up._asdict(), out_sharding=_hidden_spec(x, gate_up.kernel, down.kernel))
-        hidden = checkpoint_name(hidden, _HIDDEN_NAME)
+        hidden = checkpoint_name(hidden, HIDDEN_NAME)
         y = dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
         return checkpoint_name(y, OUTPUT_NAME)
 
@@ -187,7 +188,7 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: MlpSpec) -> jax.Array:
 def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
     hidden, of_up = fprop(up, spec.up, for_gradients=True)
-    hidden = checkpoint_name(hidden, _HIDDEN_NAME)
+    hidden = checkpoint_name(hidden, HIDDEN_NAME)
     y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
     return y, _MlpSaved(save(up, of_up), hidden, save(down, of_down))
 
