@@ -150,7 +150,9 @@ class _PlainProduct(Operation):
 
     def local(self, splits: Mapping[str, Split]) -> Local:
         num_groups = self.spec.num_groups // splits["e"].parts
-        multiply = _primitive(dataclasses.replace(self.spec, num_groups=num_groups))
+        # Rows of other devices' groups are added up with theirs, so they must be zero.
+        zero_other_rows = self.spec.zero_other_rows or splits["e"].parts > 1
+        multiply = _primitive(dataclasses.replace(self.spec, num_groups=num_groups, zero_other_rows=zero_other_rows))
 
         def product(a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array) -> Any:
             groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=num_groups)
