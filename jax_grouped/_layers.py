@@ -218,6 +218,7 @@ def apply_moe(
         expert_groups=layer.expert_groups,
         top_groups=layer.top_groups,
         capacity_factor=layer.capacity_factor,
+        drop_by=layer.drop_by,
         activation=layer.activation,
         recipe=layer.recipe,
         precision=layer.precision,

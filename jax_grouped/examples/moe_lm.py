@@ -33,7 +33,7 @@ class BlockMetrics(NamedTuple):
 def block_metrics(x: jax.Array, metrics: jg.moe.MoEMetrics) -> BlockMetrics:
     """Returns the metrics of a block whose experts got these tokens."""
     amax = jnp.max(jnp.abs(jax.lax.stop_gradient(x))).astype(jnp.float32)
-    return BlockMetrics(metrics.balance_loss, metrics.expert_load, metrics.dropped, amax)
+    return BlockMetrics(metrics.balance_loss, metrics.expert_load, jnp.sum(metrics.dropped), amax)
 
 
 def embed(tokens: jax.Array, table: jax.Array, dtype: DTypeLike) -> jax.Array:

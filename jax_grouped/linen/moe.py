@@ -12,6 +12,7 @@ from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
 from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.linen.dense import GroupedKernel
+from jax_grouped.moe.drops import DropBy
 from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.on_mesh import MoEAxes
@@ -47,6 +48,7 @@ class MoEMlp(nn.Module):
         hidden_features: `F`, features inside an expert, on all devices together.
         score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`.
         capacity_factor: room for rows, in multiples of an even share, see `jg.moe.moe_mlp`; None for the worst case.
+        drop_by: which pairs are dropped without room, see `jg.moe.moe_mlp`.
         use_bias: whether the experts' products add a bias.
         dtype: type of the experts' computation and of the result. Default: the promotion of the input's and
             parameters' types.
@@ -92,6 +94,7 @@ class MoEMlp(nn.Module):
     normalize_weights: bool = True
     weight_scale: float = 1.0
     capacity_factor: float | None = None
+    drop_by: DropBy = "even"
     use_bias: bool = False
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32

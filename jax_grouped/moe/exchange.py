@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,6 @@ from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-
-#: Method of moving rows.
-Method = Literal["auto", "ragged", "padded"]
-
-#: Number of slices, one thread block each, that keeps a GPU's links busy. On two H200, 16 slices of 4 MB moved at only
-#: 43 GB/s.
-_GPU_SLICES = 1024
 
 #: Counts of the rows of all devices are int32, and so are positions among the rows that one device receives.
 _MOST_ROWS = 2**31 - 1
@@ -39,13 +32,11 @@ class _Slices:
     Attributes:
         starts: `int32[D, n]`, first rows of the slices on this device.
         sizes: `int32[D, n]`, numbers of rows of the slices.
-        peer_starts: `int32[D, n]`, first rows of the slices on the other device.
         num_rows: rows of this device's array; static.
     """
 
     starts: jax.Array
     sizes: jax.Array
-    peer_starts: jax.Array
     num_rows: int = dataclasses.field(metadata=dict(static=True))
 
 
@@ -61,7 +52,6 @@ class Exchange:
         outgoing: the slices that `send_rows` sends; internal.
         incoming: the slices that it receives; internal.
         axis_name: the mesh axis; static.
-        method: method of moving rows, see `plan_exchange`; static.
 
     Example:
         from jax.sharding import AxisType, PartitionSpec as P
@@ -83,17 +73,17 @@ class Exchange:
     outgoing: _Slices
     incoming: _Slices
     axis_name: Hashable = dataclasses.field(metadata=dict(static=True))
-    method: Method = dataclasses.field(metadata=dict(static=True))
 
 
-def plan_exchange(
-    group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int, capacity: int, method: Method = "auto"
-) -> Exchange:
+def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int, capacity: int) -> Exchange:
     """Plans how rows reach the devices of their experts; called inside `jax.shard_map`.
 
     Every device has `num_rows` rows of all `E` experts, sorted by expert. Expert `e` lives on device `e // (E / D)` of
     the axis. A chunk is the rows of one source for one expert. If more than `capacity` rows would go to one device, its
     largest chunks are cut to one length, and their first rows travel.
+
+    Rows travel by `jax.lax.all_to_all`: `min(num_rows, capacity)` rows from every device to every other one, however
+    many of them are used.
 
     Args:
         group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
@@ -102,10 +92,6 @@ def plan_exchange(
         num_rows: `R`, rows of this device's array, the same on every device. `D * num_rows` is below 2^31.
         capacity: rows that a device has room for after `send_rows`, fewer than 2^31. `D * num_rows` drops none,
             whatever the sizes.
-        method: "ragged" is one `jax.lax.ragged_all_to_all`, which moves only existing rows; "padded" is
-            `jax.lax.all_to_all` of `min(num_rows, capacity)` rows from every device to every other, with `D` times as
-            much memory; "auto" is "padded" on CPUs, for which XLA has no ragged one, and "ragged" elsewhere. On GPUs
-            that NVLink does not connect, XLA's ragged one is slow, waits for the host, or refuses to run.
 
     Returns:
         The plan for `send_rows` and `return_rows`. All devices compute the same plan from the sizes of all.
@@ -113,7 +99,7 @@ def plan_exchange(
     Raises:
         TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
         ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative or too
-            large, `method` is another, or `axis_name` is no axis of a surrounding `jax.shard_map`.
+            large, or `axis_name` is no axis of a surrounding `jax.shard_map`.
 
     Example:
         from jax.sharding import AxisType, PartitionSpec as P
@@ -136,8 +122,6 @@ def plan_exchange(
                 f"{name} must be at most {most} for the {devices} devices of the axis {axis_name!r}, because their "
                 f"rows are counted in int32, got {value}."
             )
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}.")
     sizes = checks.canonical_sizes_of(group_sizes, num_rows)
     experts = sizes.shape[0]
     if experts == 0 or experts % devices:
@@ -157,10 +141,9 @@ def plan_exchange(
     return Exchange(
         group_sizes=jnp.sum(kept[:, me], axis=0, dtype=jnp.int32),
         dropped=jnp.sum(chunks[me] - kept[me], dtype=jnp.int32),
-        outgoing=_Slices(starts[me], kept[me], placed[me], num_rows),
-        incoming=_Slices(placed[:, me], kept[:, me], starts[:, me], capacity),
+        outgoing=_Slices(starts[me], kept[me], num_rows),
+        incoming=_Slices(placed[:, me], kept[:, me], capacity),
         axis_name=axis_name,
-        method=method,
     )
 
 
@@ -185,7 +168,7 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
 
         def there_and_back(rows, group_sizes):
-            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8, method="padded")
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8)
             received = jg.moe.send_rows(rows, exchange)  # for own experts
             return jg.moe.return_rows(2 * received, exchange)
 
@@ -218,7 +201,7 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
 
         def there_and_back(rows, group_sizes):
-            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=6, method="padded")
+            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=6)
             return jg.moe.return_rows(jg.moe.send_rows(rows, exchange), exchange)
 
         sharded = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
@@ -251,74 +234,14 @@ def move_rows_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
 def _vary_and_move(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
     arrays, structure = jax.tree.flatten((rows, source, target))
-    return _move(exchange.axis_name, exchange.method, *jax.tree.unflatten(structure, vary_alike(*arrays)))
+    return _move(exchange.axis_name, *jax.tree.unflatten(structure, vary_alike(*arrays)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _move(axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _move(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
     """Copies the slices of all devices' rows to their positions in a new array; all other rows of it are zero."""
     if 0 in (*rows.shape, target.num_rows):
-        return _zeros(rows, target)
-    ragged, padded = functools.partial(_move_ragged, axis_name), functools.partial(_move_padded, axis_name)
-    match method:
-        case "padded":
-            return padded(rows, source, target)
-        case "ragged":
-            return jax.lax.platform_dependent(rows, source, target, cuda=_in_pieces(ragged), default=ragged)
-        case "auto":
-            return jax.lax.platform_dependent(rows, source, target, cpu=padded, cuda=_in_pieces(ragged), default=ragged)
-
-
-def _move_forward(
-    axis_name: Hashable, method: Method, rows: jax.Array, source: _Slices, target: _Slices
-) -> tuple[jax.Array, tuple[_Slices, _Slices]]:
-    return _move(axis_name, method, rows, source, target), (source, target)
-
-
-def _move_backward(
-    axis_name: Hashable, method: Method, slices: tuple[_Slices, _Slices], dy: jax.Array
-) -> tuple[Any, ...]:
-    source, target = slices
-    return _move(axis_name, method, dy, target, source), None, None
-
-
-_move.defvjp(_move_forward, _move_backward)
-
-
-def _in_pieces(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wraps `move` to move smaller slices on GPUs, where XLA's own kernel moves each slice with one thread block."""
-
-    def move_pieces(rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
-        pieces = -(-_GPU_SLICES // source.sizes.size)
-        return move(rows, _cut(source, pieces), _cut(target, pieces))
-
-    return move_pieces
-
-
-def _cut(slices: _Slices, pieces: int) -> _Slices:
-    """Cuts every slice into `pieces` pieces of equal length; only the last ones may be shorter."""
-    length = -(-slices.sizes[..., None] // pieces)
-    before = jnp.minimum(length * jnp.arange(pieces, dtype=jnp.int32), slices.sizes[..., None])
-
-    def flat(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], -1)
-
-    return _Slices(
-        starts=flat(slices.starts[..., None] + before),
-        sizes=flat(jnp.minimum(length, slices.sizes[..., None] - before)),
-        peer_starts=flat(slices.peer_starts[..., None] + before),
-        num_rows=slices.num_rows,
-    )
-
-
-def _move_ragged(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
-    offsets_and_sizes = (source.starts, source.sizes, source.peer_starts, target.sizes)
-    return jax.lax.ragged_all_to_all(
-        rows, _zeros(rows, target), *(x.reshape(-1) for x in offsets_and_sizes), axis_name=axis_name
-    )
-
-
-def _move_padded(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices) -> jax.Array:
+        return vary_alike(jnp.zeros((target.num_rows, rows.shape[1]), rows.dtype), rows)[0]
     # The slices of one device are contiguous in its chunk, which has room for all rows that can be sent or received.
     devices, room = source.sizes.shape[0], min(source.num_rows, target.num_rows)
     sent = jax.vmap(functools.partial(_origins, num_rows=room))(_starts(source.sizes), source.sizes, source.starts)
@@ -328,9 +251,18 @@ def _move_padded(axis_name: Hashable, rows: jax.Array, source: _Slices, target: 
     return _take(received, _origins(*slices, num_rows=target.num_rows))
 
 
-def _zeros(rows: jax.Array, target: _Slices) -> jax.Array:
-    zeros, _ = vary_alike(jnp.zeros((target.num_rows, rows.shape[1]), rows.dtype), rows)
-    return zeros
+def _move_forward(
+    axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices
+) -> tuple[jax.Array, tuple[_Slices, _Slices]]:
+    return _move(axis_name, rows, source, target), (source, target)
+
+
+def _move_backward(axis_name: Hashable, slices: tuple[_Slices, _Slices], dy: jax.Array) -> tuple[Any, ...]:
+    source, target = slices
+    return _move(axis_name, dy, target, source), None, None
+
+
+_move.defvjp(_move_forward, _move_backward)
 
 
 def _starts(sizes: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Experts on the devices of a mesh axis: tokens travel to them, and results travel back.
 
-There are two ways. The devices exchange a row for each pair of a token and a choice, `T k (D - 1) / D` rows per device
-on average. Or they gather the tokens of all devices, `T (D - 1)` rows per device, and each applies its own experts to
-them: fewer rows if there are fewer devices than choices, because most tokens then have several experts on one device.
+There are two ways. The devices gather the tokens of all devices, `T (D - 1)` rows per device, and each applies its own
+experts to them. Or they exchange a row for each pair of a token and a choice, in room for `T k` from every device to
+every other one.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.recipes import Recipe
@@ -21,18 +20,13 @@ from jax_grouped.moe.token_gather import TokenGather
 from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 
 #: Way in which tokens reach the devices of their experts.
-ExchangeMethod = Literal["auto", "gather", "ragged", "padded"]
+ExchangeMethod = Literal["auto", "gather", "padded"]
 
 
 def check_method(method: ExchangeMethod) -> None:
     """Raises ValueError if there is no such method."""
     if method not in get_args(ExchangeMethod):
         raise ValueError(f"exchange_method must be one of {get_args(ExchangeMethod)}, got {method!r}.")
-
-
-def gathers(method: ExchangeMethod, devices: int, top_k: int) -> bool:
-    """Tells whether tokens are gathered: "auto" does where that moves at most as many rows as an exchange of rows."""
-    return method == "gather" or (method == "auto" and devices <= top_k)
 
 
 def mlp_of_gathered_tokens(
@@ -42,32 +36,31 @@ def mlp_of_gathered_tokens(
     axis_name: Hashable,
     *,
     num_experts: int,
-    capacity: int | None,
+    capacity: int,
     wire: Wire,
     recipe: Recipe | None,
     shared: jax.Array | None,
     **network: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
 
     A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
 
     Args:
         x: `[T, K]`, the tokens of this device.
-        experts: `int32[T, k]`, the experts of its tokens, numbered over all devices.
+        experts: `int32[T, k]`, the experts of its tokens, numbered over all devices; `E` for a pair without a row.
         weights: `float32[T, k]`, the factor of each choice.
         axis_name: mesh axis of `D` devices.
         num_experts: `E / D`, the number of this device's experts.
-        capacity: most rows of this device's experts; None drops none.
+        capacity: rows of this device's experts, which have no more pairs.
         wire: the form in which tokens and sums travel.
         recipe: as in `routed_mlp`.
         shared: likewise.
         network: other arguments of `routed_mlp`.
 
     Returns:
-        `[T, N]` in the type of `x`, and `int32[]`, the number of this device's pairs that were dropped.
+        `[T, N]` in the type of `x`.
     """
-    tokens = x.shape[0]
     me = jax.lax.axis_index(axis_name)
     # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
     # parts, which leaves fewer bytes.
@@ -81,7 +74,7 @@ def mlp_of_gathered_tokens(
         received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
     permutation = group_by_expert(experts, num_experts, capacity=capacity)
-    y = routed_mlp(
+    return routed_mlp(
         x,
         permutation=permutation,
         weights=weights,
@@ -91,12 +84,6 @@ def mlp_of_gathered_tokens(
         shared=shared,
         **network,
     )
-    if capacity is None:
-        return y, jnp.zeros((), jnp.int32)
-    is_own = (experts >= 0) & (experts < num_experts)
-    dropped = is_own & (permutation.inverse >= permutation.order.shape[0])
-    of_sources = jnp.sum(dropped.reshape(-1, tokens * experts.shape[1]), axis=1, dtype=jnp.int32)
-    return y, jax.lax.psum_scatter(of_sources, axis_name)
 
 
 def mlp_of_exchanged_rows(
@@ -106,11 +93,10 @@ def mlp_of_exchanged_rows(
     axis_name: Hashable,
     *,
     capacity: int,
-    method: ExchangeMethod,
     wire: Wire,
     shared: jax.Array | None,
     **network: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """Sends the rows of each token to their experts' devices, and sums the results that are sent back.
 
     Args:
@@ -118,8 +104,7 @@ def mlp_of_exchanged_rows(
         permutation: of this device's tokens to the rows of the experts of all devices.
         weights: as in `mlp_of_gathered_tokens`.
         axis_name: likewise.
-        capacity: as in `plan_exchange`.
-        method: likewise.
+        capacity: as in `mlp_of_gathered_tokens`.
         wire: as in `mlp_of_gathered_tokens`.
         shared: as in `routed_mlp`.
         network: other arguments of `weighted_mlp`.
@@ -127,13 +112,12 @@ def mlp_of_exchanged_rows(
     Returns:
         As `mlp_of_gathered_tokens`.
     """
-    assert method != "gather"
     num_rows = permutation.order.shape[0]
-    exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity, method=method)
+    exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity)
     rows = send_tokens(x, permutation, exchange, wire)
     row_weights = send_rows(_weights_of_rows(weights, permutation), exchange)[:, 0]
     rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
-    return sum_returned(rows, permutation, exchange, wire, shared), exchange.dropped
+    return sum_returned(rows, permutation, exchange, wire, shared)
 
 
 def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:

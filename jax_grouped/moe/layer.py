@@ -1,9 +1,10 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_bool, static_number
-from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
+from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.moe.drops import DropBy, check_drop_by, keep
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,
     check_method,
-    gathers,
     mlp_of_exchanged_rows,
     mlp_of_gathered_tokens,
 )
@@ -24,32 +25,31 @@ from jax_grouped.moe.experts import routed_mlp
 from jax_grouped.moe.mlp import as_weights, check_shapes
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
-from jax_grouped.moe.routing import (
-    Routing,
-    Score,
-    balance_loss,
-    expert_load,
-    load_balancing_loss,
-    route_arguments,
-    router_z_loss,
-)
+from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, load_balancing_loss, route_arguments
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.residuals import OUTPUT_NAME
-from jax_grouped.ops.routing import route, route_and_group
+from jax_grouped.ops.routing import group_pairs, route, route_and_group
 
 
-class MoEMetrics(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEMetrics:
     """Routing metrics of one MoE call. All of them stay on the device.
 
     Attributes:
         balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
         expert_load: `int32[E]`, number of pairs of a token and an expert, per expert: of this device's tokens inside
             `jax.shard_map` and `jax.pmap`, else of all.
-        dropped: `int32[]`, number of these pairs that found no room; always 0 without a `capacity_factor`.
+        dropped: `int32[D]`, number of these pairs that found no room, for each of the `D` devices that the tokens are
+            split over; `int32[1]`, of this device's tokens, inside `jax.shard_map` and `jax.pmap`. Always 0 without a
+            `capacity_factor`.
         z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
+        needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
+            of the device with the most, in multiples of an even share; along `expert_axis` inside `jax.shard_map` and
+            `jax.pmap`, else of all devices.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -58,13 +58,14 @@ class MoEMetrics(NamedTuple):
         y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)
 
         assert isinstance(metrics, jg.moe.MoEMetrics)
-        assert metrics.expert_load.tolist() == [0, 0, 8, 8] and int(metrics.dropped) == 0
+        assert metrics.expert_load.tolist() == [0, 0, 8, 8] and metrics.dropped.tolist() == [0]
     """
 
     balance_loss: jax.Array
     expert_load: jax.Array
     dropped: jax.Array
     z_loss: jax.Array
+    needed_capacity_factor: jax.Array
 
 
 def moe_mlp(
@@ -81,6 +82,7 @@ def moe_mlp(
     expert_groups: int | None = None,
     top_groups: int | None = None,
     capacity_factor: float | None = None,
+    drop_by: DropBy = "even",
     activation: Activation = "silu_mul",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -105,8 +107,10 @@ def moe_mlp(
 
     The axes are those of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one device's.
     Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then computes
-    its part, and the metrics are those of all tokens. The result is split over the axes of the tokens or, where these
-    are of type `Explicit`, as `x` is.
+    its part, and the metrics are those of all tokens. The number of tokens need not be a multiple of the devices: each
+    computes as many, and the last ones have tokens that choose no expert. The result is split over the axes of the
+    tokens or, where these are of type `Explicit`, as `x` is. A surrounding `jax.shard_map` may split the call over
+    other axes, such as those of pipeline stages.
 
     `expert_axis` splits the experts and the tokens: these travel to their experts' devices, and results travel back.
     `feature_axis` splits `F`, the features inside an expert: each device has a part of the gate's features, then a part
@@ -130,10 +134,12 @@ def moe_mlp(
         expert_groups: groups of experts, see `top_k_routing`.
         top_groups: the number of groups that a token's experts may come from.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
-            experts are chosen equally often. Rows without room are dropped from the longest groups, which are cut to
-            one length and lose their last rows, and are counted; where rows are exchanged, a group is the rows of one
-            source for one expert. None gives room for the worst case, and drops nothing: `T * top_k`, with an
-            `expert_axis` `D * T * min(top_k, E / D)`.
+            experts are chosen equally often. Pairs without room are dropped, and counted. None gives room for the worst
+            case, and drops nothing: `T * top_k`, with an `expert_axis` `D * T * min(top_k, E / D)`.
+        drop_by: which pairs of a token and an expert are dropped on a device with too many. "even" gives all sources
+            and experts the same room: the largest groups, of one source for one expert, are cut to one length. Within
+            a group, pairs are dropped at a fixed stride, so that neither early nor late tokens are favoured. "weight"
+            drops those with the smallest routing weights, and of equal ones at a fixed stride.
         activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
             `[E / (D S), K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
@@ -145,9 +151,9 @@ def moe_mlp(
         batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
             Inside `jax.shard_map`, name `expert_axis` and `fsdp_axis` here too.
         exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
-            and sums the results of each token: `T` rows travel from each device to each other one. "ragged" and
-            "padded" exchange a row for each pair of a token and a choice, see `plan_exchange`. "auto" is "gather" for
-            `D <= top_k`, else the "auto" of `plan_exchange`.
+            and sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a
+            row for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
+            many rows. "auto" is "gather".
         quantized_exchange: whether tokens, and gradients of results, travel in FP8, if the recipe is
             `Float8BlockScaling` with `pow2_scales`. That halves their bytes. The kernels' gradients then come from
             tokens and gradients that were rounded along the features before they are rounded along the rows.
@@ -186,6 +192,7 @@ def moe_mlp(
         weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
     check_method(exchange_method)
+    check_drop_by(drop_by)
     axes = MoEAxes.of(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
     of_device = functools.partial(
         _of_device,
@@ -196,6 +203,7 @@ def moe_mlp(
         expert_groups=expert_groups,
         top_groups=top_groups,
         capacity_factor=None if capacity_factor is None else _checked_factor(capacity_factor),
+        drop_by=drop_by,
         activation=activation,
         recipe=recipe,
         precision=precision,
@@ -208,26 +216,33 @@ def moe_mlp(
         return of_device(arrays, axes, num_sequences=num_sequences)
     if x.shape[:1] == (0,):
         return of_device(arrays, MoEAxes.of(), num_sequences=num_sequences)
-    of_each = _sequences_of_each(num_sequences, math.prod(mesh.shape[axis] for axis in axes.tokens))
+    devices = math.prod(mesh.shape[axis] for axis in axes.tokens)
+    of_each = _sequences_of_each(num_sequences, x.shape[0], devices)
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
-    def summed_over_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
-        y, metrics = of_device(own, axes._replace(batch=axes.tokens), num_sequences=of_each)
-        load, dropped = (jax.lax.psum(of, axes.tokens) for of in (metrics.expert_load, metrics.dropped))
-        return y, metrics._replace(expert_load=load, dropped=dropped)
+    def of_all_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
+        bound = axes._replace(batch=axes.tokens)
+        y, metrics = of_device(own, bound, num_sequences=of_each, all_tokens=x.shape[0])
+        if not axes.tokens:
+            return y, metrics
+        me = jax.lax.axis_index(axes.tokens)
+        needed = jax.lax.pmax(vary_alike(metrics.needed_capacity_factor, me)[0], axes.tokens)
+        dropped = jnp.where(jnp.arange(devices) == me, metrics.dropped, 0)
+        load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes.tokens)
+        return y, dataclasses.replace(metrics, expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
-    return call_on_mesh(summed_over_tokens, mesh, axes, arrays, gated=is_gated(activation))
+    return call_on_mesh(of_all_tokens, mesh, axes, arrays, gated=is_gated(activation))
 
 
-def _sequences_of_each(num_sequences: int | None, devices: int) -> int | None:
+def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> int | None:
     """Returns the number of sequences of one of the devices that the tokens are split over."""
     if num_sequences is None:
         return None
-    if checks.static_size("num_sequences", num_sequences, least=1) % devices:
+    if checks.static_size("num_sequences", num_sequences, least=1) % devices or tokens % num_sequences:
         raise ValueError(
-            f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, got "
-            f"{num_sequences}."
+            f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, and a divisor "
+            f"of the {tokens} tokens, got {num_sequences}."
         )
     return num_sequences // devices
 
@@ -239,6 +254,7 @@ def _of_device(
     num_sequences: int | None,
     top_k: int,
     capacity_factor: float | None,
+    drop_by: DropBy,
     weight_scale: float | jax.Array,
     activation: Activation,
     recipe: Recipe | None,
@@ -246,9 +262,13 @@ def _of_device(
     exchange_method: ExchangeMethod,
     quantized_exchange: bool,
     quantized_combine: bool,
+    all_tokens: int | None = None,
     **routing_options: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Computes `moe_mlp` for one device's arrays, with axes that are bound."""
+    """Computes `moe_mlp` for one device's arrays, with axes that are bound.
+
+    `all_tokens` is the number of tokens on all devices of `axes.tokens`, which the tokens of the last ones may exceed.
+    """
     x, logits, gate_up, down, selection_bias, shared, array_scale = arrays
     weight_scale = weight_scale if array_scale is None else array_scale
     expert_axis, feature_axis, fsdp_axis, batch_axes = axes
@@ -284,7 +304,14 @@ def _of_device(
         weight_scale=weight_scale,
         **routing_options,
     )
-    pairs = check_pairs((tokens, top_k), num_experts, None)
+    check_pairs((tokens, top_k), num_experts, None)
+    real_tokens: float = tokens  # on average over the devices
+    exists = None
+    sources = math.prod(map(axis_size, axes.tokens))
+    if all_tokens is not None and all_tokens < sources * tokens:
+        real_tokens = all_tokens / sources
+        exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(axes.tokens) < all_tokens
+    pairs = real_tokens * top_k
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
     factor = jnp.asarray(weight_scale, jnp.float32)
@@ -298,31 +325,54 @@ def _of_device(
         shared=shared,
         weight_gather=weight_gather,
     )
-    if devices > 1 and tokens > 0 and gathers(exchange_method, devices, top_k):
-        routing = Routing(*route(logits, bias, spec))
-        load, probability_sums = expert_load(routing), jnp.sum(routing.probabilities, axis=0)
-        room = None if capacity == worst else capacity
-        options |= dict(num_experts=num_experts // devices, capacity=room, wire=wire, expected_rows=pairs)
-        y, dropped = mlp_of_gathered_tokens(x, routing.experts, routing.weights * factor, expert_axis, **options)
+    gathers = devices > 1 and tokens > 0 and exchange_method != "padded"
+    dropped = jnp.zeros(1, jnp.int32)
+    if exists is None and capacity == worst and not gathers:
+        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=tokens * top_k)
+        experts = routed.experts
     else:
-        rows = min(capacity, pairs) if devices == 1 else pairs
-        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
-        routing, permutation, weights = Routing(*routed), Permutation(*grouped), routed.weights * factor
+        routed, grouped = route(logits, bias, spec), None
+        experts, probabilities = routed.experts, routed.probabilities
+        if exists is not None:
+            experts = jnp.where(exists[:, None], experts, num_experts)
+            probabilities = jnp.where(exists[:, None], probabilities, 0)
+        load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
+        if capacity < worst:
+            over = expert_axis if devices > 1 else None
+            limits: dict[str, Any] = dict(capacity=capacity, axis_name=over, drop_by=drop_by)
+            kept = keep(experts, routed.weights, num_experts, **limits)
+            dropped = jnp.sum((experts < num_experts) & ~kept, dtype=jnp.int32).reshape(1)
+            experts = jnp.where(kept, experts, num_experts)
+    weights = routed.weights * factor
+    if gathers:
+        options |= dict(num_experts=num_experts // devices, capacity=capacity, wire=wire)
+        y = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
+    else:
+        if grouped is None:
+            rows = min(capacity, tokens * top_k) if devices == 1 else tokens * top_k
+            grouped = group_pairs(experts, num_experts, rows)
+        permutation = Permutation(*grouped)
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
-            dropped = permutation.dropped
         else:
-            method = "auto" if exchange_method == "gather" else exchange_method
-            options |= dict(capacity=capacity, method=method, wire=wire, expected_rows=pairs)
-            y, dropped = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
+            options |= dict(capacity=capacity, wire=wire, expected_rows=tokens * top_k)
+            y = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
+    batch = batch_axes or None
     if num_sequences is None:
-        loss = balance_loss(load, probability_sums, pairs, tokens, batch_axes or None)
+        loss = balance_loss(load, probability_sums, pairs, real_tokens, batch)
     else:
-        loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch_axes or None)
-    y = checkpoint_name(y, OUTPUT_NAME)
-    return y, MoEMetrics(loss, load, dropped, router_z_loss(logits, axis_name=batch_axes or None))
+        loss = load_balancing_loss(Routing(*routed), num_sequences=num_sequences, axis_name=batch)
+    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
+    z_loss = jnp.sum(squares if exists is None else jnp.where(exists, squares, 0)) / (real_tokens or 1)
+    if batch is not None:
+        z_loss = jax.lax.pmean(z_loss, batch)
+    wanted = load
+    if expert_axis is not None:
+        wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
+    needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (pairs or 1)
+    return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed)
 
 
 def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:

@@ -5,16 +5,18 @@ names say what each device computes. The result is that of a single device with 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_grouped.backends.partition import known_mesh
-from jax_grouped.core.varying import is_bound
+from jax_grouped.core.varying import is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.ops.inputs import Weights
 
@@ -112,9 +114,15 @@ def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | No
             "with a NamedSharding), set it with jax.set_mesh, or call inside jax.shard_map or jax.pmap over it."
         )
     assert mesh is not None
-    if len({*mesh.axis_types}) > 1:
+    if len({*_free_axes(mesh).values()}) > 1:
         raise ValueError(f"The axes of the mesh must be all Auto or all Explicit, got {mesh}.")
     return mesh
+
+
+def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
+    """Returns the axes that no surrounding `jax.shard_map` splits, with their types."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: of_axis for name, of_axis in types if of_axis != AxisType.Manual}
 
 
 def call_on_mesh(
@@ -135,28 +143,84 @@ def call_on_mesh(
         gated: whether `gate_up` holds a gate's features, then as many others.
 
     Returns:
-        `[T, N]` and what is the same on all devices. Over axes of type `Explicit`, rows are split as those of `x`.
+        `[T, N]` and what is the same on all devices. Over axes of type `Explicit`, rows are split as those of `x`. If
+        the devices do not divide `T`, the last ones have rows of zeros in place of tokens.
 
     Raises:
-        ValueError: tokens, experts or features cannot be split evenly, or a kernel cache would be split over features,
-            or an accumulator would be summed over devices.
+        ValueError: experts or features cannot be split evenly, or a kernel cache would be split over features, or an
+            accumulator would be summed over devices.
     """
     _check_sizes(mesh, axes, arrays)
     if gated:
         arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))
+    free = _free_axes(mesh)
+    is_typed = {*free.values()} == {AxisType.Explicit}
+    tokens, rows = arrays.x.shape[0], jax.typeof(arrays.x).sharding.spec[0]
+    missing = -tokens % math.prod(mesh.shape[axis] for axis in axes.tokens)
+
+    def padded(x: jax.Array | None) -> Any:
+        if x is None or missing == 0:
+            return x
+        return jnp.pad(_placed(x, mesh, P()) if is_typed else x, [(0, missing), (0, 0)])
+
+    arrays = arrays._replace(x=padded(arrays.x), logits=padded(arrays.logits), shared=padded(arrays.shared))
     specs = _specs(axes, arrays, gated=gated)
-    is_typed = {*mesh.axis_types} == {AxisType.Explicit}
-    rows = jax.typeof(arrays.x).sharding.spec[0]
     if is_typed:
         arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
 
     def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
         return of_device(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(axes.tokens), P()))
+    over = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
+    out_specs = P(axes.tokens or None), P()
+    if len(free) < len(mesh.axis_names):
+        run = _inside_another(over, local, specs, out_specs)
+    else:
+        run = over(local, in_specs=(specs,), out_specs=out_specs)
     # Outside jit, shard_map does not differentiate some rules. Such a call is compiled each time.
     y, same = jax.jit(run)(arrays)
+    if missing:
+        y = (_placed(y, mesh, P()) if is_typed else y)[:tokens]
     return _placed(y, mesh, P(rows)) if is_typed else y, same
+
+
+def _inside_another(over: functools.partial[Any], local: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
+    """Returns `over(local)`, a `jax.shard_map` inside another one, with a rule of its own for gradients.
+
+    JAX splits the residuals of its own rule over the outer axes too, and then refuses to lower them (JAX 0.10 to 0.12).
+    """
+    axes = over.keywords["axis_names"]
+    kept_specs: list[P] = []
+
+    @jax.custom_vjp
+    def run(arrays: Any) -> Any:
+        return over(local, in_specs=(specs,), out_specs=out_specs)(arrays)
+
+    def forward(arrays: Any) -> tuple[Any, Any]:
+        pull_back: Any = None
+
+        def with_residuals(arrays: Any) -> tuple[Any, list[jax.Array]]:
+            nonlocal pull_back
+            out, of_device = jax.vjp(local, arrays)
+            leaves, pull_back = jax.tree.flatten(of_device)
+            kept_specs[:] = [P(tuple(sorted(varying_axes(leaf) & axes)) or None) for leaf in leaves]
+            return out, [leaf[None] for leaf in leaves]
+
+        # Trace once for the specs, which the second time needs.
+        jax.eval_shape(over(with_residuals, in_specs=(specs,), out_specs=(out_specs, P(tuple(axes)))), arrays)
+        out, leaves = over(with_residuals, in_specs=(specs,), out_specs=(out_specs, kept_specs))(arrays)
+        return out, jax.tree.unflatten(pull_back, leaves)
+
+    def backward(pull_back: Any, gradient: Any) -> tuple[Any]:
+        leaves, structure = jax.tree.flatten(pull_back)
+
+        def of_device(leaves: list[jax.Array], gradient: Any) -> Any:
+            return jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])(gradient)[0]
+
+        return (over(of_device, in_specs=(kept_specs, out_specs), out_specs=specs)(leaves, gradient),)
+
+    run.defvjp(forward, backward)
+    return run
 
 
 def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
@@ -186,9 +250,8 @@ def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
 
 
 def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) -> None:
-    tokens, (experts, hidden, _) = arrays.x.shape[0], arrays.down.kernel.shape
+    experts, hidden, _ = arrays.down.kernel.shape
     for name, size, split_over in (
-        ("x must have tokens", tokens, axes.tokens),
         ("down must have experts", experts, axes.stored),
         ("down must have features F", hidden, (axes.feature,)),
     ):

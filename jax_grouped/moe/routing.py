@@ -252,7 +252,7 @@ def load_balancing_loss(
     tokens, num_experts = routing.probabilities.shape
     if num_sequences is None:
         sums = jnp.sum(routing.probabilities, axis=0)
-        return balance_loss(expert_load(routing), sums, routing.experts.size, tokens, axis_name)
+        return balance_loss(expert_load(routing.experts, num_experts), sums, routing.experts.size, tokens, axis_name)
     sequences = checks.static_size("num_sequences", num_sequences, least=1)
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
@@ -273,19 +273,19 @@ def checked_axis(axis_name: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def balance_loss(
-    load: jax.Array, probability_sums: jax.Array, pairs: int, tokens: int, axis_name: str | tuple[str, ...] | None
+    load: jax.Array, probability_sums: jax.Array, pairs: float, tokens: float, axis_name: str | tuple[str, ...] | None
 ) -> jax.Array:
     """Computes `load_balancing_loss` from sums over the tokens.
 
     Args:
         load: `int32[E]`, number of choices of each expert.
         probability_sums: `float32[E]`.
-        pairs: number of choices.
-        tokens: number of tokens.
+        pairs: number of choices, the average of the devices.
+        tokens: number of tokens, likewise.
         axis_name: as in `load_balancing_loss`.
     """
-    fraction = load.astype(jnp.float32) / max(pairs, 1)
-    probability = probability_sums / max(tokens, 1)
+    fraction = load.astype(jnp.float32) / (pairs or 1)
+    probability = probability_sums / (tokens or 1)
     if axis_name is not None:
         fraction, probability = jax.lax.pmean((fraction, probability), checked_axis(axis_name))
     return load.shape[0] * jnp.sum(fraction * probability)
@@ -352,6 +352,6 @@ def update_selection_bias(selection_bias: jax.Array, expert_load: jax.Array, rat
     return selection_bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(selection_bias.dtype)
 
 
-def expert_load(routing: Routing) -> jax.Array:
+def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
     """Counts the choices of each expert, `int32[E]`."""
-    return reference.expert_load(routing.experts, routing.probabilities.shape[1])
+    return reference.expert_load(experts, num_experts)

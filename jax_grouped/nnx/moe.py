@@ -12,6 +12,7 @@ from jax_grouped import _layers
 from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
 from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.moe.drops import DropBy
 from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.on_mesh import MoEAxes
@@ -57,7 +58,7 @@ class MoEMlp(nnx.Module):
     Args:
         features: `K`, features of a token.
         num_experts, top_k, hidden_features: `E`, experts per token, and `F`.
-        score, normalize_weights, weight_scale, capacity_factor: as in linen.
+        score, normalize_weights, weight_scale, capacity_factor, drop_by: as in linen.
         use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
         recipe, cache_kernel: as in `GroupedDense`.
         expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
@@ -75,7 +76,7 @@ class MoEMlp(nnx.Module):
 
         y, metrics = nnx.jit(lambda layer, x: layer(x))(layer, x)
 
-        assert y.shape == x.shape and int(metrics.dropped) == 0
+        assert y.shape == x.shape and not metrics.dropped.any()
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class MoEMlp(nnx.Module):
         normalize_weights: bool = True,
         weight_scale: float = 1.0,
         capacity_factor: float | None = None,
+        drop_by: DropBy = "even",
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -173,6 +175,7 @@ class MoEMlp(nnx.Module):
         self.normalize_weights = normalize_weights
         self.weight_scale = weight_scale
         self.capacity_factor = capacity_factor
+        self.drop_by = drop_by
         self.dtype = dtype
         self.precision = precision
         self.recipe = recipe

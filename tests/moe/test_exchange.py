@@ -34,34 +34,6 @@ TIGHT = 10
 DATA = P("data")
 
 
-@pytest.fixture(params=["padded", "ragged", pytest.param("auto", marks=pytest.mark.gpu)])
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test once for each way to move rows; where XLA lacks one, its definition stands in for it."""
-    if request.param == "ragged" and jax.default_backend() == "cpu":
-        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all_by_definition)
-    return request.param
-
-
-def ragged_all_to_all_by_definition(
-    operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str
-) -> jax.Array:
-    """Computes `jax.lax.ragged_all_to_all` as its documentation defines it.
-
-    The result is NaN where slices overlap, or where a receiver expects another size. All slices move at once: one after
-    the other would be a program of hundreds of steps.
-    """
-    devices, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    starts, sizes, offsets = (jax.lax.all_gather(x, axis_name).reshape(devices, devices, -1)[:, me] for x in slices[:3])
-    row = jnp.arange(output.shape[0])
-    moved = (row >= offsets[..., None]) & (row < (offsets + sizes)[..., None])
-    origin = jnp.clip(row + (starts - offsets)[..., None], 0, operand.shape[0] - 1)
-    origin += jnp.arange(devices)[:, None, None] * operand.shape[0]
-    operands = jax.lax.all_gather(operand, axis_name, tiled=True)
-    times = jnp.sum(moved, axis=(0, 1))[:, None]
-    output = jnp.where(times > 0, operands[jnp.sum(jnp.where(moved, origin, 0), axis=(0, 1))], output)
-    return jnp.where((times <= 1) & jnp.all(sizes.reshape(-1) == slices[3]), output, jnp.nan)
-
-
 def sizes_of(case: list[list[int]], devices: int) -> np.ndarray:
     return np.array([case[device % len(case)] for device in range(devices)], np.int32)
 
@@ -95,10 +67,10 @@ def exchanged(x: np.ndarray, sizes: np.ndarray, capacity: int) -> dict[str, np.n
 
 
 def there_and_back(
-    x: jax.Array, sizes: jax.Array, *, axis_name: Any = "data", capacity: int = TIGHT, method: str = "auto"
+    x: jax.Array, sizes: jax.Array, *, axis_name: Any = "data", capacity: int = TIGHT
 ) -> dict[str, jax.Array]:
     """Exchanges one device's rows `[1, R, C]` of sizes `[1, E]`; the returned rows are sent with NaN behind them."""
-    plan = exchange.plan_exchange(sizes[0], axis_name, num_rows=x.shape[1], capacity=capacity, method=method)
+    plan = exchange.plan_exchange(sizes[0], axis_name, num_rows=x.shape[1], capacity=capacity)
     sent = exchange.send_rows(x[0], plan)
     tail = jnp.arange(capacity)[:, None] >= jnp.sum(plan.group_sizes)
     returned = exchange.return_rows(jnp.where(tail, jnp.nan, sent), plan)
@@ -111,8 +83,8 @@ def sharded(function: Callable, mesh: Mesh, spec: P = DATA, **options: Any) -> C
 
 
 @functools.cache
-def program(devices: int, method: str, capacity: int) -> Callable:
-    return sharded(functools.partial(there_and_back, method=method, capacity=capacity), data_mesh(devices))
+def program(devices: int, capacity: int) -> Callable:
+    return sharded(functools.partial(there_and_back, capacity=capacity), data_mesh(devices))
 
 
 def assert_same(got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> None:
@@ -122,10 +94,10 @@ def assert_same(got: dict[str, jax.Array], expected: dict[str, np.ndarray]) -> N
 
 
 @pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
-def test_rows_arrive_by_expert_and_source_and_go_back(case: Any, method: str) -> None:
+def test_rows_arrive_by_expert_and_source_and_go_back(case: Any) -> None:
     sizes = sizes_of(case, 4)
     x = tokens(sizes)
-    got = program(4, method, TIGHT)(x, sizes)
+    got = program(4, TIGHT)(x, sizes)
     assert_same(got, exchanged(x, sizes, TIGHT))
 
 
@@ -133,24 +105,24 @@ def test_rows_arrive_by_expert_and_source_and_go_back(case: Any, method: str) ->
 def test_devices_with_room_for_everything_drop_nothing(case: Any) -> None:
     sizes = sizes_of(case, 8)
     x = tokens(sizes)
-    got = program(8, "auto", 8 * ROWS)(x, sizes)
+    got = program(8, 8 * ROWS)(x, sizes)
     assert_same(got, exchanged(x, sizes, 8 * ROWS))
     np.testing.assert_array_equal(got["returned"], np.nan_to_num(x))
     assert got["dropped"].tolist() == [0] * 8
 
 
 @pytest.mark.parametrize(("case", "counted"), HOSTILE.values(), ids=HOSTILE)
-def test_sizes_that_do_not_fit_are_cut(case: Any, counted: Any, method: str) -> None:
+def test_sizes_that_do_not_fit_are_cut(case: Any, counted: Any) -> None:
     x = tokens(sizes_of(counted, 4))
-    got = program(4, method, TIGHT)(x, sizes_of(case, 4))
+    got = program(4, TIGHT)(x, sizes_of(case, 4))
     assert_same(got, exchanged(x, sizes_of(counted, 4), TIGHT))
 
 
-def test_gradients_are_the_transposes(method: str) -> None:
+def test_gradients_are_the_transposes() -> None:
     sizes = sizes_of(SIZES["uneven"], 4)
 
     def matrices(identity: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        plan = exchange.plan_exchange(sizes[0], "data", num_rows=ROWS, capacity=ROWS, method=method)
+        plan = exchange.plan_exchange(sizes[0], "data", num_rows=ROWS, capacity=ROWS)
         sent, send_transpose = jax.vjp(lambda x: exchange.send_rows(x, plan), identity)
         returned, return_transpose = jax.vjp(lambda x: exchange.return_rows(x, plan), identity)
         return sent, returned, *send_transpose(identity), *return_transpose(identity)
@@ -215,7 +187,7 @@ def test_an_exchange_over_two_axes_is_one_over_all_their_devices() -> None:
 
 def test_one_device_keeps_its_rows() -> None:
     sizes = sizes_of(SIZES["uneven"], 1)
-    got = program(1, "auto", TIGHT)(tokens(sizes), sizes)
+    got = program(1, TIGHT)(tokens(sizes), sizes)
     assert_same(got, exchanged(tokens(sizes), sizes, TIGHT))
 
 
@@ -282,42 +254,14 @@ def test_as_many_rows_as_int32_can_count_are_planned_exactly() -> None:
     assert dropped == [rows - 250] * devices
 
 
-@pytest.mark.parametrize(("platform", "ragged"), [("cuda", 2), ("tpu", 2), ("cpu", 0)], ids=["cuda", "tpu", "cpu"])
-def test_each_platform_gets_what_xla_has_for_it(platform: str, ragged: int) -> None:
+def test_only_sizes_and_rows_travel() -> None:
     sizes = sizes_of(SIZES["uneven"], 4)
     step = sharded(there_and_back, data_mesh(4))
-    text = step.trace(tokens(sizes), sizes).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("@ragged_all_to_all(") == ragged
-    assert text.count('"stablehlo.all_to_all"(') == 2 - ragged
-    assert text.count('"stablehlo.all_gather"(') == 1, "only the sizes are gathered"
-    assert "scatter" not in text
-
-
-@pytest.mark.parametrize("pieces", [1, 3, 64])
-def test_pieces_of_slices_hold_the_same_rows(pieces: int) -> None:
-    starts, sizes, peer_starts = np.random.default_rng(0).integers(0, 40, (3, 4, 2)).astype(np.int32)
-    slices = exchange._Slices(jnp.asarray(starts), jnp.asarray(sizes), jnp.asarray(peer_starts), num_rows=100)
-
-    cut = jax.jit(exchange._cut, static_argnums=1)(slices, pieces)
-
-    assert cut.sizes.shape == (4, 2 * pieces)
-
-    def rows(slices: Any, device: int) -> list[tuple[int, int]]:
-        of_device = zip(*(x[device].tolist() for x in (slices.starts, slices.peer_starts, slices.sizes)), strict=True)
-        return [(start + row, peer + row) for start, peer, size in of_device for row in range(size)]
-
-    for device in range(4):
-        assert rows(cut, device) == rows(slices, device)
-    assert int(cut.sizes.max()) <= -(-int(sizes.max()) // pieces)
-
-
-@pytest.mark.parametrize(("method", "ragged"), [("ragged", 2), ("padded", 0)], ids=["ragged", "padded"])
-def test_the_method_can_be_chosen(method: str, ragged: int) -> None:
-    sizes = sizes_of(SIZES["uneven"], 4)
-    step = sharded(functools.partial(there_and_back, method=method), data_mesh(4))
     text = step.trace(tokens(sizes), sizes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@ragged_all_to_all(") == ragged
-    assert text.count('"stablehlo.all_to_all"(') == 2 - ragged
+    assert text.count('"stablehlo.all_to_all"(') == 2
+    assert text.count('"stablehlo.all_gather"(') == 1, "only the sizes are gathered"
+    assert "ragged_all_to_all" not in text
+    assert "scatter" not in text
 
 
 def plan(sizes: Any = (1,) * EXPERTS, axis_name: str = "data", **options: Any) -> exchange.Exchange:
@@ -341,7 +285,6 @@ def plan(sizes: Any = (1,) * EXPERTS, axis_name: str = "data", **options: Any) -
         ),
         (ValueError, "capacity must be at most 2147483647 for the 2 devices", lambda: plan(capacity=2**31)),
         (TypeError, "capacity must be an integer, known when the program is traced", lambda: plan(capacity=1.5)),
-        (ValueError, "('auto', 'ragged', 'padded'), got 'dense'", lambda: plan(method="dense")),
         (ValueError, "no mesh axis 'model' here: call it inside jax.shard_map", lambda: plan(axis_name="model")),
         (
             ValueError,

@@ -196,8 +196,9 @@ def test_what_cannot_be_split_is_named() -> None:
     x = arrays()[0]
     variables = layer.init(jax.random.key(0), x)
 
-    with pytest.raises(ValueError, match=r"x must have tokens in a multiple of 4, the devices along \['data', 'exp"):
-        layer.apply(variables, put(mesh, x[:6]))
+    three = x, jnp.ones((len(x), 3)), jnp.ones((3, K, 2 * F)), jnp.ones((3, F, K))
+    with pytest.raises(ValueError, match=r"down must have experts in a multiple of 2, the devices along \['expert'"):
+        jg.moe.moe_mlp(*(put(mesh, of) for of in three), top_k=1, expert_axis="expert")
     with pytest.raises(ValueError, match="There is no mesh axis 'data' here: put all arrays on one mesh with this"):
         layer.apply(variables, x)
     split = jax.shard_map(
@@ -275,7 +276,7 @@ def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: 
     def results(layer: Any, variables: Any, x: jax.Array) -> Any:
         def loss(params: Any, x: jax.Array) -> Any:
             y, metrics = layer.apply({**variables, "params": params}, x)
-            return jnp.sum(jnp.sin(y)) + metrics.balance_loss + metrics.z_loss, (y, metrics)
+            return jnp.sum(jnp.sin(y)) + metrics.balance_loss + metrics.z_loss, (y, metrics.expert_load)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(variables["params"], x)
 
