@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import NARROW_TYPES, Activation, is_gated
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, canonical_sizes
+from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
@@ -145,7 +145,7 @@ def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
 def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     if config.check:
         _check_values(group_sizes, capacity)
-    return canonical_sizes(group_sizes, capacity)
+    return as_int32(group_sizes, 0, capacity)
 
 
 def integers(name: str, values: GroupSizes) -> jax.Array:
@@ -189,11 +189,7 @@ def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     offset = integers("group_offset", group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
-    offset = offset.reshape(1)
-    if offset.dtype == jnp.int32:
-        return offset
-    limits = jnp.iinfo(offset.dtype)
-    return jnp.clip(offset, max(limits.min, -total), min(limits.max, total)).astype(jnp.int32)
+    return as_int32(offset.reshape(1), -total, total)
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
@@ -351,7 +347,7 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
 
 
 def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
-    """Converts indices of `rows` rows to `int32[R]`, -1 for one outside of `[0, rows)` that int32 does not hold.
+    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none.
 
     Raises:
         TypeError: they are not of an integer type.
@@ -360,9 +356,7 @@ def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
     indices = integers("row_indices", row_indices)
     if indices.ndim != 1:
         raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
-    if indices.dtype == jnp.int32:
-        return indices
-    return jnp.where((indices >= 0) & (indices < rows), indices, -1).astype(jnp.int32)
+    return as_int32(indices, -1, rows)
 
 
 def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:
