@@ -261,6 +261,17 @@ def test_the_balance_loss_is_1_of_an_even_spread_and_as_many_as_experts_of_the_w
     np.testing.assert_allclose(loss(worst), EXPERTS, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+def test_the_balance_loss_counts_experts_of_any_integer_type(dtype: str) -> None:
+    # Experts 44 and 300 are the same number in eight bits.
+    probabilities = np.full((2, 400), 0.5, np.float32) * (np.arange(400) == 300)
+    with jax.enable_x64(True):
+        got = Routing(jnp.array([[44, 3], [44, 5]], dtype), np.ones((2, 2), np.float32), probabilities)
+
+        np.testing.assert_array_equal(routing.load_balancing_loss(got), 0)
+        np.testing.assert_array_equal(routing.load_balancing_loss(got, num_sequences=2), 0)
+
+
 def test_the_balance_loss_of_no_tokens_is_zero() -> None:
     loss = jax.jit(balanced_loss)(LOGITS[:0])
     assert (float(loss), loss.dtype) == (0.0, jnp.float32)
