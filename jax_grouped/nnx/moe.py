@@ -78,6 +78,7 @@ class MoEMlp(nnx.Module):
         assert y.shape == x.shape and int(metrics.dropped) == 0
     """
 
+    @_layers.with_canonical_fields
     def __init__(
         self,
         features: int,
@@ -116,11 +117,7 @@ class MoEMlp(nnx.Module):
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        counts = dict(num_experts=num_experts, top_k=top_k)
-        sizes = dict(features=features, hidden_features=hidden_features)
-        if shared_features is not None:
-            sizes |= dict(shared_features=shared_features)
-        _layers.check_layer(recipe, counts, sizes)
+        _layers.warn_of_constant_weights(top_k, num_experts, normalize_weights=normalize_weights)
         checks.check_activation_name(activation)
         names = _layers.axis_names(logical_axes, activation)
 

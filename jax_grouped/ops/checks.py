@@ -1,7 +1,6 @@
 """Checks of public arguments at trace time. Each error names the argument, its value and the rule."""
 
 import contextlib
-import operator
 from collections.abc import Sequence
 from typing import get_args
 
@@ -15,6 +14,7 @@ from jax_grouped.backends.spec import NARROW_TYPES, Activation, is_gated
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
+from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
 
@@ -34,17 +34,6 @@ _DOT_ALGORITHMS = {
         jax.lax.Precision.HIGHEST,
     ),
 }
-
-
-def static_size(name: str, value: int, *, least: int = 0) -> int:
-    """Returns a size that shapes depend on. Raises unless it is an integer of at least `least`, known at trace time."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, known when the program is traced, got {value!r}.") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
-    return value
 
 
 def check_dtype(name: str, dtype: DTypeLike | None) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.core.values import static_bool, static_size
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.state import Fp8State
 
@@ -74,6 +75,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
         The means or sums over the devices, and the largest of each number for next values.
 
     Raises:
+        TypeError: `mean` is no boolean.
         ValueError: there is no such axis here, or JAX tracks varying axes and gradients do not vary over it.
 
     Example:
@@ -99,7 +101,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
                 "jax.shard_map with its checks on has summed it already, so leave reduce_gradients out, and divide by "
                 "the number of devices for a mean."
             )
-    reduce = jax.lax.pmean if mean else jax.lax.psum
+    reduce = jax.lax.pmean if static_bool("mean", mean) else jax.lax.psum
     return _map(lambda x: jax.lax.pmax(x, axes), lambda x: reduce(x, axes), gradients)
 
 
@@ -150,7 +152,8 @@ def overwrite_with_gradient(
 
     Raises:
         ModuleNotFoundError: Optax is not installed.
-        ValueError: `every` is not a positive number.
+        TypeError: `every` is no integer.
+        ValueError: `every` is less than 1.
 
     Example:
         import optax
@@ -171,8 +174,7 @@ def overwrite_with_gradient(
             'jax_grouped.overwrite_with_gradient needs Optax: python3 -m pip install "optax>=0.2.5"'
         ) from error
 
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a positive number of microbatches, got {every!r}.")
+    every = static_size("every", every, least=1)
     inner = optax.with_extra_args_support(optimizer) if every == 1 else optax.MultiSteps(optimizer, every)
 
     def parameters(tree: Tree) -> Tree:

@@ -415,3 +415,30 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
         return
     with pytest.raises(ValueError, match=message):
         jg.linen.MoEMlp(**OPTIONS | options).apply({"params": params()}, x())
+
+
+def test_functions_take_numbers_of_numpy_and_no_booleans_for_numbers() -> None:
+    gate_up, down = params()["gate_up"]["kernel"], params()["down"]["kernel"]
+    logits = jax.random.normal(jax.random.key(3), (TOKENS, E))
+    sizes = dict(top_k=2, expert_groups=3, top_groups=2, num_sequences=4)
+    factors = dict(capacity_factor=0.75, weight_scale=2.0)
+    of_numpy = {name: np.int64(size) for name, size in sizes.items()}
+    of_numpy |= {name: np.float32(factor) for name, factor in factors.items()}
+    moe = functools.partial(jg.moe.moe_mlp, x(), logits, gate_up, down)
+
+    jax.tree.map(np.testing.assert_array_equal, moe(**of_numpy, quantized_combine=np.False_), moe(**sizes, **factors))
+    experts = jg.moe.top_k_routing(logits, np.int32(2)).experts
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jg.moe.group_by_expert(experts, np.int64(E), capacity=np.uint8(40)),
+        jg.moe.group_by_expert(experts, E, capacity=40),
+    )
+    for name in of_numpy:
+        with pytest.raises(TypeError, match=f"^{name} must be an? (integer|number), known when .*, got True"):
+            moe(**(sizes | {name: True}))
+    for options in (dict(num_experts=True), dict(num_experts=E, capacity=True)):
+        with pytest.raises(TypeError, match=r"must be an integer, known when .*, got True"):
+            jg.moe.group_by_expert(experts, **options)
+    for flag in ("normalize_weights", "quantized_exchange", "quantized_combine"):
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got 1"):
+            moe(**sizes, **{flag: 1})

@@ -240,7 +240,9 @@ def test_indices_of_any_integer_type(backend: str, dtype: str) -> None:
     with jax.enable_x64(True):
         got = jg.grouped_quantize(x, jnp.array([6]), ScalingMode.BLOCK_1D, row_indices=jnp.asarray(indices))
 
-    assert_gathered(got, x, np.clip(indices.astype(object), -1, 70_000).astype(int), np.array([6]), ScalingMode.BLOCK_1D)
+    assert_gathered(
+        got, x, np.clip(indices.astype(object), -1, 70_000).astype(int), np.array([6]), ScalingMode.BLOCK_1D
+    )
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 0), (0, None, None)], ids=["all", "other rows", "other tokens"])
