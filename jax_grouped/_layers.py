@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import as_array, static_bool, static_number, static_size
+from jax_grouped.core.values import as_array, promoted_type, static_bool, static_number, static_size
 from jax_grouped.core.varying import axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
@@ -61,7 +61,7 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
     """
     x = as_array("x", x)
     if dtype is None:
-        return x.astype(jnp.result_type(x, weights.kernel))
+        return x.astype(promoted_type(x, weights.kernel))
     checks.check_dtype("dtype", dtype)
     return x.astype(dtype)
 

@@ -97,6 +97,15 @@ def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
         return None
 
 
+def promoted_type(*values: Any) -> np.dtype:
+    """Returns the type that arrays or types have in common by JAX's usual promotion, also where that is set to strict.
+
+    The operations take mixed types as `jax.lax.ragged_dot` does, which no setting of promotion concerns.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*values)
+
+
 def dtype_name(dtype: DTypeLike | None) -> str:
     """Returns the name of a type for an error, also of a value that is not a type."""
     known = known_dtype(dtype)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.values import static_bool, static_size
+from jax_grouped.core.values import promoted_type, static_bool, static_size
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.state import Fp8State
 
@@ -57,7 +57,7 @@ def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
         assert total["kernel"].tolist() == [2, 2, 2]
         assert total["state"].input_scale.tolist() == [1, 1]
     """
-    return _map(jnp.maximum, jnp.add, total, gradients)
+    return _map(jnp.maximum, _sum, total, gradients)
 
 
 def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...], *, mean: bool = True) -> Tree:
@@ -187,7 +187,9 @@ def overwrite_with_gradient(
     def update(updates: Tree, state: OverwriteState, params: Tree = None, **extra: Any) -> tuple[Tree, OverwriteState]:
         if params is None:
             raise ValueError("overwrite_with_gradient needs params: update(updates, state, params).")
-        steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
+        # Optax itself mixes types, of counts and gradients, which a strict setting would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
         known, following = _states(params), _states(updates)
         collected: tuple[jax.Array, ...] = ()
         if every > 1:
@@ -233,9 +235,14 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         return jnp.asarray(new, jnp.result_type(old))
 
     def add(old: jax.Array, update: Any, _: Any) -> jax.Array:
-        return jnp.asarray(old + update, jnp.result_type(old))
+        return _sum(old, update).astype(jnp.result_type(old))
 
     return _map(replace, add, params, updates, following)
+
+
+def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = promoted_type(a, b)
+    return jnp.asarray(a, dtype) + jnp.asarray(b, dtype)
 
 
 def _is_replacement(node: Any) -> bool:

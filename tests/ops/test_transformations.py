@@ -181,3 +181,21 @@ def test_pmap_runs_every_device_on_its_own_tokens() -> None:
     got = jax.pmap(step, axis_name="data", devices=jax.devices()[:devices])(xs)
     expected = sum(GRADIENT(x, kernel, bias)[1] for x in xs) / devices
     assert_trees_close(got, jnp.broadcast_to(expected, got.shape), 1e-4)
+
+
+@pytest.mark.parametrize("rhs", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("lhs", ["bfloat16", "float16", "float32"])
+def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str) -> None:
+    x, kernel = operands()[0].astype(lhs), operands()[1].astype(rhs)
+
+    def gradients(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull_back = jax.vjp(lambda *of: jg.ragged_dot(*of, SIZES), x, kernel)
+        return y, *pull_back(y)
+
+    expected = jax.jit(gradients)(x, kernel)
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(gradients)(x, kernel)
+        result_type = jax.eval_shape(jax.lax.ragged_dot, x, kernel, SIZES).dtype
+
+    assert [of.dtype for of in got] == [result_type, x.dtype, kernel.dtype]
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
