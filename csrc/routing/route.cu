@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
       for (int i = 0; i < kValues; ++i) {
         probabilities[i] = scores[i] * inverse;
         // Without a bias, scores are for the sums of groups, which the divisor does not change the order of.
-        if (buffers.bias != nullptr) scores[i] = WithoutSubnormals(scores[i] * sigmoid.Divisor());
+        scores[i] = WithoutSubnormals(buffers.bias == nullptr ? scores[i] : scores[i] * sigmoid.Divisor());
       }
     }
     StoreRow(probabilities, num_experts, buffers.probabilities + token * num_experts);

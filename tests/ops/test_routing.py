@@ -52,6 +52,10 @@ def expected_experts(compared: np.ndarray, scores: np.ndarray, spec: RouteSpec) 
     return sorted(allowed, key=lambda expert: (-compared[expert], expert))[: spec.top_k]
 
 
+def without_subnormals(scores: np.ndarray) -> np.ndarray:
+    return np.where(scores < TINY, 0, scores)
+
+
 def shares(logarithms: np.ndarray) -> np.ndarray:
     """Divides numbers, of which it has the logarithms, by their sum; zeros where all are zero."""
     if np.all(logarithms == -np.inf):
@@ -68,9 +72,9 @@ def check_routed(got: Any, logits: np.ndarray, bias: np.ndarray | None, spec: Ro
         logarithms = np.log(powers / powers.sum()) if is_softmax else -np.logaddexp(0, -row)
         compared = scores = np.exp(logarithms)
         if bias is not None:
-            compared = scores = np.where(scores < TINY, 0, scores) + bias
+            compared = scores = without_subnormals(scores) + bias
         elif not is_softmax:
-            compared, scores = row, np.exp(logarithms - np.fmax.reduce(logarithms))
+            compared, scores = row, without_subnormals(np.exp(logarithms - np.fmax.reduce(logarithms)))
         experts = expected_experts(compared, scores, spec)
         assert got.experts[token].tolist() == experts, token
         chosen = logarithms[experts]
@@ -178,11 +182,8 @@ def test_sigmoids_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(
     logits = np.asarray(jnp.asarray(FAR_BELOW, dtype))
     # This bias forbids the first experts, so the best of the others is far below the best of all.
     forbidding = np.array([-9, -9, 0, 0, 0.125, 0], np.float32)
-    groups = dict(expert_groups=3, top_groups=2)
-    for bias, spec in itertools.product(
-        (None, forbidding, np.zeros(6, np.float32)),
-        (RouteSpec(3, "sigmoid", normalize), RouteSpec(3, "sigmoid", normalize, **groups)),
-    ):
+    for bias, groups in itertools.product((None, forbidding, np.zeros(6, np.float32)), [(1, 1), (3, 2), (6, 3)]):
+        spec = RouteSpec(3, "sigmoid", normalize, *groups)
         check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec, rtol=1e-5)
 
 

@@ -24,7 +24,7 @@ def route(logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec) 
     else:
         # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
         compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
-        experts = _best(compared, spec, _relative_sigmoid(logits))
+        experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
     of_choices = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
     weights = _normalized(_relative_sigmoid(of_choices)) if spec.normalize_weights else _sigmoid(of_choices)
     return experts, weights, _normalized(_relative_sigmoid(logits))
