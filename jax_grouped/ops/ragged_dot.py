@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.backends.spec import GemmSpec
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import as_array, promoted_type
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.varying import in_reverse_mode, vary_alike
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import gemm, is_narrow
@@ -102,7 +102,7 @@ def multiply(
     lhs: jax.Array, rhs: jax.Array, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """Returns the product that `spec` names, also of arrays that vary over different axes of a `jax.shard_map`."""
-    lhs, rhs, *varying = vary_alike(lhs, rhs, *groups)
+    lhs, rhs, *varying = vary_alike(*in_reverse_mode("ragged_dot", (lhs, rhs)), *groups)
     return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
 
 
