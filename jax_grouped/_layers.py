@@ -1,8 +1,11 @@
 """Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
+import functools
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import as_array
+from jax_grouped.core.values import as_array, promoted_type, static_bool, static_number, static_size
 from jax_grouped.core.varying import axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
@@ -21,12 +24,14 @@ from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.mlp import grouped_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
+from jax_grouped.ops.dense import _stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize_kernel import quantize_kernel
 from jax_grouped.ops.residuals import DenseResiduals
 from jax_grouped.ops.split import grouped_dense_fwd
 
 Initializer = Callable[..., Any]
+P = ParamSpec("P")
 
 
 def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -56,7 +61,7 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
     """
     x = as_array("x", x)
     if dtype is None:
-        return x.astype(jnp.result_type(x, weights.kernel))
+        return x.astype(promoted_type(x, weights.kernel))
     checks.check_dtype("dtype", dtype)
     return x.astype(dtype)
 
@@ -85,19 +90,57 @@ def has_sharded_type(x: jax.Array) -> bool:
     return any(axes is not None for axes in jax.typeof(as_array("x", x)).sharding.spec)
 
 
-def check_layer(recipe: Recipe | None, counts: Mapping[str, int], features: Mapping[str, int]) -> None:
-    """Raises unless a layer can be made with this recipe and these sizes, which are given by name.
+#: Conversions of a layer's static fields, by what their annotations begin with.
+_CONVERSIONS: Mapping[Any, Callable[[str, Any], Any]] = {int: static_size, float: static_number, bool: static_bool}
+
+
+def canonical_fields(annotations: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sizes, numbers and booleans among a layer's fields as Python's own, if a layer can be made with them.
 
     Raises:
-        TypeError: `recipe` is not a recipe, or a size is not an integer.
+        TypeError: `recipe` is not a recipe, or a field is not of its type.
         ValueError: a size is negative, or the recipe does not take that number of features.
     """
+    recipe = values.get("recipe")
     check_recipe(recipe)
-    for name, size in {**counts, **features}.items():
-        checks.static_size(name, size)
-    for name, size in features.items():
-        if recipe is not None and size % FP8_ALIGNMENT:
+    fields: dict[str, Any] = {}
+    for name, annotation in annotations.items():
+        kinds = get_args(annotation) or (annotation,)
+        convert = _CONVERSIONS.get(kinds[0])
+        if convert is None or name not in values or (values[name] is None and type(None) in kinds):
+            continue
+        if get_origin(annotation) is tuple:
+            fields[name] = tuple(convert(name, value) for value in values[name])
+        else:
+            fields[name] = convert(name, values[name])
+    for name, size in fields.items():
+        if name.endswith("features") and recipe is not None and size % FP8_ALIGNMENT:
             raise ValueError(f"{name} must be a multiple of {FP8_ALIGNMENT} with a recipe, got {size}.")
+    return fields
+
+
+def with_canonical_fields(init: Callable[P, None]) -> Callable[P, None]:
+    """Wraps a constructor, which then gets the `canonical_fields` among its arguments."""
+    signature = inspect.signature(init)
+    annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments |= canonical_fields(annotations, bound.arguments)
+        init(*bound.args, **bound.kwargs)
+
+    return checked
+
+
+def warn_of_constant_weights(top_k: int, num_experts: int, *, normalize_weights: bool) -> None:
+    """Warns of a router that the model's loss does not train."""
+    if top_k == 1 < num_experts and normalize_weights:
+        warnings.warn(
+            "top_k=1 with normalize_weights=True makes every token's weight 1, whatever the router computes: only "
+            "balance losses train it. Pass normalize_weights=False, so that the model's loss does.",
+            stacklevel=_stacklevel_of_user(),
+        )
 
 
 def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes: Sequence[str | None]) -> None:

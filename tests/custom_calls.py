@@ -232,7 +232,9 @@ def ungrouped_call(
     """Makes a custom call without groups, whose operands are ones; attributes take the types of their defaults."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     typed = with_types(defaults or {}, attributes or {})
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*(jnp.ones(*of) for of in operands), **typed)
+    # XLA drops a call with an empty result unless it has a side effect.
+    custom_call = jax.ffi.ffi_call(target, shapes, has_side_effect=True, vmap_method="sequential")
+    return custom_call(*(jnp.ones(*of) for of in operands), **typed)
 
 
 def with_types(defaults: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:

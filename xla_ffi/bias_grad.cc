@@ -21,6 +21,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes
   const int64_t features = dy.dimensions()[1];
   const int64_t num_groups = dbias->dimensions()[0];
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias's shape[1]", dbias->dimensions()[1], features));
+  if (features == 0) return Invalid(kOp, "dy must have features.");
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kOp, group_sizes, group_offset, num_groups, tokens, &groups));
   JAX_GROUPED_RETURN_IF_ERROR(

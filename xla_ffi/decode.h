@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -66,6 +67,18 @@ inline ffi::Error CheckAtLeast(const char* op, const std::string& what, int64_t 
   return Invalid(op, what + " must be at least " + std::to_string(least) + ", got " + std::to_string(got) + ".");
 }
 
+// Fails unless the value is from `least` to `most`.
+inline ffi::Error CheckRange(const char* op, const std::string& what, int64_t got, int64_t least, int64_t most) {
+  if (got >= least && got <= most) return ffi::Error::Success();
+  return Invalid(op, what + " must be from " + std::to_string(least) + " to " + std::to_string(most) + ", got " +
+                         std::to_string(got) + ".");
+}
+
+// Fails unless a batch of elements with `got` rows or groups each has a number of them that int32 holds.
+inline ffi::Error CheckOfElement(const char* op, const std::string& what, int64_t got, int64_t batch) {
+  return CheckRange(op, what, got, 0, std::numeric_limits<int32_t>::max() / std::max<int64_t>(batch, 1));
+}
+
 template <typename Buffer>
 ffi::Error CheckRank(const char* op, const char* argument, const Buffer& buffer, int64_t rank) {
   return CheckEqual(op, std::string("the rank of ") + argument, static_cast<int64_t>(buffer.dimensions().size()), rank);
@@ -97,6 +110,7 @@ inline ffi::Error DecodeGroups(const char* op, const S32Buffer& sizes, const S32
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(op, "group_sizes", sizes, 1));
   const auto total = static_cast<int64_t>(sizes.element_count());
   const auto batch = static_cast<int64_t>(offset.element_count());
+  if (num_groups <= 0 || tokens <= 0) return Invalid(op, "there must be groups and rows.");
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   if (total > kMost || num_groups > kMost || tokens > kMost) {
     return Invalid(op, "at most 2^31 - 1 groups and tokens are supported, got " + std::to_string(num_groups) +

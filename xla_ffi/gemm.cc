@@ -160,16 +160,13 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
   }
   const auto shape = weights.dimensions();
   JAX_GROUPED_RETURN_IF_ERROR(CheckWeightBatch(call, attributes, shape[0]));
-  problem->num_groups = shape[0] / attributes.weight_batch * call.Batch();
+  const int64_t own_groups = shape[0] / attributes.weight_batch;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckOfElement(kOp, "the number of groups", own_groups, call.Batch()));
+  problem->num_groups = own_groups * call.Batch();
   problem->elements_per_weight = static_cast<int32_t>(call.Batch() / attributes.weight_batch);
   const ffi::AnyBuffer& rows = problem->gathered == Gather::kA ? tokens : call.a;
+  JAX_GROUPED_RETURN_IF_ERROR(CheckOfElement(kOp, "tokens", attributes.tokens, call.Batch()));
   problem->tokens = problem->scaled ? attributes.tokens * call.Batch() : rows.dimensions()[0];
-  if (attributes.expected_tokens < 0) {
-    return Invalid(kOp,
-                   "expected_tokens must not be negative, got " + std::to_string(attributes.expected_tokens) + ".");
-  }
-  const int64_t expected = attributes.expected_tokens * call.Batch();
-  problem->expected_tokens = expected == 0 ? problem->tokens : std::min(expected, problem->tokens);
   if (problem->gathered != Gather::kNone) {
     problem->gathered_from = (problem->gathered == Gather::kA ? call.a : call.b).dimensions()[0];
   }
@@ -188,7 +185,6 @@ ffi::Error DecodeSizes(const Call& call, const GemmAttributes& attributes, GemmP
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, tokens_name + "'s shape[1]", tokens.dimensions()[1],
                                            is_dgrad ? problem->in_features : problem->out_features));
   }
-  if (problem->num_groups == 0 || problem->tokens <= 0) return Invalid(kOp, "groups and tokens must not be 0.");
   return CheckAllFeatures(*problem);
 }
 
@@ -253,6 +249,9 @@ ffi::Error Decode(const Call& call, const GemmAttributes& attributes, GemmProble
   JAX_GROUPED_RETURN_IF_ERROR(DecodeSizes(call, attributes, problem));
   JAX_GROUPED_RETURN_IF_ERROR(
       DecodeGroups(kOp, call.group_sizes, call.group_offset, problem->num_groups, problem->tokens, groups));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckOfElement(kOp, "expected_tokens", attributes.expected_tokens, 1));
+  const int64_t expected = attributes.expected_tokens * groups->batch;
+  problem->expected_tokens = expected == 0 ? problem->tokens : std::min(expected, problem->tokens);
   JAX_GROUPED_RETURN_IF_ERROR(DecodeMore(call, attributes, *groups, *problem, buffers));
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckAtLeast(kOp, "the bytes of scratch", static_cast<int64_t>(call.scratch.size_bytes()),

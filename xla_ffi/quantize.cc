@@ -336,8 +336,6 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer group_sizes
                                            static_cast<int64_t>(amax_index) + 1));
   JAX_GROUPED_ASSIGN_OR_RETURN(amax, results.get<ffi::AnyBuffer>(amax_index));
   const int64_t num_groups = Elements(**amax);
-  if (num_groups == 0) return Invalid(kQuantize, "there must be groups.");
-
   int64_t rows = 0;
   JAX_GROUPED_RETURN_IF_ERROR(DecodeRows(x, attributes, &optional, &buffers, &rows));
   Groups groups{};
@@ -375,13 +373,9 @@ ffi::Error Dequantize(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer s
   if (!data_type) return Invalid(kDequantize, "data must be float8_e4m3fn or float8_e5m2.");
 
   const int64_t tokens = out->dimensions()[0];
-  if (num_groups <= 0 || group_sizes.element_count() == 0 || tokens == 0) {
-    return Invalid(kDequantize, "there must be groups and rows.");
-  }
-  if (num_groups > std::numeric_limits<int32_t>::max()) {
-    return Invalid(kDequantize, "at most 2^31 - 1 groups are supported, got " + std::to_string(num_groups) + ".");
-  }
-  const int64_t all_groups = num_groups * static_cast<int64_t>(group_offset.element_count());
+  const auto batch = static_cast<int64_t>(group_offset.element_count());
+  JAX_GROUPED_RETURN_IF_ERROR(CheckOfElement(kDequantize, "num_groups", num_groups, batch));
+  const int64_t all_groups = num_groups * batch;
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kDequantize, group_sizes, group_offset, all_groups, tokens, &groups));
   JAX_GROUPED_RETURN_IF_ERROR(CheckStackRows(kDequantize, attributes.stack_rows, groups));

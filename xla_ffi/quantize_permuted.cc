@@ -45,7 +45,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const S32Buffer& inverse, cons
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "inverse's shape[0]", inverse.dimensions()[0], tokens));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "the data's shape[1]", data.dimensions()[1], x.dimensions()[1]));
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (tokens == 0 || data.dimensions()[0] == 0) return Invalid(kOp, "x and the data must have rows.");
+  if (tokens == 0) return Invalid(kOp, "x must have rows.");
   const int64_t choices = inverse.dimensions()[1];
   if (choices == 0) return Invalid(kOp, "inverse must have choices.");
   if (tokens > kMost || choices > kMost) return Invalid(kOp, "tokens and choices must be fewer than 2^31.");
@@ -92,7 +92,6 @@ ffi::Error QuantizePermuted(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer inv
   JAX_GROUPED_RETURN_IF_ERROR(DecodeProblem(x, inverse, *data, &problem));
   problem.pow2_scales = attributes.pow2_scales;
   problem.amax_epsilon = attributes.amax_epsilon;
-  if (attributes.num_groups <= 0) return Invalid(kOp, "num_groups must be positive.");
   Groups groups{};
   JAX_GROUPED_RETURN_IF_ERROR(
       DecodeGroups(kOp, group_sizes, group_offset, attributes.num_groups, data->dimensions()[0], &groups));

@@ -62,13 +62,6 @@ ffi::Error CheckBatch(const char* op, int64_t batch, int64_t tokens) {
                          std::to_string(batch) + " of " + std::to_string(tokens) + " tokens.");
 }
 
-// Fails unless the value is from `least` to `most`.
-ffi::Error CheckRange(const char* op, const std::string& what, int64_t got, int64_t least, int64_t most) {
-  if (got >= least && got <= most) return ffi::Error::Success();
-  return Invalid(op, what + " must be from " + std::to_string(least) + " to " + std::to_string(most) + ", got " +
-                         std::to_string(got) + ".");
-}
-
 ffi::Error CheckPairs(const char* op, int64_t pairs) {
   return CheckRange(op, "the number of pairs of a batch element", pairs, 1, kMostPairs);
 }

@@ -18,6 +18,22 @@ constexpr char kActivationGrad[] = "jax_grouped_activation_grad";
 constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
 constexpr char kSumRows[] = "jax_grouped_sum_rows";
 
+constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+
+// Fails unless rows of this size are whole vectors, at least one.
+ffi::Error CheckFeatures(const char* op, const std::string& array, int64_t features) {
+  if (features > 0 && features % kRowVector == 0 && features <= kLimit) return ffi::Error::Success();
+  return Invalid(op, array + "'s shape[1] must be a positive multiple of " + std::to_string(kRowVector) +
+                         " below 2^31, got " + std::to_string(features) + ".");
+}
+
+// Fails unless there are tokens, choices and rows, no more than int32 counts. A launch has blocks for each of them.
+ffi::Error CheckPairs(const char* op, int64_t tokens, int64_t choices, int64_t rows) {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(op, "the number of tokens", tokens, 1, kLimit));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(op, "the number of choices", choices, 1, kLimit / tokens));
+  return CheckRange(op, "the number of rows", rows, 1, kLimit);
+}
+
 // Checks a [rows, features] array of the type of the input.
 ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataType type, int64_t rows,
                       int64_t features) {
@@ -41,11 +57,8 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, "da", da, 2));
   const int64_t rows = da.dimensions()[0];
   const int64_t features = da.dimensions()[1];
-  if (rows == 0) return Invalid(kActivationGrad, "da must have rows.");
-  if (features % kRowVector != 0 || features > std::numeric_limits<int32_t>::max()) {
-    return Invalid(kActivationGrad,
-                   "da's shape[1] must be a multiple of " + std::to_string(kRowVector) + " below 2^31.");
-  }
+  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kActivationGrad, "da's shape[0]", rows, 1, kLimit));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kActivationGrad, "da", features));
   const int64_t in_features = IsGated(activation) ? 2 * features : features;
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("the input", input, input.element_type(), rows, in_features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, input.element_type(), rows, features));
@@ -88,18 +101,16 @@ ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S
   const int64_t tokens = x.dimensions()[0];
   const int64_t choices = inverse.dimensions()[1];
   const auto num_rows = static_cast<int64_t>(order.element_count());
-  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "inverse's shape[0]", inverse.dimensions()[0], tokens));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "the result's shape[0]", rows->dimensions()[0], num_rows));
   JAX_GROUPED_RETURN_IF_ERROR(
       CheckEqual(kPermuteRows, "the result's shape[1]", rows->dimensions()[1], x.dimensions()[1]));
-  if (tokens == 0 || num_rows == 0) return Invalid(kPermuteRows, "x and the result must have rows.");
-  if (tokens * choices > kLimit || num_rows > kLimit)
-    return Invalid(kPermuteRows, "there must be fewer than 2^31 rows.");
+  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kPermuteRows, tokens, choices, num_rows));
   const int64_t token_bytes = static_cast<int64_t>(x.size_bytes()) / tokens;
-  if (token_bytes % kPermuteVectorBytes != 0 || token_bytes > kLimit) {
-    return Invalid(kPermuteRows, "the bytes of a token must be a multiple of " + std::to_string(kPermuteVectorBytes) +
-                                     " below 2^31, got " + std::to_string(token_bytes) + ".");
+  if (token_bytes == 0 || token_bytes % kPermuteVectorBytes != 0 || token_bytes > kLimit) {
+    return Invalid(kPermuteRows, "the bytes of a token must be a positive multiple of " +
+                                     std::to_string(kPermuteVectorBytes) + " below 2^31, got " +
+                                     std::to_string(token_bytes) + ".");
   }
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "x", x.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "the result", rows->untyped_data()));
@@ -127,13 +138,8 @@ ffi::Error SumRows(cudaStream_t stream, ffi::AnyBuffer rows, S32Buffer inverse, 
   const int64_t choices = inverse.dimensions()[1];
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[0]", sums->dimensions()[0], tokens));
   JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[1]", sums->dimensions()[1], features));
-  if (tokens == 0) return Invalid(kSumRows, "the result must have rows.");
-  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-  if (tokens * choices > kLimit || num_rows > kLimit) return Invalid(kSumRows, "there must be fewer than 2^31 rows.");
-  if (features == 0 || features % kRowVector != 0 || features > kLimit) {
-    return Invalid(kSumRows, "rows's shape[1] must be a multiple of " + std::to_string(kRowVector) +
-                                 " below 2^31, got " + std::to_string(features) + ".");
-  }
+  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kSumRows, tokens, choices, num_rows));
+  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kSumRows, "rows", features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "rows", rows.untyped_data()));
   JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "the result", sums->untyped_data()));
   SumRowsBuffers buffers{};

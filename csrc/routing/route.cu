@@ -84,13 +84,19 @@ __device__ float FromKey(uint32_t key) {
   return __uint_as_float(key ^ (static_cast<uint32_t>(~static_cast<int32_t>(key) >> 31) | 0x80000000));
 }
 
+// Returns the largest number of the warp. NaN are no numbers; -inf if there are no others.
+template <int kValues>
+__device__ float LargestOf(const float (&values)[kValues]) {
+  float largest = -INFINITY;
+#pragma unroll
+  for (const float value : values) largest = fmaxf(largest, value);
+  return FromKey(__reduce_max_sync(kFullWarp, ToKey(largest)));
+}
+
 // Replaces logits by their softmax. Values past the last expert must be -inf.
 template <int kValues>
 __device__ void Softmax(float (&values)[kValues]) {
-  float largest = values[0];
-#pragma unroll
-  for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, values[i]);
-  largest = FromKey(__reduce_max_sync(kFullWarp, ToKey(largest)));
+  const float largest = LargestOf(values);
 #pragma unroll
   for (float& value : values) value = expf(value - largest);
   const float inverse = 1.0f / SumOf(values);
@@ -98,34 +104,50 @@ __device__ void Softmax(float (&values)[kValues]) {
   for (float& value : values) value *= inverse;
 }
 
-template <int kValues>
-__device__ void Sigmoid(float (&values)[kValues]) {
-#pragma unroll
-  for (float& value : values) value = 1.0f / (1.0f + expf(-value));
-}
+// The sigmoids of one token, divided by exp(min(largest, 0)) of its largest logit. The largest quotient is at least
+// 1/2, so shares of the quotients' sum are right for logits whose sigmoids are too small for float32. The formula is
+// that of jax_grouped/backends/reference/routing.py.
+class RelativeSigmoid {
+ public:
+  __device__ explicit RelativeSigmoid(float largest)
+      : shift_(largest == -INFINITY ? 0.0f : fminf(largest, 0.0f)), divisor_(expf(shift_)) {}
 
-// Replaces logits by scores.
-template <int kValues>
-__device__ void ComputeScores(Score score, float (&values)[kValues], float (&probabilities)[kValues]) {
-  if (score == Score::kSoftmax) {
-    Softmax(values);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) probabilities[i] = values[i];
-  } else {
-    Sigmoid(values);
-    const float sum = SumOf(values);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) probabilities[i] = sum > 0.0f ? values[i] / sum : values[i];
+  // Returns the divisor.
+  __device__ float Divisor() const { return divisor_; }
+  // Returns a quotient. 0 for -inf; NaN for NaN.
+  __device__ float operator()(float logit) const {
+    const bool is_positive = logit > 0.0f;  // Then the divisor is 1.
+    const float power = expf(is_positive ? -logit : logit - shift_);
+    return (is_positive ? 1.0f : power) / (1.0f + power * divisor_);
   }
+
+ private:
+  float shift_;
+  float divisor_;
+};
+
+// Returns 0 for subnormal numbers, as the xla backend has it on CPUs.
+__device__ float WithoutSubnormals(float number) { return fabsf(number) < FLT_MIN ? 0.0f : number; }
+
+// Returns the number by which the choice compares logits in place of their sigmoids: it makes the same order, also of
+// sigmoids that float32 rounds to 0 or 1. -inf is above NaN, which will become -FLT_MAX.
+__device__ float ToCompared(float logit) {
+  constexpr float kAboveLowest = -0x1.fffffcp127f;
+  return WithoutSubnormals(logit < kAboveLowest ? kAboveLowest : logit);
 }
 
-// Removes the keys of experts outside of the token's best groups. `numbers` is the warp's shared memory.
+// Returns the number within [-most, most]. NaN counts as the lowest.
+__device__ float Limited(float number, float most) { return fminf(fmaxf(number, -most), most); }
+
+// Removes the keys of experts outside of the token's best groups: those with the highest sums of their two highest
+// scores. `numbers` is the warp's shared memory.
 template <int kValues>
-__device__ void KeepBestGroups(const RouteProblem& problem, float* numbers, uint32_t (&keys)[kValues]) {
+__device__ void KeepBestGroups(const RouteProblem& problem, const float (&scores)[kValues], float* numbers,
+                               uint32_t (&keys)[kValues]) {
   const int first = FirstExpert(kValues);
   const int size = problem.num_experts / problem.expert_groups;
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) numbers[first + i] = FromKey(keys[i]);
+  for (int i = 0; i < kValues; ++i) numbers[first + i] = Limited(scores[i], FLT_MAX / 2);
   __syncwarp();
   // A group has 2^bits lanes, which share its experts. There are two groups or more, or none would be left out.
   const int bits = __clz(problem.expert_groups - 1) - 27;
@@ -146,8 +168,7 @@ __device__ void KeepBestGroups(const RouteProblem& problem, float* numbers, uint
     best = fmaxf(best, other);
   }
   if (size == 1) second = 0.0f;
-  // Halves, whose sum does not overflow.
-  uint32_t key = group < problem.expert_groups ? ToKey(best * 0.5f + second * 0.5f) : kNoKey;
+  uint32_t key = group < problem.expert_groups ? ToKey(best + second) : kNoKey;
   uint32_t kept = 0;
   for (int i = 0; i < problem.top_groups; ++i) {
     const uint32_t largest = __reduce_max_sync(kFullWarp, key);
@@ -253,16 +274,36 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     for (int i = 0; i < kValues; ++i) bias[i] = first + i < num_experts ? 0.0f : -INFINITY;
   }
   float sums[kValues]{};
+  const bool is_softmax = problem.score == Score::kSoftmax;
+  const bool compares_logits = !is_softmax && buffers.bias == nullptr;
 
   const int own_warp = Uniform(Warp());
   const int64_t begin = blockIdx.x * TokensOfRoutingBlock(problem.tokens);
   const int64_t end = min(begin + TokensOfRoutingBlock(problem.tokens), problem.tokens);
 #pragma unroll 1
   for (int64_t token = before_element + begin + own_warp; token < before_element + end; token += kWarps<kValues>) {
+    // What weights follow from: the logits, or their softmax.
+    float values[kValues];
+    LoadRow(static_cast<const T*>(buffers.logits) + token * num_experts, num_experts, -INFINITY, values);
     float scores[kValues];
-    LoadRow(static_cast<const T*>(buffers.logits) + token * num_experts, num_experts, -INFINITY, scores);
     float probabilities[kValues];
-    ComputeScores(problem.score, scores, probabilities);
+    if (is_softmax) {
+      Softmax(values);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) scores[i] = probabilities[i] = values[i];
+    } else {
+      const RelativeSigmoid sigmoid(LargestOf(values));
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) scores[i] = sigmoid(values[i]);
+      const float sum = SumOf(scores);
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        probabilities[i] = scores[i] * inverse;
+        // Without a bias, scores are for the sums of groups, which the divisor does not change the order of.
+        scores[i] = WithoutSubnormals(buffers.bias == nullptr ? scores[i] : scores[i] * sigmoid.Divisor());
+      }
+    }
     StoreRow(probabilities, num_experts, buffers.probabilities + token * num_experts);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) sums[i] += probabilities[i];
@@ -270,19 +311,24 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     uint32_t keys[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      // The maximum of NaN and a number is the number.
-      keys[i] = ToKey(fminf(fmaxf(scores[i] + bias[i], -FLT_MAX), FLT_MAX));
+      scores[i] += bias[i];
+      keys[i] = ToKey(Limited(compares_logits ? ToCompared(values[i]) + bias[i] : scores[i], FLT_MAX));
     }
-    if (problem.top_groups < problem.expert_groups) KeepBestGroups(problem, numbers, keys);
+    if (problem.top_groups < problem.expert_groups) KeepBestGroups(problem, scores, numbers, keys);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) numbers[first + i] = scores[i];
+    for (int i = 0; i < kValues; ++i) numbers[first + i] = values[i];
     const uint32_t expert = ChooseExperts(problem.choices, keys);
     __syncwarp();
-    float weight = Lane() < problem.choices ? numbers[expert] : 0.0f;
+    float weight = Lane() < problem.choices ? numbers[expert] : is_softmax ? 0.0f : -INFINITY;
     __syncwarp();
+    if (!is_softmax) {
+      const float logit[] = {weight};
+      const RelativeSigmoid sigmoid(problem.normalize_weights ? LargestOf(logit) : 0.0f);
+      weight = WithoutSubnormals(sigmoid(weight));
+    }
     if (problem.normalize_weights) {
       const float sum = WarpSum(weight);
-      if (sum > 0.0f) weight /= sum;
+      if (sum != 0.0f) weight /= sum;
     }
     if (Lane() < problem.choices) {
       buffers.experts[token * problem.choices + Lane()] = expert;

@@ -39,9 +39,11 @@ struct RouteBuffers {
   float* block_sums;      // [blocks, num_experts]: the block's probabilities, added up over its tokens
 };
 
-// Computes scores in float32 and chooses experts by score plus bias. A NaN counts as the lowest number. Infinities
-// count as the largest finite numbers. A token uses the groups with the highest sums of their two highest numbers. A
-// sum that is 0 or NaN divides nothing. No results depend on the order in which warps run.
+// Computes scores in float32 and chooses experts by score plus bias. Without a bias it compares logits in place of
+// their sigmoids, which float32 may round to 0 or 1. A NaN counts as the lowest number. Infinities count as the largest
+// finite numbers. A token uses the groups with the highest sums of their two highest scores, plus bias. Weights and
+// probabilities are right also where sigmoids are too small for float32. A sum that is 0 divides nothing. No results
+// depend on the order in which warps run.
 Status LaunchRoute(cudaStream_t stream, const RouteBuffers& buffers, cudaDataType_t type, const RouteProblem& problem);
 
 }  // namespace jax_grouped

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import group_rows, row_groups
-from jax_grouped.core.values import as_array
+from jax_grouped.core.values import as_array, static_bool
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops import checks
 from jax_grouped.ops.dense import grouped_dense
@@ -62,6 +62,7 @@ def gmm(
         ValueError: likewise, or `partial_sum` or `existing_out` is not like the result.
     """
     del tiling, interpret
+    transpose_rhs = static_bool("transpose_rhs", transpose_rhs)
     for name, value in options.items():
         is_off = value is None or value is False or (isinstance(value, (list, tuple)) and not value)
         if name not in _NOT_USED and not is_off:

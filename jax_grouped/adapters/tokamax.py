@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import FP8_ALIGNMENT
+from jax_grouped.core.values import promoted_type
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
@@ -61,7 +62,7 @@ def ragged_dot(
             raise NotImplementedError(f"{name} must be an array of bfloat16, float16 or float32 for jax_grouped.")
     sizes = getattr(group_sizes, "value", group_sizes)
     dimension_numbers = _PLAIN if ragged_dot_dimension_numbers is None else ragged_dot_dimension_numbers
-    result_type = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
+    result_type = promoted_type(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = result_type if activation is None else jnp.float32
     if recipe is None:
         y = ragged_dot_general(

@@ -248,7 +248,8 @@ class RouteSpec:
     | `weights`       | `float32[T, k]` | scores of these experts                                             |
     | `probabilities` | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
 
-    In the choice, a NaN counts as the lowest score.
+    In the choice, a NaN counts as the lowest score. Without a bias, sigmoids are compared by their logits, and groups
+    by sums of sigmoids that are divided by a common factor: float32 rounds the sigmoids themselves to 0 or 1.
 
     Attributes:
         top_k: `k`, at most the experts of the groups that a token may use.

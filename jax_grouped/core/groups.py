@@ -60,12 +60,15 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
-    """Converts `group_sizes` of any integer type to `int32`, without wrapping values that do not fit."""
-    if group_sizes.dtype == jnp.int32:
-        return group_sizes
-    limit = min(capacity, jnp.iinfo(group_sizes.dtype).max)
-    return jnp.clip(group_sizes, 0, limit).astype(jnp.int32)
+def as_int32(values: jax.Array, least: int, most: int) -> jax.Array:
+    """Converts integers of any type to `int32`. Values outside of [least, most] may become the nearer of the two.
+
+    A comparison of narrow integers with a number that their type does not hold would wrap the number.
+    """
+    if values.dtype == jnp.int32:
+        return values
+    limits = jnp.iinfo(values.dtype)
+    return jnp.clip(values, max(least, limits.min), min(most, limits.max)).astype(jnp.int32)
 
 
 def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:

@@ -1,5 +1,6 @@
 """Checks and conversions of single public arguments. Each error names the argument, its value and the rule."""
 
+import operator
 from typing import Any
 
 import jax
@@ -29,6 +30,24 @@ def as_array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} must be an array, got {shown(value)}.") from error
 
 
+def static_size(name: str, value: Any, *, least: int = 0) -> int:
+    """Converts a size that shapes depend on to an int.
+
+    Raises:
+        TypeError: it is no integer, or not known when the program is traced.
+        ValueError: it is less than `least`.
+    """
+    try:
+        if _is_bool(value):
+            raise TypeError
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, known when the program is traced, got {shown(value)}.") from None
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}.")
+    return size
+
+
 def static_number(name: str, value: Any) -> float:
     """Converts `value` to a float.
 
@@ -36,11 +55,31 @@ def static_number(name: str, value: Any) -> float:
         TypeError: it is no number, or not known when the program is traced.
     """
     try:
-        if isinstance(value, str):
+        if isinstance(value, str) or _is_bool(value) or np.ndim(value) != 0:
             raise TypeError
         return float(value)
     except (OverflowError, TypeError, ValueError):
         raise TypeError(f"{name} must be a number, known when the program is traced, got {shown(value)}.") from None
+
+
+def scalar(name: str, value: Any) -> float | jax.Array:
+    """Converts `value` to a float. A scalar on the device, which need not be known, stays as it is.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is an array of another shape.
+    """
+    if not isinstance(value, jax.Array):
+        return static_number(name, value)
+    if _is_bool(value):
+        raise TypeError(f"{name} must be a number, got an array of type bool.")
+    if value.ndim != 0:
+        raise ValueError(f"{name} must be a scalar, got shape {value.shape}.")
+    return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
 
 
 def static_bool(name: str, value: Any) -> bool:
@@ -56,6 +95,15 @@ def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
         return None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         return None
+
+
+def promoted_type(*values: Any) -> np.dtype:
+    """Returns the type that arrays or types have in common by JAX's usual promotion, also where that is set to strict.
+
+    The operations take mixed types as `jax.lax.ragged_dot` does, which no setting of promotion concerns.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*values)
 
 
 def dtype_name(dtype: DTypeLike | None) -> str:

@@ -1,9 +1,13 @@
-"""Helpers for `jax.shard_map`. With its checks on, it tracks the mesh axes over which each value varies."""
+"""Helpers for `jax.shard_map` and differentiation rules. `shard_map`'s checks track the axes over which values vary."""
 
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def axis_size(axis_name: Hashable) -> int:
@@ -25,8 +29,53 @@ def is_bound(axis_name: Hashable) -> bool:
     return True
 
 
-def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable) -> Any:
-    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, wherever it is called."""
+#: The identity of a tangent. Reverse mode transposes it, and never computes it.
+_TANGENT = Primitive("jax_grouped_tangent_of_reverse_mode")
+
+
+def _refuse_forward_mode(*_: Any, name: str) -> NoReturn:
+    raise TypeError(
+        f"{name} has derivatives in reverse mode only (jax.grad, jax.vjp, jax.jacrev), but forward mode was asked for "
+        "(jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which contains it)."
+    )
+
+
+_TANGENT.def_abstract_eval(lambda tangent, **_: tangent)
+_TANGENT.def_impl(_refuse_forward_mode)
+mlir.register_lowering(_TANGENT, lambda _, *tangents, name: _refuse_forward_mode(*tangents, name=name))
+ad.deflinear(_TANGENT, lambda cotangent, **_: [cotangent])
+batching.defvectorized(_TANGENT)
+
+
+def in_reverse_mode(name: str, arrays: Any) -> Any:
+    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`.
+
+    JAX itself refuses forward mode of a `jax.custom_vjp` function, without a name.
+    """
+
+    def marked(x: jax.Array) -> jax.Array:
+        return _same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(marked, arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _same(name: str, x: jax.Array) -> jax.Array:
+    del name
+    return x
+
+
+@_same.defjvp
+def _same_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _same(name, *primals), _TANGENT.bind(*tangents, name=name)
+
+
+def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable, name: str = "grouped_dense") -> Any:
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, wherever it is called.
+
+    `name` is that of the function for users.
+    """
+    arrays = in_reverse_mode(name, arrays)
     try:
         return rule(arrays, spec)
     except NotImplementedError as error:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.core.values import dtype_name, known_dtype, shown, static_bool, static_number
+from jax_grouped.core.values import dtype_name, known_dtype, shown, static_bool, static_number, static_size
 
 #: FP8 types and their largest finite values. OCP 8-bit floating point specification, revision 1.0.
 FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
@@ -167,7 +167,7 @@ class DelayedScaling(_Types):
         margin: headroom, in powers of two.
 
     Raises:
-        TypeError: a type is not one of the two FP8 types, or `margin` is no number.
+        TypeError: a type is not one of the two FP8 types, or another field is not of its type.
         ValueError: the history's length, `margin` or `amax_compute_algo` is outside of its range.
 
     Example:
@@ -185,10 +185,8 @@ class DelayedScaling(_Types):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length = self.amax_history_len
-        if not isinstance(length, int | np.integer) or isinstance(length, bool) or length < 1:
-            raise ValueError(f"amax_history_len must be an integer of at least 1, got {length!r}.")
-        object.__setattr__(self, "amax_history_len", int(length))
+        length = static_size("amax_history_len", self.amax_history_len, least=1)
+        object.__setattr__(self, "amax_history_len", length)
         margin = static_number("margin", self.margin)
         if not -126 <= margin <= 126:
             raise ValueError(f"margin must be a number between -126 and 126, got {self.margin!r}.")

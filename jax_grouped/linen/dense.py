@@ -22,6 +22,13 @@ from jax_grouped.ops.residuals import DenseResiduals
 KERNEL_CACHE = "kernel_cache"
 
 
+def set_canonical_fields(layer: nn.Module) -> None:
+    """Checks the static fields of a layer, and sets them to Python's own numbers."""
+    annotations = {field.name: field.type for field in dataclasses.fields(layer)}
+    for name, value in _layers.canonical_fields(annotations, vars(layer)).items():
+        object.__setattr__(layer, name, value)
+
+
 class GroupedDense(nn.Module):
     """A linear layer per group: `flax.linen.Dense` for mixture-of-experts models.
 
@@ -78,7 +85,7 @@ class GroupedDense(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _layers.check_layer(self.recipe, dict(num_groups=self.num_groups), dict(features=self.features))
+        set_canonical_fields(self)
 
     def __call__(
         self,
@@ -188,7 +195,7 @@ class GroupedKernel(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _layers.check_layer(self.recipe, {}, {})
+        set_canonical_fields(self)
 
     def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
         """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state`, `kernel_cache`; some are None.

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import Scope
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
 from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.linen.dense import GroupedKernel
+from jax_grouped.linen.dense import GroupedKernel, set_canonical_fields
 from jax_grouped.moe.drops import DropBy
 from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
@@ -46,7 +47,9 @@ class MoEMlp(nn.Module):
         num_experts: `E`, on all devices together.
         top_k: experts per token.
         hidden_features: `F`, features inside an expert, on all devices together.
-        score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`.
+        score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`. With
+            `top_k=1`, pass `normalize_weights=False`: a normalised weight is always 1, and a router with such weights
+            learns from balance losses only. The constructor warns of it.
         capacity_factor: room for rows, in multiples of an even share, see `jg.moe.moe_mlp`; None for the worst case.
         drop_by: which pairs are dropped without room, see `jg.moe.moe_mlp`.
         use_bias: whether the experts' products add a bias.
@@ -122,12 +125,11 @@ class MoEMlp(nn.Module):
     logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
+        is_bound = isinstance(self.parent, Scope)  # Flax makes such copies of a layer that the user has made.
         super().__post_init__()
-        counts = dict(num_experts=self.num_experts, top_k=self.top_k)
-        sizes = dict(hidden_features=self.hidden_features)
-        if self.shared_features is not None:
-            sizes |= dict(shared_features=self.shared_features)
-        _layers.check_layer(self.recipe, counts, sizes)
+        set_canonical_fields(self)
+        if not is_bound:
+            _layers.warn_of_constant_weights(self.top_k, self.num_experts, normalize_weights=self.normalize_weights)
         checks.check_activation_name(self.activation)
         _layers.axis_names(self.logical_axes, self.activation)
 

@@ -156,4 +156,4 @@ def _vary_and_apply(
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
     arrays = ExpertsArrays(*vary_inputs(up, down_inputs, more=routing))
-    return apply_rule(apply_experts, arrays._replace(received=received), spec)
+    return apply_rule(apply_experts, arrays._replace(received=received), spec, "moe_mlp")

@@ -196,7 +196,7 @@ def moe_mlp(
     axes = MoEAxes.of(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
     of_device = functools.partial(
         _of_device,
-        top_k=top_k,
+        top_k=checks.static_size("top_k", top_k, least=1),
         score=score,
         normalize_weights=normalize_weights,
         weight_scale=weight_scale,

@@ -89,7 +89,7 @@ def grouped_mlp(
     # The second product has no tokens yet: the first product computes them.
     down_inputs = Inputs(None, down, groups)  # type: ignore[arg-type]
     inputs = vary_inputs(Inputs(x, gate_up, groups), down_inputs)
-    return checkpoint_name(apply_rule(_mlp, inputs, spec), OUTPUT_NAME)
+    return checkpoint_name(apply_rule(_mlp, inputs, spec, "grouped_mlp"), OUTPUT_NAME)
 
 
 def _is_composed(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax_grouped.backends.reference import routing as reference
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.backends.spec import Score as Score
-from jax_grouped.core.values import as_array, static_bool, static_number
-from jax_grouped.core.varying import axis_size, vary_alike
+from jax_grouped.core.values import as_array, scalar, static_bool
+from jax_grouped.core.varying import axis_size, in_reverse_mode, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
@@ -69,7 +69,7 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     checks.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
         raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
-    return _router_logits(*vary_alike(x, kernel))
+    return _router_logits(*vary_alike(*in_reverse_mode("router_logits", (x, kernel))))
 
 
 @jax.custom_vjp
@@ -118,10 +118,14 @@ def top_k_routing(
         logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
             logit gives an expert outside of `[0, E)`.
         top_k: experts per token, from 1 to `E`.
-        score: "softmax" over the experts, or "sigmoid" of each logit.
+        score: "softmax" over the experts, or "sigmoid" of each logit. Sigmoids that float32 does not tell apart are
+            chosen by their logits, unless there is a bias.
         normalize_weights: whether a token's weights are divided by their sum, rather than being the scores themselves.
-            Scores that are all 0 stay 0.
-        selection_bias: `[E]`, of the same types, added to the scores for the choice only. It has no gradient.
+            Sums of sigmoids are those of their logarithms, so they are right for logits of any size. Scores that are
+            all 0 stay 0. With `top_k=1` the quotient is always 1: the router then gets gradients from balance losses
+            only, and `normalize_weights=False` gives it those of the weights.
+        selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
+            as 0. It has no gradient.
         weight_scale: factor that multiplies the final weights.
         expert_groups: the number of groups of successive experts, a divisor of `E`; None for no groups.
         top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
@@ -168,10 +172,17 @@ def route_arguments(
     top_groups: int | None,
 ) -> tuple[jax.Array | None, RouteSpec]:
     """Checks the arguments of `top_k_routing`. Returns the bias as `float32[E]` and the static part."""
-    _check_arguments(logits, top_k, score, weight_scale)
+    checks.check_dtype("logits' type", logits.dtype)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
+    top_k = checks.static_size("top_k", top_k, least=1)
+    if top_k > logits.shape[1]:
+        raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
+    if score not in get_args(Score):
+        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
+    scalar("weight_scale", weight_scale)
     groups = _checked_groups(expert_groups, top_groups, logits.shape[1], top_k)
-    normalize_weights = static_bool("normalize_weights", normalize_weights)
-    spec = RouteSpec(int(top_k), score, normalize_weights, *groups)
+    spec = RouteSpec(top_k, score, static_bool("normalize_weights", normalize_weights), *groups)
     if selection_bias is None:
         return None, spec
     bias = as_array("selection_bias", selection_bias)
@@ -179,20 +190,6 @@ def route_arguments(
     if bias.shape != logits.shape[1:]:
         raise ValueError(f"selection_bias must have shape [E] = {logits.shape[1:]}, got {bias.shape}.")
     return bias.astype(jnp.float32), spec
-
-
-def _check_arguments(logits: jax.Array, top_k: int, score: str, weight_scale: float | jax.Array) -> None:
-    checks.check_dtype("logits' type", logits.dtype)
-    if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    if checks.static_size("top_k", top_k, least=1) > logits.shape[1]:
-        raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
-    if score not in get_args(Score):
-        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
-    if not isinstance(weight_scale, jax.Array):
-        static_number("weight_scale", weight_scale)
-    elif weight_scale.ndim != 0:  # A scalar array on the device is a number, too.
-        raise ValueError(f"weight_scale must be a scalar, got shape {weight_scale.shape}.")
 
 
 def _checked_groups(expert_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
@@ -320,36 +317,53 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
     return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
 
 
-def update_selection_bias(selection_bias: jax.Array, expert_load: jax.Array, rate: float = 1e-3) -> jax.Array:
+def update_selection_bias(
+    selection_bias: jax.Array, expert_load: jax.Array, rate: float | jax.Array = 1e-3
+) -> jax.Array:
     """Moves the bias of each expert against its load: up by `rate` if it had fewer tokens than the mean, else down.
 
     This is the balancing without a loss of DeepSeek-V3 (arXiv:2408.15664, algorithm 1). Call it once a step, with the
     load of the whole batch.
 
     Args:
-        selection_bias: `[E]`, as in `top_k_routing`.
-        expert_load: `[E]`, as in `MoEMetrics`.
-        rate: the step; 0.001 in DeepSeek-V3.
+        selection_bias: `float32[E]`, as in `top_k_routing`. In 16 bits, steps of 0.001 would be lost.
+        expert_load: `[E]` integers, as in `MoEMetrics`. They are compared with their mean exactly.
+        rate: the step; 0.001 in DeepSeek-V3. It may be a scalar on the device.
 
     Returns:
-        `[E]` in the type of `selection_bias`. The bias of an expert with the mean load stays.
+        `float32[E]`. The bias of an expert with the mean load stays.
 
     Raises:
-        ValueError: the shapes differ.
+        TypeError: an argument has a type that is not supported.
+        ValueError: the shapes differ, or `rate` is no scalar.
 
     Example:
         bias = jg.moe.update_selection_bias(jnp.zeros(3), jnp.array([4, 2, 0]))
 
         assert jnp.allclose(bias, jnp.array([-0.001, 0, 0.001]))
     """
-    selection_bias, expert_load = as_array("selection_bias", selection_bias), as_array("expert_load", expert_load)
+    selection_bias, expert_load = (
+        as_array("selection_bias", selection_bias),
+        checks.integers("expert_load", expert_load),
+    )
+    if selection_bias.dtype != jnp.float32:
+        raise TypeError(
+            f"selection_bias must be float32 to be updated, got {selection_bias.dtype.name}: 16-bit numbers and "
+            "integers do not hold its small steps."
+        )
     if selection_bias.ndim != 1 or selection_bias.shape != expert_load.shape:
         raise ValueError(
             f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and "
             f"{expert_load.shape}."
         )
-    load = expert_load.astype(jnp.float32)
-    return selection_bias + (rate * jnp.sign(jnp.mean(load) - load)).astype(selection_bias.dtype)
+    load = expert_load if expert_load.dtype.itemsize >= 4 else expert_load.astype(jnp.int32)
+    experts = max(load.size, 1)
+    # The floor and the remainder of the mean. The sum of all loads may overflow; that of these remainders is below E^2.
+    remainders = jnp.sum(load % experts, dtype=load.dtype)
+    floor = jnp.sum(load // experts, dtype=load.dtype) + remainders // experts
+    is_below = (load < floor) | ((load == floor) & (remainders % experts > 0))
+    direction = jnp.where(is_below, 1, jnp.where(load > floor, -1, 0))
+    return selection_bias + jnp.asarray(scalar("rate", rate), jnp.float32) * direction.astype(jnp.float32)
 
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:

@@ -82,6 +82,7 @@ class GroupedKernel(nnx.Module):
         assert jg.ragged_dot(jnp.ones((16, 16)), transposed, jnp.array([10, 4])).shape == (16, 32)
     """
 
+    @_layers.with_canonical_fields
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -95,7 +96,6 @@ class GroupedKernel(nnx.Module):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
-        _layers.check_layer(recipe, {}, {})
         _layers.check_caching(recipe, cache_kernel, None)
         groups, _, *features = shape
         self.recipe = recipe
@@ -219,6 +219,7 @@ class GroupedDense(GroupedKernel):
         assert y.shape == (16, 16) and not y[14:].any()
     """
 
+    @_layers.with_canonical_fields
     def __init__(
         self,
         in_features: int,
@@ -237,8 +238,6 @@ class GroupedDense(GroupedKernel):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
-        features = dict(in_features=in_features, out_features=out_features)
-        _layers.check_layer(recipe, dict(num_groups=num_groups), features)
         super().__init__(
             (num_groups, in_features, out_features),
             kernel_init=kernel_init,

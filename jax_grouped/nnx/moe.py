@@ -79,6 +79,7 @@ class MoEMlp(nnx.Module):
         assert y.shape == x.shape and not metrics.dropped.any()
     """
 
+    @_layers.with_canonical_fields
     def __init__(
         self,
         features: int,
@@ -118,11 +119,7 @@ class MoEMlp(nnx.Module):
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        counts = dict(num_experts=num_experts, top_k=top_k)
-        sizes = dict(features=features, hidden_features=hidden_features)
-        if shared_features is not None:
-            sizes |= dict(shared_features=shared_features)
-        _layers.check_layer(recipe, counts, sizes)
+        _layers.warn_of_constant_weights(top_k, num_experts, normalize_weights=normalize_weights)
         checks.check_activation_name(activation)
         names = _layers.axis_names(logical_axes, activation)
 

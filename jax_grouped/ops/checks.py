@@ -1,7 +1,6 @@
 """Checks of public arguments at trace time. Each error names the argument, its value and the rule."""
 
 import contextlib
-import operator
 from collections.abc import Sequence
 from typing import get_args
 
@@ -13,8 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import NARROW_TYPES, Activation, is_gated
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, canonical_sizes
+from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
+from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
 
@@ -34,17 +34,6 @@ _DOT_ALGORITHMS = {
         jax.lax.Precision.HIGHEST,
     ),
 }
-
-
-def static_size(name: str, value: int, *, least: int = 0) -> int:
-    """Returns a size that shapes depend on. Raises unless it is an integer of at least `least`, known at trace time."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, known when the program is traced, got {value!r}.") from None
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
-    return value
 
 
 def check_dtype(name: str, dtype: DTypeLike | None) -> None:
@@ -145,7 +134,7 @@ def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
 def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     if config.check:
         _check_values(group_sizes, capacity)
-    return canonical_sizes(group_sizes, capacity)
+    return as_int32(group_sizes, 0, capacity)
 
 
 def integers(name: str, values: GroupSizes) -> jax.Array:
@@ -189,11 +178,7 @@ def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
     offset = integers("group_offset", group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
-    offset = offset.reshape(1)
-    if offset.dtype == jnp.int32:
-        return offset
-    limits = jnp.iinfo(offset.dtype)
-    return jnp.clip(offset, max(limits.min, -total), min(limits.max, total)).astype(jnp.int32)
+    return as_int32(offset.reshape(1), -total, total)
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
@@ -351,7 +336,7 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
 
 
 def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
-    """Converts indices of `rows` rows to `int32[R]`, -1 for one outside of `[0, rows)` that int32 does not hold.
+    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none.
 
     Raises:
         TypeError: they are not of an integer type.
@@ -360,9 +345,7 @@ def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
     indices = integers("row_indices", row_indices)
     if indices.ndim != 1:
         raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
-    if indices.dtype == jnp.int32:
-        return indices
-    return jnp.where((indices >= 0) & (indices < rows), indices, -1).astype(jnp.int32)
+    return as_int32(indices, -1, rows)
 
 
 def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:

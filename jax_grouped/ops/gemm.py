@@ -17,6 +17,7 @@ from jax_grouped.backends.partition import apply
 from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec, Product
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups, part_sizes
+from jax_grouped.core.values import promoted_type
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.ops.rows import permute_rows
@@ -74,7 +75,7 @@ def gemm(
     assert not isinstance(a, ScaledArray)
     assert not isinstance(b, ScaledArray)
     if not is_narrow(b):
-        dtype = jnp.promote_types(a.dtype, b.dtype)
+        dtype = promoted_type(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
         return _bind(_rows(a), _rows(b), groups, spec, accumulator=accumulator, out_spec=out_spec)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.core.values import promoted_type, static_bool, static_size
 from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
 from jax_grouped.fp8.state import Fp8State
 
@@ -56,7 +57,7 @@ def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
         assert total["kernel"].tolist() == [2, 2, 2]
         assert total["state"].input_scale.tolist() == [1, 1]
     """
-    return _map(jnp.maximum, jnp.add, total, gradients)
+    return _map(jnp.maximum, _sum, total, gradients)
 
 
 def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...], *, mean: bool = True) -> Tree:
@@ -74,6 +75,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
         The means or sums over the devices, and the largest of each number for next values.
 
     Raises:
+        TypeError: `mean` is no boolean.
         ValueError: there is no such axis here, or JAX tracks varying axes and gradients do not vary over it.
 
     Example:
@@ -99,7 +101,7 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
                 "jax.shard_map with its checks on has summed it already, so leave reduce_gradients out, and divide by "
                 "the number of devices for a mean."
             )
-    reduce = jax.lax.pmean if mean else jax.lax.psum
+    reduce = jax.lax.pmean if static_bool("mean", mean) else jax.lax.psum
     return _map(lambda x: jax.lax.pmax(x, axes), lambda x: reduce(x, axes), gradients)
 
 
@@ -150,7 +152,8 @@ def overwrite_with_gradient(
 
     Raises:
         ModuleNotFoundError: Optax is not installed.
-        ValueError: `every` is not a positive number.
+        TypeError: `every` is no integer.
+        ValueError: `every` is less than 1.
 
     Example:
         import optax
@@ -171,8 +174,7 @@ def overwrite_with_gradient(
             'jax_grouped.overwrite_with_gradient needs Optax: python3 -m pip install "optax>=0.2.5"'
         ) from error
 
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a positive number of microbatches, got {every!r}.")
+    every = static_size("every", every, least=1)
     inner = optax.with_extra_args_support(optimizer) if every == 1 else optax.MultiSteps(optimizer, every)
 
     def parameters(tree: Tree) -> Tree:
@@ -185,7 +187,9 @@ def overwrite_with_gradient(
     def update(updates: Tree, state: OverwriteState, params: Tree = None, **extra: Any) -> tuple[Tree, OverwriteState]:
         if params is None:
             raise ValueError("overwrite_with_gradient needs params: update(updates, state, params).")
-        steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
+        # Optax itself mixes types, of counts and gradients, which a strict setting would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
         known, following = _states(params), _states(updates)
         collected: tuple[jax.Array, ...] = ()
         if every > 1:
@@ -231,9 +235,14 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         return jnp.asarray(new, jnp.result_type(old))
 
     def add(old: jax.Array, update: Any, _: Any) -> jax.Array:
-        return jnp.asarray(old + update, jnp.result_type(old))
+        return _sum(old, update).astype(jnp.result_type(old))
 
     return _map(replace, add, params, updates, following)
+
+
+def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = promoted_type(a, b)
+    return jnp.asarray(a, dtype) + jnp.asarray(b, dtype)
 
 
 def _is_replacement(node: Any) -> bool:

@@ -8,8 +8,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import GemmSpec
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import as_array, promoted_type
+from jax_grouped.core.varying import in_reverse_mode, vary_alike
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import gemm, is_narrow
@@ -93,7 +93,7 @@ def canonical_types(
     """
     of_rhs = lhs.dtype if is_narrow(rhs) else rhs.dtype
     out_dtype = _result_type(lhs.dtype, of_rhs, preferred_element_type)
-    dtype = jnp.promote_types(lhs.dtype, of_rhs)
+    dtype = promoted_type(lhs.dtype, of_rhs)
     rhs = rhs if is_narrow(rhs) else rhs.astype(dtype)
     return lhs.astype(dtype), rhs, out_dtype, checks.canonical_precision(precision, dtype)
 
@@ -102,7 +102,7 @@ def multiply(
     lhs: jax.Array, rhs: jax.Array, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """Returns the product that `spec` names, also of arrays that vary over different axes of a `jax.shard_map`."""
-    lhs, rhs, *varying = vary_alike(lhs, rhs, *groups)
+    lhs, rhs, *varying = vary_alike(*in_reverse_mode("ragged_dot", (lhs, rhs)), *groups)
     return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
 
 
@@ -113,4 +113,4 @@ def _result_type(lhs: np.dtype, rhs: np.dtype, preferred: DTypeLike | None) -> n
         return jnp.dtype(preferred)
     if {lhs, rhs} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return jnp.dtype(jnp.bfloat16)
-    return jnp.promote_types(lhs, rhs)
+    return promoted_type(lhs, rhs)

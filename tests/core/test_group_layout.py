@@ -59,7 +59,7 @@ def test_row_ranges_match_a_plain_loop(sizes: list[int], offset: int, num_groups
 def test_sizes_of_any_integer_type_become_int32_without_wrapping(
     dtype: str, values: list[int], expected: list[int]
 ) -> None:
-    got = groups.canonical_sizes(jnp.array(values, dtype), capacity=10)
+    got = groups.as_int32(jnp.array(values, dtype), 0, 10)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, expected)
 

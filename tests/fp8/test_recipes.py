@@ -110,10 +110,18 @@ def test_a_text_is_no_number(recipe: Any, field: str) -> None:
         recipe(**{field: "1"})
 
 
+@pytest.mark.parametrize("value", ["no", 1], ids=repr)
 @pytest.mark.parametrize("recipe", [jg.Float8BlockScaling, jg.Float8CurrentScaling])
-def test_a_text_is_no_boolean(recipe: Any) -> None:
-    with pytest.raises(TypeError, match=r"^pow2_scales must be True or False, got 'no'\.$"):
-        recipe(pow2_scales="no")
+def test_texts_and_numbers_are_no_booleans(recipe: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^pow2_scales must be True or False, got {value!r}\.$"):
+        recipe(pow2_scales=value)
+
+
+@pytest.mark.parametrize("value", [True, np.True_], ids=["Python's", "NumPy's"])
+@pytest.mark.parametrize("field", ["amax_history_len", "margin"])
+def test_booleans_are_no_numbers(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{field} must be an? (integer|number), known when the program is traced"):
+        jg.DelayedScaling(**{field: value})
 
 
 def test_numbers_of_numpy_make_equal_recipes() -> None:
@@ -133,8 +141,8 @@ def test_an_epsilon_that_is_no_size_is_refused(recipe: Any, value: float) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(amax_history_len=0), "amax_history_len must be an integer of at least 1, got 0."),
-        (dict(amax_history_len=-3), "amax_history_len must be an integer of at least 1, got -3."),
+        (dict(amax_history_len=0), "amax_history_len must be at least 1, got 0."),
+        (dict(amax_history_len=-3), "amax_history_len must be at least 1, got -3."),
         (dict(amax_compute_algo="mean"), "amax_compute_algo must be 'max' or 'most_recent', got 'mean'."),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

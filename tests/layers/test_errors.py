@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -83,6 +84,57 @@ def test_features_that_a_recipe_does_not_take_are_named(name: str, size: str) ->
 def test_sizes_are_integers(name: str, size: str) -> None:
     with pytest.raises(TypeError, match=rf"^{size} must be an integer, known when the program is traced, got '4'\.$"):
         LAYERS[name](**{size: "4"})
+
+
+#: Static fields of the mixtures by their kind.
+SIZE_FIELDS = ["num_experts", "top_k", "hidden_features", "expert_groups", "top_groups", "shared_features"]
+NUMBER_FIELDS = ["weight_scale", "capacity_factor"]
+FLAG_FIELDS = [
+    "normalize_weights", "use_bias", "cache_kernel", "quantized_exchange", "quantized_combine", "use_router_bias",
+    "use_selection_bias", "balance_sequences",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_booleans_are_no_numbers_and_numbers_no_booleans(name: str) -> None:
+    for fields, value, kind in (
+        (SIZE_FIELDS, True, "an integer"),
+        (NUMBER_FIELDS, np.True_, "a number"),
+        (FLAG_FIELDS, 1, "True or False"),
+    ):
+        for field in fields:
+            with pytest.raises(TypeError, match=f"^{field} must be {kind}"):
+                LAYERS[name](**{field: value})
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_numpy_become_those_of_python(name: str) -> None:
+    options = dict.fromkeys(["use_bias"], np.False_) if name in DENSE else {}
+    if name in MIXTURES:
+        sizes = dict(num_experts=4, top_k=2, hidden_features=F, expert_groups=2, top_groups=1, shared_features=16)
+        options = {field: np.int64(size) for field, size in sizes.items()}
+        options |= {field: np.float32(1.5) for field in NUMBER_FIELDS} | dict.fromkeys(FLAG_FIELDS, np.False_)
+    layer = LAYERS[name](**options)
+
+    result = call(layer, X, SIZES) if name in DENSE else call(layer, X) if name in MIXTURES else None
+
+    for field, value in vars(layer).items():
+        assert not isinstance(value, np.generic), field
+    if name in MIXTURES:
+        assert result[0].shape == X.shape
+        assert (layer.top_k, layer.weight_scale) == (2, 1.5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_router_that_the_loss_does_not_train_is_warned_of_where_it_is_made(name: str) -> None:
+    with pytest.warns(UserWarning, match="^top_k=1 with normalize_weights=True makes every token's weight 1") as warned:
+        layer = LAYERS[name](top_k=1)
+    assert [warning.filename for warning in warned] == [__file__]
+
+    if isinstance(layer, nn.Module):  # Calls make copies of it, and need no more warnings.
+        layer.apply(layer.init(jax.random.key(0), X), X)
+    LAYERS[name](top_k=1, normalize_weights=False)
+    LAYERS[name](top_k=1, num_experts=1)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -417,3 +418,57 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
         return
     with pytest.raises(ValueError, match=message):
         jg.linen.MoEMlp(**OPTIONS | options).apply({"params": params()}, x())
+
+
+def test_functions_take_numbers_of_numpy_and_no_booleans_for_numbers() -> None:
+    gate_up, down = params()["gate_up"]["kernel"], params()["down"]["kernel"]
+    logits = jax.random.normal(jax.random.key(3), (TOKENS, E))
+    sizes = dict(top_k=2, expert_groups=3, top_groups=2, num_sequences=4)
+    factors = dict(capacity_factor=0.75, weight_scale=2.0)
+    of_numpy = {name: np.int64(size) for name, size in sizes.items()}
+    of_numpy |= {name: np.float32(factor) for name, factor in factors.items()}
+    moe = functools.partial(jg.moe.moe_mlp, x(), logits, gate_up, down)
+
+    jax.tree.map(np.testing.assert_array_equal, moe(**of_numpy, quantized_combine=np.False_), moe(**sizes, **factors))
+    experts = jg.moe.top_k_routing(logits, np.int32(2)).experts
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jg.moe.group_by_expert(experts, np.int64(E), capacity=np.uint8(40)),
+        jg.moe.group_by_expert(experts, E, capacity=40),
+    )
+    for name in of_numpy:
+        with pytest.raises(TypeError, match=f"^{name} must be an? (integer|number), known when .*, got True"):
+            moe(**(sizes | {name: True}))
+    for options in (dict(num_experts=True), dict(num_experts=E, capacity=True)):
+        with pytest.raises(TypeError, match=r"must be an integer, known when .*, got True"):
+            jg.moe.group_by_expert(experts, **options)
+    for flag in ("normalize_weights", "quantized_exchange", "quantized_combine"):
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got 1"):
+            moe(**sizes, **{flag: 1})
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [None, BLOCK, jg.Float8CurrentScaling(), jg.DelayedScaling(margin=1), jg.MXFP8BlockScaling()],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_a_step_with_mixed_types_is_traced_where_promotion_is_strict(recipe: jg.Recipe | None) -> None:
+    flags = ["use_bias", "use_router_bias", "use_selection_bias", "balance_sequences"]
+    layer = jg.linen.MoEMlp(
+        4, 2, 16, score="sigmoid", recipe=recipe, shared_features=16, capacity_factor=0.9, **dict.fromkeys(flags, True)
+    )
+    tokens = jnp.ones((2, 8, 32), jnp.bfloat16)
+    optimizer = jg.overwrite_with_gradient(optax.sgd(0.1), every=2)
+
+    def step(variables: dict[str, Any]) -> Any:
+        def loss(trained: dict[str, Any]) -> jax.Array:
+            y, metrics = layer.apply(variables | trained, tokens)
+            return jnp.sum(y.astype(jnp.float32)) + metrics.balance_loss + metrics.z_loss
+
+        trained = {name: of for name, of in variables.items() if name != "router_state"}
+        updates, _ = optimizer.update(jax.grad(loss)(trained), optimizer.init(trained), trained)
+        return jg.apply_updates(trained, updates)
+
+    with jax.numpy_dtype_promotion("strict"):
+        variables = jax.eval_shape(layer.init, jax.random.key(0), tokens)
+        jax.jit(step).lower(variables)

@@ -261,6 +261,17 @@ def test_the_balance_loss_is_1_of_an_even_spread_and_as_many_as_experts_of_the_w
     np.testing.assert_allclose(loss(worst), EXPERTS, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+def test_the_balance_loss_counts_experts_of_any_integer_type(dtype: str) -> None:
+    # Experts 44 and 300 are the same number in eight bits.
+    probabilities = np.full((2, 400), 0.5, np.float32) * (np.arange(400) == 300)
+    with jax.enable_x64(True):
+        got = Routing(jnp.array([[44, 3], [44, 5]], dtype), np.ones((2, 2), np.float32), probabilities)
+
+        np.testing.assert_array_equal(routing.load_balancing_loss(got), 0)
+        np.testing.assert_array_equal(routing.load_balancing_loss(got, num_sequences=2), 0)
+
+
 def test_the_balance_loss_of_no_tokens_is_zero() -> None:
     loss = jax.jit(balanced_loss)(LOGITS[:0])
     assert (float(loss), loss.dtype) == (0.0, jnp.float32)
@@ -364,6 +375,13 @@ def test_the_balance_loss_under_pmap_is_that_of_the_whole_batch() -> None:
             "expert_groups must be an integer, known when the program is traced, got 1.5.",
         ),
         (dict(normalize_weights="no"), TypeError, "normalize_weights must be True or False, got 'no'."),
+        (dict(normalize_weights=1), TypeError, "normalize_weights must be True or False, got 1."),
+        (dict(top_k=True), TypeError, "top_k must be an integer, known when the program is traced, got True."),
+        (
+            dict(weight_scale=np.True_),
+            TypeError,
+            "weight_scale must be a number, known when the program is traced, got np.True_.",
+        ),
         (dict(logits=None), TypeError, "logits must be an array, got None."),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -404,7 +422,54 @@ def test_a_selection_bias_moves_by_its_rate() -> None:
 
     np.testing.assert_array_equal(bias, [0.25, 0, 0.25])
     with pytest.raises(ValueError, match=r"^selection_bias and expert_load must have one shape \[E\], got \(3,\) and"):
-        routing.update_selection_bias(bias, jnp.ones(2))
+        routing.update_selection_bias(bias, jnp.ones(2, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("loads", "directions"),
+    [
+        (7 * [131071], 7 * [0]),
+        ([2**31 - 1, 2**31 - 1, 2**31 - 2], [-1, -1, 1]),
+        ([2**31 - 1, 0, 0, 2**31 - 1], [-1, 1, 1, -1]),
+        ([16777217, 16777217, 16777216], [-1, -1, 1]),
+        ([16777217, 16777215, 16777216], [-1, 1, 0]),
+    ],
+    ids=["equal", "near the most", "far apart", "more than float32 counts", "around the mean"],
+)
+def test_loads_are_compared_with_their_mean_exactly(loads: list[int], directions: list[int]) -> None:
+    got = routing.update_selection_bias(jnp.zeros(len(loads)), jnp.array(loads, jnp.int32), rate=jnp.float32(1))
+
+    np.testing.assert_array_equal(got, directions)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int64", "uint64"])
+def test_loads_of_any_integer_type(dtype: str) -> None:
+    with jax.enable_x64(True):
+        load = jnp.zeros(300, dtype).at[7].set(100)  # More experts than an 8-bit type counts.
+
+        bias = routing.update_selection_bias(jnp.zeros(300, jnp.float32), load, rate=np.float64(1))
+
+    np.testing.assert_array_equal(bias, np.where(np.arange(300) == 7, -1, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(selection_bias=jnp.zeros(3, jnp.int32)), TypeError, "selection_bias must be float32 to be updated, got"),
+        (dict(selection_bias=jnp.zeros(3, jnp.bfloat16)), TypeError, "selection_bias must be float32 to be updated,"),
+        (dict(expert_load=jnp.ones(3)), TypeError, "expert_load must be of an integer type, got float32."),
+        (dict(rate="x"), TypeError, "rate must be a number, known when the program is traced, got 'x'."),
+        (dict(rate=True), TypeError, "rate must be a number, known when the program is traced, got True."),
+        (dict(rate=jnp.array(True)), TypeError, "rate must be a number, got an array of type bool."),
+        (dict(rate=jnp.ones(3)), ValueError, "rate must be a scalar, got shape (3,)."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_update_selection_bias_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        routing.update_selection_bias(
+            **(dict(selection_bias=jnp.zeros(3), expert_load=jnp.array([1, 2, 3])) | arguments)
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -261,7 +261,7 @@ def test_next_values_of_layers_are_recognised(api: str) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, None])
 def test_every_is_a_positive_number(every: Any) -> None:
-    with pytest.raises(ValueError, match="every must be a positive number of microbatches"):
+    with pytest.raises((TypeError, ValueError), match=r"^every must be (an integer|at least 1)"):
         jg.overwrite_with_gradient(optax.sgd(0.1), every=every)
 
 

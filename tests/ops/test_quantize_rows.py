@@ -231,13 +231,18 @@ def test_rows_of_many_tokens(backend: str) -> None:
             assert_gathered(got, x, indices, sizes, mode)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
 def test_indices_of_any_integer_type(backend: str, dtype: str) -> None:
-    indices = jnp.arange(100, dtype=dtype)
+    limits = np.iinfo(dtype)
+    indices = np.array([0, 1, 100, limits.max, limits.min, min(limits.max, 69_999)], dtype)
+    # More rows than the 8-bit and 16-bit types count.
+    x = jnp.tile(jnp.arange(1.0, 70_001)[:, None], (1, 16))
+    with jax.enable_x64(True):
+        got = jg.grouped_quantize(x, jnp.array([6]), ScalingMode.BLOCK_1D, row_indices=jnp.asarray(indices))
 
-    got = jg.grouped_quantize(tokens(), SIZES, ScalingMode.BLOCK_1D, row_indices=indices)
-
-    assert_gathered(got, tokens(), indices.astype(jnp.int32), SIZES, ScalingMode.BLOCK_1D)
+    assert_gathered(
+        got, x, np.clip(indices.astype(object), -1, 70_000).astype(int), np.array([6]), ScalingMode.BLOCK_1D
+    )
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 0), (0, None, None)], ids=["all", "other rows", "other tokens"])

@@ -1,6 +1,7 @@
 """The choice of experts and the rows of pairs, against loops written from the definitions."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax_grouped.ops.routing import RoutedAndGrouped, group_pairs, route, route_
 from tests.programs import custom_calls, lowered, struct
 
 TOKENS = 45
-LOWEST = float(np.finfo(np.float32).min)
+LOWEST, TINY = float(np.finfo(np.float32).min), float(np.finfo(np.float32).tiny)
 
 
 def logits_of(tokens: int, num_experts: int, dtype: Any = "float32") -> np.ndarray:
@@ -41,30 +42,45 @@ def bias_of(num_experts: int) -> np.ndarray:
     return bias.astype(np.float32)
 
 
-def expected_experts(scores: np.ndarray, spec: RouteSpec) -> list[int]:
-    """Chooses a token's experts from its scores with the bias."""
-    scores = np.nan_to_num(np.clip(scores, LOWEST, -LOWEST), nan=LOWEST)
+def expected_experts(compared: np.ndarray, scores: np.ndarray, spec: RouteSpec) -> list[int]:
+    """Chooses a token's experts from the numbers to compare, and from the scores that groups add up."""
+    compared, scores = (np.nan_to_num(np.clip(x, LOWEST, -LOWEST), nan=LOWEST) for x in (compared, scores))
     size = len(scores) // spec.expert_groups
     pairs = [np.sort(scores[first : first + size])[-2:].sum() for first in range(0, len(scores), size)]
     best = np.argsort(-np.asarray(pairs), kind="stable")[: spec.top_groups]
     allowed = [expert for expert in range(len(scores)) if expert // size in best]
-    return sorted(allowed, key=lambda expert: (-scores[expert], expert))[: spec.top_k]
+    return sorted(allowed, key=lambda expert: (-compared[expert], expert))[: spec.top_k]
+
+
+def without_subnormals(scores: np.ndarray) -> np.ndarray:
+    return np.where(scores < TINY, 0, scores)
+
+
+def shares(logarithms: np.ndarray) -> np.ndarray:
+    """Divides numbers, of which it has the logarithms, by their sum; zeros where all are zero."""
+    if np.all(logarithms == -np.inf):
+        return np.zeros_like(logarithms)
+    powers = np.exp(logarithms - logarithms.max())
+    return powers / powers.sum()
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def check_routed(got: Any, logits: np.ndarray, bias: np.ndarray | None, spec: RouteSpec) -> None:
+def check_routed(got: Any, logits: np.ndarray, bias: np.ndarray | None, spec: RouteSpec, rtol: float = 1e-6) -> None:
+    is_softmax = spec.score == "softmax"
     for token, row in enumerate(logits.astype(np.float64)):
         powers = np.exp(row - row.max())
-        scores = powers / powers.sum() if spec.score == "softmax" else 1 / (1 + np.exp(-row))
-        experts = expected_experts(scores if bias is None else scores + bias, spec)
+        logarithms = np.log(powers / powers.sum()) if is_softmax else -np.logaddexp(0, -row)
+        compared = scores = np.exp(logarithms)
+        if bias is not None:
+            compared = scores = without_subnormals(scores) + bias
+        elif not is_softmax:
+            compared, scores = row, without_subnormals(np.exp(logarithms - np.fmax.reduce(logarithms)))
+        experts = expected_experts(compared, scores, spec)
         assert got.experts[token].tolist() == experts, token
-        weights = scores[experts]
-        if spec.normalize_weights and weights.sum() > 0:
-            weights = weights / weights.sum()
-        np.testing.assert_allclose(got.weights[token], weights, rtol=1e-6, atol=1e-30, err_msg=str(token))
-        if not np.isnan(row).any():
-            probabilities = scores / scores.sum() if scores.sum() > 0 or np.isnan(scores).any() else scores
-            np.testing.assert_allclose(got.probabilities[token], probabilities, rtol=1e-6, atol=1e-30)
+        chosen = logarithms[experts]
+        weights = shares(chosen) if spec.normalize_weights else np.exp(chosen)
+        np.testing.assert_allclose(got.weights[token], weights, rtol=rtol, atol=1e-30, err_msg=str(token))
+        np.testing.assert_allclose(got.probabilities[token], shares(logarithms), rtol=rtol, atol=1e-30)
 
 
 def check_grouped(got: Any, experts: np.ndarray, num_experts: int, rows: int) -> None:
@@ -138,6 +154,55 @@ def test_experts_come_from_the_best_groups(
     spec = RouteSpec(top_k, score, True, expert_groups, top_groups)
 
     check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec)
+
+
+#: Logits whose sigmoids float32 rounds to 0, by other margins than 16-bit types do, with ordinary ones or without.
+FAR_BELOW = np.array(
+    [
+        [-60, -61, -62, -60.5, -63, -64],
+        [-88, -88.5, -87, -89, -90, -86],
+        [-95, -96.5, -94, -97, -98, -95.5],
+        [-110, -300, -108, -1e30, -111, -112],
+        [-1e30, -300, -305, -304, -1e30, -301.5],
+        [0.5, -300, -88, -110, -95, -1e30],
+        [-60, -2, -88, 3, -1e30, -95],
+        [-np.inf, -95, -np.inf, -96, -np.inf, -94],
+        [-np.inf] * 6,
+        [-95, -96, np.nan, -94, -97, -98],
+    ],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "as is"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sigmoids_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(
+    backend: str, dtype: str, normalize: bool
+) -> None:
+    logits = np.asarray(jnp.asarray(FAR_BELOW, dtype))
+    # This bias forbids the first experts, so the best of the others is far below the best of all.
+    forbidding = np.array([-9, -9, 0, 0, 0.125, 0], np.float32)
+    for bias, groups in itertools.product((None, forbidding, np.zeros(6, np.float32)), [(1, 1), (3, 2), (6, 3)]):
+        spec = RouteSpec(3, "sigmoid", normalize, *groups)
+        check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec, rtol=1e-5)
+
+
+def test_the_loss_and_the_gradient_of_sigmoids_that_float32_rounds_to_zero(backend: str) -> None:
+    logits, spec = jnp.asarray(FAR_BELOW[:5]), RouteSpec(3, "sigmoid", normalize_weights=True)
+    experts = route(logits, None, spec).experts
+
+    def of_logarithms(logits: jax.Array) -> jax.Array:
+        logarithms = jax.nn.log_sigmoid(logits)
+        probabilities = jax.nn.softmax(logarithms)
+        weights = jax.nn.softmax(jnp.take_along_axis(logarithms, experts, axis=1))
+        return mixed(weights, probabilities, jnp.sum(probabilities, axis=0))
+
+    got, expected = (
+        jax.jit(jax.value_and_grad(of))(logits) for of in (functools.partial(outputs, spec=spec), of_logarithms)
+    )
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
+    assert np.all(np.any(np.abs(got[1]) > 1e-3, axis=1))
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 33, 5000])

@@ -181,3 +181,48 @@ def test_pmap_runs_every_device_on_its_own_tokens() -> None:
     got = jax.pmap(step, axis_name="data", devices=jax.devices()[:devices])(xs)
     expected = sum(GRADIENT(x, kernel, bias)[1] for x in xs) / devices
     assert_trees_close(got, jnp.broadcast_to(expected, got.shape), 1e-4)
+
+
+@pytest.mark.parametrize("rhs", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("lhs", ["bfloat16", "float16", "float32"])
+def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str) -> None:
+    x, kernel = operands()[0].astype(lhs), operands()[1].astype(rhs)
+
+    def gradients(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull_back = jax.vjp(lambda *of: jg.ragged_dot(*of, SIZES), x, kernel)
+        return y, *pull_back(y)
+
+    expected = jax.jit(gradients)(x, kernel)
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(gradients)(x, kernel)
+        result_type = jax.eval_shape(jax.lax.ragged_dot, x, kernel, SIZES).dtype
+
+    assert [of.dtype for of in got] == [result_type, x.dtype, kernel.dtype]
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+FORWARD = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+    "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+def test_forward_mode_is_refused_by_the_name_of_the_function(mode: str) -> None:
+    x, kernel, _ = operands()
+    logits, gate_up = jnp.ones((TOKENS, GROUPS)), jnp.ones((GROUPS, IN, 2 * OUT))
+    down = jnp.ones((GROUPS, OUT, IN))
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "ragged_dot": lambda x: jg.ragged_dot(x, kernel, SIZES),
+        "grouped_dense": lambda x: jg.grouped_dense(x, kernel, SIZES),
+        "router_logits": lambda x: jg.moe.router_logits(x, jnp.ones((IN, GROUPS))),
+        "moe_mlp": lambda x: jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)[0],
+    }
+    for name, function in functions.items():
+        with pytest.raises(TypeError, match=rf"^{name} has derivatives in reverse mode only \(jax\.grad, jax\.vjp, "):
+            FORWARD[mode](function, x)

@@ -2,44 +2,72 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.core.capacity import fit_to_capacity
-from jax_grouped.core.groups import count_not_above
+from jax_grouped.core.groups import as_int32, count_not_above
+
+_LOWEST = np.float32(np.finfo(np.float32).min)
 
 
 def route(logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec) -> tuple[jax.Array, ...]:
     """Returns the experts, weights and probabilities of `RouteSpec`."""
     logits = logits.astype(jnp.float32)
-    scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
-    experts = _best(scores, bias, spec)
-    weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
-    return (
-        experts,
-        _normalized(weights) if spec.normalize_weights else weights,
-        scores if spec.score == "softmax" else _normalized(scores),
-    )
-
-
-def _best(scores: jax.Array, bias: jax.Array | None, spec: RouteSpec) -> jax.Array:
-    """Returns the indices of the highest sums of score and bias, `int32[T, top_k]`, in the best groups."""
+    if spec.score == "softmax":
+        scores = probabilities = jax.nn.softmax(logits)
+        experts = _best(scores if bias is None else scores + bias, spec)
+        weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
+        return experts, _normalized(weights) if spec.normalize_weights else weights, probabilities
     if bias is not None:
-        scores = scores + bias
-    # Replace NaN and -inf: the order of NaN depends on the device, and an implementation may pad with -inf of no index.
-    lowest = jnp.finfo(jnp.float32).min
-    scores = jnp.nan_to_num(scores, nan=lowest, posinf=-lowest, neginf=lowest)
+        experts = _best(_sigmoid(logits) + bias, spec)
+    else:
+        # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
+        compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
+        experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
+    of_choices = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
+    weights = _normalized(_relative_sigmoid(of_choices)) if spec.normalize_weights else _sigmoid(of_choices)
+    return experts, weights, _normalized(_relative_sigmoid(logits))
+
+
+def _sigmoid(logits: jax.Array) -> jax.Array:
+    return _without_subnormals(jax.nn.sigmoid(logits))
+
+
+def _relative_sigmoid(logits: jax.Array) -> jax.Array:
+    """Returns sigmoids `[T, n]`, each row divided by exp(min(its largest logit, 0)): they do not all underflow."""
+    largest = jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=1, keepdims=True)
+    shift = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, 0))
+    # The shift is 0 beside a positive logit. No exponential overflows.
+    power = jnp.exp(jnp.where(logits > 0, -logits, logits - shift))
+    return jnp.where(logits > 0, 1, power) / (1 + power * jnp.exp(shift))
+
+
+def _without_subnormals(x: jax.Array) -> jax.Array:
+    """Replaces subnormal numbers by 0 on every platform, as CPUs do."""
+    return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0, x)
+
+
+def _best(compared: jax.Array, spec: RouteSpec, scores: jax.Array | None = None) -> jax.Array:
+    """Returns the indices of the highest numbers in the best groups, `int32[T, top_k]`.
+
+    The best groups are those with the highest sums of their two highest scores: by default the compared numbers.
+    """
+    compared = _limited(compared, -_LOWEST)
     if spec.top_groups < spec.expert_groups:
-        scores = _in_best_groups(scores, spec.expert_groups, spec.top_groups)
-    return jax.lax.top_k(scores, spec.top_k)[1]
+        scores = _limited(compared if scores is None else scores, -_LOWEST / 2)  # Sums do not overflow.
+        of_groups = (scores.shape[0], spec.expert_groups, scores.shape[1] // spec.expert_groups)
+        two_best = jax.lax.top_k(scores.reshape(of_groups), min(2, of_groups[2]))[0]
+        groups = jax.lax.top_k(jnp.sum(two_best, axis=2), spec.top_groups)[1]
+        usable = jnp.any(chosen(groups, spec.expert_groups), axis=1)[..., None]
+        compared = jnp.where(usable, compared.reshape(of_groups), -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(compared, spec.top_k)[1]
 
 
-def _in_best_groups(scores: jax.Array, expert_groups: int, top_groups: int) -> jax.Array:
-    """Replaces the scores of experts outside of a token's best groups by -inf, which is below every score."""
-    of_groups = scores.reshape(scores.shape[0], expert_groups, scores.shape[1] // expert_groups)
-    two_best = jax.lax.top_k(of_groups, min(2, of_groups.shape[2]))[0]
-    # Halves, whose sum does not overflow.
-    best = jax.lax.top_k(jnp.sum(two_best * 0.5, axis=2), top_groups)[1]
-    return jnp.where(jnp.any(chosen(best, expert_groups), axis=1)[..., None], of_groups, -jnp.inf).reshape(scores.shape)
+def _limited(x: jax.Array, most: np.float32) -> jax.Array:
+    """Returns numbers within [-most, most]. NaN counts as the lowest."""
+    # The order of NaN depends on the device, and an implementation of top_k may pad with -inf of no index.
+    return jnp.clip(jnp.where(jnp.isnan(x), -most, x), -most, most)
 
 
 def _normalized(x: jax.Array) -> jax.Array:
@@ -48,12 +76,12 @@ def _normalized(x: jax.Array) -> jax.Array:
     largest = jnp.max(x, axis=1, keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1)
     total = jnp.sum(x, axis=1, keepdims=True)
-    return x / jnp.where(total > 0, total, 1)
+    return x / jnp.where(total == 0, 1, total)
 
 
 def chosen(experts: jax.Array, num_experts: int) -> jax.Array:
     """Compares each choice with each expert, `bool[T, k, E]`."""
-    return experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
+    return as_int32(experts, -1, num_experts)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
 
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
