@@ -91,7 +91,10 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def local(self, splits: Mapping[str, Split]) -> Local:
-        """Returns the function of one device. Results that have to be reduced over devices are those of its parts."""
+        """Returns the function of one device. Results that have to be reduced over devices are those of its parts.
+
+        Parts that are summed may have a wider type than the result: the sum is rounded once.
+        """
 
     def grain(self, dimension: str) -> int:
         """Returns the number that the size of a part is a multiple of."""
@@ -196,8 +199,8 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
         partial = local(*(array for i, array in enumerate(arrays) if i != added))
         whole = [of(result) for of, result in zip(reductions, partial, strict=True)]
         if added is not None:
-            whole[to] += arrays[added]
-        return whole
+            whole[to] += arrays[added].astype(whole[to].dtype)
+        return [of.astype(result.dtype) for of, result in zip(whole, results, strict=True)]
 
     return Plan(of_device, result_specs, operand_specs)
 

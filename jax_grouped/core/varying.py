@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -98,11 +99,17 @@ def is_tracked(axis_name: Hashable) -> bool:
     return axis_name in varying_axes(jax.lax.axis_index(axis_name))
 
 
+def added_axes(known: frozenset[Any], *arrays: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes over which arrays of these trees vary, without those that are known."""
+    return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(arrays))) - known, key=str))
+
+
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Marks all arrays as varying over every mesh axis over which any of them varies.
 
-    The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated kernel gets the sum of
-    all devices' gradients, as with every operation of JAX.
+    The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated array gets the sum of
+    all devices' gradients, as with every operation of JAX. The sum is in the type of the array: mark small parameters
+    in their `sum_dtype`, and leave kernels to the rules that compute their gradients.
     """
     axes = frozenset().union(*(varying_axes(x) for x in arrays))
 
@@ -111,3 +118,8 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(vary(x) for x in arrays)
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the type in which gradients of this type are summed over devices: float32 in place of narrower floats."""
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype

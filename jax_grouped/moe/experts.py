@@ -64,9 +64,7 @@ def routed_mlp(
         ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
-    gate_up, without_bias, spec = _canonical(
-        rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather
-    )
+    gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
     groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     up_inputs = Inputs(x, gate_up, groups, tokens_of(permutation.order, permutation.inverse))
     if shared is not None:
@@ -80,7 +78,7 @@ def routed_mlp(
         up=dataclasses.replace(spec.up, zero_other_rows=zero_other_rows),
         down=dataclasses.replace(spec.down, zero_other_rows=zero_other_rows),
     )
-    return _vary_and_apply(up_inputs, without_bias, routing, spec, received).astype(x.dtype)
+    return _vary_and_apply(up_inputs, down, routing, spec, received).astype(x.dtype)
 
 
 def weighted_mlp(
@@ -116,12 +114,10 @@ def weighted_mlp(
         TypeError: as `grouped_mlp`.
         ValueError: likewise.
     """
-    gate_up, without_bias, spec = _canonical(
-        rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather
-    )
+    gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     routing = (row_weights, None, None, None, None)
-    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), without_bias, routing, spec)
+    weighted = _vary_and_apply(Inputs(rows, gate_up, groups), down, routing, spec)
     if down.bias is not None:
         zeros, bias, *of_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
         weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*of_groups))
@@ -138,12 +134,12 @@ def _canonical(
     expected_rows: int,
     weight_gather: WeightGather | None,
 ) -> tuple[Weights, Weights, ExpertsSpec]:
-    """Returns the checked weights, those of `down` without their bias, and the spec of the products without it."""
+    """Returns the checked weights, and the spec of the products without the bias of `down`."""
     parts = 1 if weight_gather is None else weight_gather.parts
     gate_up, down, spec = canonical_mlp(rows, gate_up, down, activation, recipe, precision, parts)
     up_spec = dataclasses.replace(spec.up, expected_tokens=expected_rows)
     down_spec = dataclasses.replace(spec.down, expected_tokens=expected_rows, bias_dtype=None)
-    return gate_up, down._replace(bias=None), ExpertsSpec(activation, up_spec, down_spec, weight_gather)
+    return gate_up, down, ExpertsSpec(activation, up_spec, down_spec, weight_gather)
 
 
 def _vary_and_apply(
@@ -154,6 +150,6 @@ def _vary_and_apply(
     received: Received | None = None,
 ) -> jax.Array:
     # The second product has no tokens yet: the first product computes them.
-    down_inputs = Inputs(None, down, up.groups)  # type: ignore[arg-type]
+    down_inputs = Inputs(None, down._replace(bias=None), up.groups)  # type: ignore[arg-type]
     arrays = ExpertsArrays(*vary_inputs(up, down_inputs, more=routing))
     return apply_rule(apply_experts, arrays._replace(received=received), spec, "moe_mlp")

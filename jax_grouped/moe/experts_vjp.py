@@ -41,7 +41,7 @@ from jax_grouped.ops.dense import (
     quantized_gradient_of_activation,
     quantized_kernels,
     save,
-    wgrad,
+    summed_wgrad,
 )
 from jax_grouped.ops.gemm import Gathered
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
@@ -256,7 +256,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         pending, gradient, dweights = _backward_of_down(saved, dy, spec)
     else:
         pending, gradient, dweights = _backward_of_quantized_down(saved, dy, row_indices)
-    ddown = Weights(_dkernel(pending, down.dkernel_accumulator, spec), fp8_state=pending.fp8_state)
+    stored_over = None if spec.weight_gather is None else spec.weight_gather.axis_name
+    dkernel = summed_wgrad(pending, down.dkernel_accumulator, stored_over)
+    ddown = Weights(dkernel, fp8_state=pending.fp8_state)
     dweights = arrays.of_choices(dweights)
     if bias_dweights is not None:
         dweights += bias_dweights
@@ -273,20 +275,14 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         parts, operands = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
         pending = dataclasses.replace(pending, x=operands[0], dy=operands[1])
         dx = summed(spec.token_gather.dtokens(parts)).astype(parts.dtype)
-    dup = Weights(_dkernel(pending, up.dkernel_accumulator, spec), bias=pending.dbias, fp8_state=pending.fp8_state)
+    dkernel = summed_wgrad(pending, up.dkernel_accumulator, stored_over)
+    dup = Weights(dkernel, bias=pending.dbias, fp8_state=pending.fp8_state)
     return (
         ExpertsArrays(Inputs(dx, dup, zero), Inputs(zero, ddown, zero), dweights, zero, zero, dbias, dshared, zero),
     )
 
 
 apply_experts.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _dkernel(pending: PendingWgrad, accumulator: jax.Array | None, spec: ExpertsSpec) -> jax.Array:
-    """Returns the gradient of this device's kernels, added to the accumulator if there is one."""
-    if spec.weight_gather is None:
-        return wgrad(pending, accumulator)
-    return spec.weight_gather.summed(wgrad(pending, None), accumulator)
 
 
 def _backward_of_down(

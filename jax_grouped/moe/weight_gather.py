@@ -1,4 +1,4 @@
-"""Gather of weights that the devices of a mesh axis store in parts (FSDP), and the sum of their gradients.
+"""Gather of weights that the devices of a mesh axis store in parts (FSDP).
 
 Each device quantizes its own part. A pass gathers the one orientation that it reads, and only parts wait for the
 backward pass.
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import jax
 
-from jax_grouped.core.varying import axis_size
+from jax_grouped.core.varying import axis_size, sum_dtype
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.ops.dense import Kernels, Oriented, Saved, quantized_kernels
@@ -42,10 +42,11 @@ class WeightGather:
         return axis_size(self.axis_name)
 
     def with_biases(self, weights: Weights) -> Weights:
-        """Gathers the biases of all devices."""
+        """Gathers the biases of all devices, in the type in which their gradients are summed."""
         if weights.bias is None:
             return weights
-        return weights._replace(bias=jax.lax.all_gather(weights.bias, self.axis_name, tiled=True))
+        bias = weights.bias.astype(sum_dtype(weights.bias.dtype))
+        return weights._replace(bias=jax.lax.all_gather(bias, self.axis_name, tiled=True))
 
     def for_fprop(self, weights: Weights, spec: DenseSpec, after: _T, *, rowwise: bool) -> tuple[Kernels, _T]:
         """Gathers the kernels that fprop reads. Those that dgrad reads, made if `rowwise`, stay this device's part."""
@@ -85,11 +86,3 @@ class WeightGather:
         if isinstance(kernel, ScaledArray):
             return gather_stack(kernel, self.axis_name), after
         return jax.lax.all_gather(kernel, self.axis_name, tiled=True), after
-
-    def summed(self, dkernel: jax.Array, accumulator: jax.Array | None) -> jax.Array:
-        """Returns this device's part of the sum of all devices' gradients, added to the accumulator if there is one.
-
-        Sums in the type of the kernel, as XLA sums the gradients of replicated weights.
-        """
-        own = jax.lax.psum_scatter(dkernel, self.axis_name, tiled=True)
-        return own if accumulator is None else accumulator + own

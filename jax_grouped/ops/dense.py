@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.varying import apply_rule
+from jax_grouped.core.varying import added_axes, apply_rule, sum_dtype
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
@@ -237,7 +238,7 @@ def gradients(saved: Saved, dy: jax.Array | None, activation_input: jax.Array | 
         dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
     else:
         dx, pending = dgrad(residuals, quantized_gradient(residuals, dy, activation_input))
-        weights = Weights(wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
+        weights = Weights(summed_wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
     # None stands for a zero gradient, even of arguments that are never None.
     return Inputs(dx, weights, None)  # type: ignore[arg-type]
 
@@ -290,13 +291,36 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> t
     return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
 
 
-def wgrad(pending: PendingWgrad, accumulator: jax.Array | None) -> jax.Array:
-    """Returns the gradient of `kernel` in its own type, or the accumulator with it added."""
-    out_dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
+def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns the gradient of `kernel` in its own type or in `dtype`, or the accumulator with it added."""
+    if dtype is None:
+        dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
     assert pending.x is not None
     assert pending.dy is not None
-    product, out_spec = pending.spec.gemm("wgrad", out_dtype), pending.spec.partitions.kernel
+    product, out_spec = pending.spec.gemm("wgrad", dtype), pending.spec.partitions.kernel
     return gemm(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
+
+
+def summed_wgrad(
+    pending: PendingWgrad, accumulator: jax.Array | None, stored_over: Hashable | None = None
+) -> jax.Array:
+    """Returns what `wgrad` does, summed over devices that have the same kernels but other tokens, and rounded once.
+
+    The devices of the mesh axis `stored_over`, if there is one, have equal parts of the kernels, and get those of the
+    sum.
+    """
+    spec = pending.spec
+    axes = added_axes(spec.kernel_axes, pending.x, pending.dy, pending.groups)
+    if stored_over is None and not axes:
+        return wgrad(pending, accumulator)
+    total = wgrad(pending, None, sum_dtype(spec.kernel.dtype))
+    if stored_over is not None:
+        total = jax.lax.psum_scatter(total, stored_over, tiled=True)
+    if axes:
+        total = jax.lax.psum(total, axes)
+    if accumulator is not None:
+        total += accumulator.astype(total.dtype)
+    return total.astype(spec.kernel.dtype)
 
 
 def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:

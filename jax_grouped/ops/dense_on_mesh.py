@@ -22,7 +22,7 @@ from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import PerTensor
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.gather import gather_kernels
-from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups
+from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups, part_dtype
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
 from jax_grouped.ops.quantize_kernel import cache_dimensions, check_for_gradients, kernel_spec
@@ -243,7 +243,7 @@ class _Gradients(_Pass):
             assert gradient.rowwise is not None
             assert gradient.columnwise is not None
             dx = gemm(gradient.rowwise, kernel, groups, spec.gemm("dgrad", spec.x_dtype))
-            wgrad = spec.gemm("wgrad", self.kernel_dtype)
+            wgrad = spec.gemm("wgrad", part_dtype(self.kernel_dtype, splits))
             dkernel = gemm(tokens.columnwise, gradient.columnwise, groups, wgrad, accumulator)
             optional = gradient.dbias, gradient.amax if self._has_scales else None
             return [dx, dkernel, *(of for of in optional if of is not None)]

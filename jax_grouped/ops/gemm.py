@@ -18,7 +18,7 @@ from jax_grouped.backends.spec import NARROW_TYPES, GemmSpec, Product
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import Groups, part_sizes
 from jax_grouped.core.values import promoted_type
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.varying import added_axes, sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.ops.rows import permute_rows
 
@@ -67,7 +67,7 @@ def gemm(
     Unquantized operands are multiplied in the smallest type that holds both, or beside a kernel of one of the
     `NARROW_TYPES` in that of the tokens, and the product is differentiable any number of times. Quantized products and
     products with an accumulator have no derivative here. Over mesh axes of type `Explicit`, the type of a plain product
-    is sharded as `out_spec` says.
+    is sharded as `out_spec` says. Inside `jax.shard_map`, operands vary alike, but a kernel may vary over fewer axes.
     """
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
@@ -153,13 +153,21 @@ class _PlainProduct(Operation):
         num_groups = self.spec.num_groups // splits["e"].parts
         # Rows of other devices' groups are added up with theirs, so they must be zero.
         zero_other_rows = self.spec.zero_other_rows or splits["e"].parts > 1
-        multiply = _primitive(dataclasses.replace(self.spec, num_groups=num_groups, zero_other_rows=zero_other_rows))
+        out_dtype = part_dtype(self.spec.out_dtype, splits) if self.spec.product == "wgrad" else self.spec.out_dtype
+        multiply = _primitive(
+            dataclasses.replace(self.spec, num_groups=num_groups, out_dtype=out_dtype, zero_other_rows=zero_other_rows)
+        )
 
         def product(a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array) -> Any:
             groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=num_groups)
             return multiply(a, b, *groups, *more)
 
         return product
+
+
+def part_dtype(dtype: DTypeLike, splits: Mapping[str, Split]) -> np.dtype:
+    """Returns the type of a device's part of the gradient of kernels, which has the type `dtype` once it is summed."""
+    return sum_dtype(jnp.dtype(dtype)) if splits["t"].parts > 1 else jnp.dtype(dtype)
 
 
 def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_groups: int) -> Groups:
@@ -203,15 +211,20 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
         return (*pull_back(gradient), None)
     like_a, like_b = (jax.typeof(of).sharding.spec for of in (a, b))
     out_dtype = a.dtype
-    b_dtype, dtype = b.dtype, gradient_type(out_dtype, gradient.dtype)
+    b_dtype, dtype, axes_of_b = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
     a, b, g = (array if is_narrow(array) else array.astype(dtype) for array in (a, b, gradient))
 
-    def product(name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec) -> jax.Array:
+    def product(
+        name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec, out_dtype: np.dtype = out_dtype
+    ) -> jax.Array:
         return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
 
     def dkernel(x: jax.Array, dy: jax.Array) -> Any:
         if jnp.issubdtype(b_dtype, jnp.integer):
             return np.zeros(b.shape, jax.dtypes.float0)
+        if axes := added_axes(axes_of_b, x, dy, groups):
+            own = product("wgrad", x, dy, like_b, sum_dtype(out_dtype))
+            return jax.lax.psum(own, axes).astype(b_dtype)
         return product("wgrad", x, dy, like_b).astype(b_dtype)
 
     match spec.product:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.values import promoted_type, static_bool, static_size
-from jax_grouped.core.varying import axis_size, is_tracked, varying_axes
+from jax_grouped.core.varying import axis_size, is_tracked, sum_dtype, varying_axes
 from jax_grouped.fp8.state import Fp8State
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ Tree = Any
 
 def accumulate_gradients(total: Tree, gradients: Tree) -> Tree:
     """Adds the gradients of one more microbatch to those of earlier ones, for loops over microbatches.
+
+    A total in bfloat16 is rounded with every microbatch: with bfloat16 parameters, start with zeros in float32.
 
     Args:
         total: the result for the earlier ones; before the first, zeros: `jax.tree.map(jnp.zeros_like, gradients)`.
@@ -72,7 +74,8 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
         mean: whether to take the mean; otherwise, the sum.
 
     Returns:
-        The means or sums over the devices, and the largest of each number for next values.
+        The means or sums over the devices, and the largest of each number for next values. Sums are computed in
+        float32, and rounded to the type of the gradient once.
 
     Raises:
         TypeError: `mean` is no boolean.
@@ -101,8 +104,13 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
                 "jax.shard_map with its checks on has summed it already, so leave reduce_gradients out, and divide by "
                 "the number of devices for a mean."
             )
-    reduce = jax.lax.pmean if static_bool("mean", mean) else jax.lax.psum
-    return _map(lambda x: jax.lax.pmax(x, axes), lambda x: reduce(x, axes), gradients)
+    combine = jax.lax.pmean if static_bool("mean", mean) else jax.lax.psum
+
+    def reduce(x: Any) -> jax.Array:
+        dtype = jnp.result_type(x)
+        return combine(jnp.asarray(x, sum_dtype(dtype)), axes).astype(dtype)
+
+    return _map(lambda x: jax.lax.pmax(x, axes), reduce, gradients)
 
 
 @jax.tree_util.register_dataclass

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.backends.spec import Activation, GemmSpec, Product, QuantizeSpec
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import vary_alike, varying_axes
+from jax_grouped.core.varying import sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
 from jax_grouped.fp8.state import Fp8State, check_state
@@ -121,7 +121,8 @@ class DenseSpec:
 
     With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
     `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
-    activation's result. `expected_tokens` and `zero_other_rows` are those of `GemmSpec`.
+    activation's result. `expected_tokens` and `zero_other_rows` are those of `GemmSpec`. Rules of differentiation sum
+    the kernel's gradient over mesh axes other than `kernel_axes`, those over which the kernel varies.
     """
 
     recipe: Recipe | None
@@ -135,6 +136,7 @@ class DenseSpec:
     output_activation: Activation | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
+    kernel_axes: frozenset[Hashable] = frozenset()
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
     @property
@@ -188,7 +190,7 @@ def canonical_inputs(
 ) -> tuple[Inputs, DenseSpec]:
     """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
 
-    All returned arrays but the state vary over the same mesh axes: every axis over which any of them varied.
+    All returned arrays but kernel and state vary over the same mesh axes: every axis over which any of them varied.
     """
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
@@ -209,7 +211,7 @@ def canonical_weights(
     """Returns the weights as arrays, and the static part of their product with tokens such as `x`.
 
     Devices store the stack of kernels in `parts` equal parts: `kernel`, its cache and its accumulator are one of them,
-    bias and state are whole.
+    bias and state are whole. The bias is returned in float32, the type in which its gradient is summed over devices.
 
     Raises:
         TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.
@@ -227,6 +229,7 @@ def canonical_weights(
             raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
         checks.check_bias(bias, whole)
+        bias = bias.astype(sum_dtype(bias.dtype))
     _check_recipe(recipe, x, name, kernel, cache, precision)
     check_state(state, recipe, whole.shape[0])
     if accumulator is not None:
@@ -240,6 +243,7 @@ def canonical_weights(
         out_dtype=jnp.dtype(out_dtype),
         x_dtype=x.dtype,
         bias_dtype=None if bias is None else bias.dtype,
+        kernel_axes=varying_axes(kernel),
     )
     cache, accumulator = jax.lax.stop_gradient((cache, accumulator))
     return Weights(kernel, bias, cache, state, accumulator), spec
@@ -248,7 +252,7 @@ def canonical_weights(
 def vary_inputs(*inputs: Inputs, more: Any = ()) -> tuple[Any, ...]:
     """Returns the inputs, and `more` if there is any, varying alike: over every mesh axis over which any array varies.
 
-    States stay as they are: the rule for their gradient combines the devices' next values.
+    Kernels and states stay as they are: the rules for their gradients combine those of the devices.
     """
     arrays, structure = jax.tree.flatten((inputs, more))
     for one in inputs:
@@ -256,7 +260,7 @@ def vary_inputs(*inputs: Inputs, more: Any = ()) -> tuple[Any, ...]:
             _check_varying(one.weights.kernel, arrays)
     varying, more = jax.tree.unflatten(structure, vary_alike(*arrays))
     kept = (
-        new._replace(weights=new.weights._replace(fp8_state=old.weights.fp8_state))
+        new._replace(weights=new.weights._replace(kernel=old.weights.kernel, fp8_state=old.weights.fp8_state))
         for new, old in zip(varying, inputs, strict=True)
     )
     return (*kept, *more)

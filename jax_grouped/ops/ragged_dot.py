@@ -102,7 +102,9 @@ def multiply(
     lhs: jax.Array, rhs: jax.Array, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """Returns the product that `spec` names, also of arrays that vary over different axes of a `jax.shard_map`."""
-    lhs, rhs, *varying = vary_alike(*in_reverse_mode("ragged_dot", (lhs, rhs)), *groups)
+    lhs, rhs = in_reverse_mode("ragged_dot", (lhs, rhs))
+    lhs, varying_rhs, *varying = vary_alike(lhs, rhs, *groups)
+    rhs = varying_rhs if spec.product == "wgrad" else rhs  # A kernel's gradient is summed by its own rule.
     return gemm(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
 
 

@@ -1,6 +1,9 @@
 """`grouped_dense` in three calls, for schedules that take the kernel's gradient later than that of the tokens."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
@@ -35,7 +38,8 @@ def grouped_dense_fwd(
     second half when nothing else waits for the device. Together they give the gradient of `grouped_dense`, bit for
     bit. JAX does not differentiate these functions themselves; use them in your own differentiation rules. Inside
     `jax.shard_map`, `dkernel` and `dbias` are each device's own, to be summed over the axes over which the kernel is
-    replicated; `fp8_state` is combined already, as `jax_grouped.Fp8State` says.
+    replicated: a float32 accumulator keeps a bfloat16 gradient from being rounded before. `fp8_state` is combined
+    already, as `jax_grouped.Fp8State` says.
 
     Args:
         x: `[T, K]`; this and the others as in `jax_grouped.grouped_dense`.
@@ -74,6 +78,9 @@ def grouped_dense_fwd(
         preferred_element_type=preferred_element_type,
         precision=precision,
     )
+    if bias is not None:
+        # These functions return its gradient before devices sum it.
+        spec = dataclasses.replace(spec, bias_dtype=jnp.result_type(bias))
     return fprop(inputs, spec, for_gradients=True)
 
 

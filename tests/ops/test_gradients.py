@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import sys
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_devices_without_checks_combine_means_or_sums_and_maxima(devices: int) -
 
     assert_same_trees(mean, a_tree(devices - 1, devices - 1))
     assert_same_trees(total, a_tree(devices * (devices - 1), devices - 1))
+
+
+def test_devices_without_checks_round_means_of_bfloat16_once() -> None:
+    gradients = jnp.array([[1.0], [1 / 128], [1 / 128]], jnp.bfloat16)
+
+    def reduced(gradient: jax.Array) -> Any:
+        return jg.reduce_gradients(gradient[0], "data"), jg.reduce_gradients(gradient[0], "data", mean=False)
+
+    sharded = jax.shard_map(reduced, mesh=data_mesh(3), in_specs=P("data"), out_specs=P(), check_vma=False)
+    program = jax.jit(sharded).lower(gradients)
+
+    assert_same_trees(program.compile()(gradients), tuple(jnp.array([of], jnp.bfloat16) for of in (65 / 192, 65 / 64)))
+    assert set(re.findall(r"stablehlo.add .* : tensor<(\w+)>", program.as_text())) == {"f32"}
 
 
 def test_what_shard_map_has_summed_is_not_summed_again() -> None:

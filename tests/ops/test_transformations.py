@@ -145,6 +145,25 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
 
 
+@pytest.mark.parametrize("of", [jg.ragged_dot, jg.grouped_dense], ids=["ragged_dot", "grouped_dense"])
+def test_shard_map_has_the_second_derivatives_of_replicated_kernels(of: Callable[..., jax.Array]) -> None:
+    devices = 4
+    xs = jnp.stack([operands(seed)[0] for seed in range(devices)])
+    kernel = operands()[1]
+
+    def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(of(x, kernel, SIZES, precision="highest")))
+
+    def squares(xs: jax.Array, kernel: jax.Array) -> jax.Array:
+        dkernel = jax.grad(lambda kernel: sum(value(x, kernel) for x in xs))(kernel)
+        return jnp.sum(dkernel**2)
+
+    derivatives = jax.grad(squares, argnums=(0, 1))
+    specs = P("data"), P()
+    sharded = jax.shard_map(derivatives, mesh=data_mesh(devices), in_specs=specs, out_specs=specs)
+    assert_trees_close(jax.jit(sharded)(xs, kernel), jax.jit(derivatives)(xs, kernel), 1e-4)
+
+
 def test_shard_map_over_some_axes_of_a_mesh() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
     sharded = jax.shard_map(

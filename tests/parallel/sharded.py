@@ -3,6 +3,7 @@
 import functools
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -136,3 +137,13 @@ def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
 def assert_close(got: Any, expected: Any, bound: float) -> None:
     for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), strict=True):
         assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
+
+
+def assert_rounded_once(gradients: Callable[[Any], Any], parameters: Any) -> None:
+    """Asserts that bfloat16 parameters have the gradients of the same numbers in float32, rounded."""
+
+    def of(dtype: Any) -> Any:
+        return gradients(jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), parameters))
+
+    got, expected = of(jnp.bfloat16), of(jnp.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16), strict=True), got, expected)

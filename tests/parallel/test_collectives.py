@@ -158,8 +158,8 @@ def promised(axes: Mapping[str, int], recipe: jg.Recipe | None) -> Counter[Any]:
         sums += kernels
     if "feature" in axes:  # Results, and gradients of tokens and of routing weights.
         sums += [(tokens, K), (tokens, K), (tokens, TOP_K)]
-    if isinstance(recipe, jg.DelayedScaling):  # Largest values of three tensors in each product.
-        sums += 6 * [(experts,)]
+    if isinstance(recipe, jg.DelayedScaling):  # Largest values of tokens, of gradients, and of kernels in parts.
+        sums += (6 if {"feature", "fsdp"} & {*axes} else 4) * [(experts,)]
     if devices <= TOP_K:  # Choices and weights; tokens and gradients of results.
         gathers += [((devices * tokens, TOP_K), "s32"), ((devices * tokens, TOP_K), "f32")]
         if isinstance(recipe, jg.Float8BlockScaling):

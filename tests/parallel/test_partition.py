@@ -27,6 +27,7 @@ from tests.parallel.sharded import (
     SIZES,
     WHOLE,
     assert_close,
+    assert_rounded_once,
     collectives,
     operands,
     operands_of_fp8,
@@ -144,6 +145,59 @@ def test_an_accumulator_is_added_once(batched: bool) -> None:
     _, collected = run(mesh, function, specs, arrays)
 
     assert collected == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("name", [None, "block", "delayed"])
+def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: str | None, where: str) -> None:
+    recipe = RECIPES[name][0] if name else None
+    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    mesh = typed_mesh("explicit" if where == "explicit" else "auto", {"data": 8})
+    options: dict[str, Any] = {}
+    x, kernel, bias, dy = operands_of_fp8()
+    tokens = [put(mesh, jnp.nan_to_num(of).astype(jnp.bfloat16), DATA) for of in (x, dy)]
+    parameters = dict(kernel=kernel, bias=bias)
+    if where != "shard_map":
+        options = dict(out_sharding=DATA if where == "explicit" else None)
+        parameters |= dict(dkernel_accumulator=kernel)
+
+    def gradients(parameters: Any, sizes: jax.Array, x: jax.Array, dy: jax.Array) -> Any:
+        def result(kernel: jax.Array, bias: jax.Array, state: Any) -> jax.Array:
+            weights = parameters | dict(kernel=kernel, bias=bias)
+            return jg.grouped_dense(x, group_sizes=sizes, **weights, recipe=recipe, fp8_state=state, **options)
+
+        return jax.vjp(result, parameters["kernel"], parameters["bias"], state)[1](dy)[:2]
+
+    sizes, run = SIZES, gradients
+    if where == "shard_map":
+        specs = WHOLE, DATA, DATA, DATA
+        sizes, run = jnp.tile(SIZES // 8, 8), jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=WHOLE)
+
+    assert_rounded_once(lambda of: jax.jit(run)(put(mesh, of, WHOLE), sizes, *tokens), parameters)
+
+
+@pytest.mark.parametrize("where", ["whole", "stored in parts", "shard_map"])
+def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once(where: str) -> None:
+    mesh = mesh_of({"data": 8})
+    x, kernel, _, dy = operands()
+    sizes, in_bfloat16 = SIZES, [jnp.nan_to_num(of).astype(jnp.bfloat16) for of in (kernel, x, dy)]
+    stored = P(None, "data") if where == "stored in parts" else WHOLE
+
+    def gradient(kernel: jax.Array, x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.vjp(lambda kernel: jg.ragged_dot(x, kernel, sizes, precision="highest"), kernel)[1](dy)[0]
+
+    run = gradient
+    if where == "shard_map":
+        sizes = jnp.tile(SIZES // 8, 8)
+        run = jax.shard_map(gradient, mesh=mesh, in_specs=(WHOLE, DATA, DATA, DATA), out_specs=WHOLE)
+
+    def on_mesh(*arrays: jax.Array) -> jax.Array:
+        placed = [put(mesh, of, spec) for of, spec in zip(arrays, (stored, DATA, DATA), strict=True)]
+        return jax.jit(run, out_shardings=placed[0].sharding)(*placed, sizes)
+
+    got, expected = on_mesh(*in_bfloat16), on_mesh(*(of.astype(jnp.float32) for of in in_bfloat16))
+    # Products of other types may add up in another order.
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("offset", [-3, 1, 2, 9])

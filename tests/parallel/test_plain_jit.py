@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from tests.meshes import TYPES, mesh_of, typed_mesh
 from tests.parallel import programs
-from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
+from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
+from tests.parallel.sharded import assert_rounded_once
 
 
 @pytest.mark.slow
@@ -149,6 +150,55 @@ def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kin
     expected = results(jg.linen.MoEMlp(**options), variables, x)
     for got, of_one in zip(compiled(placed, put(mesh, x, "data")), expected, strict=True):
         np.testing.assert_allclose(got, of_one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize(
+    ("axes", "recipe"),
+    [
+        (dict(data=8), None),
+        (dict(fsdp=8), BLOCK),
+        (dict(data=2, expert=2, fsdp=2), None),
+        (dict(data=2, expert=4), BLOCK),
+        (dict(data=4, feature=2), None),
+    ],
+    ids=str,
+)
+def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
+    backend: str, where: str, axes: dict[str, int], recipe: jg.Recipe | None
+) -> None:
+    del backend
+    mesh = typed_mesh("explicit" if where == "explicit" else "auto", axes)
+    named = {f"{name}_axis": name for name in axes if name != "data"}
+    tokens = tuple(name for name in axes if name != "feature")
+    feature, stored = named.get("feature_axis"), tuple(name for name in tokens if name != "data") or None
+    specs = {
+        "gate_up": jg.moe.Weights(P(stored, None, None, feature), P(stored, None, feature)),
+        "down": jg.moe.Weights(P(stored, feature), P(stored)),
+    }
+    x, logits, gate_up, down = arrays()
+    parameters = {
+        "gate_up": jg.moe.Weights(gate_up, jnp.sin(gate_up[:, 0])),
+        "down": jg.moe.Weights(down, jnp.sin(down[:, 0])),
+    }
+    x = x.astype(jnp.bfloat16)
+
+    def gradients(parameters: Any, x: jax.Array, logits: jax.Array) -> Any:
+        def loss(parameters: Any) -> jax.Array:
+            options = dict(top_k=TOP_K, recipe=recipe, batch_axes=tokens, **named)
+            return jnp.sum(jnp.sin(jg.moe.moe_mlp(x, logits, **parameters, **options)[0].astype(jnp.float32)))
+
+        return jax.grad(loss)(parameters)
+
+    run = gradients
+    if where == "shard_map":
+        run = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, P(tokens), P(tokens)), out_specs=specs)
+
+    def placed(parameters: Any) -> Any:
+        return jax.tree.map(lambda of, spec: put(mesh, of, *spec), parameters, specs)
+
+    of_tokens = [put(mesh, of, tokens) for of in (x, logits)]
+    assert_rounded_once(lambda parameters: jax.jit(run)(placed(parameters), *of_tokens), parameters)
 
 
 @pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
