@@ -4,10 +4,12 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, get_args, get_origin
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import as_array, promoted_type, static_bool, static_number, static_size
-from jax_grouped.core.varying import axis_size, is_bound
+from jax_grouped.core.varying import apply_rule, axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
@@ -374,6 +376,52 @@ def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) 
     if state is None or fsdp_axis is None or not is_bound(fsdp_axis):
         return state
     return part_of_state(state, fsdp_axis, kernel.shape[0])
+
+
+#: Of each owner of states: by path, the trace and the state of the last call, and the state for the next one.
+_CALLS: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Any, Fp8State, Fp8State]]] = weakref.WeakKeyDictionary()
+
+
+def state_for_call(owner: Any, path: Hashable, state: Fp8State) -> Fp8State:
+    """Returns the state for one call of a layer, so that the next state is the maximum over all of its calls.
+
+    JAX adds up the gradients of an array's uses. Each call therefore uses a copy, and leaves another copy for the next
+    call; the rule of `_copies` combines their gradients. `owner` lives for all calls; `path` tells its states apart.
+    """
+    arrays = jax.tree.leaves(state)
+    # Only tracers are differentiated. Flax's type whose sum is the maximum needs no copies.
+    if not all(isinstance(array, jax.core.Tracer) and array.dtype == jnp.float32 for array in arrays):
+        return state
+    trace = jax.extend.core.get_opaque_trace_state(convention="flax")
+    calls = _CALLS.setdefault(owner, {})
+    last_trace, last, rest = calls.get(path, (None, state, state))
+    # What another trace has left cannot be used in this one.
+    if last_trace != trace or any(a is not b for a, b in zip(arrays, jax.tree.leaves(last), strict=True)):
+        rest = state
+    own, rest = apply_rule(_copies, rest, None)
+    calls[path] = (trace, state, rest)
+    return own
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(state: Fp8State, _: None) -> tuple[Fp8State, Fp8State]:
+    return state, state
+
+
+def _copies_forward(state: Any, _: None) -> tuple[tuple[Fp8State, Fp8State], None]:
+    return _copies(jax.tree.map(lambda primal: primal.value, state), None), None
+
+
+def _copies_backward(_: None, __: None, gradients: tuple[Fp8State, Fp8State]) -> tuple[Any]:
+    def largest(*gradients: Any) -> Any:
+        known = [x for x in gradients if not isinstance(x, jax.custom_derivatives.SymbolicZero)]
+        # None stands for zero.
+        return functools.reduce(jnp.maximum, known) if known else None
+
+    return (jax.tree.map(largest, *gradients),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward, symbolic_zeros=True)
 
 
 def local_size(name: str, size: int, axes: Sequence[str | None]) -> int:

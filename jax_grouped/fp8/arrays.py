@@ -2,20 +2,22 @@
 
 import dataclasses
 import json
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import numpy as np
 from jax import export
 
 from jax_grouped.fp8.layout import QuantizedLayout
-from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.fp8.recipes import Recipe, ScalingMode
 
 T = TypeVar("T")
 
 
 def register_pytree(cls: type[T]) -> type[T]:
-    """Registers a dataclass as a pytree, also for programs that `jax.export` writes. Its static fields are layouts.
+    """Registers a dataclass as a pytree, also for programs that `jax.export` writes.
+
+    Its static fields are layouts and recipes.
 
     Its repr is that of `short_repr`.
     """
@@ -41,6 +43,8 @@ def short_repr(cls: type[T]) -> type[T]:
 def _brief(value: Any) -> str:
     """Returns a short text for a field. Takes any value, as JAX also builds pytrees of objects that are no arrays."""
     match value:
+        case _ if isinstance(value, Recipe):
+            return type(value).__name__
         case QuantizedLayout():
             return f"{value.mode.name} {'columnwise' if value.columnwise else 'rowwise'}"
         case dict():
@@ -54,13 +58,26 @@ def _brief(value: Any) -> str:
     return repr(value)
 
 
-def _to_json(layouts: tuple[QuantizedLayout, ...]) -> bytes:
-    fields = [dataclasses.asdict(layout) | {"mode": layout.mode.value} for layout in layouts]
-    return json.dumps(fields).encode()
+_STATIC = {of.__name__: of for of in (QuantizedLayout, *get_args(Recipe))}
 
 
-def _from_json(text: bytes | bytearray) -> tuple[QuantizedLayout, ...]:
-    return tuple(QuantizedLayout(**(fields | {"mode": ScalingMode(fields["mode"])})) for fields in json.loads(text))
+def _to_json(static: tuple[Any, ...]) -> bytes:
+    def text(value: Any) -> str:
+        return value.value if isinstance(value, ScalingMode) else value.name
+
+    fields = [None if of is None else {"class": type(of).__name__} | dataclasses.asdict(of) for of in static]
+    return json.dumps(fields, default=text).encode()
+
+
+def _from_json(text: bytes | bytearray) -> tuple[Any, ...]:
+    def static(fields: dict[str, Any] | None) -> Any:
+        if fields is None:
+            return None
+        if "mode" in fields:
+            fields["mode"] = ScalingMode(fields["mode"])
+        return _STATIC[fields.pop("class")](**fields)
+
+    return tuple(map(static, json.loads(text)))
 
 
 @register_pytree
@@ -139,6 +156,7 @@ class KernelCache:
         rowwise: quantized along `N`; dgrad reads it. None in a cache without gradients.
         columnwise: quantized along `K` and stored transposed; fprop reads it.
         amax: `float32[E]`, the largest finite absolute value of each kernel.
+        recipe: the one that it was made with, static; None if that is not known.
 
     Example:
         kernel = jnp.ones((2, 32, 16))
@@ -151,3 +169,4 @@ class KernelCache:
     rowwise: ScaledArray | None
     columnwise: ScaledArray
     amax: jax.Array
+    recipe: Recipe | None = dataclasses.field(default=None, metadata=dict(static=True))

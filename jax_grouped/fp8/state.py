@@ -1,7 +1,7 @@
 """The state of delayed scaling: the largest values of earlier steps. The next scales follow from it."""
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, Self
 
 import jax
@@ -44,7 +44,8 @@ class Fp8State:
 
     - Separate gradients: `jax.tree.map(jnp.maximum, one, other)`; of a batch, `jnp.max` over its axis.
     - One state used twice, or in the steps of a `jax.lax.scan`: `loss(state.astype(fp32_max_grad))` inside the function
-      that is differentiated, with Flax's type whose sum is the maximum, `flax.linen.fp8_ops.fp32_max_grad`.
+      that is differentiated, with Flax's type whose sum is the maximum, `flax.linen.fp8_ops.fp32_max_grad`. A layer
+      that is called several times needs this only inside of transformations such as `nn.remat` and `nn.scan`.
     - `jax.vmap` over tokens: map over a copy of the state per element as well.
     - `jax.shard_map` with its checks on: do nothing; a replicated state's next value is the maximum over the devices.
     - `jax.pmap`, and `jax.shard_map` without checks: take the gradient inside, then `jax.lax.pmax` of it.
@@ -130,7 +131,7 @@ class Fp8State:
         """Tells for each tensor and group whether the mark fits, `bool[E]` each."""
 
         def intact(name: str) -> jax.Array:
-            expected = _mark(_float32(getattr(self, f"{name}_amax_history"))[:, 0])
+            expected = _expected_mark(getattr(self, f"{name}_amax_history"))
             return jnp.abs(_float32(getattr(self, f"{name}_amax_mark")) - expected) <= _ROUNDING * expected
 
         return PerTensor(*map(intact, PerTensor._fields))
@@ -168,6 +169,10 @@ def _mark(amax: jax.Array) -> jax.Array:
     the ends of float32 that the result is exact to rounding.
     """
     return jnp.where(amax > 0, _MARK * jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
+
+
+def _expected_mark(history: jax.Array) -> jax.Array:
+    return _mark(_float32(history)[..., 0])
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
@@ -218,23 +223,46 @@ def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None
         if getattr(array.dtype, "float_dtype", array.dtype) != jnp.float32:
             raise TypeError(f"fp8_state.{field.name} must be float32, got {array.dtype.name}.")
     if config.check:
-        _check_intact(state)
+        check_marks(vars(state))
 
 
-def _check_intact(state: Fp8State) -> None:
-    """Raises ValueError on the host if the state's marks do not fit, even in a traced program."""
+def check_marks(arrays: Mapping[str, jax.Array], where: str = "") -> None:
+    """Raises ValueError on the host if the marks of a state, or of a stack of states, do not fit its histories.
 
-    def check(intact: jax.Array) -> None:
-        if not np.all(intact):
-            groups = np.flatnonzero(~np.asarray(intact)).tolist()
-            raise ValueError(
-                "fp8_state must be replaced by its gradient, which is its next value, but something has added to it, "
-                f"multiplied it or taken a mean of it (groups {groups}): wrap the whole optimizer, clipping and "
-                "accumulation included, as jax_grouped.overwrite_with_gradient(optimizer, every=microbatches)."
+    It does so even in a traced program. `arrays` are the fields of the state; there may be none.
+    """
+
+    def check(*on_device: jax.Array) -> None:
+        expected, marks = map(np.asarray, on_device)
+        changed = ~(np.abs(marks - expected) <= _ROUNDING * expected)
+        if not np.any(changed):
+            return
+        groups = np.unique(np.nonzero(changed)[-1]).tolist()
+        # A mark is a square. A sum of squares is smaller than the square of the sum; a mean of squares is larger.
+        if np.all((marks > 0) & (marks < expected), where=changed):
+            how = "has added several next values up"
+            remedy = (
+                "a layer with DelayedScaling was called twice between two updates, in jax.checkpoint, jax.lax.scan or "
+                "the like (convert its state to Flax's fp32_max_grad before, see jax_grouped.Fp8State), or gradients "
+                "were added up (use jax_grouped.accumulate_gradients and reduce_gradients)."
             )
+        else:
+            how = "has added to it, multiplied it or taken a mean of it"
+            remedy = (
+                "wrap the whole optimizer, clipping, accumulation and apply_if_finite included, as "
+                "jax_grouped.overwrite_with_gradient(optimizer, every=microbatches)."
+            )
+        raise ValueError(
+            "fp8_state must be replaced by its gradient, which is its next value, but something "
+            f"{how} (groups {groups}{where}): {remedy}"
+        )
 
-    intact = jnp.all(jnp.stack(state.intact()), axis=0)
-    if isinstance(intact, jax.core.Tracer):
-        jax.debug.callback(check, intact)
+    names = [name.removesuffix("_mark") for name in arrays if name.endswith("_amax_mark")]
+    if not names:
+        return
+    expected = jnp.stack([_expected_mark(arrays[f"{name}_history"]) for name in names])
+    marks = jnp.stack([_float32(arrays[f"{name}_mark"]) for name in names])
+    if isinstance(expected, jax.core.Tracer) or isinstance(marks, jax.core.Tracer):
+        jax.debug.callback(check, expected, marks)
     else:
-        check(intact)
+        check(expected, marks)

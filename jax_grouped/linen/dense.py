@@ -38,8 +38,8 @@ class GroupedDense(nn.Module):
     With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
     `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. If the `params` of a
     `flax.training.train_state.TrainState` are all variables, the collection `params` and this one, it replaces the
-    arrays with their gradient and shows its optimizer only the parameters. If several microbatches, devices or uses of
-    one layer each have a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
+    arrays with their gradient and shows its optimizer only the parameters. If several microbatches or devices each have
+    a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
     `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
 
     With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache`, the variable
@@ -249,7 +249,10 @@ class GroupedKernel(nn.Module):
         def variable(name: str) -> jax.Array:
             return self.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value
 
-        return Fp8State(**{name: variable(name) for name in names})
+        state = Fp8State(**{name: variable(name) for name in names})
+        assert self.scope is not None
+        # A scope is made anew for every call, but not that of the whole model.
+        return _layers.state_for_call(self.scope.root, self.scope.path, state)
 
     def _kernel_cache(
         self, kernel: jax.Array, state: Fp8State | None, is_first_microbatch: ArrayLike | None

@@ -154,7 +154,7 @@ class GroupedKernel(nnx.Module):
         """
         _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
         bias = None if self.bias is None else self.bias[...]
-        state = None if self.fp8_state is None else self.fp8_state.get_value()
+        state = None if self.fp8_state is None else _layers.state_for_call(self, None, self.fp8_state.get_value())
         if self.kernel is None:
             assert self.kernel_cache is not None
             stored = self.kernel_cache.get_value()

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.core.config import config
 from jax_grouped.core.values import promoted_type, static_bool, static_size
 from jax_grouped.core.varying import axis_size, is_tracked, sum_dtype, varying_axes
-from jax_grouped.fp8.state import Fp8State
+from jax_grouped.fp8.state import Fp8State, check_marks
 
 if TYPE_CHECKING:
     import optax
@@ -113,9 +114,19 @@ def reduce_gradients(gradients: Tree, axis_name: Hashable | tuple[Hashable, ...]
     return _map(lambda x: jax.lax.pmax(x, axes), reduce, gradients)
 
 
+class _Outermost(type):
+    """Class whose repr, which the errors of JAX about other trees of updates show, says what to do."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class '{cls.__module__}.{cls.__qualname__}', next value of a state of DelayedScaling: put "
+            "optax.apply_if_finite and the like inside of jax_grouped.overwrite_with_gradient, not around it>"
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NextValue:
+class NextValue(metaclass=_Outermost):
     """Update that replaces: anything plus this is `value`, also in `optax.apply_updates`."""
 
     value: jax.Array
@@ -161,14 +172,19 @@ def overwrite_with_gradient(
     Raises:
         ModuleNotFoundError: Optax is not installed.
         TypeError: `every` is no integer.
-        ValueError: `every` is less than 1.
+        ValueError: `every` is less than 1. Or the gradients of states were changed before they came here, as by
+            clipping in an `optax.chain` around the wrapper. The first `update` outside of `jax.jit` looks for that,
+            and every one with `jax_grouped.config.check`. Elsewhere the next results are NaN.
 
     Example:
+        import dataclasses
+
         import optax
 
         optimizer = jg.overwrite_with_gradient(optax.sgd(0.5))
-        params = {"kernel": jnp.ones(3), "state": jg.Fp8State.initial(jg.DelayedScaling(), num_groups=2)}
-        gradients = jax.tree.map(lambda leaf: leaf + 1, params)
+        state = jg.Fp8State.initial(jg.DelayedScaling(), num_groups=2)
+        params = {"kernel": jnp.ones(3), "state": state}
+        gradients = {"kernel": 2 * jnp.ones(3), "state": dataclasses.replace(state, input_scale=2 * jnp.ones(2))}
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
         params = jg.apply_updates(params, updates)
 
@@ -184,6 +200,7 @@ def overwrite_with_gradient(
 
     every = static_size("every", every, least=1)
     inner = optax.with_extra_args_support(optimizer) if every == 1 else optax.MultiSteps(optimizer, every)
+    is_checked = False
 
     def parameters(tree: Tree) -> Tree:
         return _map(lambda _: optax.MaskedNode(), lambda x: x, tree)
@@ -195,6 +212,9 @@ def overwrite_with_gradient(
     def update(updates: Tree, state: OverwriteState, params: Tree = None, **extra: Any) -> tuple[Tree, OverwriteState]:
         if params is None:
             raise ValueError("overwrite_with_gradient needs params: update(updates, state, params).")
+        nonlocal is_checked
+        if config.check or not is_checked:
+            is_checked = _check_next_values(updates)
         # Optax itself mixes types, of counts and gradients, which a strict setting would refuse.
         with jax.numpy_dtype_promotion("standard"):
             steps, inner_state = inner.update(parameters(updates), state.inner, parameters(params), **extra)
@@ -277,6 +297,26 @@ def _kept_where_none(known: Tree, following: Tree) -> Tree:
         return jnp.where(groups.reshape(groups.shape + (1,) * (jnp.ndim(new) - groups.ndim)), new, old)
 
     return jax.tree.map_with_path(keep, known, following)
+
+
+def _check_next_values(gradients: Tree) -> bool:
+    """Raises ValueError if something has changed the next values of states; tells whether it looked at them.
+
+    It does not look at what only a running program knows unless `jax_grouped.config.check` asks for it.
+    """
+    states: dict[tuple[Any, ...], dict[str, jax.Array]] = {}
+    for path, leaf in jax.tree.leaves_with_path(_states(gradients)):
+        states.setdefault(path[:-1], {})[jax.tree_util.keystr(path[-1:], simple=True)] = leaf
+    # A host sees the groups of its own devices only.
+    known = all(
+        not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "is_fully_addressable", True)
+        for arrays in states.values()
+        for leaf in arrays.values()
+    )
+    if known or config.check:
+        for path, arrays in states.items():
+            check_marks(arrays, f" of {jax.tree_util.keystr(path)}" if path else "")
+    return known
 
 
 def _map(of_next_value: Callable[..., Any], of_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

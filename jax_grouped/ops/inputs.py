@@ -20,7 +20,7 @@ from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
 from jax_grouped.fp8.state import Fp8State, check_state
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.quantize_kernel import check_cache, kernel_spec, scaling_options
+from jax_grouped.ops.quantize_kernel import check_cache, scaling_options
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -293,7 +293,7 @@ def _check_recipe(
             f"With a recipe the number of tokens must be known when the program is traced, got x {x.shape}."
         )
     if kernel_cache is not None:
-        check_cache("kernel_cache", kernel_cache, name, kernel.shape, kernel_spec(kernel.shape, recipe))
+        check_cache("kernel_cache", kernel_cache, name, kernel.shape, recipe)
 
 
 def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Sequence[np.dtype]) -> None:

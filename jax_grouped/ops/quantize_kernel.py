@@ -73,7 +73,7 @@ def quantize_kernel(
     spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise, cached=previous is not None)
     operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
     if previous is not None:
-        check_cache("previous", previous, "the result", kernel.shape, spec)
+        check_cache("previous", previous, "the result", kernel.shape, recipe)
         if (previous.rowwise is not None) != rowwise:
             raise ValueError("previous must have been made with the same for_gradients.")
         operands += [checks.canonical_flag("skip", skip), *_arrays(previous)]
@@ -84,7 +84,7 @@ def quantize_kernel(
     row = None
     if rowwise:
         row = ScaledArray(of_rowwise[0], of_rowwise[1], None, spec.layout(tokens, columnwise=False))
-    return KernelCache(row, column, amax)
+    return KernelCache(row, column, amax, recipe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,15 +164,15 @@ def scaling_options(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], spec: QuantizeSpec) -> None:
-    """Raises unless `cache` is the result of `spec` for kernels `[E, K, N]` of this shape.
+def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
+    """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe.
 
     Args:
         name: name of the argument.
         cache: the argument.
         like: words for the object that has this shape and recipe.
         shape: shape of the kernels.
-        spec: quantization of the kernels.
+        recipe: recipe of the kernels. Only what scales kernels counts.
 
     Raises:
         TypeError: `cache` is no KernelCache.
@@ -180,16 +180,29 @@ def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...]
     """
     if not isinstance(cache, KernelCache):
         raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
-    tokens = shape[0] * shape[1], shape[2]
+    spec, made_with = kernel_spec(shape, recipe), cache.recipe
+    fields: list[tuple[str, Any, Any]] = []
+    if made_with is not None:
+        fields.append(("recipe", type(recipe).__name__, type(made_with).__name__))
+        fields += [
+            (f"recipe.{field}", getattr(recipe, field, None), getattr(made_with, field, None))
+            for field in ("fwd_dtype", "pow2_scales", "amax_epsilon")
+        ]
     for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
-        got, expected = getattr(cache, orientation), spec.layout(tokens, columnwise=columnwise)
+        got, expected = getattr(cache, orientation), spec.layout((shape[0] * shape[1], shape[2]), columnwise=columnwise)
         if got is None and not columnwise:
             continue
-        if got.layout != expected or got.dtype != spec.dtype:
+        fields += [(f"{orientation}.dtype", spec.dtype, got.dtype), (f"{orientation}.shape", shape, got.shape)]
+        fields += [
+            (f"{orientation}.layout.{field}", value, getattr(got.layout, field))
+            for field, value in vars(expected).items()
+        ]
+    for field, wanted, got in fields:
+        if got != wanted:
             raise ValueError(
-                f"{name}.{orientation} must be of the same shape and recipe as {like}: "
-                f"expected {jnp.dtype(spec.dtype).name} with {expected}, got {got.dtype.name} with {got.layout}."
+                f"{name} must be of the same shape and recipe as {like}: {field} must be {wanted}, got {got}."
             )
-        checks.check_scaled(got)
+    for scaled in filter(None, (cache.rowwise, cache.columnwise)):
+        checks.check_scaled(scaled)
     if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
         raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")

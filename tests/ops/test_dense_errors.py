@@ -120,7 +120,18 @@ E5M2 = "float8_e5m2"
         (
             dict(kernel_cache=CACHE),
             ValueError,
-            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
+            "kernel_cache must be of the same shape and recipe as kernel: ",
+        ),
+        (
+            dict(
+                recipe=CURRENT,
+                kernel_cache=jax.eval_shape(
+                    lambda k: jg.quantize_kernel(k, DELAYED, scale=jnp.ones(2)), jnp.ones((2, 32, 48))
+                ),
+            ),
+            ValueError,
+            "kernel_cache must be of the same shape and recipe as kernel: recipe must be Float8CurrentScaling, got "
+            "DelayedScaling.",
         ),
         (
             dict(
@@ -128,7 +139,7 @@ E5M2 = "float8_e5m2"
                 kernel_cache=jax.eval_shape(lambda k: jg.quantize_kernel(k, BLOCK), jnp.ones((2, 32, 48))),
             ),
             ValueError,
-            "kernel_cache.rowwise must be of the same shape and recipe as kernel: expected float8_e4m3fn with ",
+            "kernel_cache must be of the same shape and recipe as kernel: recipe must be Float8CurrentScaling, ",
         ),
     ],
 )

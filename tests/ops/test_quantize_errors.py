@@ -268,29 +268,36 @@ def test_quantize_kernel_rejects(arguments: dict[str, Any], error: type[Exceptio
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernel"),
+    ("made_with", "kernel", "difference"),
     [
-        (jg.Float8BlockScaling(fwd_dtype="float8_e5m2"), STACK),
-        (jg.Float8CurrentScaling(), STACK),
-        (BLOCK, jnp.ones((2, 32, 32))),
-        (BLOCK, jnp.ones((3, 16, 32))),
+        (
+            jg.Float8BlockScaling(fwd_dtype="float8_e5m2"),
+            STACK,
+            "recipe.fwd_dtype must be float8_e4m3fn, got float8_e5m2",
+        ),
+        (jg.Float8BlockScaling(pow2_scales=False), STACK, "recipe.pow2_scales must be True, got False"),
+        (jg.Float8BlockScaling(amax_epsilon=1e-4), STACK, "recipe.amax_epsilon must be 0.0, got 0.0001"),
+        (jg.Float8CurrentScaling(), STACK, "recipe must be Float8BlockScaling, got Float8CurrentScaling"),
+        (BLOCK, jnp.ones((2, 32, 32)), "rowwise.shape must be (2, 16, 32), got (2, 32, 32)"),
+        (BLOCK, jnp.ones((3, 16, 32)), "rowwise.shape must be (2, 16, 32), got (3, 16, 32)"),
     ],
-    ids=["another type", "another mode", "another size", "another number of kernels"],
+    ids=["another type", "other powers", "another epsilon", "another recipe", "another size", "more kernels"],
 )
-def test_the_cache_of_another_kernel_or_recipe_is_refused(recipe: Any, kernel: jax.Array) -> None:
-    other = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, recipe), kernel)
-    layout = CACHE.rowwise.layout
-    message = (
-        "previous.rowwise must be of the same shape and recipe as the result: "
-        f"expected float8_e4m3fn with {layout}, got {other.rowwise.dtype.name} with {other.rowwise.layout}."
-    )
+def test_the_cache_of_another_kernel_or_recipe_is_refused(made_with: Any, kernel: jax.Array, difference: str) -> None:
+    other = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, made_with), kernel)
+    message = f"previous must be of the same shape and recipe as the result: {difference}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         jg.quantize_kernel(STACK, BLOCK, previous=other, skip=True)
 
 
+def test_a_recipe_whose_gradients_differ_takes_the_same_cache() -> None:
+    other = jg.Float8BlockScaling(grad_dtype="float8_e5m2")
+    jax.eval_shape(lambda: jg.quantize_kernel(STACK, other, previous=jg.quantize_kernel(STACK, BLOCK), skip=True))
+
+
 def test_a_cache_whose_copies_are_exchanged_is_refused() -> None:
     exchanged = dataclasses.replace(CACHE, columnwise=CACHE.rowwise)
-    with pytest.raises(ValueError, match=r"^previous\.columnwise must be of the same shape and recipe as the result: "):
+    with pytest.raises(ValueError, match=r"the result: columnwise\.layout\.columnwise must be True, got False\.$"):
         jg.quantize_kernel(STACK, BLOCK, previous=exchanged, skip=True)
 
 

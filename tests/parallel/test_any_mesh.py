@@ -124,9 +124,10 @@ def fan_in(name: str, shape: tuple[int, ...]) -> int:
 def numbers(example: Example, seed: int) -> dict[str, np.ndarray]:
     """Returns arrays of these shapes, and the sizes of groups with a tail of NaN behind them."""
     rng = np.random.default_rng(seed)
-    T, E, K, _ = example.sizes
+    T, E, *_ = example.sizes
     arrays = {
-        name: rng.standard_normal(shape, np.float32) * np.float32(1 if name in ("x", "logits") else fan_in(name, shape) ** -0.5)
+        name: rng.standard_normal(shape, np.float32)
+        * np.float32(1 if name in ("x", "logits") else fan_in(name, shape) ** -0.5)
         for name, shape in shapes_of(example.function, example.sizes).items()
     }
     cuts = np.sort(rng.integers(0, T + 1, E))  # Some groups are empty.
@@ -217,9 +218,7 @@ def step(example: Example, options: Mapping[str, Any], arrays: dict[str, jax.Arr
 
 
 def placed(mesh: Mesh, example: Example, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {
-        name: jax.device_put(of, NamedSharding(mesh, example.specs.get(name, P()))) for name, of in arrays.items()
-    }
+    return {name: jax.device_put(of, NamedSharding(mesh, example.specs.get(name, P()))) for name, of in arrays.items()}
 
 
 @pytest.mark.slow
