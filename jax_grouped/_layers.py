@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import as_array, promoted_type, static_bool, static_number, static_size
+from jax_grouped.core.values import as_array, promoted_type, scalar, static_bool, static_size
 from jax_grouped.core.varying import apply_rule, axis_size, is_bound
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
@@ -92,8 +92,8 @@ def has_sharded_type(x: jax.Array) -> bool:
     return any(axes is not None for axes in jax.typeof(as_array("x", x)).sharding.spec)
 
 
-#: Conversions of a layer's static fields, by what their annotations begin with.
-_CONVERSIONS: Mapping[Any, Callable[[str, Any], Any]] = {int: static_size, float: static_number, bool: static_bool}
+#: Conversions of a layer's fields, by what their annotations begin with. A scale may be a scalar on the device.
+_CONVERSIONS: Mapping[Any, Callable[[str, Any], Any]] = {int: static_size, float: scalar, bool: static_bool}
 
 
 def canonical_fields(annotations: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
