@@ -96,7 +96,9 @@ def _is_composed(
     x: jax.Array, gate_up: Weights, down: Weights, spec: "MlpSpec", out: NamedSharding | PartitionSpec | None
 ) -> bool:
     """Tells whether the products are separate operations: if there is no recipe, or if one of them can be split."""
-    last = dataclasses.replace(spec.down, partitions=Partitions(out=checks.canonical_out_spec(out)))
+    last = dataclasses.replace(
+        spec.down, partitions=Partitions(out=checks.canonical_out_spec(out, x, gate_up.kernel, down.kernel))
+    )
     return spec.up.recipe is None or is_split(x, gate_up, spec.up) or is_split(x, down, last)
 
 

@@ -255,9 +255,32 @@ def check_stack(name: str, kernel: jax.Array) -> None:
         raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
 
 
-def canonical_out_spec(out_sharding: NamedSharding | PartitionSpec | None) -> PartitionSpec | None:
-    """Returns the spec of an `out_sharding`."""
-    return out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+def canonical_out_spec(
+    out_sharding: NamedSharding | PartitionSpec | None, *operands: jax.Array
+) -> PartitionSpec | None:
+    """Returns the spec of an `out_sharding`.
+
+    Raises:
+        TypeError: it is neither a NamedSharding nor a PartitionSpec.
+        ValueError: it names an axis that is in no mesh of the operands, of itself or of the context, or an axis twice.
+    """
+    if out_sharding is None:
+        return None
+    if not isinstance(out_sharding, NamedSharding | PartitionSpec):
+        raise TypeError(f"out_sharding must be a NamedSharding, a PartitionSpec or None, got {shown(out_sharding)}.")
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
+    if isinstance(out_sharding, NamedSharding):
+        meshes, out_sharding = [*meshes, out_sharding.mesh], out_sharding.spec
+    known = {axis: None for mesh in meshes for axis in mesh.axis_names}
+    parts = (axes if isinstance(axes, tuple) else (axes,) for axes in out_sharding)
+    named = [axis for part in parts for axis in part if isinstance(axis, str)]
+    for axis in named:
+        if axis not in known or named.count(axis) > 1:
+            raise ValueError(
+                f"out_sharding may name each of the mesh axes {list(known)} once, got {axis!r} in {out_sharding}. An "
+                "array on a mesh, or jax.set_mesh, tells what axes there are."
+            )
+    return out_sharding
 
 
 def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:

@@ -195,7 +195,9 @@ def canonical_inputs(
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    partitions = Partitions.of(x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding))
+    partitions = Partitions.of(
+        x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding, x, weights.kernel)
+    )
     return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)
 
 

@@ -81,7 +81,7 @@ def ragged_dot(
     groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
     lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, precision)
-    return multiply(lhs, rhs, groups, spec, checks.canonical_out_spec(out_sharding))
+    return multiply(lhs, rhs, groups, spec, checks.canonical_out_spec(out_sharding, lhs, rhs))
 
 
 def canonical_types(

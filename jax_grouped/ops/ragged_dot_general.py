@@ -96,7 +96,7 @@ def ragged_dot_general(
             lhs, rhs, dims.dot_dimension_numbers, precision, out_dtype, out_sharding=out_sharding
         )
     form = _form_of(lhs, rhs, dims)
-    out_spec = checks.canonical_out_spec(out_sharding)
+    out_spec = checks.canonical_out_spec(out_sharding, lhs, rhs)
     # The result begins with the batch dimensions, that of wgrad with the groups.
     batch_axis = int(form.product == "wgrad")
     spec_of_batch, spec_of_element = _split_spec(out_spec, batch_axis, batch_axis + len(lhs_batch))

@@ -1,6 +1,7 @@
 """Arrays whose types are sharded, over mesh axes of type `Explicit`: the types of results, and what is sent."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -11,11 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import need_devices
+from tests.meshes import TYPES, need_devices, typed_mesh
 from tests.parallel.sharded import (
+    AXES,
     CASES,
     GROUPS,
+    IN,
     LAST,
+    OUT,
     OUT_OF_KERNEL,
     RECIPES,
     SIZES,
@@ -101,6 +105,35 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
             spec = out.spec if isinstance(out, NamedSharding) else out
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
             np.testing.assert_allclose(y, product(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, *TYPES], ids=str)
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("data", "out_sharding must be a NamedSharding, a PartitionSpec or None, got 'data'."),
+        (
+            P(None, "experts"),
+            "out_sharding may name each of the mesh axes [...] once, got 'experts' in P(None, 'experts')",
+        ),
+        (P("data", "data"), "out_sharding may name each of the mesh axes [...] once, got 'data' in P('data', 'data')"),
+    ],
+    ids=["text", "no such axis", "twice"],
+)
+def test_a_sharding_that_is_not_there_is_refused(kind: str | None, out: Any, message: str) -> None:
+    x, kernel, *_ = operands()
+    if kind is not None:
+        x = put(typed_mesh(kind, AXES), x, P("data"))
+    axes = [] if kind is None else [*AXES]
+    numbers = jax.lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+    for multiply in (
+        lambda: jg.ragged_dot(x, kernel, SIZES, out_sharding=out),
+        lambda: jg.ragged_dot_general(x, kernel, SIZES, numbers, out_sharding=out),
+        lambda: jg.grouped_dense(x, kernel, SIZES, out_sharding=out),
+        lambda: jg.moe.grouped_mlp(x, kernel, jnp.ones((GROUPS, OUT // 2, IN)), SIZES, out_sharding=out),
+    ):
+        with pytest.raises((TypeError, ValueError), match="^" + re.escape(message.replace("[...]", str(axes)))):
+            multiply()
 
 
 @pytest.mark.parametrize("cached", [False, True])
