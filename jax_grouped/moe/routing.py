@@ -11,7 +11,7 @@ from jax_grouped.backends.reference import routing as reference
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.backends.spec import Score as Score
 from jax_grouped.core.values import as_array, scalar, static_bool
-from jax_grouped.core.varying import axis_size, in_reverse_mode, vary_alike
+from jax_grouped.core.varying import axis_size, in_reverse_mode, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
@@ -69,7 +69,8 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     checks.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
         raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
-    return _router_logits(*vary_alike(*in_reverse_mode("router_logits", (x, kernel))))
+    x, kernel = in_reverse_mode("router_logits", (x, kernel))
+    return _router_logits(*vary_alike(x, kernel.astype(sum_dtype(kernel.dtype))))
 
 
 @jax.custom_vjp
