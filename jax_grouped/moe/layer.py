@@ -1,10 +1,9 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +33,7 @@ from jax_grouped.ops.residuals import OUTPUT_NAME
 from jax_grouped.ops.routing import group_pairs, route, route_and_group
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MoEMetrics:
+class MoEMetrics(NamedTuple):
     """Routing metrics of one MoE call. All of them stay on the device.
 
     Attributes:
@@ -66,6 +63,14 @@ class MoEMetrics:
     dropped: jax.Array
     z_loss: jax.Array
     needed_capacity_factor: jax.Array
+
+
+# `flax.nnx.tabulate` takes tuples whose keys are indices, no named ones and no dataclasses.
+jax.tree_util.register_pytree_with_keys(
+    MoEMetrics,
+    lambda metrics: (tuple((jax.tree_util.SequenceKey(i), of) for i, of in enumerate(metrics)), None),
+    lambda _, arrays: MoEMetrics(*arrays),
+)
 
 
 def moe_mlp(
@@ -230,7 +235,7 @@ def moe_mlp(
         needed = jax.lax.pmax(vary_alike(metrics.needed_capacity_factor, me)[0], axes.tokens)
         dropped = jnp.where(jnp.arange(devices) == me, metrics.dropped, 0)
         load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes.tokens)
-        return y, dataclasses.replace(metrics, expert_load=load, dropped=dropped, needed_capacity_factor=needed)
+        return y, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
     return call_on_mesh(of_all_tokens, mesh, axes, arrays, gated=is_gated(activation))
 

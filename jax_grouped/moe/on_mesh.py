@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_grouped.backends.partition import known_mesh
 from jax_grouped.core.varying import is_bound, varying_axes
-from jax_grouped.fp8.arrays import KernelCache, ScaledArray
+from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.ops.inputs import Weights
 
 
@@ -296,4 +296,4 @@ def _part(weights: Weights) -> Weights:
         return dataclasses.replace(scaled, layout=layout)
 
     rowwise = None if cache.rowwise is None else part(cache.rowwise)
-    return weights._replace(kernel_cache=KernelCache(rowwise, part(cache.columnwise), cache.amax))
+    return weights._replace(kernel_cache=dataclasses.replace(cache, rowwise=rowwise, columnwise=part(cache.columnwise)))

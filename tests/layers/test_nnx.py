@@ -124,6 +124,14 @@ def value_and_gradients(model: Model, x: jax.Array, targets: jax.Array) -> tuple
     return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, jg.nnx.TRAINED))(model)
 
 
+def test_models_with_a_mixture_are_tabulated() -> None:
+    layer = jg.nnx.MoEMlp(16, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+
+    table = nnx.tabulate(layer, jnp.ones((8, 16)))
+
+    assert "gate_up" in table
+
+
 def test_an_optimizer_replaces_states_and_updates_parameters(backend: str) -> None:
     x = jnp.nan_to_num(tokens())
     targets = jg.ragged_dot(x, jnp.asarray(tokens(2))[:K, :N] * jnp.ones((E, 1, 1)), SIZES)

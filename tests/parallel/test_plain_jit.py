@@ -261,6 +261,9 @@ def test_what_cannot_be_split_is_named() -> None:
     gate_up = jg.moe.Weights(jnp.ones((E, K, 2 * F)), kernel_cache=cached)
     with pytest.raises(ValueError, match="A kernel cache cannot be split over the feature_axis 'expert'"):
         jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=recipe, feature_axis="expert")
+    other = jg.Float8BlockScaling(pow2_scales=not recipe.pow2_scales)
+    with pytest.raises(ValueError, match=r"recipe.pow2_scales must be"):
+        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=other, expert_axis="expert")
 
 
 def test_axes_that_split_two_things_are_refused() -> None:
