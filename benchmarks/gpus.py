@@ -112,7 +112,7 @@ def exchange(shape: Shape, gpus: int) -> Work:
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    names = "nccl", "ragged", "memcpyp2p"
+    names = "nccl", "memcpyp2p"
     communicates = [span for span in spans if any(name in span.name.lower() for name in names)]
     computes = [span for span in spans if span not in communicates]
     both, alone = _length(communicates), _length(spans) - _length(computes)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, get_args, get_origin
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -26,7 +26,7 @@ from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.mlp import grouped_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
-from jax_grouped.ops.dense import _stacklevel_of_user
+from jax_grouped.ops.dense import stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize_kernel import quantize_kernel
 from jax_grouped.ops.residuals import DenseResiduals
@@ -141,7 +141,7 @@ def warn_of_constant_weights(top_k: int, num_experts: int, *, normalize_weights:
         warnings.warn(
             "top_k=1 with normalize_weights=True makes every token's weight 1, whatever the router computes: only "
             "balance losses train it. Pass normalize_weights=False, so that the model's loss does.",
-            stacklevel=_stacklevel_of_user(),
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -392,7 +392,7 @@ def state_for_call(owner: Any, path: Hashable, state: Fp8State) -> Fp8State:
     # Only tracers are differentiated. Flax's type whose sum is the maximum needs no copies.
     if not all(isinstance(array, jax.core.Tracer) and array.dtype == jnp.float32 for array in arrays):
         return state
-    trace = jax.extend.core.get_opaque_trace_state(convention="flax")
+    trace = get_opaque_trace_state(convention="flax")
     calls = _CALLS.setdefault(owner, {})
     last_trace, last, rest = calls.get(path, (None, state, state))
     # What another trace has left cannot be used in this one.

@@ -202,12 +202,12 @@ def primal_values(primals: Any) -> Inputs:
         warnings.warn(
             "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in linen "
             "all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
-            stacklevel=_stacklevel_of_user(),
+            stacklevel=stacklevel_of_user(),
         )
     return jax.tree.map(lambda primal: primal.value, primals)
 
 
-def _stacklevel_of_user() -> int:
+def stacklevel_of_user() -> int:
     """Returns the `stacklevel` with which the caller's warning names the innermost line outside of `_LIBRARIES`."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
