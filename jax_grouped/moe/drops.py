@@ -88,7 +88,7 @@ def _at_stride(rank: jax.Array, size: jax.Array, kept: jax.Array) -> jax.Array:
     bits, so that the product fits into 32: then up to 1 of 2^14 items more is dropped.
     """
     shift = jnp.maximum(16 - jax.lax.clz(size), 0)
-    parts = jnp.maximum((kept >> shift) - (shift > 0), 0).astype(jnp.uint32)
+    parts = jnp.maximum((kept >> shift) - jnp.minimum(shift, 1), 0).astype(jnp.uint32)
     period = jnp.maximum(-(-size >> shift), 1).astype(jnp.uint32)
     # Start in the middle: the first item of a period is always kept.
     position = (rank.astype(jnp.uint32) + period // 2) % period

@@ -102,6 +102,8 @@ def compiled_step(kind: str, axes: Mapping[str, int], recipe: jg.Recipe | None, 
     stored = tuple(name for name in (expert, fsdp) if name is not None)
     tokens = tuple(name for name in axes if name != "feature")
     options: dict[str, Any] = dict(num_experts=E, top_k=TOP_K, hidden_features=F, recipe=recipe)
+    if axes["expert"] > TOP_K:
+        options |= dict(exchange_method="padded")
     make = nn.remat(jg.linen.MoEMlp) if remat else jg.linen.MoEMlp
     layer = make(**options, expert_axis=expert, feature_axis=feature, fsdp_axis=fsdp, batch_axes=tokens)
 
