@@ -192,7 +192,7 @@ def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax
     if example.function == "linen":
         variables = {"params": parameters}
         if state is not None:
-            variables |= {jg.linen.OVERWRITE_WITH_GRADIENT: {of: {"fp8_state": state} for of in ("gate_up", "down")}}
+            variables |= {"_overwrite_with_gradient": dict.fromkeys(("gate_up", "down"), vars(state))}
         y, metrics = jg.linen.MoEMlp(**layer_options).apply(variables, x)
     else:
         layer = nnx.eval_shape(lambda: jg.nnx.MoEMlp(x.shape[1], **layer_options, rngs=nnx.Rngs(0)))
