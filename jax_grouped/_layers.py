@@ -395,7 +395,7 @@ def state_for_call(owner: Any, path: Hashable, state: Fp8State) -> Fp8State:
     trace = get_opaque_trace_state(convention="flax")
     calls = _CALLS.setdefault(owner, {})
     last_trace, last, rest = calls.get(path, (None, state, state))
-    # What another trace has left cannot be used in this one.
+    # Tracers of another trace cannot be used in this one.
     if last_trace != trace or any(a is not b for a, b in zip(arrays, jax.tree.leaves(last), strict=True)):
         rest = state
     own, rest = apply_rule(_copies, rest, None)

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
   const int64_t end = min(begin + TokensOfRoutingBlock(problem.tokens), problem.tokens);
 #pragma unroll 1
   for (int64_t token = before_element + begin + own_warp; token < before_element + end; token += kWarps<kValues>) {
-    // What weights follow from: the logits, or their softmax.
+    // Logits, or their softmax. The weights follow from them.
     float values[kValues];
     LoadRow(static_cast<const T*>(buffers.logits) + token * num_experts, num_experts, -INFINITY, values);
     float scores[kValues];

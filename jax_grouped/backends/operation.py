@@ -200,7 +200,7 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
         whole = [of(result) for of, result in zip(reductions, partial, strict=True)]
         if added is not None:
             whole[to] += arrays[added].astype(whole[to].dtype)
-        return [of.astype(result.dtype) for of, result in zip(whole, results, strict=True)]
+        return [array.astype(result.dtype) for array, result in zip(whole, results, strict=True)]
 
     return Plan(of_device, result_specs, operand_specs)
 

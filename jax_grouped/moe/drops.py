@@ -1,7 +1,7 @@
 """Choice of the pairs of a token and an expert that are dropped where a device has no room for all of its pairs."""
 
 from collections.abc import Hashable
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,6 @@ from jax_grouped.ops.routing import group_pairs
 
 #: Which pairs are dropped, see `moe_mlp`.
 DropBy = Literal["even", "weight"]
-
-
-def check_drop_by(drop_by: DropBy) -> None:
-    """Raises ValueError if there is no such choice."""
-    if drop_by not in get_args(DropBy):
-        raise ValueError(f"drop_by must be one of {get_args(DropBy)}, got {drop_by!r}.")
 
 
 def keep(

@@ -7,7 +7,7 @@ every other one.
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 
@@ -21,12 +21,6 @@ from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 
 #: Way in which tokens reach the devices of their experts.
 ExchangeMethod = Literal["auto", "gather", "padded"]
-
-
-def check_method(method: ExchangeMethod) -> None:
-    """Raises ValueError if there is no such method."""
-    if method not in get_args(ExchangeMethod):
-        raise ValueError(f"exchange_method must be one of {get_args(ExchangeMethod)}, got {method!r}.")
 
 
 def mlp_of_gathered_tokens(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,9 @@ from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.moe.drops import DropBy, check_drop_by, keep
+from jax_grouped.moe.drops import DropBy, keep
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,
-    check_method,
     mlp_of_exchanged_rows,
     mlp_of_gathered_tokens,
 )
@@ -196,8 +195,12 @@ def moe_mlp(
         None if shared is None else as_array("shared", shared),
         weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
-    check_method(exchange_method)
-    check_drop_by(drop_by)
+    for name, value, known in (
+        ("exchange_method", exchange_method, get_args(ExchangeMethod)),
+        ("drop_by", drop_by, get_args(DropBy)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}.")
     axes = MoEAxes.of(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
     of_device = functools.partial(
         _of_device,
@@ -343,9 +346,10 @@ def _of_device(
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
         if capacity < worst:
-            over = expert_axis if devices > 1 else None
-            limits: dict[str, Any] = dict(capacity=capacity, axis_name=over, drop_by=drop_by)
-            kept = keep(experts, routed.weights, num_experts, **limits)
+            exchanged_over = expert_axis if devices > 1 else None
+            kept = keep(
+                experts, routed.weights, num_experts, capacity=capacity, axis_name=exchanged_over, drop_by=drop_by
+            )
             dropped = jnp.sum((experts < num_experts) & ~kept, dtype=jnp.int32).reshape(1)
             experts = jnp.where(kept, experts, num_experts)
     weights = routed.weights * factor

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.backends.reference.rows import gather, sum_of_choices
+from jax_grouped.core.groups import as_int32
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
@@ -79,7 +80,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
     pairs = check_pairs(experts.shape, num_experts, capacity)
     rows = pairs if capacity is None else min(capacity, pairs)
-    return Permutation(*group_pairs(_as_int32(experts, num_experts), num_experts, rows))
+    return Permutation(*group_pairs(as_int32(experts, -1, num_experts), num_experts, rows))
 
 
 def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None) -> int:
@@ -103,14 +104,6 @@ def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None
     if capacity is not None:
         checks.static_size("capacity", capacity)
     return pairs
-
-
-def _as_int32(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Converts experts of any integer type to `int32`, without wrapping values that do not fit."""
-    if experts.dtype == jnp.int32:
-        return experts
-    limits = jnp.iinfo(experts.dtype)
-    return jnp.clip(experts, max(limits.min, -1), min(limits.max, num_experts)).astype(jnp.int32)
 
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:

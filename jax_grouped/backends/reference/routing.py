@@ -25,8 +25,8 @@ def route(logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec) 
         # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
         compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
         experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
-    of_choices = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
-    weights = _normalized(_relative_sigmoid(of_choices)) if spec.normalize_weights else _sigmoid(of_choices)
+    chosen_logits = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
+    weights = _normalized(_relative_sigmoid(chosen_logits)) if spec.normalize_weights else _sigmoid(chosen_logits)
     return experts, weights, _normalized(_relative_sigmoid(logits))
 
 
@@ -56,11 +56,11 @@ def _best(compared: jax.Array, spec: RouteSpec, scores: jax.Array | None = None)
     compared = _limited(compared, -_LOWEST)
     if spec.top_groups < spec.expert_groups:
         scores = _limited(compared if scores is None else scores, -_LOWEST / 2)  # Sums do not overflow.
-        of_groups = (scores.shape[0], spec.expert_groups, scores.shape[1] // spec.expert_groups)
-        two_best = jax.lax.top_k(scores.reshape(of_groups), min(2, of_groups[2]))[0]
+        grouped = (scores.shape[0], spec.expert_groups, scores.shape[1] // spec.expert_groups)
+        two_best = jax.lax.top_k(scores.reshape(grouped), min(2, grouped[2]))[0]
         groups = jax.lax.top_k(jnp.sum(two_best, axis=2), spec.top_groups)[1]
         usable = jnp.any(chosen(groups, spec.expert_groups), axis=1)[..., None]
-        compared = jnp.where(usable, compared.reshape(of_groups), -jnp.inf).reshape(scores.shape)
+        compared = jnp.where(usable, compared.reshape(grouped), -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(compared, spec.top_k)[1]
 
 
