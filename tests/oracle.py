@@ -10,6 +10,12 @@ from jax_grouped import config
 from jax_grouped.backends.extension import cuda_devices
 
 
+def at_equal_distances(items: np.ndarray, most: int) -> np.ndarray:
+    """Returns all of a row of items, or `most` of them at equal distances."""
+    places = np.arange(len(items)) * min(most, len(items)) + len(items) // 2
+    return items[np.diff(places // max(len(items), 1), append=min(most, len(items))) > 0]
+
+
 def local_groups(
     group_sizes: np.ndarray, num_groups: int, capacity: int, offset: int = 0
 ) -> Iterator[tuple[int, slice]]:

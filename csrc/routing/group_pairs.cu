@@ -18,7 +18,8 @@ static_assert(2 * kMostExperts <= kThreads);
 struct ExpertCounts {
   int32_t all[kMostExperts];     // pairs of all blocks
   int32_t before[kMostExperts];  // pairs of the blocks before this one
-  int32_t end[kMostExperts];     // the row after the expert's last row
+  int32_t rows[kMostExperts];    // rows of all blocks
+  int32_t start[kMostExperts];   // the first row
 };
 
 // Adds up the counts of the blocks. Several threads share an expert.
@@ -86,14 +87,23 @@ __device__ void ForEachPair(const int32_t* experts, const PairRange& pairs, int 
   }
 }
 
-// Replaces the warps' counts of an expert by the row of each warp's next pair, from that of the block's first pair.
-__device__ void CountsToRows(int32_t row, int num_experts, int32_t* counts) {
+// Replaces the warps' counts of an expert by the rank of each warp's next pair, from that of the block's first pair.
+__device__ void CountsToRanks(int32_t rank, int num_experts, int32_t* counts) {
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
     const int32_t count = counts[warp * num_experts];
-    counts[warp * num_experts] = row;
-    row += count;
+    counts[warp * num_experts] = rank;
+    rank += count;
   }
+}
+
+// Returns the place of a pair among those that have a row: of `pairs`, `rows` at equal distances. Returns -1 for others.
+__device__ int32_t RankOfRow(uint32_t rank, uint32_t pairs, uint32_t rows) {
+  if (rank >= pairs) return -1;
+  if (rows == pairs) return static_cast<int32_t>(rank);
+  const uint64_t product = static_cast<uint64_t>(rank) * rows + pairs / 2;
+  const uint64_t quotient = product / pairs;
+  return product - quotient * pairs + rows >= pairs ? static_cast<int32_t>(quotient) : -1;
 }
 
 // Adds up the blocks' sums. Each warp of each block takes experts of its own.
@@ -152,9 +162,9 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t size = thread < num_experts ? min(counts.all[thread], longest) : 0;
   const Sums<int32_t> used = WholeBlock<kThreads>::Scan(size, 0, [](int32_t a, int32_t b) { return a + b; });
   if (thread < num_experts) {
-    counts.end[thread] = used.before + size;
-    // Rows of cut pairs run on into the next group, and are dropped below.
-    CountsToRows(used.before + counts.before[thread], num_experts, warp_counts + thread);
+    counts.rows[thread] = size;
+    counts.start[thread] = used.before;
+    CountsToRanks(counts.before[thread], num_experts, warp_counts + thread);
   }
   __syncthreads();
 
@@ -166,9 +176,10 @@ __global__ void __launch_bounds__(kThreads)
     // The first of the lanes with this expert counts their pairs.
     if (expert >= 0 && before == 0) own_counts[expert] = first + __popc(alike);
     __syncwarp();
-    const int32_t row = first + before;
-    // Compares with all rows, too, because nobody has checked the counts.
-    const bool has_row = expert >= 0 && row < counts.end[expert] && static_cast<uint32_t>(row) < problem.rows;
+    const int32_t rank = expert >= 0 ? RankOfRow(first + before, counts.all[expert], counts.rows[expert]) : -1;
+    const int32_t row = rank >= 0 ? counts.start[expert] + rank : rows;
+    // Compares with all rows, because nobody has checked the counts.
+    const bool has_row = static_cast<uint32_t>(row) < problem.rows;
     if (has_row) order[row] = static_cast<int32_t>(pair);
     if (pair < own.end) inverse[pair] = has_row ? row : rows;
   });

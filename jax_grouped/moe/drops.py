@@ -1,89 +1,65 @@
-"""Choice of the pairs of a token and an expert that are dropped where a device has no room for all of its pairs."""
+"""Rows for the pairs of a token and an expert on a device that may not have room for all of them."""
 
+import dataclasses
 from collections.abc import Hashable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.reference.rows import gather
-from jax_grouped.core.capacity import fit_to_capacity
-from jax_grouped.core.varying import vary_alike
-from jax_grouped.ops.routing import group_pairs
+from jax_grouped.moe.permutation import Permutation, group_by_expert
 
 #: Which pairs are dropped, see `moe_mlp`.
 DropBy = Literal["even", "weight"]
 
 
-def keep(
-    experts: jax.Array,
-    weights: jax.Array,
-    num_experts: int,
-    *,
-    capacity: int,
-    axis_name: Hashable | None,
-    drop_by: DropBy,
-) -> jax.Array:
-    """Chooses the pairs that keep a row, where each device has `capacity` rows for its part of the experts.
+def group_in_room(
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
+) -> Permutation:
+    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `moe_mlp` says.
 
     Args:
-        experts: `int32[T, k]`, the experts of this device's tokens; other values than `[0, E)` are no pair.
+        experts: `int32[T, k]`, of which a token has no expert twice; other values than `[0, E)` are no pair.
         weights: `float32[T, k]`, the routing weights.
-        num_experts: `E`, of all devices.
-        capacity: rows of a device.
-        axis_name: mesh axis that splits the experts and the tokens; None for one device.
-        drop_by: as in `moe_mlp`.
-
-    Returns:
-        `bool[T, k]`; unspecified for no pair.
+        num_experts: `E`.
+        capacity: number of rows.
+        sources: the number of devices that the tokens come from, as many from each, those of the first one first.
+        drop_by: which pairs to drop.
     """
-    if drop_by == "even":
-        return _keep_even(experts, num_experts, capacity, axis_name)
-    me, devices = jnp.zeros((), jnp.int32), 1
-    weights = jax.lax.stop_gradient(weights)
-    if axis_name is not None:
-        me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-        experts, weights = (jax.lax.all_gather(of, axis_name, tiled=True) for of in (experts, weights))
-    own = (experts >= 0) & (experts // (num_experts // devices) == me)
-    if capacity >= own.size:
-        return jnp.ones_like(own)
-    weights = jnp.where(own & ~jnp.isnan(weights), weights, -jnp.inf)
-    lowest = jnp.sort(weights, axis=None)[-capacity]
-    above, equal = own & (weights > lowest), own & (weights == lowest)
-    rank = jnp.cumsum(equal.reshape(-1), dtype=jnp.int32).reshape(equal.shape) - 1
-    count, room = jnp.sum(equal, dtype=jnp.int32), capacity - jnp.sum(above, dtype=jnp.int32)
-    kept = above | (equal & _at_stride(rank, count, jnp.minimum(count, room)))
-    if axis_name is None:
-        return kept
-    return jax.lax.psum_scatter((own & ~kept).astype(jnp.int32), axis_name, tiled=True) == 0
+    tokens, choices = experts.shape
+    if capacity >= tokens * min(choices, num_experts):
+        return group_by_expert(experts, num_experts, capacity=capacity)
+    if drop_by == "weight":
+        experts = jnp.where(_are_heaviest(experts, weights, num_experts, capacity), experts, num_experts)
+        return group_by_expert(experts, num_experts, capacity=capacity)
+    source = jnp.arange(tokens, dtype=jnp.int32)[:, None] // max(tokens // sources, 1)
+    permutation = group_by_expert(experts * sources + source, num_experts * sources, capacity=capacity)
+    group_sizes = jnp.sum(permutation.group_sizes.reshape(num_experts, sources), axis=1, dtype=jnp.int32)
+    return dataclasses.replace(permutation, group_sizes=group_sizes)
 
 
-def _keep_even(experts: jax.Array, num_experts: int, capacity: int, axis_name: Hashable | None) -> jax.Array:
-    """Gives every source of rows the same room, and drops from each group at a fixed stride."""
-    grouped = group_pairs(experts, num_experts, experts.size)
-    sizes = grouped.group_sizes
-    if axis_name is None:
-        kept = fit_to_capacity(sizes, capacity)
-    else:
-        devices = jax.lax.axis_size(axis_name)
-        sizes, me = vary_alike(sizes, jax.lax.axis_index(axis_name))
-        chunks = jax.lax.all_gather(sizes, axis_name).reshape(devices, devices, num_experts // devices)
-        fitted = jax.vmap(fit_to_capacity, in_axes=(1, None), out_axes=1)(chunks, capacity)
-        kept = fitted[me].reshape(num_experts)
-    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    start, size, room = (gather(of, experts, fill=0) for of in (starts, sizes, kept))
-    return _at_stride(grouped.inverse - start, size, room)
+def are_kept(
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, axis_name: Hashable, drop_by: DropBy
+) -> jax.Array:
+    """Tells which pairs get a row on their experts' device, `bool[T, k]`; False for no pair.
 
-
-def _at_stride(rank: jax.Array, size: jax.Array, kept: jax.Array) -> jax.Array:
-    """Tells whether item `rank` of `size` is among `kept` ones at even distances; they are fewer for large sizes.
-
-    All arrays are int32 and broadcast. Item `r` is kept if `r * kept % size < kept`. The ratio is rounded down to 16
-    bits, so that the product fits into 32: then up to 1 of 2^14 items more is dropped.
+    The arguments are those of `group_in_room` on one device of the mesh axis, with the experts of all devices.
     """
-    shift = jnp.maximum(16 - jax.lax.clz(size), 0)
-    parts = jnp.maximum((kept >> shift) - jnp.minimum(shift, 1), 0).astype(jnp.uint32)
-    period = jnp.maximum(-(-size >> shift), 1).astype(jnp.uint32)
-    # Start in the middle: the first item of a period is always kept.
-    position = (rank.astype(jnp.uint32) + period // 2) % period
-    return (kept == size) | (position * parts % period < parts)
+    me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    experts, weights = (jax.lax.all_gather(of, axis_name, tiled=True) for of in (experts, weights))
+    experts, num_experts = experts - num_experts // devices * me, num_experts // devices
+    permutation = group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    has_row = permutation.inverse < permutation.order.shape[0]
+    return jax.lax.psum_scatter(has_row.astype(jnp.int32), axis_name, tiled=True) > 0
+
+
+def _are_heaviest(experts: jax.Array, weights: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """Tells which pairs are among the `capacity` ones with the largest weights; others than pairs may be too."""
+    is_pair = (experts >= 0) & (experts < num_experts)
+    weights = jnp.abs(jax.lax.stop_gradient(weights))
+    weights = jnp.where(is_pair, jnp.where(jnp.isnan(weights), -1, weights), -jnp.inf)
+    # A multiple of an odd number decides between equal weights: any of them, early or late, and always the same ones.
+    number = (jnp.arange(weights.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)).reshape(weights.shape)
+    ascending = jax.lax.sort((weights.reshape(-1), number.reshape(-1)), num_keys=2)
+    lowest, first = (of[-capacity] for of in ascending)
+    return (weights > lowest) | ((weights == lowest) & (number >= first))

@@ -10,12 +10,14 @@ from collections.abc import Hashable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.moe.drops import DropBy, group_in_room
 from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
-from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
+from jax_grouped.moe.permutation import Permutation, permute
 from jax_grouped.moe.token_gather import TokenGather
 from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 
@@ -31,11 +33,12 @@ def mlp_of_gathered_tokens(
     *,
     num_experts: int,
     capacity: int,
+    drop_by: DropBy,
     wire: Wire,
     recipe: Recipe | None,
     shared: jax.Array | None,
     **network: Any,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
 
     A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
@@ -46,14 +49,15 @@ def mlp_of_gathered_tokens(
         weights: `float32[T, k]`, the factor of each choice.
         axis_name: mesh axis of `D` devices.
         num_experts: `E / D`, the number of this device's experts.
-        capacity: rows of this device's experts, which have no more pairs.
+        capacity: rows of this device's experts.
+        drop_by: which pairs are dropped if there are more, see `moe_mlp`.
         wire: the form in which tokens and sums travel.
         recipe: as in `routed_mlp`.
         shared: likewise.
         network: other arguments of `routed_mlp`.
 
     Returns:
-        `[T, N]` in the type of `x`.
+        `[T, N]` in the type of `x`, and `int32[1]`, how many pairs of this device's tokens have been dropped.
     """
     me = jax.lax.axis_index(axis_name)
     # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
@@ -67,8 +71,14 @@ def mlp_of_gathered_tokens(
         # expert run during it. With a recipe, the quantization of kernels does.
         received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
-    permutation = group_by_expert(experts, num_experts, capacity=capacity)
-    return routed_mlp(
+    everyones_weights = gather.routing_weights(weights) if drop_by == "weight" else weights
+    devices = jax.lax.axis_size(axis_name)
+    permutation = group_in_room(
+        experts, everyones_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by
+    )
+    has_no_row = (experts >= 0) & (experts < num_experts) & (permutation.inverse == permutation.order.shape[0])
+    dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
+    y = routed_mlp(
         x,
         permutation=permutation,
         weights=weights,
@@ -78,6 +88,7 @@ def mlp_of_gathered_tokens(
         shared=shared,
         **network,
     )
+    return y, jax.lax.psum_scatter(dropped, axis_name, tiled=True)
 
 
 def mlp_of_exchanged_rows(
@@ -98,7 +109,7 @@ def mlp_of_exchanged_rows(
         permutation: of this device's tokens to the rows of the experts of all devices.
         weights: as in `mlp_of_gathered_tokens`.
         axis_name: likewise.
-        capacity: as in `mlp_of_gathered_tokens`.
+        capacity: rows of this device's experts, which have no more pairs.
         wire: as in `mlp_of_gathered_tokens`.
         shared: as in `routed_mlp`.
         network: other arguments of `weighted_mlp`.

@@ -13,7 +13,7 @@ from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.moe.drops import DropBy, keep
+from jax_grouped.moe.drops import DropBy, are_kept, group_in_room
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,
     mlp_of_exchanged_rows,
@@ -29,7 +29,7 @@ from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.residuals import OUTPUT_NAME
-from jax_grouped.ops.routing import group_pairs, route, route_and_group
+from jax_grouped.ops.routing import route, route_and_group
 
 
 class MoEMetrics(NamedTuple):
@@ -142,8 +142,8 @@ def moe_mlp(
             case, and drops nothing: `T * top_k`, with an `expert_axis` `D * T * min(top_k, E / D)`.
         drop_by: which pairs of a token and an expert are dropped on a device with too many. "even" gives all sources
             and experts the same room: the largest groups, of one source for one expert, are cut to one length. Within
-            a group, pairs are dropped at a fixed stride, so that neither early nor late tokens are favoured. "weight"
-            drops those with the smallest routing weights, and of equal ones at a fixed stride.
+            a group, pairs are dropped at equal distances, so that neither early nor late tokens are favoured. "weight"
+            drops those with the smallest routing weights.
         activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
             `[E / (D S), K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
@@ -334,33 +334,32 @@ def _of_device(
         weight_gather=weight_gather,
     )
     gathers = devices > 1 and tokens > 0 and exchange_method != "padded"
-    dropped = jnp.zeros(1, jnp.int32)
-    if exists is None and capacity == worst and not gathers:
-        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=tokens * top_k)
-        experts = routed.experts
+    has_room = capacity == worst
+    if exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even")):
+        rows = capacity if devices == 1 else tokens * top_k
+        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
+        experts, permutation = routed.experts, Permutation(*grouped)
     else:
-        routed, grouped = route(logits, bias, spec), None
+        routed, permutation = route(logits, bias, spec), None
         experts, probabilities = routed.experts, routed.probabilities
         if exists is not None:
             experts = jnp.where(exists[:, None], experts, num_experts)
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
-        if capacity < worst:
-            exchanged_over = expert_axis if devices > 1 else None
-            kept = keep(
-                experts, routed.weights, num_experts, capacity=capacity, axis_name=exchanged_over, drop_by=drop_by
-            )
-            dropped = jnp.sum((experts < num_experts) & ~kept, dtype=jnp.int32).reshape(1)
-            experts = jnp.where(kept, experts, num_experts)
     weights = routed.weights * factor
+    dropped = jnp.zeros(1, jnp.int32)
     if gathers:
-        options |= dict(num_experts=num_experts // devices, capacity=capacity, wire=wire)
-        y = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
+        options |= dict(num_experts=num_experts // devices, capacity=capacity, drop_by=drop_by, wire=wire)
+        y, dropped = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
     else:
-        if grouped is None:
-            rows = min(capacity, tokens * top_k) if devices == 1 else tokens * top_k
-            grouped = group_pairs(experts, num_experts, rows)
-        permutation = Permutation(*grouped)
+        if devices > 1 and not has_room:
+            of_device = dict(capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
+            experts = jnp.where(are_kept(experts, weights, num_experts, **of_device), experts, num_experts)
+        if permutation is None:
+            rows = capacity if devices == 1 else tokens * top_k
+            permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
+        if not has_room:
+            dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
         else:

@@ -60,7 +60,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
             `[0, num_experts)` have no expert and are dropped, as padding tokens should be.
         num_experts: `E`.
         capacity: most rows, `T * k` by default. If more are needed, the longest groups are cut to one length, and
-            their last pairs are dropped.
+            lose pairs at equal distances.
 
     Returns:
         The permutation, of `R = min(capacity, T * k)` rows.

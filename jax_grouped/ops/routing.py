@@ -73,7 +73,8 @@ def group_pairs(experts: jax.Array, num_experts: int, rows: int) -> Grouped:
         experts: `int32[T, k]`, where `T * k` is at most 2^30. Pairs with a value outside of `[0, num_experts)` have no
             row.
         num_experts: `E`.
-        rows: number of rows, at most `T * k`. If more are needed, the longest groups are cut as by `fit_to_capacity`.
+        rows: number of rows, at most `T * k`. If more are needed, the longest groups are cut as by `fit_to_capacity`,
+            and lose pairs at equal distances.
     """
     params = dict(num_experts=num_experts, rows=rows)
     order, inverse, group_sizes, dropped = primitives.GROUP_PAIRS.bind(

@@ -145,29 +145,22 @@ def test_the_smallest_weights_are_dropped_first(devices: int) -> None:
     rng = np.random.default_rng(0)
     choices = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
     weights = rng.random((tokens, top_k), np.float32).round(1)  # with ties
-    mesh = data_mesh(devices)
-    axis = "data" if devices > 1 else None
-    keep = functools.partial(drops.keep, num_experts=experts, capacity=capacity, axis_name=axis, drop_by="weight")
-    kept = jax.jit(jax.shard_map(keep, mesh=mesh, in_specs=P(axis), out_specs=P(axis)))(choices, weights)
+
+    if devices == 1:
+        permutation = drops.group_in_room(
+            jnp.asarray(choices), jnp.asarray(weights), experts, capacity=capacity, sources=1, drop_by="weight"
+        )
+        kept = np.asarray(permutation.inverse) < capacity
+    else:
+        options = dict(num_experts=experts, capacity=capacity, axis_name="data", drop_by="weight")
+        of_each = functools.partial(drops.are_kept, **options)
+        whole = jax.shard_map(of_each, mesh=data_mesh(devices), in_specs=P("data"), out_specs=P("data"))
+        kept = np.asarray(jax.jit(whole)(choices, weights))
 
     for device in range(devices):
         own = choices // (experts // devices) == device
         assert np.sum(kept & own) == min(capacity, np.sum(own))
         assert weights[own & kept].min() >= weights[own & ~kept].max(initial=0)
-
-
-@pytest.mark.parametrize(
-    ("size", "part"), [(1, 0), (1, 1), (7, 0.5), (1000, 0.93), (2**16 - 1, 0.1), (2**16, 1), (200_003, 0.93)]
-)
-def test_pairs_are_dropped_at_even_distances(size: int, part: float) -> None:
-    kept = int(size * part)
-
-    which = np.flatnonzero(drops._at_stride(jnp.arange(size), jnp.int32(size), jnp.int32(kept)))
-
-    exact = size < 2**16 or kept in (0, size)
-    assert kept - (0 if exact else size >> 13) <= len(which) <= kept
-    distances = np.diff(which)
-    assert distances.max(initial=0) - distances.min(initial=size) <= 1
 
 
 @pytest.mark.parametrize(

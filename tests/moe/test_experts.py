@@ -14,7 +14,6 @@ import jax_grouped as jg
 from jax_grouped import moe
 from jax_grouped.backends import extension
 from jax_grouped.backends.spec import is_gated
-from jax_grouped.moe import drops
 from tests import oracle
 from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, each_activation, some
@@ -52,8 +51,7 @@ def weights(of: dict[str, Any], states: Any) -> list[moe.Weights]:
 
 def by_steps(of: dict[str, Any], states: Any, recipe: Any, capacity: int) -> jax.Array:
     routing = moe.top_k_routing(of["logits"], TOP_K)
-    kept = drops.keep(routing.experts, routing.weights, E, capacity=capacity, axis_name=None, drop_by="even")
-    permutation = moe.group_by_expert(jnp.where(kept, routing.experts, E), E, capacity=capacity)
+    permutation = moe.group_by_expert(routing.experts, E, capacity=capacity)
     rows = moe.permute(of["x"], permutation)
     rows = moe.grouped_mlp(rows, *weights(of, states), permutation.group_sizes, recipe=recipe)
     return moe.unpermute(rows, permutation, routing.weights)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_grouped.moe import moe_mlp, permutation
 from jax_grouped.moe.permutation import Permutation
+from tests import oracle
 from tests.exports import exported
 from tests.meshes import data_mesh, mesh_of
 from tests.programs import lowered
@@ -37,12 +38,12 @@ def grouped(experts: jax.Array, num_experts: int, capacity: int | None = None) -
 
 
 def expected_permutation(experts: np.ndarray, num_experts: int, capacity: int | None) -> Permutation:
-    """Computes the definition: lists of pairs, cut to the greatest length at which they fit."""
+    """Computes the definition: lists of pairs, of which the longest lose as many as have no room."""
     pairs = experts.size
     rows = pairs if capacity is None else min(capacity, pairs)
-    groups = [[pair for pair in range(pairs) if experts.flat[pair] == expert] for expert in range(num_experts)]
+    groups = [np.flatnonzero(experts.reshape(-1) == expert) for expert in range(num_experts)]
     longest = max(n for n in range(pairs + 1) if sum(len(group[:n]) for group in groups) <= rows)
-    groups = [group[:longest] for group in groups]
+    groups = [oracle.at_equal_distances(group, longest) for group in groups]
     placed = [pair for group in groups for pair in group]
     inverse = np.full(experts.shape, rows)
     for row, pair in enumerate(placed):
@@ -86,6 +87,16 @@ def test_pairs_are_grouped_as_by_a_plain_loop(experts: list[int], num_experts: i
 def test_odd_choices_are_grouped_as_by_a_plain_loop(experts: np.ndarray, capacity: int | None) -> None:
     got = grouped(experts, EXPERTS, capacity=capacity)
     assert_permutations_equal(got, expected_permutation(experts, EXPERTS, capacity))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 0), (7, 3), (2**16, 2**16 - 1), (200_003, 185_000), (200_003, 3)])
+def test_a_cut_group_loses_pairs_at_equal_distances(size: int, rows: int) -> None:
+    got = grouped(np.zeros((size, 1), np.int32), EXPERTS, capacity=rows)
+
+    distances = np.diff(got.order)
+    assert (got.group_sizes.tolist(), int(got.dropped)) == ([rows] + [0] * (EXPERTS - 1), size - rows)
+    assert distances.max(initial=0) - distances.min(initial=size) <= 1
+    np.testing.assert_array_equal(got.inverse[got.order, 0], np.arange(rows))
 
 
 def operands(dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:

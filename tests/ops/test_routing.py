@@ -13,6 +13,7 @@ from jax import export
 from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.core.groups import routing_blocks
 from jax_grouped.ops.routing import RoutedAndGrouped, group_pairs, route, route_and_group
+from tests import oracle
 from tests.programs import custom_calls, lowered, struct
 
 TOKENS = 45
@@ -87,7 +88,7 @@ def check_grouped(got: Any, experts: np.ndarray, num_experts: int, rows: int) ->
     pairs = experts.size
     groups = [np.flatnonzero(experts.reshape(-1) == expert) for expert in range(num_experts)]
     longest = max(n for n in range(pairs + 1) if sum(min(len(group), n) for group in groups) <= rows)
-    placed = np.concatenate([group[:longest] for group in groups])
+    placed = np.concatenate([oracle.at_equal_distances(group, longest) for group in groups])
     inverse = np.full(pairs, rows)
     inverse[placed] = np.arange(len(placed))
     np.testing.assert_array_equal(got.order, np.append(placed, np.full(rows - len(placed), pairs)))

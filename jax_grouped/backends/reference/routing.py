@@ -96,20 +96,36 @@ def group_pairs(experts: jax.Array, *, num_experts: int, rows: int) -> tuple[jax
     keys, sorted_pairs = jax.lax.sort((keys, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1, is_stable=True)
     wanted = jnp.diff(count_not_above(keys, jnp.arange(num_experts, dtype=jnp.int32)), prepend=0)
     row = jnp.arange(rows, dtype=jnp.int32)
+    group_sizes = wanted
     if rows < pairs:
         group_sizes = fit_to_capacity(wanted, rows)
-        cut = wanted - group_sizes
-        group = count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row)
-        # The sorted pairs still hold the cut pairs of earlier groups: skip them to find a row's pair.
-        cut_before = jnp.cumsum(cut, dtype=jnp.int32) - cut
-        sorted_pairs = sorted_pairs[row + cut_before[jnp.minimum(group, num_experts - 1)]]
-    else:
-        group_sizes = wanted
+        group = jnp.minimum(count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row), num_experts - 1)
+        start, sorted_start = (jnp.cumsum(of, dtype=jnp.int32) - of for of in (group_sizes, wanted))
+        rank = _spread(row - start[group], group_sizes[group], wanted[group])
+        sorted_pairs = sorted_pairs[jnp.clip(sorted_start[group] + rank, 0, pairs - 1)]
     used = jnp.sum(group_sizes, dtype=jnp.int32)
     # Send each pair without a row to a distinct index past the end: the scatter is told that indices are unique.
     pair = jnp.where(row < used, sorted_pairs, pairs + row)
     inverse = jnp.full((pairs,), rows, jnp.int32).at[pair].set(row, mode="drop", unique_indices=True)
     return jnp.minimum(pair, pairs), inverse.reshape(experts.shape), group_sizes, (pairs - used).reshape(1)
+
+
+def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
+    """Returns the place of each of `count` items that stand at equal distances in `size` places.
+
+    All are int32 below 2^30. Item `rank` stands at the last place `p` with `(p * count + size // 2) // size == rank`:
+    `((rank + 1) * size - size // 2) / count`, rounded up, less one.
+    """
+    rank, size, count = (of.astype(jnp.uint32) for of in (rank, size, jnp.maximum(count, 1)))
+    # There are no 64-bit integers. So multiply and divide bit by bit.
+    quotient = rest = jnp.zeros_like(rank)
+    for bit in reversed(range(30)):
+        rest = 2 * rest + ((rank + 1) >> bit & 1) * (size % count)
+        quotient, rest = 2 * quotient + rest // count, rest % count
+    quotient += (rank + 1) * (size // count)
+    half = size // 2
+    place = quotient - half // count - jnp.where(rest > half % count, 0, 1).astype(jnp.uint32)
+    return place.astype(jnp.int32)
 
 
 def route_and_group(
