@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import as_array, promoted_type, scalar, static_bool, static_size
-from jax_grouped.core.varying import apply_rule, axis_size, is_bound
+from jax_grouped.core.varying import apply_rule, axis_size, is_bound, vary_alike
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
@@ -300,16 +301,15 @@ def _as_rows(x: jax.Array, features: int) -> jax.Array:
     return jnp.reshape(x, (-1, features))
 
 
-def check_caching(recipe: Recipe | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None) -> None:
-    """Raises if a cache is asked for where there is nothing to cache.
-
-    Raises:
-        ValueError: there is nothing to cache.
-    """
-    if (cache_kernel and recipe is None) or (is_first_microbatch is not None and not cache_kernel):
+def check_caching(
+    recipe: Recipe | None, dtype: DTypeLike | None, cache_kernel: bool, is_first_microbatch: ArrayLike | None
+) -> None:
+    """Raises ValueError if a cache is asked for where there is nothing to cache."""
+    if (cache_kernel and recipe is None and dtype is None) or (is_first_microbatch is not None and not cache_kernel):
         raise ValueError(
-            "is_first_microbatch needs a layer with a recipe and cache_kernel=True, and cache_kernel=True needs a "
-            f"recipe: got recipe {recipe!r}, cache_kernel {cache_kernel} and is_first_microbatch {is_first_microbatch}."
+            "is_first_microbatch needs a layer with cache_kernel=True, and that needs a recipe, or a dtype that the "
+            f"kernel is converted to: got recipe {recipe!r}, dtype {dtype}, cache_kernel {cache_kernel} and "
+            f"is_first_microbatch {is_first_microbatch}."
         )
 
 
@@ -322,9 +322,15 @@ def _is_static(is_first_microbatch: ArrayLike) -> bool:
     return isinstance(is_first_microbatch, bool | np.bool_)
 
 
-def quantized(kernel: jax.Array, recipe: Recipe | None, fp8_state: Fp8State | None, **options: Any) -> KernelCache:
-    """Calls `jax_grouped.quantize_kernel`, with the state's scales if the recipe has a state. It has no gradient."""
-    assert recipe is not None
+def quantized(
+    kernel: jax.Array, recipe: Recipe | None, dtype: DTypeLike | None, fp8_state: Fp8State | None, **options: Any
+) -> KernelCache | jax.Array:
+    """Calls `jax_grouped.quantize_kernel`, with the state's scales if the recipe has a state. It has no gradient.
+
+    Without a recipe it converts the kernel to `dtype`.
+    """
+    if recipe is None:
+        return jax.lax.stop_gradient(kernel).astype(dtype)
     scale = None
     if isinstance(recipe, DelayedScaling):
         assert fp8_state is not None
@@ -351,17 +357,21 @@ def in_fp8_alone(
 def requantized(
     kernel: jax.Array,
     recipe: Recipe | None,
+    dtype: DTypeLike | None,
     fp8_state: Fp8State | None,
     *,
-    stored: KernelCache,
+    stored: Any,
     is_first_microbatch: ArrayLike,
-) -> KernelCache:
-    """Quantizes the kernel if this is the first microbatch; otherwise returns the stored cache."""
+) -> KernelCache | jax.Array:
+    """Quantizes or converts the kernel if this is the first microbatch; otherwise returns the stored cache."""
     stored = jax.lax.stop_gradient(stored)
     if _is_static(is_first_microbatch):
-        return quantized(kernel, recipe, fp8_state) if is_first_microbatch else stored
-    skip = ~checks.canonical_flag("is_first_microbatch", is_first_microbatch)
-    return quantized(kernel, recipe, fp8_state, previous=stored, skip=skip)
+        return quantized(kernel, recipe, dtype, fp8_state) if is_first_microbatch else stored
+    first = checks.canonical_flag("is_first_microbatch", is_first_microbatch)
+    if recipe is None:
+        kernel, stored = vary_alike(kernel, stored)
+        return jax.lax.cond(first[0], lambda: quantized(kernel, None, dtype, None), lambda: stored)
+    return quantized(kernel, recipe, dtype, fp8_state, previous=stored, skip=~first)
 
 
 def axes_of(layer: Any) -> MoEAxes:
@@ -378,8 +388,16 @@ def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) 
     return part_of_state(state, fsdp_axis, kernel.shape[0])
 
 
-#: Of each owner of states: by path, the trace and the state of the last call, and the state for the next one.
-_CALLS: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Any, Fp8State, Fp8State]]] = weakref.WeakKeyDictionary()
+class _Calls(threading.local):
+    """Calls of this thread, which traces alone: for each owner of states, see `state_for_call`, and path."""
+
+    def __init__(self) -> None:
+        #: The trace and the state of the last call, and the state for the next one.
+        self.last: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Any, Fp8State, Fp8State]]]
+        self.last = weakref.WeakKeyDictionary()
+
+
+_CALLS = _Calls()
 
 
 def state_for_call(owner: Any, path: Hashable, state: Fp8State) -> Fp8State:
@@ -393,7 +411,7 @@ def state_for_call(owner: Any, path: Hashable, state: Fp8State) -> Fp8State:
     if not all(isinstance(array, jax.core.Tracer) and array.dtype == jnp.float32 for array in arrays):
         return state
     trace = get_opaque_trace_state(convention="flax")
-    calls = _CALLS.setdefault(owner, {})
+    calls = _CALLS.last.setdefault(owner, {})
     last_trace, last, rest = calls.get(path, (None, state, state))
     # Tracers of another trace cannot be used in this one.
     if last_trace != trace or any(a is not b for a, b in zip(arrays, jax.tree.leaves(last), strict=True)):

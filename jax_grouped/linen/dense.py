@@ -42,10 +42,11 @@ class GroupedDense(nn.Module):
     a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
     `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
 
-    With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache`, the variable
-    `kernel` of the collection `kernel_cache`. It is no parameter and has no gradient: do not differentiate with respect
-    to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
-    `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
+    With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache` or, without a
+    recipe, the kernel in `dtype`. It is the variable `kernel` of the collection `kernel_cache`. It is no parameter and
+    has no gradient: do not differentiate with respect to it, and keep it out of checkpoints. `init` makes it from the
+    initial kernel, and `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the
+    result.
 
     Attributes:
         features: `N`, the size of each output row.
@@ -58,8 +59,8 @@ class GroupedDense(nn.Module):
             axis: every group is initialised as a Dense layer would be.
         bias_init: called with `(key, (E, N), param_dtype)`.
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
-        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Needs a
-            recipe.
+        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
+            recipe it holds the kernel in `dtype`, which must then be given.
 
     Example:
         layer = jg.linen.GroupedDense(16, num_groups=2)
@@ -112,7 +113,7 @@ class GroupedDense(nn.Module):
             `[T, N]`; rows past `sum(group_sizes)` are zero.
 
         Raises:
-            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` without a recipe, or
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, or that without a recipe and `dtype`, or
                 the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
                 like the kernel.
         """
@@ -153,6 +154,7 @@ class GroupedDense(nn.Module):
             param_dtype=self.param_dtype,
             recipe=self.recipe,
             cache_kernel=self.cache_kernel,
+            dtype=self.dtype,
         )
         # Put the variables of `kernel` directly into this layer's scope.
         nn.share_scope(self, kernel)
@@ -170,7 +172,7 @@ class GroupedKernel(nn.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel: as in `GroupedDense`.
+        recipe, cache_kernel, dtype: as in `GroupedDense`.
 
     Example:
         import flax.linen as nn
@@ -192,6 +194,7 @@ class GroupedKernel(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     recipe: Recipe | None = None
     cache_kernel: bool = False
+    dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,7 +214,7 @@ class GroupedKernel(nn.Module):
 
         Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
         """
-        _layers.check_caching(self.recipe, self.cache_kernel, is_first_microbatch)
+        _layers.check_caching(self.recipe, self.dtype, self.cache_kernel, is_first_microbatch)
         groups, _, *features = self.shape
         kernel = None
         if not self._is_in_fp8_alone():
@@ -256,7 +259,7 @@ class GroupedKernel(nn.Module):
 
     def _kernel_cache(
         self, kernel: jax.Array, state: Fp8State | None, is_first_microbatch: ArrayLike | None
-    ) -> KernelCache | None:
+    ) -> KernelCache | jax.Array | None:
         """Returns the quantized kernel that this microbatch multiplies by, and stores it if it is new."""
         if is_first_microbatch is None and not self.is_initializing():
             return None
@@ -271,11 +274,11 @@ class GroupedKernel(nn.Module):
                 f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
                 "that the first microbatch returned."
             )
-        variable = self.variable(KERNEL_CACHE, "kernel", _layers.quantized, kernel, self.recipe, state)
+        variable = self.variable(KERNEL_CACHE, "kernel", _layers.quantized, kernel, self.recipe, self.dtype, state)
         if is_first_microbatch is None:
             return None
         if changes:
             variable.value = _layers.requantized(
-                kernel, self.recipe, state, stored=variable.value, is_first_microbatch=is_first_microbatch
+                kernel, self.recipe, self.dtype, state, stored=variable.value, is_first_microbatch=is_first_microbatch
             )
         return variable.value

@@ -8,6 +8,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_grouped import _layers
+from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.linen.dense import KERNEL_CACHE
@@ -60,8 +61,10 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
             if not of_layer:
                 raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
             state = Fp8State(**of_layer)
+        if not isinstance(cache, KernelCache):
+            continue  # Of a layer without a recipe.
         if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
             raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
-        caches[path] = _layers.quantized(params.pop(path), recipe, state, for_gradients=False)
+        caches[path] = _layers.quantized(params.pop(path), recipe, None, state, for_gradients=False)
     kept = {name: of for name, of in variables.items() if name not in ("params", KERNEL_CACHE)}
     return {"params": unflatten_dict(params), KERNEL_CACHE: unflatten_dict(caches), **kept}

@@ -182,6 +182,7 @@ class MoEMlp(nn.Module):
                 param_dtype=self.param_dtype,
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
+                dtype=self.dtype,
                 name=name,
             )
 

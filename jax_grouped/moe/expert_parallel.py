@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.varying import vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.drops import DropBy, group_in_room
 from jax_grouped.moe.exchange import plan_exchange, send_rows
@@ -64,6 +64,7 @@ def mlp_of_gathered_tokens(
     # parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
     experts, me = vary_alike(experts, me)
+    axes = varying_axes(experts)
     gather = TokenGather(axis_name, wire)
     received = gather.tokens(jax.lax.stop_gradient(x))
     if recipe is None:
@@ -88,7 +89,10 @@ def mlp_of_gathered_tokens(
         shared=shared,
         **network,
     )
-    return y, jax.lax.psum_scatter(dropped, axis_name, tiled=True)
+    dropped = jax.lax.psum_scatter(dropped, axis_name, tiled=True)
+    # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
+    others = tuple(varying_axes(dropped) - axes)
+    return y, jax.lax.pmax(dropped, others) if others else dropped
 
 
 def mlp_of_exchanged_rows(

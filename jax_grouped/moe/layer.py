@@ -353,8 +353,8 @@ def _of_device(
         y, dropped = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
     else:
         if devices > 1 and not has_room:
-            of_device = dict(capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
-            experts = jnp.where(are_kept(experts, weights, num_experts, **of_device), experts, num_experts)
+            kept = are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
+            experts = jnp.where(kept, experts, num_experts)
         if permutation is None:
             rows = capacity if devices == 1 else tokens * top_k
             permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_grouped.backends.partition import known_mesh
 from jax_grouped.core.varying import is_bound, varying_axes
-from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.ops.inputs import Weights
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray
+from jax_grouped.ops.inputs import Weights, arrays_like_kernel
 
 
 class MoEArrays(NamedTuple):
@@ -232,13 +232,11 @@ def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
     tokens, stored, halves = P(axes.tokens), axes.stored or None, (None,) * gated
 
     def of_weights(weights: Weights, kernel: Any, bias: Any) -> Any:
-        return Weights(
-            kernel,
-            None if weights.bias is None else bias,
-            jax.tree.map(lambda _: P(stored), weights.kernel_cache),
-            jax.tree.map(lambda _: P(axes.expert), weights.fp8_state),
-            None if weights.dkernel_accumulator is None else kernel,
+        specs = jax.tree.map(lambda _: P(stored), weights)._replace(
+            bias=None if weights.bias is None else bias,
+            fp8_state=jax.tree.map(lambda _: P(axes.expert), weights.fp8_state),
         )
+        return specs._replace(**dict.fromkeys(arrays_like_kernel(weights), kernel))
 
     gate_up = P(stored, None, *halves, axes.feature), P(stored, *halves, axes.feature)
     specs = dict(
@@ -259,7 +257,7 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
         parts = math.prod(mesh.shape[axis] for axis in names)
         if size % parts:
             raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
-    cached = arrays.gate_up.kernel_cache is not None or arrays.down.kernel_cache is not None
+    cached = any(isinstance(of.kernel_cache, KernelCache) for of in (arrays.gate_up, arrays.down))
     if cached and axes.feature is not None and mesh.shape[axes.feature] > 1:
         raise ValueError(
             f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
@@ -279,14 +277,14 @@ def _with_halves(weights: Weights) -> Weights:
     def halves(x: Any, leading: int) -> Any:
         return x if x is None or x.ndim > leading + 1 else x.reshape(*x.shape[:leading], 2, -1)
 
-    kernel, accumulator = halves(weights.kernel, 2), halves(weights.dkernel_accumulator, 2)
-    return weights._replace(kernel=kernel, bias=halves(weights.bias, 1), dkernel_accumulator=accumulator)
+    of_kernel = {name: halves(array, 2) for name, array in arrays_like_kernel(weights).items()}
+    return weights._replace(bias=halves(weights.bias, 1), **of_kernel)
 
 
 def _part(weights: Weights) -> Weights:
     """Returns weights whose cache has a layout of this device's number of kernels."""
     cache = weights.kernel_cache
-    if cache is None:
+    if not isinstance(cache, KernelCache):
         return weights
 
     def part(scaled: ScaledArray) -> ScaledArray:

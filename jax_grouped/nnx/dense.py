@@ -38,8 +38,10 @@ class Fp8Variable(nnx.Param[Fp8State]):
     overwrite_with_gradient = True
 
 
-class KernelCacheVariable(nnx.Variable[KernelCache]):
-    """The `jax_grouped.KernelCache` that microbatches share. It has no gradient and needs no checkpoint.
+class KernelCacheVariable(nnx.Variable[KernelCache | jax.Array]):
+    """The `jax_grouped.KernelCache` that microbatches share or, without a recipe, the kernel in the layer's `dtype`.
+
+    It has no gradient and needs no checkpoint.
 
     Example:
         from flax import nnx
@@ -71,7 +73,7 @@ class GroupedKernel(nnx.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+        recipe, cache_kernel, dtype, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
 
     Example:
         from flax import nnx
@@ -92,13 +94,15 @@ class GroupedKernel(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         recipe: Recipe | None = None,
         cache_kernel: bool = False,
+        dtype: DTypeLike | None = None,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
-        _layers.check_caching(recipe, cache_kernel, None)
+        _layers.check_caching(recipe, dtype, cache_kernel, None)
         groups, _, *features = shape
         self.recipe = recipe
+        self.dtype = dtype
         self.param_dtype = param_dtype
         self.rank = len(shape)
         self.kernel: nnx.Param[jax.Array] | None = nnx.Param(
@@ -112,8 +116,8 @@ class GroupedKernel(nnx.Module):
             self.fp8_state = Fp8Variable(Fp8State.initial(recipe, groups))
         self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
         if cache_kernel:
-            weights = self.weights()
-            self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, weights.fp8_state))
+            weights = self.stored()
+            self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, dtype, weights.fp8_state))
 
     def parameters(self) -> dict[str, nnx.Param[jax.Array] | None]:
         """Returns the parameters by name, those that are not there as None."""
@@ -135,7 +139,7 @@ class GroupedKernel(nnx.Module):
         if self.kernel is not None:
             self.check_single()
             weights = self.weights()
-            cache = _layers.quantized(weights.kernel, self.recipe, weights.fp8_state, for_gradients=False)
+            cache = _layers.quantized(weights.kernel, self.recipe, None, weights.fp8_state, for_gradients=False)
             self.param_dtype = self.kernel[...].dtype
             self.kernel_cache, self.kernel = KernelCacheVariable(cache), nnx.data(None)
 
@@ -152,12 +156,12 @@ class GroupedKernel(nnx.Module):
 
         Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
         """
-        _layers.check_caching(self.recipe, self.kernel_cache is not None, is_first_microbatch)
+        _layers.check_caching(self.recipe, self.dtype, self.kernel_cache is not None, is_first_microbatch)
         bias = None if self.bias is None else self.bias[...]
         state = None if self.fp8_state is None else _layers.state_for_call(self, None, self.fp8_state.get_value())
         if self.kernel is None:
             assert self.kernel_cache is not None
-            stored = self.kernel_cache.get_value()
+            stored: Any = self.kernel_cache.get_value()
             return _layers.in_fp8_alone(stored, bias, state, self.param_dtype, is_first_microbatch)
         kernel = self.kernel[...]
         cache = None
@@ -165,6 +169,7 @@ class GroupedKernel(nnx.Module):
             cache = _layers.requantized(
                 kernel,
                 self.recipe,
+                self.dtype,
                 _layers.own_state(state, kernel, fsdp_axis),
                 stored=self.kernel_cache.get_value(),
                 is_first_microbatch=is_first_microbatch,
@@ -183,8 +188,9 @@ class GroupedDense(GroupedKernel):
     devices each have a gradient, combine those of states by maximum, as `Fp8State` explains, never by a sum:
     `jax_grouped.accumulate_gradients` and `reduce_gradients` do this.
 
-    With `cache_kernel`, microbatches share one quantization of the kernel, a `KernelCacheVariable`. The constructor
-    makes it from the initial kernel. Checkpoints do not need it: `nnx.state(model, jg.nnx.TRAINED)`.
+    With `cache_kernel`, microbatches share one quantization of the kernel or, without a recipe, the kernel in `dtype`.
+    It is a `KernelCacheVariable`. The constructor makes it from the initial kernel. Checkpoints do not need it:
+    `nnx.state(model, jg.nnx.TRAINED)`.
 
     Attributes:
         kernel: `nnx.Param`, `[E, K, N]`.
@@ -204,7 +210,8 @@ class GroupedDense(GroupedKernel):
             batch axis: every group is initialised as a Linear layer would be.
         bias_init: called with `(key, (E, N), param_dtype)`.
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
-        cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Needs a recipe.
+        cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Without a recipe it
+            holds the kernel in `dtype`, which must then be given.
         kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
         rngs: source of the initialisers' keys.
 
@@ -245,11 +252,11 @@ class GroupedDense(GroupedKernel):
             param_dtype=param_dtype,
             recipe=recipe,
             cache_kernel=cache_kernel,
+            dtype=dtype,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
             rngs=rngs,
         )
-        self.dtype = dtype
         self.precision = precision
 
     def __call__(

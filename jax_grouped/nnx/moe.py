@@ -147,6 +147,7 @@ class MoEMlp(nnx.Module):
                 param_dtype=param_dtype,
                 recipe=recipe,
                 cache_kernel=cache_kernel,
+                dtype=dtype,
                 kernel_metadata=metadata(name),
                 bias_metadata=metadata(f"{name} bias") if use_bias else {},
                 rngs=rngs,

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.varying import added_axes, apply_rule, sum_dtype
+from jax_grouped.core.varying import added_axes, apply_rule, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
@@ -43,7 +43,7 @@ def grouped_dense(
     *,
     recipe: Recipe | None = None,
     fp8_state: Fp8State | None = None,
-    kernel_cache: KernelCache | None = None,
+    kernel_cache: KernelCache | jax.Array | None = None,
     dkernel_accumulator: jax.Array | None = None,
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
@@ -76,8 +76,8 @@ def grouped_dense(
             are of the same numbers in bfloat16.
         fp8_state: state of `DelayedScaling` from earlier steps; start with `Fp8State.initial(recipe, G)`. Its gradient
             is its next value.
-        kernel_cache: `quantize_kernel(kernel, recipe)`, which microbatches share. `kernel` is then not read, but has
-            the gradient; the cache has none.
+        kernel_cache: `quantize_kernel(kernel, recipe)` or, without a recipe, `kernel.astype(x.dtype)`, which
+            microbatches share. `kernel` is then not read, but has the gradient; the cache has none.
         dkernel_accumulator: `[G, K, N]` in the type of `kernel`. The gradient of `kernel` is then the accumulator plus
             the usual gradient. The matmul itself adds, in place if the accumulator's memory can be reused (donate it,
             or carry it through a `jax.lax.scan`). Every use adds the accumulator, so differentiate one use at a time:
@@ -109,7 +109,7 @@ def grouped_dense(
         assert jnp.allclose(y_fp8, y, rtol=1e-3)
     """
     if kernel is None and kernel_cache is not None:
-        kernel = Weights.of_cache(kernel_cache).kernel
+        kernel = Weights.of_cache(kernel_cache).kernel  # type: ignore[arg-type]
     # `canonical_inputs` refuses a kernel that is still None.
     inputs, spec = canonical_inputs(
         x,
@@ -376,15 +376,29 @@ def quantized(
 
 def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
     """Returns the kernels as the products read them; those that dgrad reads only if `rowwise`."""
+    cache = weights.kernel_cache
+    if isinstance(cache, KernelCache):
+        return cache
     if spec.recipe is None:
-        kernel = weights.kernel.astype(spec.x_dtype)
+        kernel = weights.kernel.astype(spec.x_dtype) if cache is None else _converted(weights.kernel, cache)
         return Oriented(kernel, kernel)
-    if weights.kernel_cache is not None:
-        return weights.kernel_cache
     scales = given_scales(spec, weights.fp8_state)
     given = () if scales is None else (scales.kernel,)
     both = kernel_spec(weights.kernel.shape, spec.recipe)
     return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
+
+
+@jax.custom_jvp
+def _converted(kernel: jax.Array, cache: jax.Array) -> jax.Array:
+    """Returns the kernel in another type, which is there already, with the derivative of the conversion."""
+    del kernel
+    return cache
+
+
+@_converted.defjvp
+def _converted_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    cache = _converted(*primals)
+    return cache, vary_alike(tangents[0].astype(cache.dtype), cache)[0]
 
 
 def quantized_gradient(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_grouped.backends.operation import Gathers, Local, Operation, Result, Split
 from jax_grouped.backends.partition import apply, lie_on_mesh
 from jax_grouped.core.groups import Groups
-from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import PerTensor
@@ -37,6 +37,7 @@ def fprop(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None) -> tuple[ja
     """Returns the result, and the largest values of both operands if their scales are given."""
     x, weights, groups, _ = inputs
     cache = weights.kernel_cache
+    assert isinstance(cache, KernelCache | None)
     kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
     operation = _Fprop(spec, cache is not None)
     given = [getattr(scales, name) for name in operation.scales]
@@ -61,6 +62,7 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     """Returns the gradients, and the largest values of `dy` if its scales are given."""
     x, weights, groups, _ = inputs
     cache, accumulator = weights.kernel_cache, weights.dkernel_accumulator
+    assert isinstance(cache, KernelCache | None)
     kernels: tuple[jax.Array, ...] = (weights.kernel,)
     if cache is not None:
         check_for_gradients(cache.rowwise)

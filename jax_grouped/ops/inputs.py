@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     Attributes:
         kernel: `[E, K, N]`.
         bias: `[E, N]` or None.
-        kernel_cache: the quantized kernel, which is then read instead of `kernel`; None to quantize `kernel`.
+        kernel_cache: the quantized or converted kernel, which is then read instead of `kernel`; or None.
         fp8_state: state of `DelayedScaling`; None with other recipes.
         dkernel_accumulator: array to which the gradient of `kernel` is added, or None.
 
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     kernel: jax.Array
     bias: jax.Array | None = None
-    kernel_cache: KernelCache | None = None
+    kernel_cache: KernelCache | jax.Array | None = None
     fp8_state: Fp8State | None = None
     dkernel_accumulator: jax.Array | None = None
 
@@ -71,14 +71,20 @@ def flat_shape(kernel: tuple[int, ...]) -> tuple[int, ...]:
     return kernel if len(kernel) < 3 else (*kernel[:2], math.prod(kernel[2:]))
 
 
+def arrays_like_kernel(weights: Weights) -> dict[str, jax.Array]:
+    """Returns those fields of the weights that are arrays in the shape of the kernel."""
+    fields = {name: getattr(weights, name) for name in ("kernel", "kernel_cache", "dkernel_accumulator")}
+    return {name: value for name, value in fields.items() if not isinstance(value, KernelCache | None)}
+
+
 def flat_weights(weights: Weights) -> Weights:
     """Returns weights whose features are one axis: those of parameters `[E, K, ...]` and `[E, ...]`."""
 
     def flat(x: Any, leading: int) -> Any:
         return x if x is None or x.ndim <= leading + 1 else x.reshape(*x.shape[:leading], -1)
 
-    kernel, accumulator = flat(weights.kernel, 2), flat(weights.dkernel_accumulator, 2)
-    return weights._replace(kernel=kernel, bias=flat(weights.bias, 1), dkernel_accumulator=accumulator)
+    of_kernel = {name: flat(array, 2) for name, array in arrays_like_kernel(weights).items()}
+    return weights._replace(bias=flat(weights.bias, 1), **of_kernel)
 
 
 class Inputs(NamedTuple):
@@ -273,14 +279,21 @@ def _check_recipe(
     x: jax.Array | jax.ShapeDtypeStruct,
     name: str,
     kernel: jax.Array,
-    kernel_cache: KernelCache | None,
+    kernel_cache: KernelCache | jax.Array | None,
     precision: jax.lax.PrecisionLike,
 ) -> None:
     """Raises unless products take the recipe's types, and the recipe fits the kernel, the cache and the precision."""
     check_recipe(recipe)
     if recipe is None:
-        if kernel_cache is not None:
+        if isinstance(kernel_cache, KernelCache):
             raise ValueError("kernel_cache needs a recipe, the one that it was made with.")
+        if kernel_cache is not None:
+            cache = as_array("kernel_cache", kernel_cache)
+            got, expected = (cache.shape, cache.dtype.name), (kernel.shape, x.dtype.name)
+            if got != expected:
+                raise ValueError(
+                    f"Without a recipe kernel_cache must be {name} in the type of x, {expected}, got {got}."
+                )
         return
     if recipe.fwd_dtype != _E4M3:
         raise TypeError(

@@ -164,7 +164,7 @@ def scaling_options(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def check_cache(name: str, cache: KernelCache, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
+def check_cache(name: str, cache: Any, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
     """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe.
 
     Args:

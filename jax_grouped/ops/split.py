@@ -27,7 +27,7 @@ def grouped_dense_fwd(
     *,
     recipe: Recipe | None = None,
     fp8_state: Fp8State | None = None,
-    kernel_cache: KernelCache | None = None,
+    kernel_cache: KernelCache | jax.Array | None = None,
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -48,7 +48,7 @@ def grouped_dense_fwd(
         bias: `[G, N]` or None.
         recipe: how the products are computed in FP8, or None.
         fp8_state: with `DelayedScaling`. Its next value is `pending.fp8_state`.
-        kernel_cache: `quantize_kernel(kernel, recipe)`, or None.
+        kernel_cache: as in `grouped_dense`.
         group_offset: offset of the kernels among the groups.
         preferred_element_type: type of the result.
         precision: for float32 `x`.

@@ -47,9 +47,9 @@ class Layer:
 
 
 @functools.cache
-def layer(api: str, recipe: Recipe | None, *, cache_kernel: bool = False) -> Layer:
+def layer(api: str, recipe: Recipe | None, *, cache_kernel: bool = False, dtype: Any = None) -> Layer:
     """Returns a layer with the same parameters for both APIs. Do not donate its arrays: it is made once."""
-    options = dict(recipe=recipe, cache_kernel=cache_kernel)
+    options = dict(recipe=recipe, cache_kernel=cache_kernel, dtype=dtype)
     return _linen(**options) if api == "linen" else _nnx(**options)
 
 

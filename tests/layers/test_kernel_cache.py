@@ -138,6 +138,33 @@ def test_a_python_bool_decides_when_the_program_is_traced(api: str, name: str) -
 
 
 @each_api
+@pytest.mark.parametrize("is_static", [True, False])
+def test_without_a_recipe_the_cache_is_the_kernel_in_the_layers_type(backend: str, api: str, is_static: bool) -> None:
+    at, plain = (layer(api, None, cache_kernel=cached, dtype=jnp.bfloat16) for cached in (True, False))
+    kernel, *_ = at.parts(at.trained)
+    of_loss = jax.value_and_grad(at.loss, has_aux=True)
+    step = jax.jit(of_loss, static_argnums=[3] * is_static)
+    first, later = (True, False) if is_static else (jnp.array(True), jnp.array(False))
+
+    (loss, cache), gradients = step(at.trained, at.cache, tokens(), first)
+    unreadable = at.with_kernel(at.trained, jnp.full_like(kernel, jnp.nan))
+    (loss_later, kept), gradients_later = step(unreadable, cache, tokens(), later)
+    (expected, _), of_plain = jax.jit(jax.value_and_grad(plain.loss, has_aux=True))(plain.trained, {}, tokens())
+
+    (stored,) = jax.tree.leaves(cache)
+    assert stored.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(stored, kernel.astype(jnp.bfloat16))
+    assert_same_trees(kept, cache)
+    assert loss == loss_later == expected
+    for got in (gradients, gradients_later):
+        for a, b in zip(at.parts(got)[:2], plain.parts(of_plain)[:2], strict=True):
+            np.testing.assert_array_equal(a, b)
+    if is_static:
+        program = str(jax.make_jaxpr(functools.partial(of_loss, first=False))(at.trained, cache, tokens()))
+        assert f"bf16[{E},{K},{N}] = convert_element_type" not in program
+
+
+@each_api
 def test_without_a_flag_the_cache_stays(api: str) -> None:
     at, found = layer(api, CURRENT, cache_kernel=True), []
 
@@ -230,16 +257,16 @@ def test_nnx_layers_under_scan_and_remat_have_a_cache_each(backend: str) -> None
 
 @pytest.mark.parametrize(
     ("options", "first"),
-    [({"recipe": CURRENT}, True), ({"recipe": CURRENT}, False), ({}, True), ({"cache_kernel": True}, None)],
+    [({"recipe": CURRENT}, True), ({"dtype": jnp.bfloat16}, False), ({}, True), ({"cache_kernel": True}, None)],
     ids=["no cache", "no cache to read", "no recipe", "nothing to cache"],
 )
-def test_a_flag_needs_a_recipe_and_a_cache(options: dict[str, Any], first: bool | None) -> None:
+def test_a_flag_needs_a_cache_and_that_a_recipe_or_a_type(options: dict[str, Any], first: bool | None) -> None:
     module = jg.linen.GroupedDense(N, E, **options)
 
     def construct_and_apply() -> jax.Array:
         return jg.nnx.GroupedDense(K, N, E, **options, rngs=nnx.Rngs(0))(tokens(), SIZES, is_first_microbatch=first)
 
-    message = "needs a layer with a recipe and cache_kernel=True"
+    message = "needs a layer with cache_kernel=True, and that needs a recipe, or a dtype"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: module.init(jax.random.key(0), tokens(), SIZES, is_first_microbatch=first))
     with pytest.raises(ValueError, match=message):

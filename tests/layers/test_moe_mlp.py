@@ -401,7 +401,7 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
         (dict(top_k=E + 1), "top_k must be at most the 6 experts"),
         (dict(score="tanh"), "score must be one of"),
         (dict(activation="swish"), r"^activation must be one of \(.*\), got 'swish'\.$"),
-        (dict(cache_kernel=True), "cache_kernel=True needs a recipe"),
+        (dict(cache_kernel=True), "cache_kernel=True, and that needs a recipe, or a dtype"),
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
         (dict(expert_axis="expert"), "no mesh axis 'expert' here: put all arrays on one mesh"),
         (dict(logical_axes=("expert", "embed")), "logical_axes must name the axes of experts, K and F, got"),

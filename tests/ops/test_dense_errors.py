@@ -116,6 +116,11 @@ E5M2 = "float8_e5m2"
             ValueError,
             "kernel_cache needs a recipe, the one that it was made with.",
         ),
+        (
+            dict(recipe=None, kernel_cache=jnp.ones((2, 32, 48), jnp.bfloat16)),
+            ValueError,
+            "Without a recipe kernel_cache must be kernel in the type of x, ((2, 32, 48), 'float32'), got ",
+        ),
         (dict(kernel_cache=3), TypeError, "kernel_cache must be a KernelCache, got int."),
         (
             dict(kernel_cache=CACHE),

@@ -32,30 +32,41 @@ DELAYED = jg.DelayedScaling(amax_history_len=2)
 FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 3e-3}
 
 #: SGD, not Adam: Adam takes the same steps if all gradients are wrong by the same factor.
-OPTIMIZER = jg.overwrite_with_gradient(optax.sgd(0.1, momentum=0.9))
+OPTIMIZER = jg.overwrite_with_gradient(optax.sgd(0.03, momentum=0.9))
+
+
+#: Names of the experts' layers, in their order.
+LAYERS = "experts", "more_experts"
 
 
 class LinenModel(nn.Module):
     options: Mapping[str, Any]
+    methods: tuple[str, ...]
     remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jg.moe.MoEMetrics]:
         x = nn.Dense(K, name="embed")(x)
         layer = nn.remat(jg.linen.MoEMlp) if self.remat else jg.linen.MoEMlp
-        y, metrics = layer(**self.options, name="experts")(x)
-        return x + y, metrics
+        for name, method in zip(LAYERS, self.methods, strict=False):
+            y, metrics = layer(**self.options, exchange_method=method, name=name)(x)
+            x = x + y
+        return x, metrics
 
 
 class NnxModel(nnx.Module):
-    def __init__(self, options: Mapping[str, Any], *, remat: bool = False):
+    def __init__(self, options: Mapping[str, Any], methods: tuple[str, ...], *, remat: bool = False):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Linear(K, K, rngs=rngs)
-        self.experts = jg.nnx.MoEMlp(K, **options, rngs=rngs)
+        for name, method in zip(LAYERS, methods, strict=False):
+            setattr(self, name, jg.nnx.MoEMlp(K, **options, exchange_method=method, rngs=rngs))
         self.remat = remat
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jg.moe.MoEMetrics]:
-        return (nnx.remat(apply_layer) if self.remat else apply_layer)(self.experts, self.embed(x))
+        x = self.embed(x)
+        for name in filter(self.__dict__.__contains__, LAYERS):
+            x, metrics = (nnx.remat(apply_layer) if self.remat else apply_layer)(getattr(self, name), x)
+        return x, metrics
 
 
 def apply_layer(layer: nnx.Module, x: jax.Array) -> Any:
@@ -69,15 +80,22 @@ class Model:
 
     Attributes:
         variables: variables with gradients, as whole NumPy arrays: parameters and states of delayed scaling.
-        apply: `(variables, x [T, K])` to `[T, K]` and the metrics.
+        apply: `(variables, x [T, K])` to `[T, K]` and the last layer's metrics.
     """
 
     variables: Any
     apply: Callable[[Any, jax.Array], tuple[jax.Array, jg.moe.MoEMetrics]]
 
 
-def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: Any) -> Model:
-    """Returns a model with the same parameters for both APIs and all axes."""
+def model(
+    api: str,
+    axes: Mapping[str, int],
+    *,
+    methods: tuple[str, ...] = ("gather", "padded"),
+    remat: bool = False,
+    **options: Any,
+) -> Model:
+    """Returns a model with a layer for each method of the exchange; all APIs and axes have the same parameters."""
     roles = dict(
         expert_axis="expert" if "expert" in axes else None,
         feature_axis="feature" if "feature" in axes else None,
@@ -87,9 +105,9 @@ def model(api: str, axes: Mapping[str, int], *, remat: bool = False, **options: 
     sizes = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
     options = sizes | roles | options
     if api == "linen":
-        module = LinenModel(options, remat=remat)
+        module = LinenModel(options, methods, remat=remat)
         return Model(filled(jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, K)))), module.apply)
-    abstract = nnx.eval_shape(lambda: NnxModel(options, remat=remat))
+    abstract = nnx.eval_shape(lambda: NnxModel(options, methods, remat=remat))
     graph, variables = nnx.split(abstract, jg.nnx.TRAINED)
     return Model(filled(variables), lambda variables, x: nnx.merge(graph, variables, copy=True)(x))
 
@@ -113,7 +131,7 @@ def filled(shapes: Any) -> Any:
 def name_of(path: Any) -> str:
     """Returns a name such as `experts/down/kernel` or `experts/down/input_scale`, whatever holds the variables."""
     parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    first = min(parts.index(part) for part in ("embed", "experts", parts[-1]) if part in parts)
+    first = min(parts.index(part) for part in ("embed", *LAYERS, parts[-1]) if part in parts)
     return "/".join(part for part in parts[first:] if part not in ("fp8_state", "value"))
 
 

@@ -53,6 +53,7 @@ class Example(NamedTuple):
         sizes: `T`, `E`, `K` and `F`.
         roles: the axes that are named to the function.
         methods: the exchanges of two layers, one after the other.
+        cached: whether the function is given kernels that are quantized or converted already.
         specs: the axes over which each dimension of each array is split.
     """
 
@@ -63,6 +64,7 @@ class Example(NamedTuple):
     sizes: tuple[int, int, int, int]
     roles: Mapping[str, Any]
     methods: tuple[str, str]
+    cached: bool
     specs: Mapping[str, P]
 
 
@@ -95,7 +97,7 @@ def examples(draw: Callable[..., Any]) -> Example:
             stored = size * math.prod(axes[roles[of]] for of in ("expert_axis", "fsdp_axis") if of in roles)
             if role == "batch_axes":
                 roles[role] = (*roles.get(role, ()), axis)
-            elif role == "feature_axis" or sizes[1] % stored == 0:
+            elif sizes[1] % stored == 0 if role != "feature_axis" else sizes[3] % (16 * size) == 0:
                 roles.setdefault(role, axis)
         roles.pop(None, None)
     # Routing of arrays whose types are sharded needs names: without, it is refused.
@@ -116,7 +118,13 @@ def examples(draw: Callable[..., Any]) -> Example:
             entries.append(entry)
         specs[name] = P(*(entry or None for entry in entries))
     methods = draw(st.sampled_from([*itertools.permutations(("gather", "padded"))]))
-    return Example(function, kind, mesh, recipe, sizes, roles, methods, specs)
+    takes_cache = function in ("grouped_dense", "grouped_mlp", "moe_mlp")
+    if recipe is not None:
+        takes_cache &= (
+            recipe != "delayed" and "feature_axis" not in roles and (function, kind) != ("moe_mlp", "explicit")
+        )
+    cached = takes_cache and draw(st.booleans())
+    return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs)
 
 
 def fan_in(name: str, shape: tuple[int, ...]) -> int:
@@ -154,10 +162,21 @@ def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax
     precision = "highest" if recipe is None else None
     if example.function == "ragged_dot":
         return jg.ragged_dot(x, arrays["kernel"], sizes, precision=precision, **options), ()
+
+    def cache(name: str) -> Any:
+        kernel = arrays[name]
+        if not example.cached or recipe is None:
+            return kernel if example.cached else None
+        return jg.quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe)
+
     if example.function == "grouped_dense":
         more = dict(bias=arrays["bias"], fp8_state=state, recipe=recipe, precision=precision)
+        more |= dict(kernel_cache=cache("kernel"))
         return jg.grouped_dense(x, arrays["kernel"], sizes, **more, **options), ()
-    up, down = (jg.moe.Weights(arrays[name], fp8_state=state) for name in ("gate_up", "down"))
+    if example.function in ("grouped_mlp", "moe_mlp"):
+        up, down = (
+            jg.moe.Weights(arrays[name], fp8_state=state, kernel_cache=cache(name)) for name in ("gate_up", "down")
+        )
     if example.function == "grouped_mlp":
         return jg.moe.grouped_mlp(x, up, down, sizes, recipe=recipe, precision=precision, **options), ()
     if example.function == "moe_mlp":

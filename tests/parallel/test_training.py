@@ -40,10 +40,45 @@ def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: di
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
+#: Recipes, the number of steps, and the largest difference of a loss or parameter after them. Current scaling rounds by
+#: scales of each device's part, and every step begins where the last one has ended.
+RECIPES = {
+    "block": (BLOCK, programs.STEPS, FP8_TOLERANCE),
+    "current": (jg.Float8CurrentScaling(), 2, dict.fromkeys(FP8_TOLERANCE, 0.1)),
+    "delayed": (DELAYED, programs.STEPS, FP8_TOLERANCE),
+    "mxfp8": (jg.MXFP8BlockScaling(), programs.STEPS, FP8_TOLERANCE),
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_manual"),
+    [
+        (dict(expert=4), True),
+        (dict(data=2, expert=2), False),
+        (dict(fsdp=2, expert=2), True),
+        (dict(expert=2, feature=2), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_in_fp8_is_that_of_one_device(
+    backend: str, recipe: str, axes: dict[str, int], is_manual: bool
+) -> None:
+    of_recipe, steps, tolerance = RECIPES[recipe]
+    options: dict[str, Any] = dict(recipe=of_recipe, use_bias=False)
+    mesh = mesh_of(axes)
+    model = programs.model("linen", axes, **options)
+
+    got = (programs.sharded if is_manual else programs.under_jit)(model, mesh).run(steps)
+
+    expected = programs.on_one_device(jax.devices()[0], backend, steps=steps, **options)
+    assert_close(got, expected, tolerance[backend])
+
+
 def test_training_with_exchanged_rows_is_that_of_one_device(backend: str) -> None:
     axes = dict(expert=2, feature=2)
     mesh = mesh_of(axes)
-    model = programs.model("nnx", axes, exchange_method="padded")
+    model = programs.model("nnx", axes, methods=("padded", "gather"))
 
     got = programs.sharded(model, mesh).run()
 
@@ -72,7 +107,7 @@ def test_states_are_those_of_one_device_however_experts_are_split(backend: str, 
     assert_close(got, expected, FP8_TOLERANCE[backend])
     first, expected_first = by_name(got[1][0]), by_name(expected[1][0])
     states = {name for name in first if name.endswith(("scale", "history", "mark"))}
-    assert len(states) == 18
+    assert len(states) == 36
     for name in states:
         # The first step quantized copies of tokens and parameters here, results of sums elsewhere.
         copied = name.startswith("experts/gate_up/input") or "/kernel_" in name
@@ -131,7 +166,7 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
     axes = dict(expert=4)
     mesh = mesh_of(axes)
     # Room for half of what is sent if all devices send everything to one of them.
-    model = programs.model("linen", axes, capacity_factor=2.0)
+    model = programs.model("linen", axes, methods=("gather",), capacity_factor=2.0)
     x = np.abs(programs.batches(1)[0][0][0])
     tokens = len(x) // 4
 
@@ -170,7 +205,9 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_step_for_gpus_stays_on_them(api: str) -> None:
     axes = dict(expert=4)
-    training = programs.sharded(programs.model(api, axes, recipe=BLOCK, use_bias=False), mesh_of(axes))
+    training = programs.sharded(
+        programs.model(api, axes, methods=("gather",), recipe=BLOCK, use_bias=False), mesh_of(axes)
+    )
     step = training.step.trace(*training.start, training.place(programs.batches(1)[0]))
 
     text = step.lower(lowering_platforms=("cuda",)).as_text()

@@ -116,13 +116,18 @@ def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
     All are int32 below 2^30. Item `rank` stands at the last place `p` with `(p * count + size // 2) // size == rank`:
     `((rank + 1) * size - size // 2) / count`, rounded up, less one.
     """
-    rank, size, count = (of.astype(jnp.uint32) for of in (rank, size, jnp.maximum(count, 1)))
-    # There are no 64-bit integers. So multiply and divide bit by bit.
-    quotient = rest = jnp.zeros_like(rank)
-    for bit in reversed(range(30)):
-        rest = 2 * rest + ((rank + 1) >> bit & 1) * (size % count)
-        quotient, rest = 2 * quotient + rest // count, rest % count
-    quotient += (rank + 1) * (size // count)
+    factor, size, count = (of.astype(jnp.uint32) for of in (rank + 1, size, jnp.maximum(count, 1)))
+
+    # There are no 64-bit integers, so multiply and divide bit by bit. Without a loop, compilation would take minutes.
+    def of_next_bit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        quotient, rest = carry
+        bit = (factor >> (29 - i).astype(jnp.uint32)) & 1
+        rest = 2 * rest + bit * (size % count)
+        return 2 * quotient + rest // count, rest % count
+
+    zeros = jnp.zeros_like(factor)
+    quotient, rest = jax.lax.fori_loop(0, 30, of_next_bit, (zeros, zeros))
+    quotient += factor * (size // count)
     half = size // 2
     place = quotient - half // count - jnp.where(rest > half % count, 0, 1).astype(jnp.uint32)
     return place.astype(jnp.int32)
