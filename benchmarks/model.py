@@ -97,10 +97,12 @@ def _ours(recipe: str, **options: bool) -> Variant:
     return Variant("our_model", {"recipe": recipe, **options})
 
 
-#: `cached` ones quantize the weights once a step, others in every microbatch; with `projections`, attention's
-#: projections are FP8 too.
+#: `cached` ones quantize the weights, or convert them to bfloat16, once a step, others in every microbatch; with
+#: `projections`, attention's projections too are in FP8, or converted once.
 VARIANTS = {
     "bf16": Variant("our_model"),
+    "bf16 cached": _ours("bf16", cached=True),
+    "bf16 cached, projections": _ours("bf16", cached=True, projections=True),
     "block": _ours("block"),
     "current": _ours("current"),
     "delayed": _ours("delayed"),

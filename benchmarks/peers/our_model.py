@@ -21,7 +21,7 @@ _ACCUMULATED = ("gate_up", "down")
 
 
 class Projection(nn.Module):
-    """A product of `[..., K]` and `[K, N]`, with a recipe as a group of its own."""
+    """A product of `[..., K]` and `[K, N]`, as a group of its own with a recipe or a cache."""
 
     features: int
     recipe: jg.Recipe | None
@@ -29,7 +29,7 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, is_first: bool | None) -> jax.Array:
-        if self.recipe is None:
+        if self.recipe is None and not self.cached:
             return nn.Dense(self.features, use_bias=False, dtype=_DTYPE)(x)
         rows = x.reshape(-1, x.shape[-1])
         dense = jg.linen.GroupedDense(

@@ -20,8 +20,8 @@ def losses(variant: str) -> list[float]:
     return [run.wait(run.step()) for _ in range(3)]
 
 
-@pytest.mark.parametrize("recipe", ["block", "delayed"])
-def test_steps_learn_and_share_quantized_weights(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["bf16", "block", "delayed"])
+def test_steps_learn_and_share_quantized_or_converted_weights(recipe: str) -> None:
     reference, alone, shared = (losses(variant) for variant in ("bf16", recipe, f"{recipe} cached"))
 
     assert reference[2] < reference[1] < reference[0]
@@ -29,9 +29,10 @@ def test_steps_learn_and_share_quantized_weights(recipe: str) -> None:
     assert shared == alone
 
 
-def test_projections_of_attention_have_the_recipe_too() -> None:
+def test_projections_of_attention_have_the_recipe_and_the_cache_too() -> None:
     first, _, last = losses("block cached, projections")
     assert last < first
+    assert losses("bf16 cached, projections") == pytest.approx(losses("bf16"), rel=1e-3)
 
 
 def test_operations_are_six_per_parameter_that_a_token_uses_and_those_of_attention() -> None:

@@ -405,6 +405,7 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
         (dict(expert_axis="expert"), "no mesh axis 'expert' here: put all arrays on one mesh"),
         (dict(logical_axes=("expert", "embed")), "logical_axes must name the axes of experts, K and F, got"),
+        (dict(logical_axes=3), "logical_axes must name the axes of experts, K and F, got 3"),
         (dict(feature_axis="model"), "no mesh axis 'model' here: put all arrays on one mesh"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),

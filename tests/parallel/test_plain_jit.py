@@ -277,6 +277,8 @@ def test_axes_that_split_two_things_are_refused() -> None:
     with pytest.raises(TypeError, match=r"fsdp_axis must be the name of one mesh axis, got \('data', 'expert'\)"):
         # The type checker would refuse several names too.
         jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch_axes must be names of mesh axes, got 3"):
+        jg.moe.moe_mlp(x, *others, top_k=1, batch_axes=3)  # type: ignore[arg-type]
     layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"x must be split over the mesh axis 'data' \(in_specs"):
