@@ -34,9 +34,20 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
     avals = [*map(jax.typeof, arrays)]
     if mesh := _explicit_mesh_of(avals, like):
         return _apply_to_types(operation, _with_devices(mesh, arrays), avals, arrays, like)
-    if _auto_mesh_of(avals) is None:
+    mesh = _auto_mesh_of(avals)
+    if mesh is None:
         return operation.whole(*arrays)
-    return _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
+    results = _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
+
+    def kept_whole(x: jax.Array, of: Result) -> jax.Array:
+        """Stops a consumer from splitting what the operation cannot: over a part of an axis, JAX would fail."""
+        names = of.dimensions.split()
+        if {*names} <= {*operation.splittable}:
+            return x
+        entries = (PartitionSpec.UNCONSTRAINED if name in operation.splittable else None for name in names)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    return [*map(kept_whole, results, operation.results)]
 
 
 def lie_on_mesh(*arrays: jax.Array, like: Sequence[PartitionSpec | None] = ()) -> bool:

@@ -266,6 +266,23 @@ def test_what_cannot_be_split_is_named() -> None:
         jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=other, expert_axis="expert")
 
 
+@pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
+def test_kernels_are_quantized_however_they_are_sharded(spec: P) -> None:
+    mesh, recipe = mesh_of(dict(a=4)), jg.Float8BlockScaling()
+    kernel = np.random.default_rng(0).standard_normal((4, 256, 256), np.float32)
+
+    @jax.jit
+    def quantized_and_back(kernel: jax.Array) -> Any:
+        cache = jg.quantize_kernel(kernel, recipe)
+        # Features are split into blocks. Along two of them, XLA would split over half of the axis.
+        return cache, jg.grouped_dequantize(cache.rowwise, jnp.float32).reshape(kernel.shape) * kernel
+
+    got = quantized_and_back(jax.device_put(kernel, NamedSharding(mesh, spec)))
+
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(quantized_and_back(kernel)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_axes_that_split_two_things_are_refused() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
     x, *others = (put(mesh, of) for of in arrays())
