@@ -72,11 +72,8 @@ def mlp_of_gathered_tokens(
         # expert run during it. With a recipe, the quantization of kernels does.
         received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
-    everyones_weights = gather.routing_weights(weights) if drop_by == "weight" else weights
-    devices = jax.lax.axis_size(axis_name)
-    permutation = group_in_room(
-        experts, everyones_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by
-    )
+    all_weights, devices = gather.routing_weights(weights), jax.lax.axis_size(axis_name)
+    permutation = group_in_room(experts, all_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
     has_no_row = (experts >= 0) & (experts < num_experts) & (permutation.inverse == permutation.order.shape[0])
     dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
     y = routed_mlp(

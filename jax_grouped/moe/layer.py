@@ -347,7 +347,6 @@ def _of_device(
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
     weights = routed.weights * factor
-    dropped = jnp.zeros(1, jnp.int32)
     if gathers:
         options |= dict(num_experts=num_experts // devices, capacity=capacity, drop_by=drop_by, wire=wire)
         y, dropped = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
@@ -358,13 +357,14 @@ def _of_device(
         if permutation is None:
             rows = capacity if devices == 1 else tokens * top_k
             permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
-        if not has_room:
-            dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
+        dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
         else:
             options |= dict(capacity=capacity, wire=wire, expected_rows=tokens * top_k)
             y = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
+    if has_room:
+        dropped = jnp.zeros(1, jnp.int32)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
     batch = batch_axes or None

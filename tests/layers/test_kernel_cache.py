@@ -304,3 +304,19 @@ def test_a_flag_can_be_a_variable_of_nnx() -> None:
     cache = jg.quantize_kernel(kernel, CURRENT)
     kept = jg.quantize_kernel(2 * kernel, CURRENT, previous=cache, skip=nnx.Variable(jnp.array(True)))
     assert_same_trees(kept, cache)
+
+
+def test_a_converted_kernel_has_the_derivatives_of_its_conversion() -> None:
+    x, kernel = jnp.nan_to_num(tokens()), np.random.default_rng(0).standard_normal((E, K, N), np.float32)
+
+    def of_second_order(kernel: jax.Array, cache: jax.Array | None) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(jg.grouped_dense(x, kernel, SIZES, kernel_cache=cache)))
+
+        return jnp.sum(jax.grad(loss)(x) ** 2)
+
+    differentiated = jax.jit(jax.grad(of_second_order))
+
+    got, expected = differentiated(kernel, jnp.asarray(kernel)), differentiated(kernel, None)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert np.any(expected)
