@@ -24,6 +24,7 @@ _PACKAGES = (
     "triton",
     "transformer_engine",
     "sonic-moe",
+    "deep_gemm",
     "quack-kernels",
     "nvidia-cublas",
 )

@@ -95,6 +95,7 @@ VARIANTS = {
     "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
     "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
+    "DeepGEMM": Variant("deep_gemm", "deep_gemm", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
     # Whole layers of experts, with their router.
     "torch": Variant("torch_layers", "torch", options=(False,)),

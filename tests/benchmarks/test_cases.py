@@ -143,6 +143,21 @@ def test_whole_layers_of_peers_give_our_results(variant: str, bound: float, oper
     assert relative_difference(got, ours, case) < bound
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("skew", ["equal", "lognormal"])
+@pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad f32"])
+def test_products_of_deep_gemm_give_our_results(operation: str, skew: str) -> None:
+    pytest.importorskip("deep_gemm")  # The tests do not require it.
+    dtype = "float32" if operation == "wgrad f32" else "bfloat16"
+    case = Case(operation, Shape("three groups", 3, 640, 256, 384), "DeepGEMM", skew, kernel_dtype=dtype)
+    sets = draw(OPERATIONS[operation].arrays(case), 0)[:1]
+
+    got, ours = (VARIANTS[name].prepare(case, sets).results() for name in ("DeepGEMM", "jax_grouped"))
+
+    # Both operands were rounded to three bits.
+    assert relative_difference(got, ours, case) < 0.05
+
+
 @pytest.mark.parametrize("operation", LAYERS)
 def test_a_layer_is_compared_with_one_that_rounds_logits_as_peers_do(operation: str) -> None:
     def layer(variant: str) -> Any:
