@@ -97,7 +97,7 @@ __device__ void CountsToRanks(int32_t rank, int num_experts, int32_t* counts) {
   }
 }
 
-// Returns the place of a pair among those that have a row: of `pairs`, `rows` at equal distances. Returns -1 for others.
+// Returns the place of a pair among those that have a row, `rows` of `pairs` at equal distances; -1 for others.
 __device__ int32_t RankOfRow(uint32_t rank, uint32_t pairs, uint32_t rows) {
   if (rank >= pairs) return -1;
   if (rows == pairs) return static_cast<int32_t>(rank);

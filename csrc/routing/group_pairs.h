@@ -28,8 +28,8 @@ struct GroupPairsBuffers {
 
 // Gives the pairs rows in the order of their experts, and of the pairs within an expert. Pairs of experts outside of
 // [0, num_experts) get none. If the others are more than the rows, the longest groups are cut to one length, the
-// greatest at which all groups fit, and lose pairs at equal distances. Counts that are not those of `experts` give wrong
-// rows, but no access outside of the arrays.
+// greatest at which all groups fit, and lose pairs at equal distances. Counts that are not those of `experts` give
+// wrong rows, but no access outside of the arrays.
 Status LaunchGroupPairs(cudaStream_t stream, const GroupPairsBuffers& buffers, const PairsProblem& problem);
 
 }  // namespace jax_grouped
