@@ -183,7 +183,7 @@ def axis_names(logical_axes: LogicalAxes | None, activation: Activation) -> dict
     """
     if logical_axes is None:
         return {}
-    if not isinstance(logical_axes, tuple | list) or len(logical_axes) != 3:
+    if isinstance(logical_axes, str) or not hasattr(logical_axes, "__len__") or len(logical_axes) != 3:
         raise ValueError(f"logical_axes must name the axes of experts, K and F, got {logical_axes!r}.")
     experts, features, hidden = logical_axes
     halves = (None,) if is_gated(activation) else ()

@@ -18,16 +18,14 @@ _ROWS = 128
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes one of the three products. Those for weights add to a float32 result, as there are no others."""
+    """Makes one of the three products. Those for weights add to a float32 result, so read the results before timing."""
     if case.operation not in ("fprop", "dgrad", "wgrad f32"):
         raise NotOfferedError
     sizes = case.sizes.tolist()
     padded = [-(-size // _ROWS) * _ROWS for size in sizes]
     starts = np.cumsum([0, *padded[:-1]])
-    places = torch.as_tensor(
-        np.concatenate([start + np.arange(size) for start, size in zip(starts, sizes, strict=True)])
-    )
-    places = places.cuda()
+    of_groups = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
+    places = torch.as_tensor(np.concatenate(of_groups)).cuda()
     groups = torch.as_tensor(np.repeat(np.arange(len(sizes), dtype=np.int32), padded)).cuda()
     total = sum(padded)
 

@@ -41,11 +41,16 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result: its dimensions, those that it is reduced over, and how."""
+    """A result: its dimensions, those that it is reduced over, and how.
+
+    Of one that is `kept_whole`, nobody splits dimensions that the operation cannot split. XLA would split a few blocks
+    over a part of a mesh axis, for which `custom_partitioning` has no words: it raises an IndivisibleError.
+    """
 
     dimensions: str
     over: str = ""
     how: Literal["sum", "max"] = "sum"
+    kept_whole: bool = False
 
 
 class Gathers(NamedTuple):

@@ -39,15 +39,14 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
         return operation.whole(*arrays)
     results = _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
 
-    def kept_whole(x: jax.Array, of: Result) -> jax.Array:
-        """Stops a consumer from splitting what the operation cannot: over a part of an axis, JAX would fail."""
-        names = of.dimensions.split()
-        if {*names} <= {*operation.splittable}:
+    def constrained(x: jax.Array, result: Result) -> jax.Array:
+        if not result.kept_whole:
             return x
+        names = result.dimensions.split()
         entries = (PartitionSpec.UNCONSTRAINED if name in operation.splittable else None for name in names)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
-    return [*map(kept_whole, results, operation.results)]
+    return [*map(constrained, results, operation.results)]
 
 
 def lie_on_mesh(*arrays: jax.Array, like: Sequence[PartitionSpec | None] = ()) -> bool:

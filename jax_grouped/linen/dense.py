@@ -113,8 +113,8 @@ class GroupedDense(nn.Module):
             `[T, N]`; rows past `sum(group_sizes)` are zero.
 
         Raises:
-            ValueError: there is `is_first_microbatch` without `cache_kernel`, or that without a recipe and `dtype`, or
-                the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` with neither a recipe nor
+                a `dtype`, or the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
                 like the kernel.
         """
         weights = self._weights(x, is_first_microbatch)
@@ -234,7 +234,7 @@ class GroupedKernel(nn.Module):
     def _is_in_fp8_alone(self) -> bool:
         """Tells whether the variables are from `quantize_for_inference`."""
         has_kernel = self.is_initializing() or self.has_variable("params", "kernel")
-        return not has_kernel and self.has_variable(KERNEL_CACHE, "kernel")
+        return not has_kernel and self.recipe is not None and self.has_variable(KERNEL_CACHE, "kernel")
 
     def _fp8_state(self, recipe: DelayedScaling) -> Fp8State:
         """Returns the variables of delayed scaling, which `init` creates."""

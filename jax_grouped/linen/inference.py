@@ -26,11 +26,12 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
         recipe: that of the layers.
 
     Returns:
-        The variables without these kernels, with a `KERNEL_CACHE` of one orientation.
+        The variables without these kernels, with a `KERNEL_CACHE` of one orientation. Layers without a recipe stay as
+        they are.
 
     Raises:
         TypeError: `recipe` is no recipe.
-        ValueError: there is no `KERNEL_CACHE`, or a parameter is missing.
+        ValueError: there is no `KERNEL_CACHE` of a layer with a recipe, or a parameter is missing.
 
     Example:
         recipe = jg.Float8BlockScaling()
@@ -44,15 +45,20 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
         assert jnp.array_equal(layer.apply(in_fp8, x, group_sizes), layer.apply(variables, x, group_sizes))
     """
     check_recipe(recipe, optional=False)
-    if KERNEL_CACHE not in variables:
+    found = flatten_dict(variables.get(KERNEL_CACHE, {}))
+    if not any(isinstance(cache, KernelCache) for cache in found.values()):
         raise ValueError(
-            f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True."
+            f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True, with "
+            "the quantized kernel of a layer that has a recipe."
         )
     params, states = (
         flatten_dict(nn.meta.unbox(variables.get(name, {}))) for name in ("params", OVERWRITE_WITH_GRADIENT)
     )
     caches = {}
-    for path, cache in flatten_dict(variables[KERNEL_CACHE]).items():
+    for path, cache in found.items():
+        if not isinstance(cache, KernelCache):  # Of a layer without a recipe, which stays as it is.
+            caches[path] = cache
+            continue
         if path not in params:
             raise ValueError(f"variables must have the parameter {'/'.join(path)}, which {KERNEL_CACHE} has.")
         state = None
@@ -61,8 +67,6 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
             if not of_layer:
                 raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
             state = Fp8State(**of_layer)
-        if not isinstance(cache, KernelCache):
-            continue  # Of a layer without a recipe.
         if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
             raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
         caches[path] = _layers.quantized(params.pop(path), recipe, None, state, for_gradients=False)

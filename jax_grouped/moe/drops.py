@@ -46,7 +46,7 @@ def are_kept(
     The arguments are those of `group_in_room` on one device of the mesh axis, with the experts of all devices.
     """
     me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-    experts, weights = (jax.lax.all_gather(of, axis_name, tiled=True) for of in (experts, weights))
+    experts, weights = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (experts, weights))
     experts, num_experts = experts - num_experts // devices * me, num_experts // devices
     permutation = group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
     has_row = permutation.inverse < permutation.order.shape[0]
@@ -54,12 +54,12 @@ def are_kept(
 
 
 def _are_heaviest(experts: jax.Array, weights: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """Tells which pairs are among the `capacity` ones with the largest weights; others than pairs may be too."""
+    """Tells which pairs are among the `capacity` ones with the largest weights."""
     is_pair = (experts >= 0) & (experts < num_experts)
     weights = jnp.abs(jax.lax.stop_gradient(weights))
     weights = jnp.where(is_pair, jnp.where(jnp.isnan(weights), -1, weights), -jnp.inf)
     # A multiple of an odd number decides between equal weights: any of them, early or late, and always the same ones.
     number = (jnp.arange(weights.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)).reshape(weights.shape)
     ascending = jax.lax.sort((weights.reshape(-1), number.reshape(-1)), num_keys=2)
-    lowest, first = (of[-capacity] for of in ascending)
-    return (weights > lowest) | ((weights == lowest) & (number >= first))
+    lowest, first = (keys[-capacity] for keys in ascending)
+    return is_pair & ((weights > lowest) | ((weights == lowest) & (number >= first)))

@@ -45,7 +45,7 @@ def mlp_of_gathered_tokens(
 
     Args:
         x: `[T, K]`, the tokens of this device.
-        experts: `int32[T, k]`, the experts of its tokens, numbered over all devices; `E` for a pair without a row.
+        experts: `int32[T, k]`, the experts of its tokens, of all devices; `E` for a token that does not exist.
         weights: `float32[T, k]`, the factor of each choice.
         axis_name: mesh axis of `D` devices.
         num_experts: `E / D`, the number of this device's experts.

@@ -143,7 +143,7 @@ def moe_mlp(
         drop_by: which pairs of a token and an expert are dropped on a device with too many. "even" gives all sources
             and experts the same room: the largest groups, of one source for one expert, are cut to one length. Within
             a group, pairs are dropped at equal distances, so that neither early nor late tokens are favoured. "weight"
-            drops those with the smallest routing weights.
+            drops those with the smallest routing weights, by absolute value.
         activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
             `[E / (D S), K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.

@@ -60,7 +60,7 @@ class MoEAxes(NamedTuple):
             if name is not None and not isinstance(name, str):
                 raise TypeError(f"{what}_axis must be the name of one mesh axis, got {name!r}.")
         if not isinstance(batch, Sequence) or not all(isinstance(name, str) for name in batch):
-            raise TypeError(f"batch_axes must be names of mesh axes, got {batch!r}.")
+            raise TypeError(f"batch_axes must be a sequence of names of mesh axes, got {batch!r}.")
         axes = cls(expert, feature, fsdp, (batch,) if isinstance(batch, str) else tuple(batch))
         if feature is not None and feature in axes.tokens:
             raise ValueError(

@@ -51,9 +51,8 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
     for _, module in nnx.iter_modules(layer):
         if isinstance(module, GroupedKernel) and module.kernel is not None and module.kernel_cache is not None:
             module.check_single()
-            of = module.stored()
-            cache = _layers.quantized(of.kernel, module.recipe, module.dtype, of.fp8_state)
-            module.kernel_cache.set_value(cache)
+            kernel, _, _, state, _ = module.stored()
+            module.kernel_cache.set_value(_layers.quantized(kernel, module.recipe, module.dtype, state))
 
 
 def _load(layer: nnx.Module, path: tuple[str | int, ...], array: Any) -> None:

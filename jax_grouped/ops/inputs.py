@@ -62,7 +62,7 @@ class Weights(NamedTuple):
         Their `kernel` is zeros of this type, which nothing reads: inside `jax.jit`, XLA does not make them.
         """
         if not isinstance(cache, KernelCache):
-            raise TypeError(f"kernel_cache must be a KernelCache, got {type(cache).__name__}.")
+            raise TypeError(f"Without a kernel, kernel_cache must be a KernelCache, got {type(cache).__name__}.")
         return cls(jnp.zeros(cache.columnwise.shape, dtype), bias, cache, fp8_state)
 
 

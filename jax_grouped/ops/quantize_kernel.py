@@ -104,7 +104,9 @@ class _QuantizeKernel(Operation):
 
     @property
     def results(self) -> tuple[Result, ...]:
-        return tuple(map(Result, self._dimensions))
+        *arrays, amax = self._dimensions
+        data_and_scales = (Result(names, kept_whole=i % 2 == 1) for i, names in enumerate(arrays))
+        return *data_and_scales, Result(amax)
 
     @property
     def _dimensions(self) -> tuple[str, ...]:

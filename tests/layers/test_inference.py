@@ -151,11 +151,33 @@ def test_stacks_of_layers_are_refused() -> None:
         jg.nnx.quantize_for_inference(stack(nnx.Rngs(0)))
 
 
+def test_layers_without_a_recipe_stay_as_they_are() -> None:
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, first: bool | None = None) -> jax.Array:
+            options = dict(use_bias=False, dtype=jnp.bfloat16, cache_kernel=True)
+            x = jg.linen.GroupedDense(K, E, **options, recipe=recipe, name="quantized")(x, SIZES)
+            return jg.linen.GroupedDense(F, E, **options, name="plain")(x, SIZES, is_first_microbatch=first)
+
+    recipe, model = RECIPES["delayed"], Two()
+    variables = model.init(jax.random.key(0), tokens())
+
+    in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
+
+    assert [*in_fp8["params"]] == ["plain"]
+    for first in (None, False):
+        np.testing.assert_array_equal(model.apply(in_fp8, tokens(), first), model.apply(variables, tokens(), first))
+
+
 def test_what_cannot_be_quantized_is_named() -> None:
     layer = jg.linen.GroupedDense(F, E, recipe=RECIPES["block"])
     variables = layer.init(jax.random.key(0), tokens(), SIZES)
+    plain = jg.linen.GroupedDense(F, E, dtype=jnp.bfloat16, cache_kernel=True)
 
-    with pytest.raises(ValueError, match="variables must have the collection kernel_cache, which init makes"):
-        jg.linen.quantize_for_inference(variables, RECIPES["block"])
+    for of in (variables, plain.init(jax.random.key(0), tokens(), SIZES)):
+        with pytest.raises(ValueError, match="variables must have the collection kernel_cache, which init makes"):
+            jg.linen.quantize_for_inference(of, RECIPES["block"])
+    with pytest.raises(TypeError, match=r"^Without a kernel, kernel_cache must be a KernelCache, got ArrayImpl\.$"):
+        jg.grouped_dense(tokens(), None, SIZES, kernel_cache=kernel())
     with pytest.raises(ValueError, match=r"quantize_for_inference needs a layer with a recipe\."):
         jg.nnx.quantize_for_inference(jg.nnx.GroupedDense(K, F, E, rngs=nnx.Rngs(0)))

@@ -283,6 +283,28 @@ def test_kernels_are_quantized_however_they_are_sharded(spec: P) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a")], ids=str)
+def test_a_cached_kernel_has_its_gradient_where_it_is_stored(spec: P) -> None:
+    mesh, recipe = mesh_of(dict(a=4)), jg.Float8BlockScaling()
+    x, kernel = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, of))
+        for shape, of in (((512, 256), P("a")), ((2, 256, 512), spec))
+    )
+
+    @jax.jit
+    def gradient(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        def loss(kernel: jax.Array) -> jax.Array:
+            cache = jg.quantize_kernel(kernel, recipe)
+            return jnp.sum(jg.grouped_dense(x, kernel, np.int32([256, 256]), recipe=recipe, kernel_cache=cache) ** 2)
+
+        return jax.grad(loss)(kernel)
+
+    program = gradient.lower(x, kernel).compile()
+
+    assert program.output_shardings.spec == spec
+    assert "reduce-scatter(" in program.as_text()
+
+
 def test_axes_that_split_two_things_are_refused() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
     x, *others = (put(mesh, of) for of in arrays())
@@ -294,7 +316,7 @@ def test_axes_that_split_two_things_are_refused() -> None:
     with pytest.raises(TypeError, match=r"fsdp_axis must be the name of one mesh axis, got \('data', 'expert'\)"):
         # The type checker would refuse several names too.
         jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="batch_axes must be names of mesh axes, got 3"):
+    with pytest.raises(TypeError, match="batch_axes must be a sequence of names of mesh axes, got 3"):
         jg.moe.moe_mlp(x, *others, top_k=1, batch_axes=3)  # type: ignore[arg-type]
     layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))

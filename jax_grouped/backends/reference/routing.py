@@ -100,7 +100,7 @@ def group_pairs(experts: jax.Array, *, num_experts: int, rows: int) -> tuple[jax
     if rows < pairs:
         group_sizes = fit_to_capacity(wanted, rows)
         group = jnp.minimum(count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row), num_experts - 1)
-        start, sorted_start = (jnp.cumsum(of, dtype=jnp.int32) - of for of in (group_sizes, wanted))
+        start, sorted_start = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes for sizes in (group_sizes, wanted))
         rank = _spread(row - start[group], group_sizes[group], wanted[group])
         sorted_pairs = sorted_pairs[jnp.clip(sorted_start[group] + rank, 0, pairs - 1)]
     used = jnp.sum(group_sizes, dtype=jnp.int32)
@@ -116,17 +116,17 @@ def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
     All are int32 below 2^30. Item `rank` stands at the last place `p` with `(p * count + size // 2) // size == rank`:
     `((rank + 1) * size - size // 2) / count`, rounded up, less one.
     """
-    factor, size, count = (of.astype(jnp.uint32) for of in (rank + 1, size, jnp.maximum(count, 1)))
+    factor, size, count = (x.astype(jnp.uint32) for x in (rank + 1, size, jnp.maximum(count, 1)))
 
-    # There are no 64-bit integers, so multiply and divide bit by bit. Without a loop, compilation would take minutes.
-    def of_next_bit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # There are no 64-bit integers, so multiply and divide bit by bit. XLA takes minutes to compile as many divisions without a loop.
+    def with_next_bit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         quotient, rest = carry
         bit = (factor >> (29 - i).astype(jnp.uint32)) & 1
         rest = 2 * rest + bit * (size % count)
         return 2 * quotient + rest // count, rest % count
 
     zeros = jnp.zeros_like(factor)
-    quotient, rest = jax.lax.fori_loop(0, 30, of_next_bit, (zeros, zeros))
+    quotient, rest = jax.lax.fori_loop(0, 30, with_next_bit, (zeros, zeros))
     quotient += factor * (size // count)
     half = size // 2
     place = quotient - half // count - jnp.where(rest > half % count, 0, 1).astype(jnp.uint32)
