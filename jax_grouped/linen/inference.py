@@ -48,8 +48,8 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
     found = flatten_dict(variables.get(KERNEL_CACHE, {}))
     if not any(isinstance(cache, KernelCache) for cache in found.values()):
         raise ValueError(
-            f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True, and "
-            "in it a kernel of a layer with a recipe."
+            f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True. "
+            "One of them must have a recipe."
         )
     params, states = (
         flatten_dict(nn.meta.unbox(variables.get(name, {}))) for name in ("params", OVERWRITE_WITH_GRADIENT)

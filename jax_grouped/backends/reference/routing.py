@@ -118,7 +118,7 @@ def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
     """
     factor, size, count = (x.astype(jnp.uint32) for x in (rank + 1, size, jnp.maximum(count, 1)))
 
-    # There are no 64-bit integers, so multiply and divide bit by bit. XLA takes minutes to compile as many divisions without a loop.
+    # There are no 64-bit integers, so multiply and divide bit by bit. Unrolled, this would take minutes to compile.
     def with_next_bit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         quotient, rest = carry
         bit = (factor >> (29 - i).astype(jnp.uint32)) & 1
