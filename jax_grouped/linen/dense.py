@@ -113,9 +113,9 @@ class GroupedDense(nn.Module):
             `[T, N]`; rows past `sum(group_sizes)` are zero.
 
         Raises:
-            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` with neither a recipe nor
-                a `dtype`, or the collection `kernel_cache` would have to be written but is not mutable, or `accumulate_into` is not
-                like the kernel.
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, or `cache_kernel` with neither a recipe
+                nor a `dtype`. Or the collection `kernel_cache` would have to be written but is not mutable, or
+                `accumulate_into` is not like the kernel.
         """
         weights = self._weights(x, is_first_microbatch)
         weights = _layers.accumulating(weights, "GroupedDense", accumulate_into)
