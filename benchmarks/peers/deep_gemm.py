@@ -24,8 +24,8 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
     sizes = case.sizes.tolist()
     padded = [-(-size // _ROWS) * _ROWS for size in sizes]
     starts = np.cumsum([0, *padded[:-1]])
-    of_groups = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
-    places = torch.as_tensor(np.concatenate(of_groups)).cuda()
+    group_places = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
+    places = torch.as_tensor(np.concatenate(group_places)).cuda()
     groups = torch.as_tensor(np.repeat(np.arange(len(sizes), dtype=np.int32), padded)).cuda()
     total = sum(padded)
 
@@ -45,7 +45,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
 
     def scaled_kernels(kernels: Any) -> Tensors:
         scaled = [_deep_gemm.per_block_cast_to_fp8(kernel, use_ue8m0=False) for kernel in kernels]
-        return tuple(torch.stack(of) for of in zip(*scaled, strict=True))
+        return tuple(torch.stack(parts) for parts in zip(*scaled, strict=True))
 
     def operands(x: Any, kernel: Any, dy: Any) -> Tensors:
         if case.operation == "wgrad f32":
@@ -70,4 +70,4 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
         tokens[: len(places)] = result[places]
         return (tokens,)
 
-    return TorchWork(call, [operands(*of) for of in tensors(sets)], read)
+    return TorchWork(call, [operands(*arrays) for arrays in tensors(sets)], read)

@@ -67,7 +67,7 @@ class MoEMetrics(NamedTuple):
 # `flax.nnx.tabulate` takes tuples whose keys are indices, no named ones and no dataclasses.
 jax.tree_util.register_pytree_with_keys(
     MoEMetrics,
-    lambda metrics: (tuple((jax.tree_util.SequenceKey(i), of) for i, of in enumerate(metrics)), None),
+    lambda metrics: (tuple((jax.tree_util.SequenceKey(i), array) for i, array in enumerate(metrics)), None),
     lambda _, arrays: MoEMetrics(*arrays),
 )
 
@@ -335,8 +335,8 @@ def _of_device(
     )
     gathers = devices > 1 and tokens > 0 and exchange_method != "padded"
     has_room = capacity == worst
+    rows = capacity if devices == 1 else tokens * top_k
     if exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even")):
-        rows = capacity if devices == 1 else tokens * top_k
         routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
         experts, permutation = routed.experts, Permutation(*grouped)
     else:
@@ -355,7 +355,6 @@ def _of_device(
             kept = are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
             experts = jnp.where(kept, experts, num_experts)
         if permutation is None:
-            rows = capacity if devices == 1 else tokens * top_k
             permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:

@@ -259,7 +259,7 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
         parts = math.prod(mesh.shape[axis] for axis in names)
         if size % parts:
             raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
-    cached = any(isinstance(of.kernel_cache, KernelCache) for of in (arrays.gate_up, arrays.down))
+    cached = any(isinstance(weights.kernel_cache, KernelCache) for weights in (arrays.gate_up, arrays.down))
     if cached and axes.feature is not None and mesh.shape[axes.feature] > 1:
         raise ValueError(
             f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
@@ -279,8 +279,8 @@ def _with_halves(weights: Weights) -> Weights:
     def halves(x: Any, leading: int) -> Any:
         return x if x is None or x.ndim > leading + 1 else x.reshape(*x.shape[:leading], 2, -1)
 
-    of_kernel = {name: halves(array, 2) for name, array in arrays_like_kernel(weights).items()}
-    return weights._replace(bias=halves(weights.bias, 1), **of_kernel)
+    split = {name: halves(array, 2) for name, array in arrays_like_kernel(weights).items()}
+    return weights._replace(bias=halves(weights.bias, 1), **split)
 
 
 def _part(weights: Weights) -> Weights:

@@ -109,6 +109,7 @@ def grouped_dense(
         assert jnp.allclose(y_fp8, y, rtol=1e-3)
     """
     if kernel is None and kernel_cache is not None:
+        # `of_cache` refuses a cache that is an array.
         kernel = Weights.of_cache(kernel_cache).kernel  # type: ignore[arg-type]
     # `canonical_inputs` refuses a kernel that is still None.
     inputs, spec = canonical_inputs(

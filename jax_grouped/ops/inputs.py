@@ -83,8 +83,8 @@ def flat_weights(weights: Weights) -> Weights:
     def flat(x: Any, leading: int) -> Any:
         return x if x is None or x.ndim <= leading + 1 else x.reshape(*x.shape[:leading], -1)
 
-    of_kernel = {name: flat(array, 2) for name, array in arrays_like_kernel(weights).items()}
-    return weights._replace(bias=flat(weights.bias, 1), **of_kernel)
+    flattened = {name: flat(array, 2) for name, array in arrays_like_kernel(weights).items()}
+    return weights._replace(bias=flat(weights.bias, 1), **flattened)
 
 
 class Inputs(NamedTuple):

@@ -174,9 +174,9 @@ def test_what_cannot_be_quantized_is_named() -> None:
     variables = layer.init(jax.random.key(0), tokens(), SIZES)
     plain = jg.linen.GroupedDense(F, E, dtype=jnp.bfloat16, cache_kernel=True)
 
-    for of in (variables, plain.init(jax.random.key(0), tokens(), SIZES)):
+    for given in (variables, plain.init(jax.random.key(0), tokens(), SIZES)):
         with pytest.raises(ValueError, match="variables must have the collection kernel_cache, which init makes"):
-            jg.linen.quantize_for_inference(of, RECIPES["block"])
+            jg.linen.quantize_for_inference(given, RECIPES["block"])
     with pytest.raises(TypeError, match=r"^Without a kernel, kernel_cache must be a KernelCache, got ArrayImpl\.$"):
         jg.grouped_dense(tokens(), None, SIZES, kernel_cache=kernel())
     with pytest.raises(ValueError, match=r"quantize_for_inference needs a layer with a recipe\."):

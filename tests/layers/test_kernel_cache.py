@@ -142,14 +142,14 @@ def test_a_python_bool_decides_when_the_program_is_traced(api: str, name: str) -
 def test_without_a_recipe_the_cache_is_the_kernel_in_the_layers_type(backend: str, api: str, is_static: bool) -> None:
     at, plain = (layer(api, None, cache_kernel=cached, dtype=jnp.bfloat16) for cached in (True, False))
     kernel, *_ = at.parts(at.trained)
-    of_loss = jax.value_and_grad(at.loss, has_aux=True)
-    step = jax.jit(of_loss, static_argnums=[3] * is_static)
+    loss_and_gradients = jax.value_and_grad(at.loss, has_aux=True)
+    step = jax.jit(loss_and_gradients, static_argnums=[3] * is_static)
     first, later = (True, False) if is_static else (jnp.array(True), jnp.array(False))
 
     (loss, cache), gradients = step(at.trained, at.cache, tokens(), first)
     unreadable = at.with_kernel(at.trained, jnp.full_like(kernel, jnp.nan))
     (loss_later, kept), gradients_later = step(unreadable, cache, tokens(), later)
-    (expected, _), of_plain = jax.jit(jax.value_and_grad(plain.loss, has_aux=True))(plain.trained, {}, tokens())
+    (expected, _), plain_gradients = jax.jit(jax.value_and_grad(plain.loss, has_aux=True))(plain.trained, {}, tokens())
 
     (stored,) = jax.tree.leaves(cache)
     assert stored.dtype == jnp.bfloat16
@@ -157,10 +157,10 @@ def test_without_a_recipe_the_cache_is_the_kernel_in_the_layers_type(backend: st
     assert_same_trees(kept, cache)
     assert loss == loss_later == expected
     for got in (gradients, gradients_later):
-        for a, b in zip(at.parts(got)[:2], plain.parts(of_plain)[:2], strict=True):
+        for a, b in zip(at.parts(got)[:2], plain.parts(plain_gradients)[:2], strict=True):
             np.testing.assert_array_equal(a, b)
     if is_static:
-        program = str(jax.make_jaxpr(functools.partial(of_loss, first=False))(at.trained, cache, tokens()))
+        program = str(jax.make_jaxpr(functools.partial(loss_and_gradients, first=False))(at.trained, cache, tokens()))
         assert f"bf16[{E},{K},{N}] = convert_element_type" not in program
 
 
@@ -309,13 +309,13 @@ def test_a_flag_can_be_a_variable_of_nnx() -> None:
 def test_a_converted_kernel_has_the_derivatives_of_its_conversion() -> None:
     x, kernel = jnp.nan_to_num(tokens()), np.random.default_rng(0).standard_normal((E, K, N), np.float32)
 
-    def of_second_order(kernel: jax.Array, cache: jax.Array | None) -> jax.Array:
+    def second_order(kernel: jax.Array, cache: jax.Array | None) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.sin(jg.grouped_dense(x, kernel, SIZES, kernel_cache=cache)))
 
         return jnp.sum(jax.grad(loss)(x) ** 2)
 
-    differentiated = jax.jit(jax.grad(of_second_order))
+    differentiated = jax.jit(jax.grad(second_order))
 
     got, expected = differentiated(kernel, jnp.asarray(kernel)), differentiated(kernel, None)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -153,8 +153,8 @@ def test_the_smallest_weights_are_dropped_first(devices: int) -> None:
         kept = np.asarray(permutation.inverse) < capacity
     else:
         options = dict(num_experts=experts, capacity=capacity, axis_name="data", drop_by="weight")
-        of_each = functools.partial(drops.are_kept, **options)
-        whole = jax.shard_map(of_each, mesh=data_mesh(devices), in_specs=P("data"), out_specs=P("data"))
+        kept_on_device = functools.partial(drops.are_kept, **options)
+        whole = jax.shard_map(kept_on_device, mesh=data_mesh(devices), in_specs=P("data"), out_specs=P("data"))
         kept = np.asarray(jax.jit(whole)(choices, weights))
 
     for device in range(devices):

@@ -95,9 +95,10 @@ def examples(draw: Callable[..., Any]) -> Example:
         for axis, size in axes.items():
             role = draw(st.sampled_from([None, *ROLES]))
             stored = size * math.prod(axes[roles[of]] for of in ("expert_axis", "fsdp_axis") if of in roles)
+            divides = sizes[3] % (16 * size) == 0 if role == "feature_axis" else sizes[1] % stored == 0
             if role == "batch_axes":
                 roles[role] = (*roles.get(role, ()), axis)
-            elif sizes[1] % stored == 0 if role != "feature_axis" else sizes[3] % (16 * size) == 0:
+            elif divides:
                 roles.setdefault(role, axis)
         roles.pop(None, None)
     # Routing of arrays whose types are sharded needs names: without, it is refused.
@@ -165,9 +166,9 @@ def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax
 
     def cache(name: str) -> Any:
         kernel = arrays[name]
-        if not example.cached or recipe is None:
-            return kernel if example.cached else None
-        return jg.quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe)
+        if not example.cached:
+            return None
+        return kernel if recipe is None else jg.quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe)
 
     if example.function == "grouped_dense":
         more = dict(bias=arrays["bias"], fp8_state=state, recipe=recipe, precision=precision)

@@ -287,8 +287,8 @@ def test_kernels_are_quantized_however_they_are_sharded(spec: P) -> None:
 def test_a_cached_kernel_has_its_gradient_where_it_is_stored(spec: P) -> None:
     mesh, recipe = mesh_of(dict(a=4)), jg.Float8BlockScaling()
     x, kernel = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, of))
-        for shape, of in (((512, 256), P("a")), ((2, 256, 512), spec))
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, split))
+        for shape, split in (((512, 256), P("a")), ((2, 256, 512), spec))
     )
 
     @jax.jit
@@ -317,6 +317,7 @@ def test_axes_that_split_two_things_are_refused() -> None:
         # The type checker would refuse several names too.
         jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="batch_axes must be a sequence of names of mesh axes, got 3"):
+        # The type checker would refuse a number too.
         jg.moe.moe_mlp(x, *others, top_k=1, batch_axes=3)  # type: ignore[arg-type]
     layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))

@@ -64,8 +64,8 @@ RECIPES = {
 def test_training_in_fp8_is_that_of_one_device(
     backend: str, recipe: str, axes: dict[str, int], is_manual: bool
 ) -> None:
-    of_recipe, steps, tolerance = RECIPES[recipe]
-    options: dict[str, Any] = dict(recipe=of_recipe, use_bias=False)
+    chosen, steps, tolerance = RECIPES[recipe]
+    options: dict[str, Any] = dict(recipe=chosen, use_bias=False)
     mesh = mesh_of(axes)
     model = programs.model("linen", axes, **options)
 
