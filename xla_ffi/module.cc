@@ -12,6 +12,7 @@
 #include "csrc/gemm/cublaslt/tuned_algorithms.h"
 #include "csrc/gemm/gemm.h"
 #include "xla_ffi/handlers.h"
+#include "xla_ffi/loading.h"
 
 namespace nb = nanobind;
 
@@ -24,47 +25,45 @@ nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
-// Returns the handlers by custom call name and execution stage, as jax.ffi.register_ffi_target takes them.
+// Returns the handlers of a call by execution stage, as jax.ffi.register_ffi_target takes them.
+template <Handler* execute, Handler* prepare = nullptr>
+nb::dict Stages() {
+  nb::dict stages;
+  stages["instantiate"] = Capsule(Instantiate);
+  stages["initialize"] = Capsule(Initialize<execute, prepare>);
+  stages["execute"] = Capsule(execute);
+  return stages;
+}
+
+// Returns the handlers by custom call name.
 nb::dict Handlers() {
-  nb::dict gemm;
-  gemm["initialize"] = Capsule(GemmInitialize);
-  gemm["execute"] = Capsule(GemmExecute);
-  nb::dict bias_grad;
-  bias_grad["execute"] = Capsule(BiasGradExecute);
-  nb::dict quantize;
-  quantize["execute"] = Capsule(QuantizeExecute);
-  nb::dict quantize_permuted;
-  quantize_permuted["execute"] = Capsule(QuantizePermutedExecute);
-  nb::dict dequantize;
-  dequantize["execute"] = Capsule(DequantizeExecute);
-  nb::dict activation_grad;
-  activation_grad["execute"] = Capsule(ActivationGradExecute);
-  nb::dict permute_rows;
-  permute_rows["execute"] = Capsule(PermuteRowsExecute);
-  nb::dict sum_rows;
-  sum_rows["execute"] = Capsule(SumRowsExecute);
-  nb::dict route;
-  route["execute"] = Capsule(RouteExecute);
-  nb::dict group_pairs;
-  group_pairs["execute"] = Capsule(GroupPairsExecute);
   nb::dict handlers;
-  handlers["jax_grouped_gemm"] = gemm;
-  handlers["jax_grouped_bias_grad"] = bias_grad;
-  handlers["jax_grouped_activation_grad"] = activation_grad;
-  handlers["jax_grouped_permute_rows"] = permute_rows;
-  handlers["jax_grouped_sum_rows"] = sum_rows;
-  handlers["jax_grouped_route"] = route;
-  handlers["jax_grouped_group_pairs"] = group_pairs;
-  handlers["jax_grouped_quantize"] = quantize;
-  handlers["jax_grouped_quantize_permuted"] = quantize_permuted;
-  handlers["jax_grouped_dequantize"] = dequantize;
+  handlers["jax_grouped_gemm"] = Stages<GemmExecute, GemmInitialize>();
+  handlers["jax_grouped_bias_grad"] = Stages<BiasGradExecute>();
+  handlers["jax_grouped_activation_grad"] = Stages<ActivationGradExecute>();
+  handlers["jax_grouped_permute_rows"] = Stages<PermuteRowsExecute>();
+  handlers["jax_grouped_sum_rows"] = Stages<SumRowsExecute>();
+  handlers["jax_grouped_route"] = Stages<RouteExecute>();
+  handlers["jax_grouped_group_pairs"] = Stages<GroupPairsExecute>();
+  handlers["jax_grouped_quantize"] = Stages<QuantizeExecute>();
+  handlers["jax_grouped_quantize_permuted"] = Stages<QuantizePermutedExecute>();
+  handlers["jax_grouped_dequantize"] = Stages<DequantizeExecute>();
   return handlers;
+}
+
+// Returns the type of the calls' state, as jax.ffi.register_ffi_type takes it.
+nb::dict StateType() {
+  nb::dict type;
+  type["type_id"] = nb::capsule(LoadedDevicesId());
+  type["type_info"] = nb::capsule(LoadedDevicesInfo());
+  return type;
 }
 
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   m.def("handlers", &Handlers);
+  m.def("state_type", &StateType);
   m.def("set_cublaslt_path", &SetCublasLtPath, nb::arg("path"));
   m.def("cublaslt_version", &CublasLtVersion);
   m.def(

@@ -18,11 +18,13 @@ Status AllowSharedMemory(const void* kernel, int bytes, int carveout) {
   static auto* allowed = new std::set<std::pair<int, const void*>>();
   int device = 0;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
-  // The lock is held while the attributes are set: no other thread may launch before they are.
-  std::lock_guard<std::mutex> lock(*mutex);
+  std::unique_lock<std::mutex> lock(*mutex);
   if (allowed->count({device, kernel}) > 0) return Status::Ok();
+  // Setting them loads the kernel, which can take until the device is idle. Meanwhile other threads set the same.
+  lock.unlock();
   JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout));
+  lock.lock();
   allowed->emplace(device, kernel);
   return Status::Ok();
 }

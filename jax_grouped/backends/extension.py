@@ -34,6 +34,7 @@ def load() -> ModuleType | None:
     except ModuleNotFoundError:
         return None
     module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
+    jax.ffi.register_ffi_type("jax_grouped_loaded_devices", module.state_type(), platform="CUDA")
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return module

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "csrc/common/stopwatch.h"
 #include "csrc/gemm/cublaslt/algorithms.h"
 #include "csrc/gemm/cublaslt/launch.h"
-#include "csrc/gemm/cublaslt/stopwatch.h"
 #include "csrc/gemm/cublaslt/trial_operands.h"
 #include "csrc/gemm/cublaslt/tuned_algorithms.h"
 

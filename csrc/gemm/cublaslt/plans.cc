@@ -29,14 +29,16 @@ bool Plans::Find(const Key& key, Plan* plan) {
 }
 
 Status Plans::Ensure(const CublasLt& library, const Key& key) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (plans_.count(key) > 0) return Status::Ok();
+  std::lock_guard<std::mutex> adding(adding_);
+  Plan plan;
+  if (Find(key, &plan)) return Status::Ok();
   const auto& [device, problem] = key;
   JAX_GROUPED_RETURN_IF_FAILED(CheckDevice(device, problem));
   cublasLtHandle_t& handle = handles_[device];
   if (handle == nullptr) JAX_GROUPED_RETURN_IF_FAILED(library.Check(library.Create(&handle), "cublasLtCreate"));
   std::vector<Algorithm> first;
   JAX_GROUPED_RETURN_IF_FAILED(ProposeAlgorithms(library, handle, problem, 1, &first));
+  std::lock_guard<std::mutex> lock(mutex_);
   plans_.emplace(key, Plan{handle, first.front(), Origin::kHeuristic});
   return Status::Ok();
 }

@@ -29,9 +29,8 @@ struct Plan {
   Origin origin;
 };
 
-// The plans of the process, shared by all threads. The lock is held for look-ups and queries to the heuristic, which
-// take microseconds, and once per device while its handle is created. All other long work is done without the lock, and
-// its result is inserted afterwards.
+// The plans of the process, shared by all threads. The lock of the plans is held for look-ups and insertions only, as
+// launches look them up. Making one can take until the device is idle.
 class Plans {
  public:
   using Key = std::pair<int, GemmProblem>;  // the device and the problem on it
@@ -53,9 +52,10 @@ class Plans {
   std::map<Key, Plan> Copy();
 
  private:
-  std::mutex mutex_;
+  std::mutex adding_;  // Held by the one thread that makes a plan.
   // Handles live as long as the process: the driver may be gone before a destructor runs.
   std::map<int, cublasLtHandle_t> handles_;
+  std::mutex mutex_;
   std::map<Key, Plan> plans_;
 };
 

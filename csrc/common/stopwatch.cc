@@ -1,4 +1,4 @@
-#include "csrc/gemm/cublaslt/stopwatch.h"
+#include "csrc/common/stopwatch.h"
 
 namespace jax_grouped {
 

@@ -1,7 +1,7 @@
-// Timing of work on the current device.
+// Graphs of work on the current device, and its time.
 
-#ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_STOPWATCH_H_
-#define JAX_GROUPED_CSRC_GEMM_CUBLASLT_STOPWATCH_H_
+#ifndef JAX_GROUPED_CSRC_COMMON_STOPWATCH_H_
+#define JAX_GROUPED_CSRC_COMMON_STOPWATCH_H_
 
 #include <cuda_runtime_api.h>
 
@@ -49,4 +49,4 @@ class Stopwatch {
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_GEMM_CUBLASLT_STOPWATCH_H_
+#endif  // JAX_GROUPED_CSRC_COMMON_STOPWATCH_H_
