@@ -28,8 +28,9 @@ BLOCK = jg.Float8BlockScaling()
 DELAYED = jg.DelayedScaling(amax_history_len=2)
 
 #: Tolerances, relative for losses and absolute for parameters, which are about 1. In FP8, a sum that is rounded
-#: differently is sometimes quantized to a neighbour; and the tensor cores of GPUs keep few bits of FP8 sums.
-FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 3e-3}
+#: differently is sometimes quantized to a neighbour, and the tensor cores of GPUs keep few bits of FP8 sums. On one
+#: device, parameters that differ by 1e-5 change the third loss by up to 0.5 %, because a token chooses another expert.
+FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 2e-2}
 
 #: SGD, not Adam: Adam takes the same steps if all gradients are wrong by the same factor. With larger steps, two layers
 #: in FP8 diverge.

@@ -26,11 +26,12 @@ import jax_grouped as jg
 from tests.meshes import TYPES, need_devices, typed_mesh
 
 #: Recipes, and the largest error of results and gradients relative to their norm. Sums of another order move numbers
-#: to a neighbour in FP8, and current scaling has scales of each device's part.
+#: to a neighbour in FP8. Current scaling has scales of each device's part: its results on several devices are as far
+#: from those on one as these are from float32's, up to 0.25 for the router's gradient.
 RECIPES = {
     None: (None, 1e-5),
     "block": (jg.Float8BlockScaling(), 0.03),
-    "current": (jg.Float8CurrentScaling(), 0.2),
+    "current": (jg.Float8CurrentScaling(), 0.35),
     "delayed": (jg.DelayedScaling(amax_history_len=2), 0.03),
     "mxfp8": (jg.MXFP8BlockScaling(), 0.03),
 }
