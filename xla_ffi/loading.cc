@@ -51,26 +51,26 @@ XLA_FFI_Error* GetRecordingStream(XLA_FFI_Stream_Get_Args* args) {
 }
 
 // Runs a call's Execute stage on a stream of its own, which is recorded: other threads may use XLA's stream meanwhile.
-// Instantiating the graph loads its kernels.
-XLA_FFI_Error* Record(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler* execute) {
+// Instantiating the graph loads its kernels. If that fails, the first launch loads them, and tells what is wrong.
+void Record(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler* execute) {
   XLA_FFI_Api api = *frame.api;
   api.XLA_FFI_Stream_Get = GetRecordingStream;
   XLA_FFI_CallFrame call = frame;
   call.api = &api;
   call.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  Stopwatch stopwatch;
-  // Without a graph, the first launch loads the kernels.
-  if (!stopwatch.Create().ok()) return nullptr;
-  XLA_FFI_Error* error = nullptr;
   const auto launch = [&] {
-    error = execute(&call);
-    return Status::Ok();
+    XLA_FFI_Error* error = execute(&call);
+    if (error == nullptr) return Status::Ok();
+    XLA_FFI_Error_Destroy_Args destroyed{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+    api.XLA_FFI_Error_Destroy(&destroyed);
+    return Status::Failed("The call failed.");
   };
-  Owned<cudaGraphExec_t> graph;
+  Stopwatch stopwatch;
+  if (!stopwatch.Create().ok()) return;
   recording = stopwatch.stream();
+  Owned<cudaGraphExec_t> graph;
   (void)stopwatch.Record(1, launch, &graph);
   recording = nullptr;
-  return error;
 }
 
 }  // namespace
@@ -90,7 +90,7 @@ XLA_FFI_Error* LoadKernels(XLA_FFI_CallFrame* frame, XLA_FFI_Handler* execute, X
   const auto device = ffi::CtxDecoding<ffi::DeviceOrdinal>::Decode(frame->api, frame->ctx, diagnostic);
   if (loaded && device && (*loaded)->Has(*device)) return nullptr;
   if (XLA_FFI_Error* error = prepare != nullptr ? prepare(frame) : nullptr) return error;
-  if (XLA_FFI_Error* error = Record(*frame, execute)) return error;
+  Record(*frame, execute);
   if (loaded && device) (*loaded)->Add(*device);
   return nullptr;
 } catch (...) {
