@@ -1,5 +1,5 @@
-// The custom calls. `Initialize` runs outside graph capture; `Execute` may be captured. Before a program's first call
-// it is, to load the kernels (loading.h).
+// The custom calls. `Initialize` runs outside graph capture; `Execute` may be captured. loading.h captures it before a
+// program begins, to load its kernels.
 
 #ifndef JAX_GROUPED_XLA_FFI_HANDLERS_H_
 #define JAX_GROUPED_XLA_FFI_HANDLERS_H_
