@@ -13,8 +13,8 @@ namespace jax_grouped {
 // the L1 cache.
 //
 // Both are attributes of the function on a device, not of a launch. A launch is refused if another thread has lowered
-// the attribute meanwhile. A graph takes the values that hold when it is instantiated. So `bytes` is the largest size
-// that any launch of the kernel asks for, and the attributes are set once.
+// the attribute meanwhile. A graph takes the values that hold when it is instantiated. So all callers give one `bytes`
+// for a kernel, the largest size that any of its launches asks for. Only threads that come first together set it twice.
 Status AllowSharedMemory(const void* kernel, int bytes, int carveout = cudaSharedmemCarveoutDefault);
 
 }  // namespace jax_grouped

@@ -1,7 +1,6 @@
 """Sharded products and layers on two GPUs, beside the results of one."""
 
 import functools
-import os
 import pathlib
 import subprocess
 import sys
@@ -92,8 +91,7 @@ def test_a_stack_of_layers_trains_as_on_one_gpu(recipe: jg.Recipe | None) -> Non
 
 def test_kernels_are_loaded_before_a_program_waits_for_the_other_gpu() -> None:
     need_devices(2)
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "tests.gpu.late_gpu"]
     root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=root, text=True, capture_output=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -52,7 +52,7 @@ class Plans {
   std::map<Key, Plan> Copy();
 
  private:
-  std::mutex adding_;  // Held by the one thread that makes a plan.
+  std::mutex adding_;  // Held while a handle or a plan is made.
   // Handles live as long as the process: the driver may be gone before a destructor runs.
   std::map<int, cublasLtHandle_t> handles_;
   std::mutex mutex_;
