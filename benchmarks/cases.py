@@ -223,14 +223,21 @@ def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Arr
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
 
-def draw(arrays: Structs, seed: int) -> list[Arrays]:
+def part_read(case: Case) -> float:
+    """Returns the part of a layer's kernels that a call reads, at most: few tokens do not choose all experts."""
+    shape = case.shape
+    return min(1.0, shape.tokens * shape.top_k / shape.num_groups) if case.operation in LAYERS else 1.0
+
+
+def draw(arrays: Structs, seed: int, part: float = 1.0) -> list[Arrays]:
     """Draws normally distributed arrays, in as many sets as keep calls in rotation from finding any in the L2 cache.
 
-    Zeros would draw less power, and the chip would run at a higher clock than it does in training.
+    Zeros would draw less power, and the chip would run at a higher clock than it does in training. A call reads a part
+    of them, all by default.
     """
     sizes = [of.size * of.dtype.itemsize for of in arrays]
     # A product leaves out one of several arrays, perhaps the largest.
-    read = sum(sizes) - max(sizes) if len(sizes) > 1 else sum(sizes)
+    read = part * (sum(sizes) - max(sizes) if len(sizes) > 1 else sum(sizes))
     count = min(_MOST_SETS, math.ceil(_BYTES_IN_ROTATION / read))
     keys = jax.random.split(jax.random.key(seed), (count, len(arrays)))
     return [tuple(_normal(key, of.shape, of.dtype) for key, of in zip(row, arrays, strict=True)) for row in keys]

@@ -185,21 +185,18 @@ def gpus(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def models(rows: Sequence[Any], title: str, path: Path) -> None:
-    """Draws the rows of `benchmarks.model`: tokens per second by variant, a panel per model.
-
-    Beside them stand speeds relative to bf16, except where a note tells that a row is of another run.
-    """
+def models(rows: Sequence[Any], against: str, title: str, path: Path) -> None:
+    """Draws the rows of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
     names = list(dict.fromkeys(row.model for row in rows))
     figure = Figure(figsize=(3 + 4 * len(names), 5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
         of_model = [row for row in rows if row.model == name and row.tokens_per_second]
         bars = axes.barh([row.variant for row in of_model], [row.tokens_per_second / 1e3 for row in of_model])
-        base = next((row.tokens_per_second for row in of_model if row.variant == "bf16"), None)
-        speeds = [f"{row.tokens_per_second / base:.2f}" if base and not row.note else "" for row in of_model]
+        base = next((row.tokens_per_second for row in of_model if row.variant == against), None)
+        speeds = [f"{row.tokens_per_second / base:.2f}" if base else "" for row in of_model]
         axes.bar_label(bars, speeds, padding=3)
         axes.invert_yaxis()
-        axes.set(title=name, xlabel="thousand tokens per second, and relative to bf16")
+        axes.set(title=name, xlabel=f"thousand tokens per second, and relative to {against}")
         axes.margins(x=0.15)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)

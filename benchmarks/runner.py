@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from benchmarks.cases import OPERATIONS, Arrays, Case, draw, relative_difference
+from benchmarks.cases import OPERATIONS, Arrays, Case, draw, part_read, relative_difference
 from benchmarks.peers import OURS, VARIANTS, NotOfferedError, Work
 from benchmarks.rows import Row
 from benchmarks.suites import Suite
@@ -43,7 +43,7 @@ PARTS = ("product", "quantize", "setup", "other")
 
 
 def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
-    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length as one block.
+    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length.
 
     All blocks together take approximately `seconds`, unless the calls per block are given. TimeoutError if even one
     call per block takes far longer.
@@ -54,7 +54,7 @@ def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> N
     if BLOCKS * estimate > _PATIENCE * seconds:
         raise TimeoutError(f"one call takes {estimate:.3g} s, too long for --seconds {seconds:g}")
     row.calls = calls or max(1, min(most_calls, int(seconds / (BLOCKS * max(estimate, 1e-9)))))
-    block(work, row.calls)
+    work.block(BLOCKS * row.calls)  # A chip that was idle would have a higher clock.
     blocks = sorted((block(work, row.calls) for _ in range(BLOCKS)), key=lambda block: block[0])
     row.fastest, row.milliseconds, row.slowest = (1e3 * blocks[i][0] / row.calls for i in (0, BLOCKS // 2, -1))
     if parts := blocks[BLOCKS // 2][1]:
@@ -159,8 +159,10 @@ def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
             print(f"skipped {name}: {first_line(error)}")
             skipped.add(name)
     measured = [case for case in cases if case.variant not in skipped]
-    for arrays, group in itertools.groupby(measured, lambda case: OPERATIONS[case.operation].arrays(case)):
-        sets = draw(arrays, cases[0].seed) if arrays else []
+    for (arrays, part), group in itertools.groupby(
+        measured, lambda case: (OPERATIONS[case.operation].arrays(case), part_read(case))
+    ):
+        sets = draw(arrays, cases[0].seed, part) if arrays else []
         for case in group:
             row = Row(case, suite.clock)
             try:

@@ -98,15 +98,14 @@ VARIANTS = {
     "DeepGEMM": Variant("deep_gemm", "deep_gemm", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
     # Whole layers of experts, with their router.
-    "torch": Variant("torch_layers", "torch", options=(False,)),
-    "torch compiled": Variant("torch_layers", "torch", options=(True,)),
+    "torch compiled": Variant("torch_layers", "torch"),
     "SonicMoE": Variant("sonic_moe", "sonicmoe"),
     "TransformerEngine": Variant("te_layers", "torch", options=(None, False)),
     **{
         f"TransformerEngine {name}{' cached' if cached else ''}": Variant(
-            "te_layers", "torch", options=(type(recipe).__name__, cached)
+            "te_layers", "torch", options=(type(_RECIPES[name]).__name__, cached)
         )
-        for name, recipe in _RECIPES.items()
+        for name in ("block", "current")
         for cached in (False, True)
     },
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),

@@ -1,7 +1,7 @@
 """DeepGEMM: the block-scaled products of DeepSeek-V3 (1x128 and 128x128 scales), called from PyTorch.
 
-Each of its groups begins at a multiple of 128 rows. Tokens are brought there, with zeros between groups, and operands
-quantized before the clock starts.
+Each of its groups begins at a multiple of 128 rows. Tokens are brought there, and operands quantized, before the clock
+starts. It has no product for weights that only stores its result: there, it adds to a float32 one.
 """
 
 import importlib
@@ -18,54 +18,33 @@ _ROWS = 128
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes one of the three products. Those for weights add to a float32 result, so read the results before timing."""
-    if case.operation not in ("fprop", "dgrad", "wgrad f32"):
+    """Makes the forward product, or that of the tokens' gradient."""
+    if case.operation not in ("fprop", "dgrad"):
         raise NotOfferedError
-    sizes = case.sizes.tolist()
-    padded = [-(-size // _ROWS) * _ROWS for size in sizes]
-    starts = np.cumsum([0, *padded[:-1]])
-    group_places = [start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]
+    sizes = case.sizes
+    starts = np.cumsum([0, *(-(-sizes // _ROWS) * _ROWS)])
+    group_places = [start + np.arange(size) for start, size in zip(starts[:-1], sizes, strict=True)]
     places = torch.as_tensor(np.concatenate(group_places)).cuda()
-    groups = torch.as_tensor(np.repeat(np.arange(len(sizes), dtype=np.int32), padded)).cuda()
-    total = sum(padded)
-
-    def in_place(tokens: Any) -> Any:
-        rows = tokens.new_zeros(total, tokens.shape[1])
-        rows[places] = tokens[: len(places)]
-        return rows
-
-    def scaled_tokens(tokens: Any) -> Tensors:
-        data, scales = _deep_gemm.per_token_cast_to_fp8(in_place(tokens), use_ue8m0=False)
-        return data, _deep_gemm.get_mn_major_tma_aligned_tensor(scales)
-
-    def scaled_columns(tokens: Any) -> Tensors:
-        data, scales = _deep_gemm.per_channel_cast_to_fp8(in_place(tokens), use_ue8m0=False)
-        transposed = torch.cat([rows.t().flatten() for rows in data.split(padded)])
-        return transposed, _deep_gemm.get_mn_major_tma_aligned_tensor(scales.t())
-
-    def scaled_kernels(kernels: Any) -> Tensors:
-        scaled = [_deep_gemm.per_block_cast_to_fp8(kernel, use_ue8m0=False) for kernel in kernels]
-        return tuple(torch.stack(parts) for parts in zip(*scaled, strict=True))
+    # Rows of no group are -1.
+    groups = torch.full((int(starts[-1]),), -1, dtype=torch.int32, device="cuda")
+    groups[places] = torch.as_tensor(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)).cuda()
 
     def operands(x: Any, kernel: Any, dy: Any) -> Tensors:
-        if case.operation == "wgrad f32":
-            return scaled_columns(x), scaled_columns(dy), torch.zeros_like(kernel, dtype=torch.float32)
         tokens = x if case.operation == "fprop" else dy
+        rows = tokens.new_zeros(len(groups), tokens.shape[1])
+        rows[places] = tokens[: len(places)]
+        data, scales = _deep_gemm.per_token_cast_to_fp8(rows, use_ue8m0=False)
         kernels = kernel.transpose(1, 2).contiguous() if case.operation == "fprop" else kernel
-        return scaled_tokens(tokens), scaled_kernels(kernels), tokens.new_empty(total, kernels.shape[1])
+        scaled = [_deep_gemm.per_block_cast_to_fp8(of, use_ue8m0=False) for of in kernels]
+        scaled_kernels = tuple(torch.stack(parts) for parts in zip(*scaled, strict=True))
+        scaled_rows = data, _deep_gemm.get_mn_major_tma_aligned_tensor(scales)
+        return scaled_rows, scaled_kernels, rows.new_empty(len(groups), kernels.shape[1])
 
-    sizes_on_device = torch.as_tensor(np.array(padded, np.int32)).cuda()
-
-    def call(a: Any, b: Any, result: Any) -> Tensors:
-        if case.operation == "wgrad f32":
-            _deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, result, padded, sizes_on_device, c=result)
-        else:
-            _deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, result, groups)
+    def call(rows: Any, kernels: Any, result: Any) -> Tensors:
+        _deep_gemm.m_grouped_fp8_gemm_nt_contiguous(rows, kernels, result, groups)
         return (result,)
 
     def read(result: Any) -> Tensors:
-        if case.operation == "wgrad f32":
-            return (result,)
         tokens = result.new_zeros(case.shape.tokens, result.shape[1])
         tokens[: len(places)] = result[places]
         return (tokens,)

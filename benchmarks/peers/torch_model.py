@@ -1,8 +1,8 @@
 """The model of `our_model` in PyTorch: compiled, with `torch._grouped_mm`, or with SonicMoE's layer of experts.
 
-Parameters, their gradients and Adam are in float32. Each microbatch converts the parameters to bfloat16, as autocast
-would, the router too. There is no balance loss, and PyTorch chooses the kernel of attention. Only the experts of
-SonicMoE are not compiled.
+Parameters, their gradients and Adam are in float32. A step converts the parameters to bfloat16 once, the router too;
+the gradients of a microbatch, which are bfloat16, are added to those in float32. There is no balance loss, and PyTorch
+chooses the kernel of attention. Only the experts of SonicMoE are not compiled.
 """
 
 import importlib
@@ -28,18 +28,18 @@ def _rotated(x: Any) -> Any:
 
 
 def _norm(x: Any, scale: Any) -> Any:
-    return functional.rms_norm(x, (x.shape[-1],), scale.to(x.dtype), 1e-6)
+    return functional.rms_norm(x, (x.shape[-1],), scale, 1e-6)
 
 
 def _attention(model: Model, x: Any, of: dict[str, Any]) -> Any:
     """Returns `x` with the result of attention, and that result for the experts, normed."""
-    heads = (_norm(x, of["attention_norm"]) @ of["qkv"].to(x.dtype)).unflatten(-1, (-1, model.head_features))
+    heads = (_norm(x, of["attention_norm"]) @ of["qkv"]).unflatten(-1, (-1, model.head_features))
     query, key, value = heads.split((model.heads, model.kv_heads, model.kv_heads), dim=2)
     query, key = (_rotated(_norm(part, of[name])) for part, name in ((query, "query_norm"), (key, "key_norm")))
     parts = (part.transpose(1, 2) for part in (query, key, value))
     grouped = model.kv_heads < model.heads
     mixed = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    x = x + mixed.flatten(2) @ of["out"].to(x.dtype)
+    x = x + mixed.flatten(2) @ of["out"]
     return x, _norm(x, of["experts_norm"])
 
 
@@ -54,13 +54,6 @@ def _shapes(model: Model, pairs_of_gate_up: bool) -> dict[str, tuple[int, ...]]:
     return {**{name: (size,) for name, size in norms.items()}, **projections, **kernels}
 
 
-def _parameter(shape: tuple[int, ...], contracted: int = -2) -> Any:
-    """Returns ones, or random numbers that keep the deviation of what is multiplied along the axis `contracted`."""
-    if len(shape) == 1:
-        return torch.ones(shape, device="cuda", requires_grad=True)
-    return torch.randn(shape, device="cuda").mul_(shape[contracted] ** -0.5).requires_grad_()
-
-
 def training(model: Model, experts: str) -> Training:
     """Makes the model, with random weights and tokens."""
     is_sonic = experts == "SonicMoE"
@@ -68,16 +61,28 @@ def training(model: Model, experts: str) -> Training:
         layer = importlib.import_module("benchmarks.peers.sonic_moe").experts_layer(model.top_k)
     else:
         layer = experts_layer(model.experts, model.top_k)
+    masters, copies = [], []
+
+    def parameter(shape: tuple[int, ...], contracted: int = -2) -> Any:
+        """Returns ones, or random numbers that keep the deviation of what is multiplied along the axis `contracted`."""
+        if len(shape) == 1:
+            master = torch.ones(shape, device="cuda")
+        else:
+            master = torch.randn(shape, device="cuda").mul_(shape[contracted] ** -0.5)
+        master.grad = torch.zeros_like(master)
+        masters.append(master)
+        copies.append(master.to(torch.bfloat16).requires_grad_())
+        return copies[-1]
+
     transposed = {"router", "gate_up", "down"} if is_sonic else set()
     blocks = [
-        {name: _parameter(shape, -1 if name in transposed else -2) for name, shape in _shapes(model, is_sonic).items()}
+        {name: parameter(shape, -1 if name in transposed else -2) for name, shape in _shapes(model, is_sonic).items()}
         for _ in range(model.layers)
     ]
-    embedding = _parameter((model.vocabulary, model.features), -1)
-    logits = _parameter((model.features, model.vocabulary))
-    norm = _parameter((model.features,))
-    parameters = [embedding, logits, norm, *(of for block in blocks for of in block.values())]
-    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=True)
+    embedding = parameter((model.vocabulary, model.features), -1)
+    logits = parameter((model.features, model.vocabulary))
+    norm = parameter((model.features,))
+    optimizer = torch.optim.Adam(masters, lr=1e-4, fused=True)
     windows = np.random.default_rng(0).integers(
         model.vocabulary, size=(model.microbatches, model.sequences, model.sequence + 1)
     )
@@ -88,28 +93,40 @@ def training(model: Model, experts: str) -> Training:
 
     def block(x: Any, of: dict[str, Any]) -> Any:
         x, normed = attend(x, of)
-        kernels = [of[name].to(x.dtype) for name in ("router", "gate_up", "down")]
-        return x + layer(normed.flatten(0, 1), *kernels).view_as(x)
+        return x + layer(normed.flatten(0, 1), of["router"], of["gate_up"], of["down"]).view_as(x)
 
     def loss_of(x: Any, targets: Any) -> Any:
-        scores = _norm(x, norm) @ logits.to(x.dtype)
+        scores = _norm(x, norm) @ logits
         return functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+
+    def copy(into: list[Any], values: Any) -> None:
+        for of, value in zip(into, values, strict=True):
+            of.copy_(value)
+
+    def add(into: list[Any], values: Any) -> None:
+        for of, value in zip(into, values, strict=True):
+            of.add_(value)
 
     attend = torch.compile(attention, dynamic=False)
     apply = block if is_sonic else torch.compile(block, dynamic=False)
     mean_loss = torch.compile(loss_of, dynamic=False)
+    # PyTorch's own operations on two types are slow.
+    copy_all, add_all = (torch.compile(function, dynamic=False) for function in (copy, add))
 
     def step() -> Any:
         total = 0.0
+        store = copy_all  # The first gradients take the place of the last step's.
         for window in tokens:
-            x = functional.embedding(window[:, :-1], embedding).to(torch.bfloat16)
+            x = functional.embedding(window[:, :-1], embedding)
             for of in blocks:
                 x = apply(x, of)
             loss = mean_loss(x, window[:, 1:]) / model.microbatches
-            loss.backward()
+            store([of.grad for of in masters], torch.autograd.grad(loss, copies))
+            store = add_all
             total = total + loss.detach()
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            copy_all(copies, masters)
         return total
 
     return Training(step, float, torch.cuda.max_memory_allocated)

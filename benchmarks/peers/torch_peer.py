@@ -22,29 +22,62 @@ if jax.default_backend() != "gpu" or not torch.cuda.is_available():
 class TorchWork:
     """Calls of `call` on one of several sets of tensors after another, timed by CUDA events.
 
-    `read` gives the results of a call the layout that they have in JAX.
+    `read` gives the results of a call the layout that they have in JAX. With `in_graphs`, calls are CUDA graphs, one
+    for each set, so that no figure depends on how fast the host launches kernels.
     """
 
     def __init__(
-        self, call: Callable[..., Tensors], sets: Sequence[Tensors], read: Callable[..., Tensors] = lambda *of: of
+        self,
+        call: Callable[..., Tensors],
+        sets: Sequence[Tensors],
+        read: Callable[..., Tensors] = lambda *of: of,
+        in_graphs: bool = False,
     ):
         self._call = call
         self._sets = sets
         self._read = read
+        self._in_graphs = in_graphs
 
     def results(self) -> Sequence[jax.Array]:
-        tensors = self._read(*self._call(*self._sets[0]))
+        tensors = self._read(*self._calls[0]())
         torch.cuda.synchronize()
         return [jnp.from_dlpack(tensor.contiguous()) for tensor in tensors]
 
+    @functools.cached_property
+    def _calls(self) -> Sequence[Callable[[], Tensors]]:
+        calls = [functools.partial(self._call, *of) for of in self._sets]
+        if not self._in_graphs:
+            return calls
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            calls[0]()  # Compiles and tunes, which no capture can.
+        memory = torch.cuda.graph_pool_handle()
+        return [_captured(call, stream, memory) for call in calls]
+
     def block(self, calls: int) -> float:
+        of_sets = self._calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for call in range(calls):
-            self._call(*self._sets[call % len(self._sets)])
+            of_sets[call % len(of_sets)]()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
+
+
+def _captured(call: Callable[[], Tensors], stream: Any, memory: Any) -> Callable[[], Tensors]:
+    """Returns a call's CUDA graph as a function that replays it and returns its results."""
+    graph = torch.cuda.CUDAGraph()
+    # JAX has threads that may use CUDA meanwhile.
+    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
+        results = call()
+
+    def replay() -> Tensors:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def tensors(arrays: Any) -> Any:
@@ -61,10 +94,11 @@ def _tensors(case: Case, sets: list[Arrays]) -> tuple[list[Tensors], Any]:
 
 
 def product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes `torch._grouped_mm`. A float32 kernel is converted first; its gradient after the product, in bfloat16."""
+    """Makes `torch._grouped_mm`, which reads and gives bfloat16."""
+    if case.kernel_dtype != "bfloat16" or case.operation in ("accumulating", "mlp"):
+        raise NotOfferedError
     inputs, ends = _tensors(case, sets)
     grouped_mm = functools.partial(torch._grouped_mm, offs=ends)
-    accumulator = torch.zeros_like(inputs[0][1]) if case.operation == "accumulating" else None
 
     def dgrad(kernel: Any, dy: Any) -> Any:
         return grouped_mm(dy, kernel.transpose(-2, -1))
@@ -73,30 +107,18 @@ def product(case: Case, sets: list[Arrays]) -> TorchWork:
         return grouped_mm(x.t(), dy)
 
     def call(x: Any, kernel: Any, dy: Any) -> Tensors:
-        if case.operation in ("wgrad", "wgrad f32"):
-            return (wgrad(x, dy).to(kernel.dtype),)
-        weight = kernel.to(x.dtype)
         match case.operation:
             case "fprop":
-                return (grouped_mm(x, weight),)
+                return (grouped_mm(x, kernel),)
             case "dgrad":
-                return (dgrad(weight, dy),)
+                return (dgrad(kernel, dy),)
+            case "wgrad":
+                return (wgrad(x, dy),)
             case "backward":
-                return dgrad(weight, dy), wgrad(x, dy).to(kernel.dtype)
-        y, dx, dkernel = grouped_mm(x, weight), dgrad(weight, dy), wgrad(x, dy)
-        return y, dx, dkernel.to(kernel.dtype) if accumulator is None else accumulator.add_(dkernel)
+                return dgrad(kernel, dy), wgrad(x, dy)
+        return grouped_mm(x, kernel), dgrad(kernel, dy), wgrad(x, dy)
 
-    def mlp(x: Any, gate_up: Any, down: Any, dy: Any) -> Tensors:
-        weights = gate_up.to(x.dtype), down.to(x.dtype)
-        hidden = grouped_mm(x, weights[0]).detach().requires_grad_()
-        gate, up = hidden.chunk(2, dim=-1)
-        activated = torch.nn.functional.silu(gate) * up
-        y = grouped_mm(activated.detach(), weights[1])
-        (dhidden,) = torch.autograd.grad(activated, hidden, dgrad(weights[1], dy))
-        gradients = wgrad(x, dhidden), wgrad(activated.detach(), dy)
-        return y, dgrad(weights[0], dhidden), *(gradient.to(gate_up.dtype) for gradient in gradients)
-
-    return TorchWork(mlp if case.operation == "mlp" else call, inputs)
+    return TorchWork(call, inputs)
 
 
 def _quantize(x: Any) -> Tensors:

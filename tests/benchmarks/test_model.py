@@ -69,6 +69,6 @@ def test_rows_are_drawn(tmp_path: Path) -> None:
     ]
     picture = tmp_path / "model.png"
 
-    plot.models(rows, "H200", picture)
+    plot.models(rows, "bf16", "H200", picture)
 
     assert picture.read_bytes().startswith(b"\x89PNG")
