@@ -84,10 +84,12 @@ _RECIPES = {"block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling
 
 VARIANTS = {
     OURS: Variant("ours"),
-    # Layers by recipe. `cached` ones are given the quantized kernel, as microbatches are after the first.
-    "bf16": Variant("ours", None, "layer_", (None, False)),
-    **{name: Variant("ours", None, "layer_", (recipe, False)) for name, recipe in _RECIPES.items()},
-    **{f"{name} cached": Variant("ours", None, "layer_", (recipe, True)) for name, recipe in _RECIPES.items()},
+    # Layers by recipe. `cached` ones are given the converted or quantized kernel, as microbatches are after the first.
+    **{
+        f"{name}{' cached' if cached else ''}": Variant("ours", None, "layer_", (recipe, cached))
+        for cached in (False, True)
+        for name, recipe in [("bf16", None), *_RECIPES.items()]
+    },
     # Forward passes with weights in FP8 alone.
     "block inference": Variant("ours", None, "inference_", (_RECIPES["block"],)),
     "current inference": Variant("ours", None, "inference_", (_RECIPES["current"],)),

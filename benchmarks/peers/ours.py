@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped as jg
-from benchmarks.cases import QUANTIZATIONS, Arrays, Case, Quantization, as_trained, quantization_arguments
+from benchmarks.cases import DTYPE, QUANTIZATIONS, Arrays, Case, Quantization, as_trained, quantization_arguments
 from benchmarks.peers import VARIANTS, JaxWork, NotOfferedError, jax_layers
 from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
@@ -25,6 +25,11 @@ _dequantize = functools.partial(jg.grouped_dequantize, dtype=jnp.bfloat16)
 def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     # A float32 kernel, as mixed-precision training has, gets a float32 gradient.
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
+
+
+def _cache_of(kernel: jax.Array, recipe: jg.Recipe | None, scale: jax.Array | None) -> Any:
+    """Returns what microbatches share: the kernel in FP8, or in bfloat16."""
+    return kernel.astype(DTYPE) if recipe is None else _quantize_kernel(kernel, recipe=recipe, scale=scale)
 
 
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
@@ -46,6 +51,8 @@ def _layer(recipe: jg.Recipe | None) -> jax_layers.Layer:
 
 def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool) -> JaxWork:
     """Makes `grouped_dense` or `grouped_mlp` under a recipe."""
+    if cached and recipe is None and case.kernel_dtype == "bfloat16":
+        raise NotOfferedError  # There is nothing to convert.
     layer = _layer(recipe)
     x, *kernels, dy = sets[0]
     states: list[Any] = [None] * len(kernels)
@@ -58,7 +65,7 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
         scales = [state.scales(recipe).kernel for state in states]
 
     def make_weights(kernel: jax.Array, index: int) -> Weights:
-        cache = _quantize_kernel(kernel, recipe=recipe, scale=scales[index]) if cached else None
+        cache = _cache_of(kernel, recipe, scales[index]) if cached else None
         return Weights(kernel, None, cache, states[index])
 
     return jax_layers.layer_work(case, sets, layer, make_weights)
@@ -109,7 +116,7 @@ def layer_moe(
         weights = []
         for kernel, state in zip((gate_up, down), states, strict=True):
             scale = None if state is None else state.scales(recipe).kernel
-            cache = _quantize_kernel(kernel, recipe=recipe, scale=scale) if cached else None
+            cache = _cache_of(kernel, recipe, scale) if cached else None
             weights.append(Weights(kernel, None, cache, state))
         return x, router[0] if router else None, weights, dy, jnp.asarray(sizes, jnp.int32)
 

@@ -35,7 +35,7 @@ FEW = {
     "step": "--shapes qwen3 --skews tail --kernels bfloat16 "
     "--variants bf16 block 'block cached' 'current cached' delayed",
     "step_transformer_engine": "--shapes qwen3 --variants bf16 current",
-    "step_accumulating": "--shapes qwen3 --variants bf16 block",
+    "step_accumulating": "--shapes qwen3 --variants bf16 'bf16 cached' block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 current 'delayed cached'",
     "layer": "--shapes 'qwen3 layer' --variants bf16 block 'delayed cached'",
     "decode": "--shapes 'decode 1'",
