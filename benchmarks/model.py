@@ -215,7 +215,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def _table(found: list[Row]) -> str:
-    base = {of.model: of.tokens_per_second for of in found if of.variant == _AGAINST}
+    base = {measured.model: measured.tokens_per_second for measured in found if measured.variant == _AGAINST}
     cells = []
     for of in found:
         if of.tokens_per_second and of.mfu:

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import NotOfferedError
 from benchmarks.peers.torch_peer import Tensors, TorchWork, tensors, torch
+from jax_grouped.core.groups import round_up
 
 _deep_gemm: Any = importlib.import_module("deep_gemm")
 _ROWS = 128
@@ -21,8 +22,8 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
     """Makes the forward product, or that of the tokens' gradient."""
     if case.operation not in ("fprop", "dgrad"):
         raise NotOfferedError
-    sizes = case.sizes
-    starts = np.cumsum([0, *(-(-sizes // _ROWS) * _ROWS)])
+    sizes = case.sizes.tolist()
+    starts = np.cumsum([0, *(round_up(size, _ROWS) for size in sizes)])
     group_places = [start + np.arange(size) for start, size in zip(starts[:-1], sizes, strict=True)]
     places = torch.as_tensor(np.concatenate(group_places)).cuda()
     # Rows of no group are -1.
@@ -35,7 +36,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
         rows[places] = tokens[: len(places)]
         data, scales = _deep_gemm.per_token_cast_to_fp8(rows, use_ue8m0=False)
         kernels = kernel.transpose(1, 2).contiguous() if case.operation == "fprop" else kernel
-        scaled = [_deep_gemm.per_block_cast_to_fp8(of, use_ue8m0=False) for of in kernels]
+        scaled = [_deep_gemm.per_block_cast_to_fp8(matrix, use_ue8m0=False) for matrix in kernels]
         scaled_kernels = tuple(torch.stack(parts) for parts in zip(*scaled, strict=True))
         scaled_rows = data, _deep_gemm.get_mn_major_tma_aligned_tensor(scales)
         return scaled_rows, scaled_kernels, rows.new_empty(len(groups), kernels.shape[1])

@@ -27,9 +27,13 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
 
 
-def _cache_of(kernel: jax.Array, recipe: jg.Recipe | None, scale: jax.Array | None) -> Any:
-    """Returns what microbatches share: the kernel in FP8, or in bfloat16."""
-    return kernel.astype(DTYPE) if recipe is None else _quantize_kernel(kernel, recipe=recipe, scale=scale)
+def _make_cache(kernel: jax.Array, recipe: jg.Recipe | None, scale: jax.Array | None) -> Any:
+    """Returns what microbatches share: the kernel in FP8 or, if it is not bfloat16 already, in bfloat16."""
+    if recipe is not None:
+        return _quantize_kernel(kernel, recipe=recipe, scale=scale)
+    if kernel.dtype == DTYPE:
+        raise NotOfferedError
+    return kernel.astype(DTYPE)
 
 
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
@@ -51,8 +55,6 @@ def _layer(recipe: jg.Recipe | None) -> jax_layers.Layer:
 
 def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool) -> JaxWork:
     """Makes `grouped_dense` or `grouped_mlp` under a recipe."""
-    if cached and recipe is None and case.kernel_dtype == "bfloat16":
-        raise NotOfferedError  # There is nothing to convert.
     layer = _layer(recipe)
     x, *kernels, dy = sets[0]
     states: list[Any] = [None] * len(kernels)
@@ -65,7 +67,7 @@ def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cach
         scales = [state.scales(recipe).kernel for state in states]
 
     def make_weights(kernel: jax.Array, index: int) -> Weights:
-        cache = _cache_of(kernel, recipe, scales[index]) if cached else None
+        cache = _make_cache(kernel, recipe, scales[index]) if cached else None
         return Weights(kernel, None, cache, states[index])
 
     return jax_layers.layer_work(case, sets, layer, make_weights)
@@ -116,7 +118,7 @@ def layer_moe(
         weights = []
         for kernel, state in zip((gate_up, down), states, strict=True):
             scale = None if state is None else state.scales(recipe).kernel
-            cache = _cache_of(kernel, recipe, scale) if cached else None
+            cache = _make_cache(kernel, recipe, scale) if cached else None
             weights.append(Weights(kernel, None, cache, state))
         return x, router[0] if router else None, weights, dy, jnp.asarray(sizes, jnp.int32)
 

@@ -36,7 +36,7 @@ def _linear(kernels: Any) -> Any:
 
 def _with_recipe(name: str | None) -> AbstractContextManager[None]:
     """Computes in the number format of a recipe."""
-    return _te.autocast(enabled=name is not None, recipe=name and getattr(_recipes, name)())
+    return _te.autocast(enabled=name is not None, recipe=None if name is None else getattr(_recipes, name)())
 
 
 def product(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> TorchWork:
@@ -58,8 +58,8 @@ def product(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) ->
 
     modules = [(x.requires_grad_(), _linear(kernel), dy) for x, kernel, dy in tensors(sets)]
     if cached:
-        for of in modules:
-            call(*of, first=True)  # Quantizes the weights.
+        for arguments in modules:
+            call(*arguments, first=True)  # Quantizes the weights.
     return TorchWork(call, modules, read, in_graphs=True)
 
 
@@ -95,10 +95,10 @@ def moe(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> Tor
         if not gradients:
             return (y,)
         dx, drouter, *dweights = gradients
-        return y, dx, drouter, *(of.transpose(1, 2) for of in dweights)
+        return y, dx, drouter, *(dweight.transpose(1, 2) for dweight in dweights)
 
     modules = [(x, router, _linear(gate_up), _linear(down), dy) for x, router, gate_up, down, dy in leaves(case, sets)]
     if cached:
-        for of in modules:
-            call(*of, first=True)  # Quantizes the weights.
+        for arguments in modules:
+            call(*arguments, first=True)  # Quantizes the weights.
     return TorchWork(call, modules, read, in_graphs=True)

@@ -31,7 +31,7 @@ def call_of(operation: str, layer: Callable[..., Any]) -> Callable[..., Tensors]
     return forward if operation == "moe forward" else both_passes
 
 
-class _Sorted(torch.autograd.Function):  # type: ignore[misc]
+class _Sorted(torch.autograd.Function):  # type: ignore[misc]  # torch is imported as Any.
     """Copies of rows in another order; autograd's own gradient of `index_select` would add to memory atomically.
 
     Every row has `copies` places among the sorted ones: `inverse` tells the places of each row, one row after another.

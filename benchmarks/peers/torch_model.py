@@ -63,7 +63,7 @@ def training(model: Model, experts: str) -> Training:
         layer = experts_layer(model.experts, model.top_k)
     masters, copies = [], []
 
-    def parameter(shape: tuple[int, ...], contracted: int = -2) -> Any:
+    def make_parameter(shape: tuple[int, ...], contracted: int = -2) -> Any:
         """Returns ones, or random numbers that keep the deviation of what is multiplied along the axis `contracted`."""
         if len(shape) == 1:
             master = torch.ones(shape, device="cuda")
@@ -76,12 +76,15 @@ def training(model: Model, experts: str) -> Training:
 
     transposed = {"router", "gate_up", "down"} if is_sonic else set()
     blocks = [
-        {name: parameter(shape, -1 if name in transposed else -2) for name, shape in _shapes(model, is_sonic).items()}
+        {
+            name: make_parameter(shape, -1 if name in transposed else -2)
+            for name, shape in _shapes(model, is_sonic).items()
+        }
         for _ in range(model.layers)
     ]
-    embedding = parameter((model.vocabulary, model.features), -1)
-    logits = parameter((model.features, model.vocabulary))
-    norm = parameter((model.features,))
+    embedding = make_parameter((model.vocabulary, model.features), -1)
+    logits = make_parameter((model.features, model.vocabulary))
+    norm = make_parameter((model.features,))
     optimizer = torch.optim.Adam(masters, lr=1e-4, fused=True)
     windows = np.random.default_rng(0).integers(
         model.vocabulary, size=(model.microbatches, model.sequences, model.sequence + 1)
@@ -100,12 +103,12 @@ def training(model: Model, experts: str) -> Training:
         return functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
     def copy(into: list[Any], values: Any) -> None:
-        for of, value in zip(into, values, strict=True):
-            of.copy_(value)
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value)
 
     def add(into: list[Any], values: Any) -> None:
-        for of, value in zip(into, values, strict=True):
-            of.add_(value)
+        for tensor, value in zip(into, values, strict=True):
+            tensor.add_(value)
 
     attend = torch.compile(attention, dynamic=False)
     apply = block if is_sonic else torch.compile(block, dynamic=False)
@@ -121,7 +124,7 @@ def training(model: Model, experts: str) -> Training:
             for of in blocks:
                 x = apply(x, of)
             loss = mean_loss(x, window[:, 1:]) / model.microbatches
-            store([of.grad for of in masters], torch.autograd.grad(loss, copies))
+            store([master.grad for master in masters], torch.autograd.grad(loss, copies))
             store = add_all
             total = total + loss.detach()
         optimizer.step()

@@ -45,7 +45,7 @@ class TorchWork:
 
     @functools.cached_property
     def _calls(self) -> Sequence[Callable[[], Tensors]]:
-        calls = [functools.partial(self._call, *of) for of in self._sets]
+        calls = [functools.partial(self._call, *arguments) for arguments in self._sets]
         if not self._in_graphs:
             return calls
         stream = torch.cuda.Stream()
@@ -53,20 +53,20 @@ class TorchWork:
         with torch.cuda.stream(stream):
             calls[0]()  # Compiles and tunes, which no capture can.
         memory = torch.cuda.graph_pool_handle()
-        return [_captured(call, stream, memory) for call in calls]
+        return [_capture(call, stream, memory) for call in calls]
 
     def block(self, calls: int) -> float:
-        of_sets = self._calls
+        programs = self._calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for call in range(calls):
-            of_sets[call % len(of_sets)]()
+            programs[call % len(programs)]()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
 
 
-def _captured(call: Callable[[], Tensors], stream: Any, memory: Any) -> Callable[[], Tensors]:
+def _capture(call: Callable[[], Tensors], stream: Any, memory: Any) -> Callable[[], Tensors]:
     """Returns a call's CUDA graph as a function that replays it and returns its results."""
     graph = torch.cuda.CUDAGraph()
     # JAX has threads that may use CUDA meanwhile.

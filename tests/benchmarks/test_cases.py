@@ -80,7 +80,7 @@ def test_small_operands_rotate_and_differ(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_few_tokens_read_the_kernels_that_they_choose() -> None:
-    parts = [cases.part_read(Case(of, SHAPES["decode 1"], "bf16")) for of in ("moe forward", "dense")]
+    parts = [cases.part_read(Case(operation, SHAPES["decode 1"], "bf16")) for operation in ("moe forward", "dense")]
 
     assert parts == [8 / 128, 1]
 
