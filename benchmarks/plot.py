@@ -196,7 +196,7 @@ def models(rows: Sequence[Any], against: str, title: str, path: Path) -> None:
         speeds = [f"{row.tokens_per_second / base:.2f}" if base else "" for row in of_model]
         axes.bar_label(bars, speeds, padding=3)
         axes.invert_yaxis()
-        axes.set(title=name, xlabel=f"thousand tokens per second, and relative to {against}")
+        axes.set(title=name, xlabel=f"thousand tokens per second,\nand relative to {against}")
         axes.margins(x=0.15)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
