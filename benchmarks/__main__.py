@@ -18,8 +18,8 @@ from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
 from benchmarks.suites import PAGE, SUITES
 from benchmarks.table import table
-from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.settings import UsageError
+from jax_grouped.kernels.extension import cuda_devices
 
 _DESCRIPTION = """\
 Measures grouped products, training steps, quantization and memory: prints a table, and writes rows as JSON and as a

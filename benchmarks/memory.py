@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 import jax_grouped as jg
 from benchmarks.shapes import Shape
-from jax_grouped.backends import extension
+from jax_grouped.kernels import extension
 
 _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4

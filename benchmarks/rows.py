@@ -13,7 +13,7 @@ import jax
 from benchmarks import cublaslt_rates
 from benchmarks.cases import OPERATIONS, Case
 from benchmarks.shapes import Shape
-from jax_grouped.backends.extension import cublas_version, cuda_devices
+from jax_grouped.kernels.extension import cublas_version, cuda_devices
 
 _PACKAGES = (
     "jax_grouped",

@@ -20,7 +20,7 @@ from benchmarks.peers import OURS, VARIANTS, NotOfferedError, Work
 from benchmarks.rows import Row
 from benchmarks.suites import Suite
 from jax_grouped.__main__ import choose_backend
-from jax_grouped.backends.extension import cuda_devices
+from jax_grouped.kernels.extension import cuda_devices
 
 BLOCKS = 5
 # A call that moves less takes a GPU about as long as the host takes to dispatch it.

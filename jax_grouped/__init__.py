@@ -8,8 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jax_grouped import moe as moe
-from jax_grouped.backends import extension
-from jax_grouped.backends.cuda import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.core.config import config as config
 from jax_grouped.fp8.arrays import GroupedQuantized as GroupedQuantized
 from jax_grouped.fp8.arrays import KernelCache as KernelCache
@@ -21,6 +19,8 @@ from jax_grouped.fp8.recipes import MXFP8BlockScaling as MXFP8BlockScaling
 from jax_grouped.fp8.recipes import Recipe as Recipe
 from jax_grouped.fp8.recipes import ScalingMode as ScalingMode
 from jax_grouped.fp8.state import Fp8State as Fp8State
+from jax_grouped.kernels import extension
+from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.ops.autotune import autotune as autotune
 from jax_grouped.ops.dense import grouped_dense as grouped_dense
 from jax_grouped.ops.gradients import accumulate_gradients as accumulate_gradients

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 import jax_grouped
-from jax_grouped.backends import extension
 from jax_grouped.core import config
+from jax_grouped.kernels import extension
 
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
 _INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'

@@ -16,13 +16,13 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import as_array, promoted_type, scalar, static_bool, static_size
 from jax_grouped.core.varying import apply_rule, axis_size, is_bound, vary_alike
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
+from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.mlp import grouped_mlp
 from jax_grouped.moe.on_mesh import MoEAxes

@@ -7,15 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.backends import cuda_gemm
-from jax_grouped.core.groups import (
-    bias_grad_tiles,
-    gemm_scratch_bytes,
-    group_table_size,
-    max_row_blocks,
-    quantize_scratch_bytes,
-    routing_blocks,
-)
+from jax_grouped.core.groups import max_row_blocks
+from jax_grouped.kernels import bias_gradient, primitive, product, quantization, routing
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
 #: Values of attributes.
@@ -23,11 +16,11 @@ SILU, SILU_MUL = 1, 5
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
-TILES, TABLE = bias_grad_tiles(ROWS, GROUPS), group_table_size(GROUPS)
+TILES, TABLE = bias_gradient.count_partial_sums(ROWS, GROUPS), primitive.group_table_size(GROUPS)
 #: Scales of two rows per token, in blocks of 1 x 128.
 BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
 #: Every routing has 2 of 4 experts for each of 32 tokens.
-OF_EXPERTS, OF_BLOCKS = (GROUPS,), (routing_blocks(ROWS), GROUPS)
+OF_EXPERTS, OF_BLOCKS = (GROUPS,), (routing.count_blocks(ROWS), GROUPS)
 
 Shape = tuple[int, ...]
 Array = tuple[Shape, jax.typing.DTypeLike]
@@ -41,8 +34,8 @@ def gemm(
     b_type: jax.typing.DTypeLike = BF16,
     d_type: jax.typing.DTypeLike = BF16,
     more: Sequence[Array] = (),
-    scratch: int = gemm_scratch_bytes(1, GROUPS),
-    workspace: int = cuda_gemm.WORKSPACE_BYTES,
+    scratch: int = product.scratch_bytes(1, GROUPS),
+    workspace: int = product.WORKSPACE_BYTES,
     offset: Shape = (1,),
     **attributes: Any,
 ) -> jax.Array:
@@ -85,7 +78,7 @@ def quantize(
     amax: Array = ((GROUPS,), F32),
     dbias: Sequence[Array] = (),
     activated: Sequence[Array] = (),
-    scratch: int = quantize_scratch_bytes(ROWS, GROUPS),
+    scratch: int = quantization.scratch_bytes(ROWS, GROUPS),
     partial_sums: Array = ((0, FEATURES), F32),
     surplus: Sequence[Array] = (),
     offset: Shape = (1,),

@@ -11,8 +11,8 @@ import numpy as np
 import jax_grouped as jg
 from benchmarks.cases import DTYPE, QUANTIZATIONS, Arrays, Case, Quantization, as_trained, quantization_arguments
 from benchmarks.peers import VARIANTS, JaxWork, NotOfferedError, jax_layers
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
+from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.moe import Weights
 from jax_grouped.ops.gemm import gemm
 

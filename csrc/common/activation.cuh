@@ -1,5 +1,5 @@
 // The arithmetic of activations and of their gradients, in float32. That of the xla backend is in
-// jax_grouped/backends/reference/activations.py.
+// jax_grouped/kernels/activations.py.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_ACTIVATION_CUH_
 #define JAX_GROUPED_CSRC_COMMON_ACTIVATION_CUH_

@@ -106,7 +106,7 @@ __device__ void Softmax(float (&values)[kValues]) {
 
 // The sigmoids of one token, divided by exp(min(largest, 0)) of its largest logit. The largest quotient is at least
 // 1/2, so shares of the quotients' sum are right for logits whose sigmoids are too small for float32. The formula is
-// that of jax_grouped/backends/reference/routing.py.
+// that of jax_grouped/kernels/routing.py.
 class RelativeSigmoid {
  public:
   __device__ explicit RelativeSigmoid(float largest)

@@ -1,4 +1,4 @@
-"""Positions of groups: row ranges from `group_sizes`, and the sizes of buffers whose layout depends on groups.
+"""Positions of groups: row ranges from `group_sizes`.
 
 This module has every rule of clamping, capacity and alignment on the Python side, except those of quantized arrays,
 which are in `jax_grouped.fp8.layout`. The counterpart in C++ is `csrc/groups/`.
@@ -16,24 +16,12 @@ FEATURE_ALIGNMENT = 8
 #: Feature sizes of quantized arrays are multiples of this, and so are the padded rows of columnwise data.
 FP8_ALIGNMENT = 16
 
-#: Rows that one partial sum of the bias gradient covers.
-BIAS_GRAD_ROWS = 128
-
 #: Heights of row blocks. A row block never crosses a group; a group's last one may be shorter. The position of a scale
 #: follows from the number of row blocks of one height before its group.
 ROW_BLOCKS = (4, 16, 32, 128, 512)
 
-#: Most blocks of successive tokens in which routing counts choices, and fewest tokens in one.
-_MOST_ROUTING_BLOCKS = 128
-_LEAST_ROUTING_TOKENS = 32
-
 #: Up to this number of groups, each row is compared with all groups: that compiles to one operation, a search to many.
 _FEW_GROUPS = 64
-
-#: Chunks that a window of the quantization kernels is made for. It has room for 8 more chunks, 48 bytes each, and for
-#: 64 more bytes.
-_CHUNKS_PER_WINDOW = 32
-_WINDOW_BYTES = 64 + 40 * 48
 
 
 class Groups(NamedTuple):
@@ -146,40 +134,6 @@ def max_row_blocks(rows: int, num_groups: int, height: int) -> int:
     """Returns the most row blocks of `height` rows that any sizes of `num_groups` groups can need."""
     groups = min(num_groups, rows)
     return groups + (rows - groups) // height if groups else 0
-
-
-def group_table_size(num_groups: int) -> int:
-    """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
-    # First rows, the row blocks of scales, and the tiles of products.
-    return (2 + len(ROW_BLOCKS)) * round_up(num_groups + 1, 4)
-
-
-def gemm_scratch_bytes(batch: int, num_groups: int) -> int:
-    """Returns the bytes of device memory that one grouped product needs beside its workspace (`GemmScratch` in C++)."""
-    groups = batch * num_groups
-    pointers = 5 * round_up(8 * groups, 16)  # pointers to A, B, D, and the scales of A and B
-    sizes = 9 * round_up(4 * groups, 16)
-    scalars = 16
-    tables = batch * 4 * group_table_size(num_groups)
-    return pointers + sizes + scalars + tables
-
-
-def quantize_scratch_bytes(capacity: int, num_groups: int) -> int:
-    """Returns the bytes of a quantization's windows and group table on the device (`QuantizeScratchBytes` in C++)."""
-    chunks = max_row_blocks(capacity, num_groups, FP8_ALIGNMENT)
-    windows = -(-chunks // _CHUNKS_PER_WINDOW)
-    return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
-
-
-def bias_grad_tiles(capacity: int, num_groups: int) -> int:
-    """Returns the most tiles of `BIAS_GRAD_ROWS` rows that any group sizes can need; no tile crosses a group."""
-    return max_row_blocks(capacity, num_groups, BIAS_GRAD_ROWS)
-
-
-def routing_blocks(tokens: int) -> int:
-    """Returns the number of blocks of tokens for which routing has counts of its own (`RoutingBlocks` in C++)."""
-    per_block = max(_LEAST_ROUTING_TOKENS, -(-tokens // _MOST_ROUTING_BLOCKS))
-    return -(-tokens // per_block)
 
 
 class RowPositions(NamedTuple):

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
-from jax_grouped.backends.spec import Activation
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels.activations import Activation
 from jax_grouped.linen.dense import GroupedKernel, set_canonical_fields
 from jax_grouped.moe.drops import DropBy
 from jax_grouped.moe.expert_parallel import ExchangeMethod

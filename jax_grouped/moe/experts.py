@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.reference.rows import tokens_of
-from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.varying import apply_rule, vary_alike
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.rows import tokens_of
 from jax_grouped.moe.experts_vjp import ExpertsArrays, ExpertsSpec, apply_experts
 from jax_grouped.moe.mlp import canonical_mlp
 from jax_grouped.moe.permutation import Permutation, checked_shared

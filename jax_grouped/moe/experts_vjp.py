@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.backends.cuda_gemm import gathers_fast
-from jax_grouped.backends.reference.rows import gather, sum_of_choices
-from jax_grouped.backends.spec import Activation
 from jax_grouped.core.groups import count_not_above
 from jax_grouped.fp8.arrays import GroupedQuantized
 from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.product import Gathered, gathers_fast
+from jax_grouped.kernels.rows import gather, sum_of_choices
 from jax_grouped.moe.mlp import HIDDEN_NAME
 from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
 from jax_grouped.moe.weight_gather import WeightGather
@@ -43,7 +43,6 @@ from jax_grouped.ops.dense import (
     save,
     summed_wgrad,
 )
-from jax_grouped.ops.gemm import Gathered
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_permuted
 from jax_grouped.ops.residuals import DenseResiduals, PendingWgrad

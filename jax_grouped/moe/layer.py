@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array, static_bool, static_number
 from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.drops import DropBy, are_kept, group_in_room
 from jax_grouped.moe.expert_parallel import (
     ExchangeMethod,

@@ -9,11 +9,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_grouped.backends.operation import axes_of
-from jax_grouped.backends.spec import Activation, is_gated
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import apply_rule
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.partition import axes_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import Saved, fprop, gradients, grouped_dense, primal_values, save

@@ -7,12 +7,12 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.reference import routing as reference
-from jax_grouped.backends.spec import RouteSpec
-from jax_grouped.backends.spec import Score as Score
 from jax_grouped.core.values import as_array, scalar, static_bool
 from jax_grouped.core.varying import axis_size, in_reverse_mode, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.kernels import routing as kernel
+from jax_grouped.kernels.routing import RouteSpec
+from jax_grouped.kernels.routing import Score as Score
 from jax_grouped.moe.instances import check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.routing import route
@@ -255,7 +255,7 @@ def load_balancing_loss(
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
     pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
-    loads = jax.vmap(functools.partial(reference.expert_load, num_experts=num_experts))(pairs)
+    loads = jax.vmap(functools.partial(kernel.expert_load, num_experts=num_experts))(pairs)
     sums = jnp.sum(routing.probabilities.reshape(sequences, -1, num_experts), axis=1)
     of_sequences = jax.vmap(
         lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
@@ -369,4 +369,4 @@ def update_selection_bias(
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
     """Counts the choices of each expert, `int32[E]`."""
-    return reference.expert_load(experts, num_experts)
+    return kernel.expert_load(experts, num_experts)

@@ -17,9 +17,10 @@ import jax
 from jax_grouped.core.varying import axis_size, sum_dtype
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.state import part_of_state
+from jax_grouped.kernels.product import Gathered
 from jax_grouped.ops.dense import Kernels, Oriented, Saved, quantized_kernels
 from jax_grouped.ops.gather import gather_stack
-from jax_grouped.ops.gemm import Gathered, Operand
+from jax_grouped.ops.gemm import Operand
 from jax_grouped.ops.inputs import DenseSpec, Weights
 from jax_grouped.ops.quantize_kernel import check_for_gradients
 

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends.reference.rows import sum_of_choices
-from jax_grouped.backends.reference.scales import spread
-from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
+from jax_grouped.kernels.quantization import QuantizeSpec, spread
+from jax_grouped.kernels.rows import sum_of_choices
 from jax_grouped.moe.exchange import Exchange, move_rows, move_rows_back, return_rows, send_rows
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
 from jax_grouped.ops.quantize import quantize_stack

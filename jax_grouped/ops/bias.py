@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_grouped.backends import primitives
-from jax_grouped.backends.operation import Local, Operation, Result, Split
-from jax_grouped.backends.partition import apply
 from jax_grouped.core.groups import Groups, group_rows, row_groups
-from jax_grouped.core.varying import vary_alike
-from jax_grouped.ops.gemm import GROUP_DIMENSIONS, own_groups
+from jax_grouped.kernels.bias_gradient import bias_gradient
+from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
 
 
 @jax.custom_vjp
@@ -65,32 +62,7 @@ def bias_grad(
 
     It is differentiable any number of times. Over mesh axes of type `Explicit`, its type is sharded as `out_spec` says.
     """
-    operands = vary_alike(dy, *groups)
-    if 0 in (*dy.shape, *groups.sizes.shape, num_groups):
-        return vary_alike(jnp.zeros((num_groups, dy.shape[1]), dtype), operands[0])[0]
-    return apply(_BiasGrad(num_groups, jnp.dtype(dtype)), *operands, like=[out_spec])[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _BiasGrad(Operation):
-    """The sums of rows: t tokens, e groups, n features."""
-
-    num_groups: int
-    dtype: jnp.dtype
-    operands = ("t n", *GROUP_DIMENSIONS)
-    results = (Result("e n", over="t"),)
-    splittable = ("t", "e", "n")
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        num_groups = self.num_groups // splits["e"].parts
-
-        def add(dy: jax.Array, sizes: jax.Array, offset: jax.Array) -> Sequence[jax.Array]:
-            groups = own_groups(Groups(sizes, offset), splits, rows=dy.shape[0], num_groups=num_groups)
-            operands = (dy, *groups)
-            params = primitives.common_params(operands)
-            return primitives.BIAS_GRAD.bind(*operands, num_groups=num_groups, out_dtype=self.dtype, **params)
-
-        return add
+    return bias_gradient(dy, groups, num_groups, dtype, out_spec)
 
 
 def _bias_grad_forward(

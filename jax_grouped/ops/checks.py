@@ -10,13 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import NARROW_TYPES, Activation, is_gated
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
+from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.product import NARROW_TYPES
 
 #: Rows per group, as users give them: `[E]` integers.
 GroupSizes = ArrayLike | Sequence[int]

@@ -13,16 +13,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.operation import Gathers, Local, Operation, Result, Split
-from jax_grouped.backends.partition import apply, lie_on_mesh
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import PerTensor
+from jax_grouped.kernels.partition import (
+    GROUP_DIMENSIONS,
+    Gathers,
+    Local,
+    Operation,
+    Result,
+    Split,
+    apply,
+    lie_on_mesh,
+    own_groups,
+)
+from jax_grouped.kernels.product import RESULTS, part_dtype
 from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.gather import gather_kernels
-from jax_grouped.ops.gemm import GROUP_DIMENSIONS, RESULTS, gemm, own_groups, part_dtype
+from jax_grouped.ops.gemm import gemm
 from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights
 from jax_grouped.ops.quantize import quantize_stack, quantize_tokens
 from jax_grouped.ops.quantize_kernel import cache_dimensions, check_for_gradients, kernel_spec

@@ -11,13 +11,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import Activation, GemmSpec, Product, QuantizeSpec
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
 from jax_grouped.fp8.state import Fp8State, check_state
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.product import GemmSpec, Product
+from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.quantize_kernel import check_cache, scaling_options

@@ -6,10 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends import primitives
-from jax_grouped.backends.reference.quantize import quantize_nothing
-from jax_grouped.backends.reference.rows import tokens_of
-from jax_grouped.backends.spec import Activation, QuantizeSpec
 from jax_grouped.core.groups import Groups, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool
 from jax_grouped.core.varying import vary_alike
@@ -19,6 +15,10 @@ from jax_grouped.fp8.recipes import (
     canonical_epsilon,
     canonical_fp8,
 )
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.primitive import bind
+from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize_nothing
+from jax_grouped.kernels.rows import tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 
@@ -193,7 +193,7 @@ def quantize_with_activation(
     names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
     of_activation = {name: results[of] for of, name in names.items()}
     input_shape = (x.shape[0], spec.features(x.shape[1]))
-    activated = _scaled_arrays(of_activation, input_shape, groups, spec.of_activation())
+    activated = _scaled_arrays(of_activation, input_shape, groups, spec.forward())
     return _scaled_arrays(results, x.shape, groups, spec), activated
 
 
@@ -205,7 +205,7 @@ def _results(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec)
     if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
         made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
     else:
-        made = primitives.QUANTIZE.bind(*operands, spec=spec, **primitives.common_params(operands))
+        made = bind(QUANTIZE, *operands, spec=spec)
     return dict(zip(spec.results(x.shape), made, strict=True))
 
 
@@ -258,9 +258,7 @@ def quantize_permuted(
         made = quantize_tokens(x, groups, tokens_of(order, inverse), *given, spec=spec)
         assert made.rowwise is not None
         return made.rowwise, made.amax if spec.given_scale else None
-    data, scale_inv, *amax = primitives.QUANTIZE_PERMUTED.bind(
-        *operands, spec=spec, **primitives.common_params(operands)
-    )
+    data, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *operands, spec=spec)
     rowwise = ScaledArray(data, scale_inv, groups.sizes, spec.layout(x.shape, columnwise=False))
     return rowwise, amax[0] if amax else None
 
@@ -306,6 +304,5 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
     operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
     if 0 in (layout.tokens, layout.features, layout.num_groups):
         return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
-    params = primitives.common_params(operands)
-    out = primitives.DEQUANTIZE.bind(*operands, layout=layout, out_dtype=jnp.dtype(dtype), **params)[0]
+    out = bind(DEQUANTIZE, *operands, layout=layout, out_dtype=jnp.dtype(dtype))[0]
     return out.reshape(scaled.shape)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_grouped.backends.operation import Local, Operation, Result, Split
-from jax_grouped.backends.partition import apply
-from jax_grouped.backends.spec import QuantizeSpec
 from jax_grouped.core.values import as_array, static_bool
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, ScalingMode, check_recipe
+from jax_grouped.kernels.partition import Local, Operation, Result, Split, apply
+from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.quantize import quantize_stack
 

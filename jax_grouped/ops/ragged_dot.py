@@ -6,10 +6,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import GemmSpec
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import as_array, promoted_type
 from jax_grouped.core.varying import in_reverse_mode, vary_alike
+from jax_grouped.kernels.product import GemmSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import gemm, is_narrow

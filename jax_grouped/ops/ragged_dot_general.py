@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import as_array, shown
+from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.ragged_dot import canonical_types, multiply

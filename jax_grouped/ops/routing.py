@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends import primitives
-from jax_grouped.backends.reference.routing import chosen
-from jax_grouped.backends.spec import RouteSpec
 from jax_grouped.core.varying import vary_alike
+from jax_grouped.kernels.primitive import bind
+from jax_grouped.kernels.routing import GROUP_PAIRS, ROUTE, ROUTE_AND_GROUP, RouteSpec, chosen
 
 
 class Routed(NamedTuple):
@@ -62,7 +61,7 @@ def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec) -> Routed:
     """
     operands = _operands(logits, bias)
     constant = map(jax.lax.stop_gradient, operands)
-    experts, weights, probabilities = primitives.ROUTE.bind(*constant, **primitives.common_params(operands), spec=spec)
+    experts, weights, probabilities = bind(ROUTE, *constant, spec=spec)
     return Routed(experts, *_of_logits(spec, operands[0], experts, weights, probabilities))
 
 
@@ -76,10 +75,7 @@ def group_pairs(experts: jax.Array, num_experts: int, rows: int) -> Grouped:
         rows: number of rows, at most `T * k`. If more are needed, the longest groups are cut as by `fit_to_capacity`,
             and lose pairs at equal distances.
     """
-    params = dict(num_experts=num_experts, rows=rows)
-    order, inverse, group_sizes, dropped = primitives.GROUP_PAIRS.bind(
-        experts, **primitives.common_params((experts,)), **params
-    )
+    order, inverse, group_sizes, dropped = bind(GROUP_PAIRS, experts, num_experts=num_experts, rows=rows)
     return Grouped(order, inverse, group_sizes, dropped[0])
 
 
@@ -94,9 +90,7 @@ def route_and_group(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, 
     """
     operands = _operands(logits, bias)
     constant = map(jax.lax.stop_gradient, operands)
-    experts, weights, probabilities, *rest = primitives.ROUTE_AND_GROUP.bind(
-        *constant, **primitives.common_params(operands), spec=spec, rows=rows
-    )
+    experts, weights, probabilities, *rest = bind(ROUTE_AND_GROUP, *constant, spec=spec, rows=rows)
     order, inverse, group_sizes, dropped, load, sums = rest
     weights, probabilities = _of_logits(spec, operands[0], experts, weights, probabilities)
     return RoutedAndGrouped(

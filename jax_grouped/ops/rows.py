@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends import primitives
-from jax_grouped.backends.reference import activations
-from jax_grouped.backends.reference import rows as reference
-from jax_grouped.backends.spec import Activation
 from jax_grouped.core.varying import vary_alike
+from jax_grouped.kernels import activations
+from jax_grouped.kernels import rows as kernel
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.primitive import bind
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -56,9 +56,8 @@ def activation_grad(
     """
     operands = vary_alike(x, da, weights, *(() if order is None else (order,)))
     if 0 in da.shape:
-        return reference.activation_grad(*operands, activation=activation)
-    params = primitives.common_params(operands)
-    dx, weighted, inner_products = primitives.ACTIVATION_GRAD.bind(*operands, activation=activation, **params)
+        return kernel.activation_gradient_xla(*operands, activation=activation)
+    dx, weighted, inner_products = bind(kernel.ACTIVATION_GRAD, *operands, activation=activation)
     return dx, weighted, inner_products
 
 
@@ -68,7 +67,7 @@ def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) ->
     of_rows = () if order is None else (order,)
 
     def of_numbers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-        return reference.activation_grad(*numbers, *of_rows, activation=activation)
+        return kernel.activation_gradient_xla(*numbers, *of_rows, activation=activation)
 
     _, derivatives = jax.jvp(of_numbers, (x, da, weights), tangents[:3])
     return activation_grad(x, da, weights, activation, order), derivatives
@@ -90,13 +89,13 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, zero_tail: 
     """
     operands = vary_alike(x, order, inverse)
     if 0 in (*x.shape, *order.shape):
-        return reference.permute(*operands)
-    return primitives.PERMUTE_ROWS.bind(*operands, zero_tail=zero_tail, **primitives.common_params(operands))[0]
+        return kernel.permute_xla(*operands)
+    return bind(kernel.PERMUTE_ROWS, *operands, zero_tail=zero_tail)[0]
 
 
 @permute_rows.defjvp
 def _permute_rows_jvp(zero_tail: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return permute_rows(*primals, zero_tail), reference.permute(tangents[0], *primals[1:])
+    return permute_rows(*primals, zero_tail), kernel.permute_xla(tangents[0], *primals[1:])
 
 
 @jax.custom_jvp
@@ -116,8 +115,8 @@ def sum_rows(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = No
     """
     operands = vary_alike(rows, inverse, *(() if weights is None else (weights,)))
     if 0 in (*rows.shape, *inverse.shape):
-        return reference.sum_rows(*operands)
-    return primitives.SUM_ROWS.bind(*operands, **primitives.common_params(operands))[0]
+        return kernel.sum_rows_xla(*operands)
+    return bind(kernel.SUM_ROWS, *operands)[0]
 
 
 @sum_rows.defjvp
@@ -125,7 +124,7 @@ def _sum_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, inverse, weights = primals
 
     def of_numbers(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
-        return reference.sum_of_choices(rows, inverse, weights).astype(rows.dtype)
+        return kernel.sum_of_choices(rows, inverse, weights).astype(rows.dtype)
 
     _, derivative = jax.jvp(of_numbers, (rows, weights), (tangents[0], tangents[2]))
     return sum_rows(*primals), derivative

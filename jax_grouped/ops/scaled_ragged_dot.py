@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.values import as_array
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gemm import gemm

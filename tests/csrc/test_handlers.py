@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_grouped.backends import cuda_gemm, extension
-from jax_grouped.core.groups import gemm_scratch_bytes, quantize_scratch_bytes
+from jax_grouped.kernels import extension, product, quantization
 from tests.csrc.compiler import COMPILER, compiled
 from tests.custom_calls import (
     BF16,
@@ -96,8 +95,8 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
     (dict(a_type=F32), "a must be bfloat16 or float16."),
     (dict(a_type=jnp.float16), "a and b must have one type."),
     (dict(d_type=jnp.float16), "the result must have the type of a and b, or be float32."),
-    (dict(scratch=16), f"the bytes of scratch must be at least {gemm_scratch_bytes(1, 4)}, got 16."),
-    (dict(workspace=16), f"the bytes of workspace must be at least {cuda_gemm.WORKSPACE_BYTES}, got 16."),
+    (dict(scratch=16), f"the bytes of scratch must be at least {product.scratch_bytes(1, 4)}, got 16."),
+    (dict(workspace=16), f"the bytes of workspace must be at least {product.WORKSPACE_BYTES}, got 16."),
     (dict(product=3), "product must be 0 (fprop), 1 (dgrad) or 2 (wgrad), got 3."),
     (dict(scaled=True), "a and b must be float8_e4m3fn or float8_e5m2."),
     (
@@ -118,8 +117,7 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
     (dict(gathered=1, a=(40, 16), more=[((40,), I32)]), "the size of row_indices must be 32, got 40."),
     (
         dict(gathered=1, a=(0, 16), more=[((32,), I32)]),
-        f"rows are gathered from 1 to 2^31 - 1 rows in at most {cuda_gemm.MAX_GATHERED_GROUPS} groups, "
-        "got 0 rows and 4 ",
+        f"rows are gathered from 1 to 2^31 - 1 rows in at most {product.MAX_GATHERED_GROUPS} groups, got 0 rows and 4 ",
     ),
     (
         dict(product=2, gathered=2, b=(40, 24), d=(4, 16, 16), more=[((32,), I32)]),
@@ -137,7 +135,7 @@ def cases(*cases: tuple[dict, str]) -> pytest.MarkDecorator:
         f"tokens must be from 0 to {(2**31 - 1) // 4}, got {2**62}.",
     ),
     (
-        dict(offset=(3,), scratch=gemm_scratch_bytes(3, 4)),
+        dict(offset=(3,), scratch=product.scratch_bytes(3, 4)),
         "group_offset must have 1 to 65535 entries, a divisor of the number of group sizes, groups and tokens, got 3.",
     ),
 )
@@ -231,7 +229,7 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
     (dict(dbias=[((4, 16), F32)]), "the size of the partial sums must be at least 64, got 0."),
     (dict(dbias=[((4, 16), F32)], cached=True), "dbias cannot be cached."),
     (dict(partial_sums=((0,), BF16)), "the partial sums must be float32."),
-    (dict(scratch=16), f"the bytes of scratch must be at least {quantize_scratch_bytes(ROWS, GROUPS)}, got 16."),
+    (dict(scratch=16), f"the bytes of scratch must be at least {quantization.scratch_bytes(ROWS, GROUPS)}, got 16."),
     (dict(x_type=FP8), "an FP8 x is quantized in mode BLOCK_1D without an activation only."),
     (dict(x_type=FP8, mode=1), "the attributes ask for more operands than there are."),
     (dict(given_scale=True), "the attributes ask for more operands than there are."),

@@ -11,17 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from jax_grouped.core.groups import (
-    ROW_BLOCKS,
-    bias_grad_tiles,
-    gemm_scratch_bytes,
-    group_table_size,
-    max_row_blocks,
-    quantize_scratch_bytes,
-    routing_blocks,
-)
+from jax_grouped.core.groups import ROW_BLOCKS, max_row_blocks
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.kernels import bias_gradient, primitive, product, quantization, routing
 from tests.csrc.compiler import COMPILER, compiled
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
@@ -38,17 +31,17 @@ Call = tuple[str, tuple[int, ...], int]
 def sizes_of_groups() -> Iterator[Call]:
     """Calls of C++ functions, with the value that Python computes."""
     for rows in (*ROWS, 2**30):
-        yield "routing_blocks", (rows,), routing_blocks(rows)
+        yield "routing_blocks", (rows,), routing.count_blocks(rows)
     for groups in GROUPS:
-        yield "group_table", (groups,), group_table_size(groups)
+        yield "group_table", (groups,), primitive.group_table_size(groups)
         for batch in BATCHES:
-            yield "gemm_scratch", (batch, groups), gemm_scratch_bytes(batch, groups)
+            yield "gemm_scratch", (batch, groups), product.scratch_bytes(batch, groups)
         for rows in ROWS:
-            yield "bias_grad_tiles", (rows, groups), bias_grad_tiles(rows, groups)
+            yield "bias_grad_tiles", (rows, groups), bias_gradient.count_partial_sums(rows, groups)
             for height in ROW_BLOCKS:
                 yield "row_blocks", (rows, groups, height), max_row_blocks(rows, groups, height)
             for batch in BATCHES:
-                yield "quantize_scratch", (batch, rows, groups), batch * quantize_scratch_bytes(rows, groups)
+                yield "quantize_scratch", (batch, rows, groups), batch * quantization.scratch_bytes(rows, groups)
 
 
 def sizes_of_layouts() -> Iterator[Call]:

@@ -12,9 +12,9 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import examples
-from jax_grouped.backends.reference import gemm
 from jax_grouped.examples import settings, step
 from jax_grouped.examples.settings import parse
+from jax_grouped.kernels import product
 from tests.examples.programs import TINY, run
 
 
@@ -111,7 +111,7 @@ def test_a_machine_that_cannot_run_the_step_is_told_in_one_line(
         raise RuntimeError("Products of blocks of 128 need a Hopper GPU, got another: use another recipe.")
 
     # Called when a product is lowered, as what finds out about GPUs is. The program runs in a thread of its own.
-    monkeypatch.setattr(gemm, "dequantize", refuse)
+    monkeypatch.setattr(product, "dequantize_xla", refuse)
     monkeypatch.setattr(jg.config, "backend", "xla")
 
     status, out, err = run("--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY)

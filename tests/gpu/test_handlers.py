@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_grouped.backends import cuda, extension
+from jax_grouped.kernels import extension
 from tests.custom_calls import BF16, bias_grad, dequantize, gemm, group_pairs, permute_rows, quantize, route, sum_rows
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    cuda.require_usable()
+    extension.require_usable()
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,9 @@ import numpy as np
 
 import jax_grouped as jg
 from benchmarks import shapes
-from jax_grouped.backends import cuda_gemm
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels.product import GemmSpec, Product, multiply_cuda
 from jax_grouped.ops.gemm import gemm
 from tests.gpu import replays
 
@@ -57,9 +56,9 @@ def product(name: Product, a: Any, b: Any, sizes: jax.Array, out_dtype: Any, *, 
     if not inline:
         return gemm(a, b, groups, spec)
     if not isinstance(a, jg.ScaledArray):
-        return cuda_gemm.grouped_gemm(a, b, *groups, spec=spec, batch=1)
+        return multiply_cuda(a, b, *groups, spec=spec, batch=1)
     spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
-    return cuda_gemm.grouped_gemm(a.data, b.data, *groups, a.scale_inv, b.scale_inv, spec=spec, batch=1)
+    return multiply_cuda(a.data, b.data, *groups, a.scale_inv, b.scale_inv, spec=spec, batch=1)
 
 
 def orientations(recipe: Recipe | None, x: jax.Array, sizes: jax.Array | None, dtype: str) -> tuple[Operand, Operand]:

@@ -12,8 +12,8 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.backends import extension
-from jax_grouped.backends.spec import is_gated
+from jax_grouped.kernels import extension
+from jax_grouped.kernels.activations import is_gated
 from tests import oracle
 from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, each_activation, some

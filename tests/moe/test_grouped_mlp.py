@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.backends.spec import is_gated
+from jax_grouped.kernels.activations import is_gated
 from jax_grouped.ops.rows import activate
 from tests import oracle, quantize_oracle
 from tests.activations import by_jax

@@ -12,7 +12,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import Activation, is_gated
+from jax_grouped.kernels.activations import Activation, is_gated
 from tests import quantize_oracle
 from tests.operands import random_operands
 from tests.quantize_oracle import assert_same_bits

@@ -12,9 +12,9 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.ops.gemm import gemm
 from tests import oracle, quantize_oracle
 from tests.operands import random_operands

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_grouped as jg
-from jax_grouped.backends import extension
+from jax_grouped.kernels import extension
 from tests.programs import custom_calls, lowered, struct
 
 X, KERNEL, SIZES = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.backends import cuda, extension
+from jax_grouped.kernels import extension
 from tests.programs import custom_calls
 
 X = jnp.ones((6, 4))
@@ -177,7 +177,7 @@ def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(
     extension.problem_once.cache_clear()
     try:
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
-            cuda.require_usable()
+            extension.require_usable()
     finally:
         extension.problem_once.cache_clear()
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.backends import cuda, cuda_gemm, extension
-from jax_grouped.backends.spec import GemmSpec, Product
 from jax_grouped.core.groups import Groups
+from jax_grouped.kernels import extension, product
+from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.ops.gemm import Gathered, gemm
 from jax_grouped.ops.rows import permute_rows
 from tests import oracle
@@ -212,7 +212,7 @@ def lowered_fprop(in_features: int = 16, dtype: str = "bfloat16", groups: int = 
 
 @pytest.fixture
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "require_usable", lambda: None)
+    monkeypatch.setattr(extension, "require_usable", lambda: None)
     monkeypatch.setattr(extension, "cuda_devices", lambda: [Gpu("9.0")])
 
 
@@ -227,7 +227,7 @@ def test_hopper_gathers_in_the_product() -> None:
 
 @pytest.mark.parametrize("devices", [[], [Gpu("10.0")], [Gpu("9.0"), Gpu("10.0")]], ids=["unknown", "B200", "both"])
 def test_other_gpus_copy_the_rows_first(monkeypatch: pytest.MonkeyPatch, devices: list[Gpu]) -> None:
-    monkeypatch.setattr(cuda, "require_usable", lambda: None)
+    monkeypatch.setattr(extension, "require_usable", lambda: None)
     monkeypatch.setattr(extension, "cuda_devices", lambda: devices)
 
     copy, product = custom_calls(lowered_fprop())
@@ -237,7 +237,7 @@ def test_other_gpus_copy_the_rows_first(monkeypatch: pytest.MonkeyPatch, devices
 
 
 @pytest.mark.parametrize(
-    "change", [dict(in_features=12), dict(dtype="float32"), dict(groups=cuda_gemm.MAX_GATHERED_GROUPS + 1)], ids=str
+    "change", [dict(in_features=12), dict(dtype="float32"), dict(groups=product.MAX_GATHERED_GROUPS + 1)], ids=str
 )
 @pytest.mark.usefixtures("_on_hopper")
 def test_products_that_no_kernel_gathers_are_of_copied_rows(change: dict[str, Any]) -> None:

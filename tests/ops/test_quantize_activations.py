@@ -10,7 +10,7 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import is_gated
+from jax_grouped.kernels.activations import is_gated
 from tests import oracle, quantize_oracle
 from tests.ops.quantize_cases import (
     ACTIVATIONS,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
-from jax_grouped.core.groups import group_table_size, quantize_scratch_bytes
+from jax_grouped.kernels import primitive, quantization
 from tests.programs import custom_calls, lowered, struct, types
 
 X, SIZES, KERNEL = struct((300, 144)), struct((5,), jnp.int32), struct((3, 144, 272))
@@ -202,7 +202,7 @@ def test_vmap_makes_more_groups_of_one_custom_call(sizes_axis: int | None) -> No
     assert operands == ["900x144xbf16", "15xi32", "3xi32"]
     data_and_sums = ["900x144xf8E4M3FN", "1872xf32", "158976xf8E4M3FN", "3024xf32", "15xf32", "15x144xf32"]
     # 300 rows in 5 groups have up to 7 blocks of 128 rows with sums.
-    assert results == [*data_and_sums, f"{3 * quantize_scratch_bytes(300, 5)}xui8", "21x144xf32"]
+    assert results == [*data_and_sums, f"{3 * quantization.scratch_bytes(300, 5)}xui8", "21x144xf32"]
 
 
 def test_vmap_of_kernels_keeps_what_is_shared_with_previous_results() -> None:
@@ -225,4 +225,4 @@ def test_vmap_of_dequantize_is_one_custom_call() -> None:
     quantized = jax.eval_shape(jax.vmap(quantize), struct((3, 300, 144)), struct((3, 5), jnp.int32))
     operands, results = types(call_of(jax.vmap(jg.grouped_dequantize), quantized.columnwise))
     assert operands == ["158976xf8E4M3FN", "3024xf32", "15xi32", "3xi32"]
-    assert results == ["900x144xf32", f"{3 * group_table_size(5)}xi32"]
+    assert results == ["900x144xf32", f"{3 * primitive.group_table_size(5)}xi32"]

@@ -12,8 +12,9 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import QuantizeSpec, is_gated
 from jax_grouped.core.groups import Groups
+from jax_grouped.kernels.activations import is_gated
+from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import quantize_oracle
 from tests.ops.quantize_cases import ACTIVATIONS, INPUT_TYPES, as_bytes, assert_quantized, each_activation, some

@@ -12,8 +12,9 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
-from jax_grouped.backends.spec import Activation, QuantizeSpec, is_gated
 from jax_grouped.core.groups import Groups
+from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_tokens, quantize_with_activation
 from tests.ops.quantize_cases import ACTIVATIONS, as_bytes, each_activation, some
 from tests.programs import custom_calls, lowered
@@ -82,7 +83,7 @@ def quantize_apart(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SI
     )
     return (
         quantize_tokens(dy, groups, *more, spec=dataclasses.replace(spec, activated=False)),
-        quantize_tokens(x, groups, *of_activation, spec=spec.of_activation()),
+        quantize_tokens(x, groups, *of_activation, spec=spec.forward()),
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from jax_grouped.backends.spec import RouteSpec
-from jax_grouped.core.groups import routing_blocks
+from jax_grouped.kernels import routing
+from jax_grouped.kernels.routing import RouteSpec
 from jax_grouped.ops.routing import RoutedAndGrouped, group_pairs, route, route_and_group
 from tests import oracle
 from tests.programs import custom_calls, lowered, struct
@@ -347,4 +347,4 @@ def test_a_number_of_tokens_that_is_not_known_is_exported() -> None:
 
 
 def test_there_are_few_blocks_of_many_tokens() -> None:
-    assert [routing_blocks(tokens) for tokens in (1, 32, 33, 4096, 4097, 2**30)] == [1, 1, 2, 128, 125, 128]
+    assert [routing.count_blocks(tokens) for tokens in (1, 32, 33, 4096, 4097, 2**30)] == [1, 1, 2, 128, 125, 128]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.backends.spec import is_gated
+from jax_grouped.kernels.activations import is_gated
 from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
 from tests import quantize_oracle
 from tests.activations import by_jax

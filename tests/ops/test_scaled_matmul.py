@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import shapes
-from jax_grouped.backends import extension
-from jax_grouped.backends.spec import Product
+from jax_grouped.kernels import extension
+from jax_grouped.kernels.product import Product
 from tests import oracle
 from tests.ops.quantize_cases import some
 from tests.ops.scaled_matmul_cases import MODES, PRODUCTS, RAGGED, SHAPE, TYPE_PAIRS, each_mode, each_product, make_case

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.backends.spec import is_gated
+from jax_grouped.kernels.activations import is_gated
 from tests.meshes import TYPES, typed_mesh
 from tests.parallel.sharded import AXES, RECIPES, Collective, assert_close, put, sent
 

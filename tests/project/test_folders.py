@@ -9,7 +9,7 @@ import pytest
 import jax_grouped as jg
 
 #: From the ground up: each may import from those before it, and from itself.
-FLOORS = ("core", "fp8", "backends", "ops", "moe", "layers", "adapters", "examples")
+FLOORS = ("core", "fp8", "kernels", "ops", "moe", "layers", "adapters", "examples")
 #: Modules and folders of another name than their floor. `__init__` and `__main__` may import anything.
 MODULES = dict.fromkeys(("_layers", "linen", "nnx"), "layers")
 

@@ -10,7 +10,7 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import __main__ as main
-from jax_grouped.backends import extension
+from jax_grouped.kernels import extension
 
 GPU = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", platform="gpu")
 

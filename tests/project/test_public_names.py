@@ -29,7 +29,7 @@ def test_dir_leaves_out_layers_that_cannot_be_imported(monkeypatch: pytest.Monke
 
 def test_modules_that_dir_does_not_show_can_be_imported() -> None:
     assert importlib.import_module("jax_grouped.ops.dense").grouped_dense is jg.grouped_dense
-    assert jg.backends.extension is importlib.import_module("jax_grouped.backends.extension")
+    assert jg.kernels.extension is importlib.import_module("jax_grouped.kernels.extension")
 
 
 @pytest.mark.parametrize(("name", "module"), MODULES.items(), ids=MODULES)

@@ -1,13 +1,11 @@
 """Products over tiles of rows, in a loop whose length depends on the number of valid rows."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from jax_grouped.backends.spec import GemmSpec
 from jax_grouped.core.groups import GroupRows, group_rows
 
 
@@ -56,45 +54,41 @@ def grouped_product(
     group_offset: jax.Array,
     accumulator: jax.Array | None = None,
     *,
-    spec: GemmSpec,
+    product: Literal["fprop", "dgrad", "wgrad"],
+    out: jax.ShapeDtypeStruct,
+    num_groups: int,
+    precision: jax.lax.Precision,
+    zero_other_rows: bool = True,
 ) -> jax.Array:
-    """Returns one of the three products of unquantized operands, accumulated in float32."""
+    """Returns one of the three products of unquantized operands, an array like `out`, accumulated in float32."""
     capacity = a.shape[0]
-    tiles = _Tiles(group_rows(group_sizes, group_offset, spec.num_groups, capacity), capacity)
-    contract = {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[spec.product]
+    tiles = _Tiles(group_rows(group_sizes, group_offset, num_groups, capacity), capacity)
+    contract = {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[product]
 
     def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return jax.lax.dot_general(
-            lhs, rhs, (contract, ((), ())), precision=spec.precision, preferred_element_type=jnp.float32
+            lhs, rhs, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
 
-    def rows_of(array: jax.Array, start: jax.Array) -> jax.Array:
+    def rows(array: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, start, tiles.height)
 
-    def write_rows(tile: jax.Array, out: jax.Array) -> jax.Array:
+    def write_rows(tile: jax.Array, result: jax.Array) -> jax.Array:
         group, start, mask = tiles.at(tile)
-        product = dot(rows_of(a, start), b[group].astype(a.dtype)).astype(out.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, product, rows_of(out, start)), start, axis=0)
+        tile_rows = dot(rows(a, start), b[group].astype(a.dtype)).astype(result.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(
+            result, jnp.where(mask, tile_rows, rows(result, start)), start, axis=0
+        )
 
-    def add_kernel(tile: jax.Array, out: jax.Array) -> jax.Array:
+    def add_kernel(tile: jax.Array, result: jax.Array) -> jax.Array:
         group, start, mask = tiles.at(tile)
-        lhs = jnp.where(mask, rows_of(a, start), jnp.zeros((), a.dtype))
-        rhs = jnp.where(mask, rows_of(b, start), jnp.zeros((), b.dtype))
-        return out.at[group].add(dot(lhs, rhs))
+        lhs = jnp.where(mask, rows(a, start), jnp.zeros((), a.dtype))
+        rhs = jnp.where(mask, rows(b, start), jnp.zeros((), b.dtype))
+        return result.at[group].add(dot(lhs, rhs))
 
-    shape = spec.out(a.shape, b.shape).shape
-    if spec.product == "wgrad":
-        out = jax.lax.fori_loop(0, tiles.count, add_kernel, jnp.zeros(shape, jnp.float32))
-        return (out if accumulator is None else accumulator.astype(jnp.float32) + out).astype(spec.out_dtype)
+    if product == "wgrad":
+        result = jax.lax.fori_loop(0, tiles.count, add_kernel, jnp.zeros(out.shape, jnp.float32))
+        return (result if accumulator is None else accumulator.astype(jnp.float32) + result).astype(out.dtype)
     # Rows that may hold anything are NaN here, so that tests find whatever reads them.
-    out = jnp.full(shape, 0.0 if spec.zero_other_rows else jnp.nan, spec.out_dtype)
-    return jax.lax.fori_loop(0, tiles.count, write_rows, out)
-
-
-def grouped_bias_grad(
-    dy: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, num_groups: int, out_dtype: DTypeLike
-) -> jax.Array:
-    """Sums each group's rows, `[T, N] -> [G, N]`, as the kernel gradient for tokens with one feature of value 1."""
-    spec = GemmSpec("wgrad", num_groups, out_dtype, jax.lax.Precision.HIGHEST)
-    ones = jnp.ones_like(dy[:, :1])
-    return grouped_product(ones, dy, group_sizes, group_offset, spec=spec)[:, 0]
+    result = jnp.full(out.shape, 0.0 if zero_other_rows else jnp.nan, out.dtype)
+    return jax.lax.fori_loop(0, tiles.count, write_rows, result)

@@ -7,9 +7,9 @@ machine without a GPU. `jax_grouped.ops` defines the derivatives.
 Under `jax.vmap` a primitive stays one call, and the batch becomes more groups. Operands and results keep their rank and
 concatenate the batch elements along their first axis. `batches` gives the number of batch elements in each operand.
 Every operand holds all of them, except that kernels may be fewer: each then serves a run of consecutive batch elements.
+The custom calls take the batch size from the size of `group_offset`. They have no `vmap_method`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,41 +19,49 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
-from jax_grouped.backends import cuda, cuda_gemm, cuda_routing, extension
-from jax_grouped.backends.reference import gemm as reference_gemm
-from jax_grouped.backends.reference import quantize as reference_quantize
-from jax_grouped.backends.reference import routing as reference_routing
-from jax_grouped.backends.reference import rows as reference_rows
-from jax_grouped.backends.reference import tiles as reference_tiles
-from jax_grouped.backends.spec import Activation, GemmSpec, QuantizeSpec, RouteSpec, batched, grouped_pairs
 from jax_grouped.core.config import config
+from jax_grouped.core.groups import ROW_BLOCKS, round_up
 from jax_grouped.core.varying import vary_alike
-from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.kernels import extension
 
+#: Names of the custom calls in a lowered program. `jax.export` needs them:
+#: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
+CUSTOM_CALL_TARGETS = (
+    "jax_grouped_gemm",
+    "jax_grouped_bias_grad",
+    "jax_grouped_activation_grad",
+    "jax_grouped_permute_rows",
+    "jax_grouped_sum_rows",
+    "jax_grouped_route",
+    "jax_grouped_group_pairs",
+    "jax_grouped_quantize",
+    "jax_grouped_quantize_permuted",
+    "jax_grouped_dequantize",
+)
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31
+#: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
+MAX_BATCH = 65535
 
 
-def _define(
+def define(
     name: str,
     results: Callable[..., Sequence[jax.ShapeDtypeStruct]],
-    xla_impl: Callable[..., tuple[jax.Array, ...]],
-    cuda_impl: Callable[..., tuple[jax.Array, ...]],
+    xla: Callable[..., jax.Array | tuple[jax.Array, ...]],
+    cuda: Callable[..., jax.Array | tuple[jax.Array, ...]],
     *,
     shares_weights: bool = False,
     dce_rule: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Returns a primitive with a list of results. Bind it with the parameters from `common_params` and its own.
+    """Returns a primitive with a list of results, for `bind`.
 
     Args:
         name: name of the primitive in a jaxpr.
         results: returns shapes and types of the results of one batch element, from its abstract operands and the
             keywords.
-        xla_impl: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to
-            `xla`.
-        cuda_impl: lowering for CUDA of `batch` batch elements.
+        xla: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to `xla`.
+        cuda: lowering for CUDA of `batch` batch elements.
         shares_weights: whether the static `spec` names operands that are kernels, which several batch elements can
             share.
         dce_rule: reduces an equation to the results that are read; without it, an equation stays whole or goes.
@@ -97,7 +105,11 @@ def _define(
     @functools.cache
     def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
         # `jit` lets JAX trace the implementation once for all programs with operands of these shapes.
-        return jax.jit(functools.partial(xla_impl, **static))
+        def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+            return _as_tuple(xla(*args, **static))
+
+        run.__name__ = name  # As programs and profiles show it.
+        return jax.jit(run)
 
     def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
         del backend
@@ -117,11 +129,11 @@ def _define(
     def on_cuda(*, backend: str, batches: tuple[int, ...], **static: Any) -> Callable[..., tuple[jax.Array, ...]]:
         if backend == "xla":
             return functools.partial(on_xla, backend=backend, batches=batches, **static)
-        cuda.require_usable()
-        cuda.check_batch(batches[0])
+        extension.require_usable()
+        _check_batch(batches[0])
         if getattr(static.get("spec"), "autotune", False):
             extension.keep_tuned_algorithms()
-        return functools.partial(cuda_impl, batch=batches[0], **static)
+        return lambda *args: _as_tuple(cuda(*args, batch=batches[0], **static))
 
     mlir.register_lowering(primitive, _lowering(lambda **params: functools.partial(on_xla, **params)))
     mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
@@ -166,9 +178,32 @@ def refuse_derivatives(primitive: Primitive) -> None:
     ad.primitive_jvps[primitive] = jvp
 
 
-def common_params(operands: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns the parameters that all primitives have, for operands without a batch."""
-    return dict(backend=config.backend, batches=(1,) * len(operands))
+def bind(primitive: Primitive, *operands: jax.Array, **static: Any) -> list[jax.Array]:
+    """Returns the results of a primitive for operands without a batch."""
+    return primitive.bind(*operands, backend=config.backend, batches=(1,) * len(operands), **static)
+
+
+def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of `batch` such arrays concatenated along their first axis: `[L, ...] -> [B * L, ...]`."""
+    return jax.ShapeDtypeStruct((batch * result.shape[0], *result.shape[1:]), result.dtype)
+
+
+def in_whole_batch(row_indices: jax.Array, x_rows: int, batch: int) -> jax.Array:
+    """Counts indices into the rows of each batch element from the first element's, `[B * R]`; -1 for no row."""
+    of_elements = row_indices.reshape(batch, -1)
+    exist = (of_elements >= 0) & (of_elements < x_rows)
+    first_rows = x_rows * jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return jnp.where(exist, of_elements + first_rows, -1).reshape(row_indices.shape)
+
+
+def group_table_size(num_groups: int) -> int:
+    """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
+    # First rows, the row blocks of scales, and the tiles of products.
+    return (2 + len(ROW_BLOCKS)) * round_up(num_groups + 1, 4)
+
+
+def _as_tuple(results: jax.Array | tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _fold(x: jax.Array) -> jax.Array:
@@ -205,6 +240,15 @@ def _refuse_large_batches(batch: int, *avals: Any) -> None:
             )
 
 
+def _check_batch(batch: int) -> None:
+    """Raises ValueError if the batch is too large for one custom call."""
+    if isinstance(batch, int) and batch > MAX_BATCH:  # In an export, the batch may be symbolic.
+        raise ValueError(
+            f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
+            f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
+        )
+
+
 def _refuse_sharded_types(*avals: Any) -> None:
     """Raises if an argument's type carries a sharding, as on a mesh with explicit axes."""
     for aval in avals:
@@ -231,148 +275,3 @@ def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Ca
         return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args)
 
     return lower
-
-
-def _gemm_results(a: Any, b: Any, group_sizes: Any, group_offset: Any, *more: Any, spec: GemmSpec) -> Any:
-    del group_sizes, group_offset
-    return [spec.out(a.shape, b.shape, *(operand.shape for operand in more[:1] if spec.gathered))]
-
-
-def _bias_grad_results(dy: Any, group_sizes: Any, group_offset: Any, *, num_groups: int, out_dtype: DTypeLike) -> Any:
-    del group_sizes, group_offset
-    return [jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype)]
-
-
-def _activation_grad_results(x: Any, da: Any, weights: Any, *order: Any, activation: Activation) -> Any:
-    del weights, order, activation
-    inner_products = jax.ShapeDtypeStruct(da.shape[:1], jnp.float32)
-    return [*(jax.ShapeDtypeStruct(of.shape, of.dtype) for of in (x, da)), inner_products]
-
-
-def _permute_rows_results(x: Any, order: Any, inverse: Any, *, zero_tail: bool) -> Any:
-    del inverse, zero_tail
-    return [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)]
-
-
-def _sum_rows_results(rows: Any, inverse: Any, *weights: Any) -> Any:
-    del weights
-    return [jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)]
-
-
-def _route_results(logits: Any, *bias: Any, spec: RouteSpec) -> Any:
-    del bias
-    return spec.results(logits.shape)
-
-
-def _group_pairs_results(experts: Any, *, num_experts: int, rows: int) -> Any:
-    return grouped_pairs(experts.shape, num_experts, rows)
-
-
-def _route_and_group_results(logits: Any, *bias: Any, spec: RouteSpec, rows: int) -> Any:
-    del bias
-    tokens, num_experts = logits.shape
-    of_experts = [jax.ShapeDtypeStruct((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32)]
-    return [*spec.results(logits.shape), *grouped_pairs((tokens, spec.top_k), num_experts, rows), *of_experts]
-
-
-def _quantize_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
-    del more
-    return list(spec.results(x.shape).values())
-
-
-def _quantize_permuted_results(x: Any, *more: Any, spec: QuantizeSpec) -> Any:
-    del more
-    return spec.permuted_results(x.shape)
-
-
-def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
-    """Drops orientations, sums and copies of activations' results that no product reads.
-
-    Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
-    """
-    equation = inputs_and_equation[-1]  # Since JAX 0.12, the flags of live inputs come before it.
-    spec, shape = equation.params["spec"], equation.invars[0].aval.shape
-    if not any(read):
-        return [False] * len(equation.invars), None
-    if spec.cached:  # Its previous results are operands.
-        return [True] * len(equation.invars), equation
-    results = dict(zip(spec.results(shape), equation.outvars, strict=True))
-    names = [name for name, is_read in zip(results, read, strict=True) if is_read]
-    if all(name.startswith("activated") for name in names):
-        return _quantize_activation_alone(results, equation)
-    rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
-    if not rowwise and not columnwise:
-        rowwise, columnwise = spec.rowwise, not spec.rowwise
-    more = {name: name in names for name in ("dbias", "inner_products")}
-    activated = spec.activated and any(name.startswith("activated") for name in names)
-    # The scale that the activation's result is given is the last operand.
-    dropped = int(spec.activated and spec.given_scale and not activated)
-    kept = len(equation.invars) - dropped
-    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, activated=activated, **more)
-    made = [results[name] for name in spec.results(shape)]
-    params = {**equation.params, "spec": spec, "batches": equation.params["batches"][:kept]}
-    reduced = equation.replace(invars=equation.invars[:kept], outvars=made, params=params)
-    return [True] * kept + [False] * dropped, reduced
-
-
-def _quantize_activation_alone(results: dict[str, Any], equation: Any) -> tuple[list[bool], Any]:
-    """Quantizes an activation's result in the forward form, which reads no gradient, in place of a backward form."""
-    spec, batches = equation.params["spec"], equation.params["batches"]
-    activation_input = 3 + spec.given_scale
-    kept = [activation_input, 1, 2]
-    if spec.given_scale:
-        kept.append(len(equation.invars) - 1)
-    if spec.weighted:
-        kept.append(activation_input + 1)
-    params = {**equation.params, "spec": spec.of_activation(), "batches": tuple(batches[i] for i in kept)}
-    made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
-    alone = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
-    return [i in kept for i in range(len(equation.invars))], alone
-
-
-def _dequantize_results(
-    data: Any, scale_inv: Any, group_sizes: Any, *, layout: QuantizedLayout, out_dtype: DTypeLike
-) -> Any:
-    del data, scale_inv, group_sizes
-    return [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)]
-
-
-def _one(implementation: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
-    """Wraps the implementation's result in a tuple."""
-    return lambda *args, **static: (implementation(*args, **static),)
-
-
-#: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
-GEMM = _define(
-    "gemm", _gemm_results, _one(reference_gemm.grouped_gemm), _one(cuda_gemm.grouped_gemm), shares_weights=True
-)
-#: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
-BIAS_GRAD = _define(
-    "bias_grad", _bias_grad_results, _one(reference_tiles.grouped_bias_grad), _one(cuda.grouped_bias_grad)
-)
-#: `(x, da, weights, *order) -> [dx, weighted, inner_products]` with `activation`, and an order or none.
-ACTIVATION_GRAD = _define(
-    "activation_grad", _activation_grad_results, reference_rows.activation_grad, cuda.activation_grad
-)
-#: `(x, order, inverse) -> [rows]` with `zero_tail`.
-PERMUTE_ROWS = _define("permute_rows", _permute_rows_results, _one(reference_rows.permute), _one(cuda.permute_rows))
-#: `(rows, inverse, *weights) -> [sums]`, with weights or without.
-SUM_ROWS = _define("sum_rows", _sum_rows_results, _one(reference_rows.sum_rows), _one(cuda.sum_rows))
-#: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
-ROUTE = _define("route", _route_results, reference_routing.route, cuda_routing.route)
-#: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
-GROUP_PAIRS = _define("group_pairs", _group_pairs_results, reference_routing.group_pairs, cuda_routing.group_pairs)
-#: `(logits, *bias) -> [*route, *group_pairs, expert_load, probability_sums]` with a `RouteSpec` and `rows`.
-ROUTE_AND_GROUP = _define(
-    "route_and_group", _route_and_group_results, reference_routing.route_and_group, cuda_routing.route_and_group
-)
-#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
-QUANTIZE = _define(
-    "quantize", _quantize_results, reference_quantize.quantize, cuda.quantize, dce_rule=_drop_unread_results
-)
-#: `(x, order, inverse, group_sizes, group_offset, *more) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.
-QUANTIZE_PERMUTED = _define(
-    "quantize_permuted", _quantize_permuted_results, reference_quantize.quantize_permuted, cuda.quantize_permuted
-)
-#: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
-DEQUANTIZE = _define("dequantize", _dequantize_results, _one(reference_quantize.dequantize), _one(cuda.dequantize))

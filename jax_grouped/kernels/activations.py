@@ -1,14 +1,32 @@
-"""Activations of experts, and their gradients, in the `xla` backend: plain JAX, in the type of the arguments."""
+"""Activations of experts, and their gradients, in plain JAX, in the type of the arguments."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.backends.spec import Activation, is_gated
-
+#: Activations of experts. Those that end in `_mul` have a gate: they take twice the features, those of the gate first,
+#: and multiply its activation by the others. `jax_grouped.grouped_quantize` says what each computes.
+Activation = Literal["silu_mul", "gelu_mul", "clamped_silu_mul", "silu", "gelu", "relu", "relu_squared"]
+#: Values of the enumeration in csrc.
+ACTIVATIONS: tuple[Activation | None, ...] = (
+    None,
+    "silu",
+    "gelu",
+    "relu",
+    "relu_squared",
+    "silu_mul",
+    "gelu_mul",
+    "clamped_silu_mul",
+)
 #: Constants of "clamped_silu_mul", as in gpt-oss: the bound of gates and factors, and the slope of the sigmoid.
 CLAMP_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
+
+
+def is_gated(activation: str | None) -> bool:
+    """Returns true for an activation that has a gate."""
+    return activation is not None and activation.endswith("_mul")
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -46,7 +64,6 @@ _PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": _relu,
     "relu_squared": lambda x: _relu(x) ** 2,
 }
-
 _GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "silu_mul": lambda gate, up: jax.nn.silu(gate) * up,
     "gelu_mul": lambda gate, up: jax.nn.gelu(gate) * up,

@@ -1,1 +1,0 @@
-"""The operations as JAX primitives; the backend is chosen per platform when a primitive is lowered."""

@@ -1,1 +1,0 @@
-"""The `xla` backend: every operation in plain JAX, for any platform."""

@@ -1,0 +1,507 @@
+"""Grouped products: the three of a layer, of operands of any type."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jax_grouped.core.config import config
+from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, round_up
+from jax_grouped.core.varying import sum_dtype, vary_alike
+from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.kernels import extension
+from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
+from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
+from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
+from jax_grouped.kernels.rows import permute_cuda, permute_xla, tokens_of
+from jax_grouped.kernels.tiles import grouped_product
+
+Product = Literal["fprop", "dgrad", "wgrad"]
+#: Types of narrow kernels, whose numbers bfloat16 and float16 hold exactly.
+NARROW_TYPES = tuple(
+    jnp.dtype(dtype) for dtype in (jnp.int4, jnp.uint4, jnp.int8, jnp.uint8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+)
+#: cuBLASLt's own recommendation for Hopper.
+WORKSPACE_BYTES = 32 * 1024 * 1024
+#: Most groups of a product that gathers its rows, of all batch elements: `kMostGatheredGroups` in csrc.
+MAX_GATHERED_GROUPS = 65536
+#: Most features, besides those of the gathered rows, with which a product that gathers takes less time than a copy and
+#: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
+_MOST_GATHERED_FEATURES, _MOST_GATHERED_WGRAD_FEATURES = 1792, 1024
+#: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
+_CONVERTED_BYTES = 2**25
+#: Whether XLA computes a product a second time where a scan keeps it and something else reads it, if no barrier follows
+#: (openxla/xla#45799).
+_REPEATS_KEPT_PRODUCTS = (0, 11) <= jax.__version_info__ < (0, 12)
+#: Values of the enumerations in `csrc/`.
+_PRODUCTS = ("fprop", "dgrad", "wgrad")
+_GATHERED = (None, "a", "b")
+#: Results of products. A kernel adds nothing to tokens of other groups.
+RESULTS = {
+    "fprop": Result("t n", over="k e"),
+    "dgrad": Result("t k", over="n e"),
+    "wgrad": Result("e k n", over="t"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSpec:
+    """The static part of a grouped product `(a, b, group_sizes, group_offset, *scales, *more) -> out`.
+
+    | product | a           | b                  | out               |
+    |---------|-------------|--------------------|-------------------|
+    | `fprop` | x `[T,K]`   | kernel `[G,K,N]`   | y `[T,N]`         |
+    | `dgrad` | dy `[T,N]`  | kernel `[G,K,N]`   | dx `[T,K]`        |
+    | `wgrad` | x `[T,K]`   | dy `[T,N]`         | dkernel `[G,K,N]` |
+
+    With quantized operands, `scales` are those of a and of b. Both operands are contiguous along the contracted axis,
+    as Hopper's FP8 matmul requires: `fprop` reads x rowwise and the kernel columnwise, `dgrad` reads dy and the kernel
+    rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both
+    `TENSOR`, or both `MX` with swizzled scales.
+
+    Without scales, a kernel may be narrow: it has one of the `NARROW_TYPES` beside tokens of another type. Its numbers
+    are then converted to that type a few groups at a time.
+
+    `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. As an operation, only `wgrad`
+    takes an accumulator: an array like the result, to which the product is added. With a permutation, one unquantized
+    operand is given as the tokens of which the permutation makes its rows, as `jax_grouped.ops.rows.permute_rows` does.
+
+    Attributes:
+        product: which of the three.
+        num_groups: `G`, the number of local kernels; `group_sizes` may describe more groups.
+        out_dtype: type of the result.
+        precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
+        a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
+        gathered: the operand that is given as tokens: a, with `wgrad` a or b; None without a permutation.
+        expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
+        zero_other_rows: whether rows of no group are zero in the result of `fprop` and `dgrad`, which costs their
+            writes. Otherwise they hold anything, and the permutation must have a pair for each row of a group.
+        autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
+    """
+
+    product: Product
+    num_groups: int
+    out_dtype: DTypeLike
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    a: QuantizedLayout | None = None
+    b: QuantizedLayout | None = None
+    gathered: Literal["a", "b"] | None = None
+    expected_tokens: int = 0
+    zero_other_rows: bool = True
+    autotune: bool = False
+
+    def __post_init__(self) -> None:
+        # Normalise the type, so that equal specs compare and hash alike.
+        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+
+    @property
+    def scaled(self) -> bool:
+        """True if the operands are quantized."""
+        return self.a is not None
+
+    def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
+        if self.gathered == "a":
+            a = (*order, a[1])
+        if self.a is not None and self.b is not None:
+            a = (self.a.tokens, self.a.features)
+            b = (
+                (self.b.tokens, self.b.features)
+                if self.b.stack_rows is None
+                else (0, self.b.stack_rows, self.b.features)
+            )
+        match self.product:
+            case "fprop":
+                shape: tuple[int, ...] = (a[0], b[2])
+            case "dgrad":
+                shape = (a[0], b[1])
+            case "wgrad":
+                shape = (self.num_groups, a[1], b[1])
+        return jax.ShapeDtypeStruct(shape, self.out_dtype)
+
+    @property
+    def weight_operands(self) -> tuple[int, ...]:
+        """Positions of the operands that are weights: b, and its scales."""
+        if self.product == "wgrad":
+            return ()
+        return (1, 5) if self.scaled else (1,)
+
+
+class Gathered(NamedTuple):
+    """Rows of tokens as an operand: `permute_rows(x, order, inverse)`, which the product itself gathers if it can."""
+
+    x: jax.Array
+    order: jax.Array
+    inverse: jax.Array
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the rows."""
+        return self.x.dtype
+
+    def astype(self, dtype: DTypeLike) -> "Gathered":
+        """Returns the rows in another type."""
+        return self._replace(x=self.x.astype(dtype))
+
+
+def multiply(
+    a: jax.Array | Gathered,
+    b: jax.Array | Gathered,
+    groups: Groups,
+    spec: GemmSpec,
+    scales: Sequence[jax.Array] = (),
+    accumulator: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result."""
+    permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
+    a, b = (operand.x if isinstance(operand, Gathered) else operand for operand in (a, b))
+    accumulators = () if accumulator is None else (accumulator,)
+    operands = vary_alike(a, b, *groups, *scales, *permutation, *accumulators)
+    shapes = [array.shape for array in (a, b, groups.sizes, *permutation)]
+    if spec.num_groups == 0 or any(0 in shape for shape in shapes):
+        out = spec.out(a.shape, b.shape, *shapes[3:4])
+        nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
+        return vary_alike(nothing, operands[0])[0]
+    spec = dataclasses.replace(spec, autotune=config.autotune)
+    if spec.scaled or spec.gathered is not None:
+        return bind(GEMM, *operands, spec=spec)[0]
+    return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainProduct(Operation):
+    """A product of plain arrays: t tokens, e kernels, k and n their features."""
+
+    spec: GemmSpec
+    accumulates: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        a, b = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}[self.spec.product]
+        accumulators = ["e k n"] * self.accumulates
+        return a, b, *GROUP_DIMENSIONS, *accumulators
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return (RESULTS[self.spec.product],)
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        # Dimensions of the result go before those that it is summed over, and tokens before all.
+        return tuple(dict.fromkeys(["t", *self.results[0].dimensions.split(), "e", "k", "n"]))
+
+    @property
+    def added(self) -> tuple[int, int] | None:
+        return (4, 0) if self.accumulates else None
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        num_groups = self.spec.num_groups // splits["e"].parts
+        # Rows of other devices' groups are added up with theirs, so they must be zero.
+        zero_other_rows = self.spec.zero_other_rows or splits["e"].parts > 1
+        out_dtype = part_dtype(self.spec.out_dtype, splits) if self.spec.product == "wgrad" else self.spec.out_dtype
+        spec = dataclasses.replace(
+            self.spec, num_groups=num_groups, out_dtype=out_dtype, zero_other_rows=zero_other_rows
+        )
+
+        def product(a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array) -> Any:
+            groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=num_groups)
+            return bind(GEMM, a, b, *groups, *more, spec=spec)
+
+        return product
+
+
+def part_dtype(dtype: DTypeLike, splits: Mapping[str, Split]) -> np.dtype:
+    """Returns the type of a device's part of the gradient of kernels, which has the type `dtype` once it is summed."""
+    return sum_dtype(jnp.dtype(dtype)) if splits["t"].parts > 1 else jnp.dtype(dtype)
+
+
+def multiply_xla(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *more: jax.Array,
+    spec: GemmSpec,
+) -> jax.Array:
+    """Returns the product that `spec` names. With quantized operands, only the accumulation in float32 rounds."""
+    if spec.gathered is not None:
+        a, b = (permute_xla(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
+        spec, more = dataclasses.replace(spec, gathered=None), ()
+    if spec.a is None or spec.b is None:
+        return _multiply_plain(a, b, group_sizes, group_offset, *more, spec=spec)
+
+    def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
+        if layout.stack_rows is None:
+            return dequantize_xla(data, scale_inv, group_sizes, group_offset, layout=layout, out_dtype=jnp.float32)
+        tokens = dequantize_xla(data, scale_inv, layout.stack_sizes(), layout=layout, out_dtype=jnp.float32)
+        return tokens.reshape(layout.num_groups, layout.stack_rows, layout.features)
+
+    a_scale, b_scale, *accumulator = more
+    a, b = numbers(a, a_scale, spec.a), numbers(b, b_scale, spec.b)
+    unscaled = dataclasses.replace(spec, a=None, b=None, precision=jax.lax.Precision.HIGHEST)
+    return _multiply_plain(a, b, group_sizes, group_offset, *accumulator, spec=unscaled)
+
+
+def _multiply_plain(a: jax.Array, b: jax.Array, *operands: jax.Array, spec: GemmSpec) -> jax.Array:
+    return grouped_product(
+        a,
+        b,
+        *operands,
+        product=spec.product,
+        out=spec.out(a.shape, b.shape),
+        num_groups=spec.num_groups,
+        precision=spec.precision,
+        zero_other_rows=spec.zero_other_rows,
+    )
+
+
+def multiply_cuda(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *more: jax.Array,
+    spec: GemmSpec,
+    batch: int,
+) -> jax.Array:
+    """Returns the product that `spec` names, accumulated in float32."""
+    if spec.gathered is not None:
+        if not _gathers(a, b, spec, batch):
+            options: dict[str, Any] = dict(zero_tail=spec.zero_other_rows, batch=batch)
+            a = permute_cuda(a, *more, **options) if spec.gathered == "a" else a
+            b = permute_cuda(b, *more, **options) if spec.gathered == "b" else b
+            spec = dataclasses.replace(spec, gathered=None)
+            return multiply_cuda(a, b, group_sizes, group_offset, spec=spec, batch=batch)
+        tokens = a if spec.gathered == "a" else b
+        more = (in_whole_batch(tokens_of(*more), tokens.shape[0] // batch, batch),)
+    if spec.a is None and b.dtype != a.dtype:
+        assert not more
+        return _multiply_narrow(a, b, group_sizes, group_offset, spec=spec, batch=batch)
+    operands = (a, b, group_sizes, group_offset, *more)
+    if spec.a is None:
+        if not _can_be_read(a, b, spec):
+            return _multiply_unreadable(*operands, spec=spec, batch=batch)
+        # The shapes of unquantized operands hold the rows of all batch elements.
+        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(
+            a.shape, b.shape, *(row_indices.shape for row_indices in more if spec.gathered)
+        )
+    else:
+        if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
+            return _in_bfloat16(*operands, spec=spec, batch=batch)
+        if spec.a.mode == ScalingMode.BLOCK_1D:
+            extension.require_block_scaling()
+        out = batched(spec.out(a.shape, b.shape), batch)
+    scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
+    accumulate = spec.gathered is None and len(more) > (2 if spec.scaled else 0)
+    weights = (out if spec.product == "wgrad" else b).shape[0]
+    product = jax.ffi.ffi_call(
+        "jax_grouped_gemm",
+        [out, scratch, workspace],
+        input_output_aliases={len(operands) - 1: 0} if accumulate else None,
+    )(
+        *operands,
+        product=np.int32(_PRODUCTS.index(spec.product)),
+        scaled=spec.scaled,
+        a_mode=np.int32(MODES.index(spec.a.mode) if spec.a else 0),
+        b_mode=np.int32(MODES.index(spec.b.mode) if spec.b else 0),
+        # The shape of columnwise tokens does not give the number of tokens.
+        tokens=np.int64(spec.a.tokens if spec.a else 0),
+        expected_tokens=np.int64(spec.expected_tokens),
+        weight_batch=np.int64(weights // spec.num_groups),
+        gathered=np.int32(_GATHERED.index(spec.gathered)),
+        accumulate=accumulate,
+        zero_other_rows=spec.zero_other_rows,
+        autotune=spec.autotune,
+    )[0]
+    # A kernel's gradient has no other use, and is best written where the scan keeps it.
+    barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"
+    return jax.lax.optimization_barrier(product) if barrier else product
+
+
+def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
+    """Tells whether cuBLASLt can read these operands and write this result without conversion."""
+    aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
+    return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
+
+
+def gathers_fast(product: Product, features: int) -> bool:
+    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them.
+
+    A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
+    """
+    return features <= (_MOST_GATHERED_WGRAD_FEATURES if product == "wgrad" else _MOST_GATHERED_FEATURES)
+
+
+def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+    """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer."""
+    few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
+    if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
+        return False
+    if spec.product == "wgrad":
+        return gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
+    return gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
+
+
+def _multiply_unreadable(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    accumulator: jax.Array | None = None,
+    *,
+    spec: GemmSpec,
+    batch: int,
+) -> jax.Array:
+    """Returns a product of operands that cuBLASLt cannot read, through products of operands that it can read."""
+    shape = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape).shape
+    a = _pad_features(a, (1,))
+    b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
+    inner = dataclasses.replace(spec, out_dtype=_accumulator_dtype(a.dtype, spec.out_dtype))
+    if accumulator is not None:
+        # The accumulator is updated in place unless cuBLASLt cannot write its type or its number of features.
+        accumulator = _pad_features(accumulator, (1, 2)).astype(inner.out_dtype)
+    out = accumulator
+    for a_part, b_part in _factors(a, b, spec.precision) if a.dtype == jnp.float32 else [(a, b)]:
+        onto = () if out is None else (out,)
+        out = multiply_cuda(a_part, b_part, group_sizes, group_offset, *onto, spec=inner, batch=batch)
+    assert out is not None
+    return out.astype(spec.out_dtype)[tuple(slice(size) for size in shape)]
+
+
+def _pad_features(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Zero-fills feature axes up to `FEATURE_ALIGNMENT`; rows must start on 16-byte boundaries."""
+    missing = [
+        round_up(x.shape[axis], FEATURE_ALIGNMENT) - x.shape[axis] if axis in axes else 0 for axis in range(x.ndim)
+    ]
+    return jnp.pad(x, [(0, features) for features in missing]) if any(missing) else x
+
+
+def _accumulator_dtype(operand: np.dtype, out: DTypeLike) -> np.dtype:
+    """Returns the type in which products of operands of a type are added up: the result's if cuBLASLt can write it."""
+    writable = (jnp.float32,) if operand == jnp.float32 else (operand, jnp.float32)
+    return jnp.dtype(out if out in writable else jnp.float32)
+
+
+def _multiply_narrow(
+    a: jax.Array, b: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, spec: GemmSpec, batch: int
+) -> jax.Array:
+    """Returns a product of a narrow kernel, from products of a few groups each, which are converted in turn.
+
+    Each row belongs to one group, so a product that is added to the rows of its groups rounds nothing twice.
+    """
+    groups, (_, *matrix) = spec.num_groups, b.shape
+    out = dataclasses.replace(spec, num_groups=batch * groups).out(a.shape, b.shape)
+    a = _pad_features(a, (1,))
+    # Parts of float32 tokens, the smallest first; bfloat16 holds all of the kernel.
+    factors = _bf16_parts(a, _parts(spec.precision))[::-1] if a.dtype == jnp.float32 else [a]
+    sum_dtype = _accumulator_dtype(a.dtype, out.dtype)
+    b = b.reshape(-1, groups, *matrix)
+    at_once: Any = 1
+    if all(isinstance(size, int) for size in b.shape):  # In an export, sizes may be symbolic.
+        at_once = min(groups, max(1, _CONVERTED_BYTES // (b.size // groups * factors[0].dtype.itemsize)))
+    # Beyond these limits no kernel has a group, and the sums below do not overflow.
+    group_offset = jnp.clip(group_offset, -groups, group_sizes.shape[0])
+
+    def add(first: Any, count: int, total: jax.Array) -> jax.Array:
+        few = jax.lax.dynamic_slice_in_dim(b, first, count, axis=1).reshape(-1, *matrix)
+        few = _pad_features(few.astype(factors[0].dtype), (1, 2))
+        few_spec = dataclasses.replace(spec, num_groups=count, out_dtype=sum_dtype)
+        for factor in factors:
+            total = multiply_cuda(factor, few, group_sizes, group_offset + first, total, spec=few_spec, batch=batch)
+        return total
+
+    total = _pad_features(jnp.zeros(out.shape, sum_dtype), (1,))
+    total = jax.lax.fori_loop(0, groups // at_once, lambda i, total: add(i * at_once, at_once, total), total)
+    if rest := groups % at_once:
+        total = add(groups - rest, rest, total)
+    return total.astype(out.dtype)[:, : out.shape[1]]
+
+
+def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first.
+
+    Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
+    6 for three.
+    """
+    count = _parts(precision)
+    a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
+    pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
+    return [(a_parts[i], b_parts[j]) for i, j in pairs]
+
+
+def _parts(precision: jax.lax.Precision) -> int:
+    """Returns the number of bfloat16 parts that float32 is split into."""
+    return 3 if precision == jax.lax.Precision.HIGHEST else 2
+
+
+def _bf16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Splits float32 into bfloat16 parts, largest first, whose sum is `x` to about 8 bits per part."""
+    parts = []
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    for _ in range(count):
+        # XLA may drop a round trip through bfloat16 as excess precision, but never a reduce_precision.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        # The largest float32 values would round to infinity. Clip them; the next part takes the remainder.
+        part = jnp.where(jnp.isfinite(x), jnp.clip(part, -largest, largest), part)
+        parts.append(part.astype(jnp.bfloat16))
+        # Infinity minus infinity is NaN, which would hide the overflow in the parts that follow.
+        x = jnp.where(jnp.isfinite(part), x - part, 0.0)
+    return parts
+
+
+def _in_bfloat16(
+    a: jax.Array,
+    b: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *accumulator: jax.Array,
+    spec: GemmSpec,
+    batch: int,
+) -> jax.Array:
+    """Returns the same product in bfloat16, for GPUs without matmuls of this format.
+
+    bfloat16 represents all numbers of the format exactly.
+    """
+
+    def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout | None, count: int) -> jax.Array:
+        assert layout is not None
+        options = dict(layout=layout, out_dtype=jnp.bfloat16, batch=count)
+        if layout.stack_rows is None:
+            return dequantize_cuda(data, scale_inv, group_sizes, group_offset, **options)
+        tokens = dequantize_cuda(data, scale_inv, layout.stack_sizes(count), **options)
+        return tokens.reshape(-1, layout.stack_rows, layout.features)
+
+    weight_batch = batch if spec.product == "wgrad" else b.shape[0] // spec.num_groups
+    a, b = numbers(a, a_scale, spec.a, batch), numbers(b, b_scale, spec.b, weight_batch)
+    unscaled = dataclasses.replace(spec, a=None, b=None)
+    return _multiply_unreadable(a, b, group_sizes, group_offset, *accumulator, spec=unscaled, batch=batch)
+
+
+def scratch_bytes(batch: int, num_groups: int) -> int:
+    """Returns the bytes of device memory that one grouped product needs beside its workspace (`GemmScratch` in C++)."""
+    groups = batch * num_groups
+    pointers = 5 * round_up(8 * groups, 16)  # pointers to A, B, D, and the scales of A and B
+    sizes = 9 * round_up(4 * groups, 16)
+    scalars = 16
+    tables = batch * 4 * group_table_size(num_groups)
+    return pointers + sizes + scalars + tables
+
+
+#: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
+GEMM = define(
+    "gemm",
+    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *(x.shape for x in more[:1] if spec.gathered))],
+    multiply_xla,
+    multiply_cuda,
+    shares_weights=True,
+)

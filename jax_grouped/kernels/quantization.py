@@ -1,0 +1,691 @@
+"""Quantization to FP8, and back: of tokens in groups, and of stacks of equal groups."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_grouped.core.groups import (
+    FP8_ALIGNMENT,
+    GroupRows,
+    GroupTable,
+    RowPositions,
+    group_rows,
+    max_row_blocks,
+    round_up,
+)
+from jax_grouped.fp8 import numerics
+from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
+from jax_grouped.fp8.recipes import ScalingMode
+from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad, is_gated
+from jax_grouped.kernels.bias_gradient import bias_gradient_xla
+from jax_grouped.kernels.primitive import batched, define, group_table_size, in_whole_batch
+from jax_grouped.kernels.rows import tokens_of
+
+#: Values of the enumeration in csrc.
+MODES = tuple(ScalingMode)
+
+#: Chunks of 16 rows that a window of the kernels is made for. It has room for 8 more chunks, 48 bytes each, and for 64
+#: more bytes: `QuantizeScratchBytes` in csrc.
+_CHUNKS_PER_WINDOW = 32
+_WINDOW_BYTES = 64 + 40 * 48
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeSpec:
+    """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
+
+    `more` holds these operands in this order, each only if its flag is set: `x_scale`, `row_indices [R]`, `scale [G]`,
+    `activation_input`, `row_weights [T]`, `activated_scale [G]` if scales are given and the activation's result is
+    quantized too, and `skip` with the previous results, whose bytes are kept if `skip` is true.
+
+    Attributes:
+        mode: which elements share a scale.
+        dtype: the FP8 type.
+        num_groups: `G`, the number of groups to quantize; `group_sizes` may describe more.
+        stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
+        scaled_input: whether `x` is FP8 numbers. `x_scale` is then their inverse scales, as in a rowwise stack of
+            `BLOCK_1D`, and the values are read as bfloat16 (`BLOCK_1D` without an activation only).
+        gathered_rows: `R`, the number of rows, if they are gathered: row `i` is `x[row_indices[i]]`, or zero if there
+            is no such row. None if `x` holds the rows themselves.
+        rowwise, columnwise: the orientations to make.
+        dbias: whether to sum each group's rows.
+        pow2_scales: whether scales are rounded down to powers of two.
+        amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
+        swizzled_scales: whether scales of `MX` are in the order of Blackwell's matmul.
+        given_scale: whether the scales are given, one per group (`TENSOR` only).
+        activation: function applied to `x` before quantization, in float32.
+        backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
+        weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
+        inner_products: whether to make, with `backward`, the inner products of each row of the activation's result with
+            `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
+        activated: whether to make, with `backward`, also the columnwise copy of the activation's result, weighted, as
+            float8_e4m3fn, and its largest values: what `forward` describes.
+        cached: whether `skip` and previous results are given.
+    """
+
+    mode: ScalingMode
+    dtype: DTypeLike
+    num_groups: int
+    stack_rows: int | None = None
+    scaled_input: bool = False
+    gathered_rows: int | None = None
+    rowwise: bool = True
+    columnwise: bool = False
+    dbias: bool = False
+    pow2_scales: bool = False
+    amax_epsilon: float = 0.0
+    swizzled_scales: bool = False
+    given_scale: bool = False
+    activation: Activation | None = None
+    backward: bool = False
+    weighted: bool = False
+    inner_products: bool = False
+    activated: bool = False
+    cached: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def forward(self) -> "QuantizeSpec":
+        """Returns the spec of what `activated` adds: a columnwise quantization of `activation_input`'s activation."""
+        return dataclasses.replace(
+            self,
+            dtype=jnp.float8_e4m3fn,
+            rowwise=False,
+            columnwise=True,
+            dbias=False,
+            backward=False,
+            inner_products=False,
+            activated=False,
+        )
+
+    def rows(self, x_rows: int) -> int:
+        """Returns the number of rows of the quantized array, from that of `x`."""
+        return x_rows if self.gathered_rows is None else self.gathered_rows
+
+    def features(self, x_features: int) -> int:
+        """Returns the number of features of the quantized array, from that of `x`."""
+        if not is_gated(self.activation):
+            return x_features
+        return 2 * x_features if self.backward else x_features // 2
+
+    def layout(self, x_shape: tuple[int, ...], *, columnwise: bool) -> QuantizedLayout:
+        """Returns the layout of one orientation's data and scales, for an `x` of this shape, `[T, C]`."""
+        return QuantizedLayout(
+            self.mode,
+            columnwise,
+            tokens=self.rows(x_shape[0]),
+            features=self.features(x_shape[1]),
+            num_groups=self.num_groups,
+            stack_rows=self.stack_rows,
+            swizzled_scales=self.swizzled_scales,
+        )
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """Type of the inverse scales."""
+        return jnp.dtype(jnp.float8_e8m0fnu if self.mode == ScalingMode.MX else jnp.float32)
+
+    def results(self, x_shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and types of the results, in the order that the primitive and the custom call have them."""
+        results = {}
+        for name, columnwise, wanted in (("row", False, self.rowwise), ("column", True, self.columnwise)):
+            if wanted:
+                layout = self.layout(x_shape, columnwise=columnwise)
+                results[f"{name}_data"] = jax.ShapeDtypeStruct(layout.data_shape, self.dtype)
+                results[f"{name}_scale"] = jax.ShapeDtypeStruct(layout.scale_shape, self.scale_dtype)
+        results["amax"] = jax.ShapeDtypeStruct((self.num_groups,), jnp.float32)
+        if self.dbias:
+            results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
+        if self.inner_products:
+            results["inner_products"] = jax.ShapeDtypeStruct((x_shape[0], -(-x_shape[1] // BLOCK)), jnp.float32)
+        if self.activated:
+            activated = self.forward().results((x_shape[0], self.features(x_shape[1])))
+            results |= {
+                "activated_data": activated["column_data"],
+                "activated_scale": activated["column_scale"],
+                "activated_amax": activated["amax"],
+            }
+        return results
+
+    def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes and types of the results of `quantize_permuted`: data, scales, and amax for given scales."""
+        results = self.results(x_shape)
+        amax = [results["amax"]] if self.given_scale else []
+        return [results["row_data"], results["row_scale"], *amax]
+
+
+def quantize_xla(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec
+) -> tuple[jax.Array, ...]:
+    """Returns the results that `spec` asks for, in its order."""
+    # Without the barrier, XLA for GPUs leaves out conversions to 16 bits before this, and unrounded numbers are read.
+    x, *operands = jax.lax.optimization_barrier((x, *more))
+    if spec.scaled_input:
+        x = _values(x, operands.pop(0))
+    if spec.gathered_rows is not None:
+        x = x.at[operands.pop(0)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    scale = operands.pop(0) if spec.given_scale else None
+    activation_input = operands.pop(0) if spec.backward else None
+    row_weights = operands.pop(0) if spec.weighted else None
+    activated_scale = operands.pop(0) if spec.activated and spec.given_scale else None
+
+    def quantized() -> tuple[jax.Array, ...]:
+        values = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
+        made = _quantize(values, group_sizes, group_offset, scale, x.shape, spec)
+        if spec.inner_products:
+            assert activation_input is not None
+            assert spec.activation is not None
+            rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
+            made["inner_products"] = jnp.where(
+                rows.valid[:, None], _inner_products(x, activation_input, spec.activation), 0
+            )
+        if spec.activated:
+            assert activation_input is not None
+            forward = spec.forward()
+            activated = _activate(activation_input.astype(jnp.float32), None, row_weights, forward)
+            copy = _quantize(activated, group_sizes, group_offset, activated_scale, activation_input.shape, forward)
+            made |= {
+                "activated_data": copy["column_data"],
+                "activated_scale": copy["column_scale"],
+                "activated_amax": copy["amax"],
+            }
+        return tuple(made[name] for name in spec.results(x.shape))
+
+    if spec.cached:
+        skip, *previous = operands
+        return jax.lax.cond(skip[0], lambda: tuple(previous), quantized)
+    return quantized()
+
+
+def _values(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Returns the values of a rowwise stack of `BLOCK_1D`, `[T, C]`."""
+    (tokens, features), groups = x.shape, scale_inv.shape[0]
+    rows = tokens // groups
+    layout = QuantizedLayout(
+        ScalingMode.BLOCK_1D, False, tokens=tokens, features=features, num_groups=groups, stack_rows=rows
+    )
+    values = _dequantize_stack(x.reshape(groups, rows, features), scale_inv, layout)
+    return values.reshape(tokens, features).astype(jnp.bfloat16)
+
+
+def _quantize(
+    unflushed: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    scale: jax.Array | None,
+    x_shape: tuple[int, ...],
+    spec: QuantizeSpec,
+) -> dict[str, jax.Array]:
+    values = numerics.flush(unflushed)
+    copies: _Stack | _Tokens
+    if spec.stack_rows is None:
+        copies = _Tokens(values, group_rows(group_sizes, group_offset, spec.num_groups, values.shape[0]))
+    else:
+        copies = _Stack(values.reshape(spec.num_groups, spec.stack_rows, -1))
+    amax = copies.amax()
+    scaling = _Scaling(spec, amax, scale)
+
+    results: dict[str, jax.Array] = {"amax": amax}
+    for name, columnwise, wanted in (("row", False, spec.rowwise), ("column", True, spec.columnwise)):
+        if wanted:
+            layout = spec.layout(x_shape, columnwise=columnwise)
+            data, scale_inv = copies.copy(scaling, layout)
+            results[f"{name}_data"] = numerics.as_type(data, spec.dtype).reshape(layout.data_shape)
+            results[f"{name}_scale"] = numerics.as_type(scale_inv, spec.scale_dtype).reshape(layout.scale_shape)
+    if spec.dbias:
+        results["dbias"] = bias_gradient_xla(
+            unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
+        )
+    return results
+
+
+def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
+    """Returns the results for an `x` without rows, features or groups."""
+    results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
+    given = more[spec.gathered_rows is not None] if spec.given_scale else None
+    scaling = _Scaling(spec, results["amax"], given)
+    if scaling.group_scales:
+        results |= {name: scaling.group_scales[1] for name in results if name.endswith("_scale")}
+    if spec.activated:
+        activated = _Scaling(spec.forward(), results["amax"], more[-1] if spec.given_scale else None)
+        if activated.group_scales:
+            results["activated_scale"] = activated.group_scales[1]
+    return tuple(results.values())
+
+
+def _activate(
+    x: jax.Array, activation_input: jax.Array | None, row_weights: jax.Array | None, spec: QuantizeSpec
+) -> jax.Array:
+    """Applies the activation, or its derivative, in float32; the result is what gets quantized."""
+    if spec.activation is None:
+        return x
+    if activation_input is None:
+        activated = activate(x, spec.activation)
+        return activated if row_weights is None else activated * row_weights[:, None]
+    if row_weights is not None:
+        x = x * row_weights[:, None]
+    activation_input = numerics.flush(activation_input.astype(jnp.float32))
+    return activation_grad(activation_input, x, spec.activation)
+
+
+def _inner_products(gradient: jax.Array, activation_input: jax.Array, activation: Activation) -> jax.Array:
+    """Returns the inner products of the rows of the result with its gradient `[R, F]`, one per 128 features."""
+    products = activate(activation_input.astype(jnp.float32), activation) * gradient.astype(jnp.float32)
+    return jnp.sum(_block_features(products, BLOCK), axis=2)
+
+
+class _Scaling:
+    """Scale computation: one scale per block, from the block's largest value, or one scale per group.
+
+    Attributes:
+        group_scales: scales and inverse scales of whole groups, `[G]`, if the mode has one scale per group; else None.
+    """
+
+    def __init__(self, spec: QuantizeSpec, amax: jax.Array, given: jax.Array | None):
+        self.spec = spec
+        self.group_scales: tuple[jax.Array, jax.Array] | None = None
+        if spec.mode == ScalingMode.TENSOR:
+            scale = self._from_amax(amax) if given is None else numerics.clamp_scale(given)
+            self.group_scales = scale, numerics.reciprocal(scale)
+
+    def _from_amax(self, amax: jax.Array) -> jax.Array:
+        return numerics.scale_from_amax(amax, self.spec.dtype, self.spec.amax_epsilon, pow2=self.spec.pow2_scales)
+
+    def block_scales(self, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the scales of blocks with these largest values, and the stored inverse scales (`MX`: exponents)."""
+        if self.spec.mode == ScalingMode.MX:
+            exponent = numerics.mx_exponent(amax, self.spec.dtype, self.spec.amax_epsilon)
+            return numerics.mx_scale(exponent), exponent
+        scale = self._from_amax(amax)
+        return scale, numerics.reciprocal(scale)
+
+
+def spread(per_block: jax.Array, block: int, size: int, *, axis: int) -> jax.Array:
+    """Repeats per-block values to one per element along an axis of this size; leaves an axis of size 1 as it is."""
+    if per_block.shape[axis] == 1 or block == 1:
+        return per_block
+    return jax.lax.slice_in_dim(jnp.repeat(per_block, block, axis=axis), 0, size, axis=axis)
+
+
+class _Tokens:
+    """Quantizer of ragged tokens `[T, C]`."""
+
+    def __init__(self, values: jax.Array, rows: GroupRows):
+        self._table = GroupTable(rows)
+        self._positions = self._table.rows(values.shape[0])
+        self._valid = self._positions.valid[:, None]
+        self._values = jnp.where(self._valid, values, 0)
+        self._num_groups = rows.sizes.shape[0]
+
+    def amax(self) -> jax.Array:
+        """Returns the largest absolute value of each group."""
+        row_amax = jnp.max(numerics.magnitude(self._values), axis=1)
+        return _maximum(row_amax, self._positions.group, self._num_groups)
+
+    def copy(self, scaling: _Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
+        """Returns the bytes and the inverse scales of one orientation."""
+        chunks = (
+            self._table.row_blocks(FP8_ALIGNMENT, layout.row_blocks(FP8_ALIGNMENT))
+            if layout.columnwise
+            else self._positions
+        )
+        scale, scale_inv = self._scales(scaling, layout, chunks)
+        data = numerics.cast(self._values, scale, scaling.spec.dtype)
+        if not layout.columnwise:
+            return jnp.where(self._valid, data, jnp.uint8(0)), scale_inv
+        row, feature, exists = layout.column_source(chunks)
+        return jnp.where(exists, _take(data, row, feature), jnp.uint8(0)), scale_inv
+
+    def _scales(self, scaling: _Scaling, layout: QuantizedLayout, chunks: RowPositions) -> tuple[jax.Array, jax.Array]:
+        """Returns the scales of every row, and the inverse scales in their stored layout."""
+        if scaling.group_scales:
+            scale, scale_inv = scaling.group_scales
+            return _take(scale, self._positions.group)[:, None], scale_inv
+        rows, features = layout.block_shape
+        amax = _block_features(numerics.magnitude(self._values), features).max(axis=2)
+        if rows == 1:
+            scale, scale_inv = scaling.block_scales(amax)
+        else:
+            block = self._positions.block(rows)
+            amax = _maximum(amax, jnp.where(self._positions.valid, block, -1), layout.row_blocks(rows))
+            scale, scale_inv = scaling.block_scales(amax)
+            scale = _take(scale, block)
+        scale = spread(scale, features, layout.features, axis=1)
+        if layout.scales_in_block_order:
+            (size,), width = layout.scale_shape, scale_inv.shape[1]
+            return scale, jnp.pad(scale_inv, ((0, 0), (0, size // scale_inv.shape[0] - width)))
+        if rows > 1:
+            scale_inv = _take(scale_inv, chunks.block(rows))
+        where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
+        return scale, _scatter_scales(scale_inv, where, chunks.valid, layout)
+
+
+class _Stack:
+    """Quantizer of a stack `[E, K, C]`."""
+
+    def __init__(self, values: jax.Array):
+        self._values = values
+
+    def amax(self) -> jax.Array:
+        """Returns the largest absolute value of each group."""
+        return jnp.max(numerics.magnitude(self._values), axis=(1, 2))
+
+    def copy(self, scaling: _Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
+        """Returns the bytes and the inverse scales of one orientation."""
+        if scaling.group_scales:
+            scale, scale_inv = scaling.group_scales
+            scale = scale[:, None, None]
+        else:
+            scale, scale_inv = scaling.block_scales(self._block_amax(layout))
+            scale, scale_inv = _spread_blocks(scale, layout), _to_region(scale_inv, layout)
+        data = numerics.cast(self._values, scale, scaling.spec.dtype)
+        return _pad(data.swapaxes(1, 2), layout.data_shape) if layout.columnwise else data, scale_inv
+
+    def _block_amax(self, layout: QuantizedLayout) -> jax.Array:
+        rows, features = layout.block_shape
+        groups, height, width = self._values.shape
+        padded = _pad(numerics.magnitude(self._values), (groups, round_up(height, rows), round_up(width, features)))
+        blocks = padded.reshape(groups, padded.shape[1] // rows, rows, padded.shape[2] // features, features)
+        return blocks.max(axis=(2, 4))
+
+
+def _quantize_permuted_xla(
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *more: jax.Array,
+    spec: QuantizeSpec,
+) -> tuple[jax.Array, ...]:
+    """Returns rowwise data and scales of gathered rows, each that of its pair's token; amax too if scales are given."""
+    x_scale, scale = more[: spec.scaled_input], more[spec.scaled_input :]
+    results = quantize_xla(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), *scale, spec=spec)
+    return results[: 3 if spec.given_scale else 2]
+
+
+def dequantize_xla(
+    data: jax.Array,
+    scale_inv: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+    *,
+    layout: QuantizedLayout,
+    out_dtype: DTypeLike,
+) -> jax.Array:
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
+    if layout.stack_rows is not None:
+        return _dequantize_stack(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
+    offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
+    positions = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
+    if layout.columnwise:
+        data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(positions))
+        where = layout.column_scales(positions)
+    else:
+        where = layout.row_scales(positions)
+    scale_inv = numerics.stored_scale(_take(scale_inv, where))
+    values = numerics.flush(
+        data.astype(jnp.float32) * spread(scale_inv, layout.block_shape[1], layout.features, axis=1)
+    )
+    return jnp.where(positions.valid[:, None], values, 0).astype(out_dtype)
+
+
+def _dequantize_stack(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Computes `data * scale_inv` of a stack, `[E, K, C]`, in float32."""
+    if layout.columnwise:
+        data = data[:, :, : layout.stack_rows].swapaxes(1, 2)
+    if layout.mode == ScalingMode.TENSOR:
+        scale_inv = scale_inv[:, None, None]
+    else:
+        scale_inv = _spread_blocks(numerics.stored_scale(_from_region(scale_inv, layout)), layout)
+    return numerics.flush(data.astype(jnp.float32) * scale_inv)
+
+
+def _spread_blocks(per_block: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Repeats per-block values to one per element: `[E, blocks of rows, blocks of features] -> [E, K, C]`."""
+    assert layout.stack_rows is not None
+    rows, features = layout.block_shape
+    return spread(spread(per_block, rows, layout.stack_rows, axis=1), features, layout.features, axis=2)
+
+
+def _is_transposed(layout: QuantizedLayout) -> bool:
+    """Tells whether the blocks of features are the first axis of a scale region."""
+    return layout.columnwise != (layout.mode == ScalingMode.BLOCK_1D)
+
+
+def _to_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Lays out one inverse scale per block, `[E, blocks of rows, blocks of features]`, as `QuantizedLayout` says."""
+    if _is_transposed(layout):
+        scale_inv = scale_inv.swapaxes(1, 2)
+    if not layout.swizzled_scales:
+        return _pad(scale_inv, layout.scale_shape)
+    groups, outer, inner = scale_inv.shape
+    tiles = _pad(scale_inv, (groups, round_up(outer, 128), round_up(inner, 4)))
+    return tiles.reshape(groups, -1, 4, 32, tiles.shape[2] // 4, 4).transpose(0, 1, 4, 3, 2, 5)
+
+
+def _from_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Inverts `_to_region`."""
+    assert layout.stack_rows is not None
+    rows, features = layout.block_shape
+    blocks = -(-layout.stack_rows // rows), -(-layout.features // features)
+    outer, inner = reversed(blocks) if _is_transposed(layout) else blocks
+    if layout.swizzled_scales:
+        tiles = scale_inv.reshape(layout.num_groups, -(-outer // 128), -(-inner // 4), 32, 4, 4)
+        scale_inv = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(layout.num_groups, round_up(outer, 128), -1)
+    scale_inv = scale_inv[:, :outer, :inner]
+    return scale_inv.swapaxes(1, 2) if _is_transposed(layout) else scale_inv
+
+
+def _pad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Pads the ends of the axes with zeros."""
+    return jnp.pad(array, [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)])
+
+
+def _take(values: jax.Array, *index: jax.Array) -> jax.Array:
+    """Returns `values[index]` with indices clipped to the array."""
+    return values.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _maximum(values: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
+    """Returns the maximum of each segment of nonnegative values along the first axis; drops segment -1."""
+    zeros = jnp.zeros((num_segments, *values.shape[1:]), values.dtype)
+    return zeros.at[jnp.where(segment < 0, num_segments, segment)].max(values, mode="drop")
+
+
+def _block_features(values: jax.Array, block: int) -> jax.Array:
+    """Reshapes `[n, C] -> [n, ceil(C / block), block]`, padded with zeros."""
+    features = values.shape[1]
+    padded = jnp.pad(values, ((0, 0), (0, round_up(features, block) - features)))
+    return padded.reshape(values.shape[0], -1, block)
+
+
+def _scatter_scales(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
+    """Scatters the inverse scales to their positions in the flat array, zeros elsewhere."""
+    size = math.prod(layout.scale_shape)
+    where = jnp.where(valid[:, None], where, size)
+    return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")
+
+
+def _quantize_cuda(
+    x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
+) -> tuple[jax.Array, ...]:
+    """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
+    shape = (x.shape[0] // batch, x.shape[1])
+    layout = spec.layout(shape, columnwise=False)
+    scratch = jax.ShapeDtypeStruct((scratch_bytes(spec.rows(shape[0]), spec.num_groups),), jnp.uint8)
+    partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
+    results = list(spec.results(shape).values())
+    if spec.gathered_rows is not None and batch > 1:
+        i = int(spec.scaled_input)
+        more = (*more[:i], in_whole_batch(more[i], shape[0], batch), *more[i + 1 :])
+    operands = (x, group_sizes, group_offset, *more)
+    # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
+    first = len(operands) - len(results)
+    aliases = {first + i: i for i in range(len(results))} if spec.cached else None
+    outputs = jax.ffi.ffi_call(
+        "jax_grouped_quantize",
+        [batched(result, batch) for result in (*results, scratch, partial_sums)],
+        input_output_aliases=aliases,
+    )(
+        *operands,
+        mode=np.int32(MODES.index(spec.mode)),
+        stack_rows=np.int64(spec.stack_rows or 0),
+        rowwise=spec.rowwise,
+        columnwise=spec.columnwise,
+        dbias=spec.dbias,
+        pow2_scales=spec.pow2_scales,
+        amax_epsilon=np.float32(spec.amax_epsilon),
+        swizzled_scales=spec.swizzled_scales,
+        given_scale=spec.given_scale,
+        gathered=spec.gathered_rows is not None,
+        activation=np.int32(ACTIVATIONS.index(spec.activation)),
+        backward=spec.backward,
+        weighted=spec.weighted,
+        inner_products=spec.inner_products,
+        activated=spec.activated,
+        cached=spec.cached,
+    )
+    return tuple(outputs[: len(results)])
+
+
+def _quantize_permuted_cuda(
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *more: jax.Array,
+    spec: QuantizeSpec,
+    batch: int,
+) -> tuple[jax.Array, ...]:
+    """Returns the rowwise data and scales, and with given scales the largest values. Reads each token once."""
+    del order
+    results = spec.permuted_results((x.shape[0] // batch, x.shape[1]))
+    results.insert(2, jax.ShapeDtypeStruct((group_table_size(spec.num_groups),), jnp.int32))
+    data, scale, _, *amax = jax.ffi.ffi_call(
+        "jax_grouped_quantize_permuted", [batched(result, batch) for result in results]
+    )(
+        x,
+        inverse,
+        group_sizes,
+        group_offset,
+        *more,
+        num_groups=np.int64(batch * spec.num_groups),
+        given_scale=spec.given_scale,
+        pow2_scales=spec.pow2_scales,
+        amax_epsilon=np.float32(spec.amax_epsilon),
+    )
+    return data, scale, *amax
+
+
+def dequantize_cuda(
+    data: jax.Array,
+    scale_inv: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None = None,
+    *,
+    layout: QuantizedLayout,
+    out_dtype: DTypeLike,
+    batch: int,
+) -> jax.Array:
+    """Computes `data * scale_inv` in float32 and converts it to `out_dtype`: `[T, C]`, zero in rows of no group."""
+    out = jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)
+    table = jax.ShapeDtypeStruct((group_table_size(layout.num_groups),), jnp.int32)
+    return jax.ffi.ffi_call(
+        "jax_grouped_dequantize",
+        [batched(out, batch), batched(table, batch)],
+    )(
+        data,
+        scale_inv,
+        group_sizes,
+        jnp.zeros((batch,), jnp.int32) if group_offset is None else group_offset,
+        mode=np.int32(MODES.index(layout.mode)),
+        num_groups=np.int64(layout.num_groups),
+        stack_rows=np.int64(layout.stack_rows or 0),
+        columnwise=layout.columnwise,
+        swizzled_scales=layout.swizzled_scales,
+    )[0]
+
+
+def scratch_bytes(capacity: int, num_groups: int) -> int:
+    """Returns the bytes of a quantization's windows and group table on the device (`QuantizeScratchBytes` in C++)."""
+    chunks = max_row_blocks(capacity, num_groups, FP8_ALIGNMENT)
+    windows = -(-chunks // _CHUNKS_PER_WINDOW)
+    return windows * _WINDOW_BYTES + 4 * group_table_size(num_groups)
+
+
+def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
+    """Drops orientations, sums and copies of activations' results that no product reads.
+
+    Differentiation rules ask for everything that any gradient needs, and under `jax.checkpoint` both passes quantize.
+    """
+    equation = inputs_and_equation[-1]  # Since JAX 0.12, the flags of live inputs come before it.
+    spec, shape = equation.params["spec"], equation.invars[0].aval.shape
+    if not any(read):
+        return [False] * len(equation.invars), None
+    if spec.cached:  # Its previous results are operands.
+        return [True] * len(equation.invars), equation
+    results = dict(zip(spec.results(shape), equation.outvars, strict=True))
+    names = [name for name, is_read in zip(results, read, strict=True) if is_read]
+    if all(name.startswith("activated") for name in names):
+        return _quantize_activation_alone(results, equation)
+    rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
+    if not rowwise and not columnwise:
+        rowwise, columnwise = spec.rowwise, not spec.rowwise
+    more = {name: name in names for name in ("dbias", "inner_products")}
+    activated = spec.activated and any(name.startswith("activated") for name in names)
+    # The scale that the activation's result is given is the last operand.
+    dropped = int(spec.activated and spec.given_scale and not activated)
+    kept = len(equation.invars) - dropped
+    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, activated=activated, **more)
+    made = [results[name] for name in spec.results(shape)]
+    params = {**equation.params, "spec": spec, "batches": equation.params["batches"][:kept]}
+    reduced = equation.replace(invars=equation.invars[:kept], outvars=made, params=params)
+    return [True] * kept + [False] * dropped, reduced
+
+
+def _quantize_activation_alone(results: dict[str, Any], equation: Any) -> tuple[list[bool], Any]:
+    """Quantizes an activation's result in the forward form, which reads no gradient, in place of a backward form."""
+    spec, batches = equation.params["spec"], equation.params["batches"]
+    activation_input = 3 + spec.given_scale
+    kept = [activation_input, 1, 2]
+    if spec.given_scale:
+        kept.append(len(equation.invars) - 1)
+    if spec.weighted:
+        kept.append(activation_input + 1)
+    params = {**equation.params, "spec": spec.forward(), "batches": tuple(batches[i] for i in kept)}
+    made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
+    alone = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
+    return [i in kept for i in range(len(equation.invars))], alone
+
+
+#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
+QUANTIZE = define(
+    "quantize",
+    lambda x, *_, spec: list(spec.results(x.shape).values()),
+    quantize_xla,
+    _quantize_cuda,
+    dce_rule=_drop_unread_results,
+)
+#: `(x, order, inverse, group_sizes, group_offset, *more) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.
+QUANTIZE_PERMUTED = define(
+    "quantize_permuted",
+    lambda x, *_, spec: spec.permuted_results(x.shape),
+    _quantize_permuted_xla,
+    _quantize_permuted_cuda,
+)
+#: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
+DEQUANTIZE = define(
+    "dequantize",
+    lambda *_, layout, out_dtype: [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)],
+    dequantize_xla,
+    dequantize_cuda,
+)

@@ -1,0 +1,318 @@
+"""Routing: the choice of each token's experts, and the rows of the chosen pairs, sorted by expert."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped.core.capacity import fit_to_capacity
+from jax_grouped.core.groups import as_int32, count_not_above
+from jax_grouped.kernels.primitive import batched, define
+
+#: Function from a router's logits to scores.
+Score = Literal["softmax", "sigmoid"]
+#: Most experts that the kernels take, most choices of a token, and most groups of experts: `kMostExperts`,
+#: `kMostChoices` and `kMostExpertGroups` in csrc.
+_MOST_EXPERTS, _MOST_CHOICES, _MOST_EXPERT_GROUPS = 512, 32, 32
+#: Values of the enumeration in csrc.
+_SCORES = ("softmax", "sigmoid")
+#: Most blocks of successive tokens in which the kernels count choices, and fewest tokens in one (`RoutingBlocks` in
+#: csrc).
+_MOST_BLOCKS, _LEAST_BLOCK_TOKENS = 128, 32
+_LOWEST = np.float32(np.finfo(np.float32).min)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteSpec:
+    """The static part of a routing `(logits, *bias) -> (experts, weights, probabilities)`.
+
+    | array           | type and shape  | contents                                                            |
+    |-----------------|-----------------|---------------------------------------------------------------------|
+    | `logits`        | `[T, E]`        | bfloat16, float16 or float32                                        |
+    | `bias`          | `float32[E]`    | if given, what is added to the scores for the choice                |
+    | `experts`       | `int32[T, k]`   | highest sums of score and bias, best first; of equal ones, by index |
+    | `weights`       | `float32[T, k]` | scores of these experts                                             |
+    | `probabilities` | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
+
+    In the choice, a NaN counts as the lowest score. Without a bias, sigmoids are compared by their logits, and groups
+    by sums of sigmoids that are divided by a common factor: float32 rounds the sigmoids themselves to 0 or 1.
+
+    Attributes:
+        top_k: `k`, at most the experts of the groups that a token may use.
+        score: function from the logits to the scores, which are computed in float32.
+        normalize_weights: whether a token's weights are divided by their sum, unless that is 0.
+        expert_groups: number of groups of successive experts.
+        top_groups: number of groups that a token's experts come from: those with the highest sum of the two highest
+            numbers that the choice compares.
+    """
+
+    top_k: int
+    score: Score
+    normalize_weights: bool
+    expert_groups: int = 1
+    top_groups: int = 1
+
+    def results(self, logits: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes and types of the results for logits of this shape."""
+        choices = (logits[0], self.top_k)
+        return [
+            jax.ShapeDtypeStruct(choices, jnp.int32),
+            jax.ShapeDtypeStruct(choices, jnp.float32),
+            jax.ShapeDtypeStruct(logits, jnp.float32),
+        ]
+
+
+def _pair_shapes(experts: tuple[int, ...], num_experts: int, rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns shapes and types of an order of pairs, its inverse, the group sizes, and the number of dropped pairs.
+
+    Args:
+        experts: the shape `[T, k]` of the experts.
+        num_experts: `E`.
+        rows: `R`.
+    """
+    shapes = ((rows,), experts, (num_experts,), (1,))
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def route_xla(logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec) -> tuple[jax.Array, ...]:
+    """Returns the experts, weights and probabilities of `RouteSpec`."""
+    logits = logits.astype(jnp.float32)
+    if spec.score == "softmax":
+        scores = probabilities = jax.nn.softmax(logits)
+        experts = _best(scores if bias is None else scores + bias, spec)
+        weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
+        return experts, _normalized(weights) if spec.normalize_weights else weights, probabilities
+    if bias is not None:
+        experts = _best(_sigmoid(logits) + bias, spec)
+    else:
+        # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
+        compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
+        experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
+    chosen_logits = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
+    weights = _normalized(_relative_sigmoid(chosen_logits)) if spec.normalize_weights else _sigmoid(chosen_logits)
+    return experts, weights, _normalized(_relative_sigmoid(logits))
+
+
+def _sigmoid(logits: jax.Array) -> jax.Array:
+    return _without_subnormals(jax.nn.sigmoid(logits))
+
+
+def _relative_sigmoid(logits: jax.Array) -> jax.Array:
+    """Returns sigmoids `[T, n]`, each row divided by exp(min(its largest logit, 0)): they do not all underflow."""
+    largest = jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=1, keepdims=True)
+    shift = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, 0))
+    # The shift is 0 beside a positive logit. No exponential overflows.
+    power = jnp.exp(jnp.where(logits > 0, -logits, logits - shift))
+    return jnp.where(logits > 0, 1, power) / (1 + power * jnp.exp(shift))
+
+
+def _without_subnormals(x: jax.Array) -> jax.Array:
+    """Replaces subnormal numbers by 0 on every platform, as CPUs do."""
+    return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0, x)
+
+
+def _best(compared: jax.Array, spec: RouteSpec, scores: jax.Array | None = None) -> jax.Array:
+    """Returns the indices of the highest numbers in the best groups, `int32[T, top_k]`.
+
+    The best groups are those with the highest sums of their two highest scores: by default the compared numbers.
+    """
+    compared = _limited(compared, -_LOWEST)
+    if spec.top_groups < spec.expert_groups:
+        scores = _limited(compared if scores is None else scores, -_LOWEST / 2)  # Sums do not overflow.
+        grouped = (scores.shape[0], spec.expert_groups, scores.shape[1] // spec.expert_groups)
+        two_best = jax.lax.top_k(scores.reshape(grouped), min(2, grouped[2]))[0]
+        groups = jax.lax.top_k(jnp.sum(two_best, axis=2), spec.top_groups)[1]
+        usable = jnp.any(chosen(groups, spec.expert_groups), axis=1)[..., None]
+        compared = jnp.where(usable, compared.reshape(grouped), -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(compared, spec.top_k)[1]
+
+
+def _limited(x: jax.Array, most: np.float32) -> jax.Array:
+    """Returns numbers within [-most, most]. NaN counts as the lowest."""
+    # The order of NaN depends on the device, and an implementation of top_k may pad with -inf of no index.
+    return jnp.clip(jnp.where(jnp.isnan(x), -most, x), -most, most)
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    """Divides nonnegative numbers `[T, n]` by their sum over `n`; returns zeros where the sum is 0."""
+    # Sums of tiny numbers would lose bits, or be flushed to 0. So divide by the largest first.
+    largest = jnp.max(x, axis=1, keepdims=True)
+    x = x / jnp.where(largest > 0, largest, 1)
+    total = jnp.sum(x, axis=1, keepdims=True)
+    return x / jnp.where(total == 0, 1, total)
+
+
+def chosen(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Compares each choice with each expert, `bool[T, k, E]`."""
+    return as_int32(experts, -1, num_experts)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+
+
+def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Counts the choices of each expert, `int32[E]`."""
+    return jnp.sum(chosen(experts, num_experts), axis=(0, 1), dtype=jnp.int32)
+
+
+def group_pairs_xla(experts: jax.Array, *, num_experts: int, rows: int) -> tuple[jax.Array, ...]:
+    """Returns the order, inverse, group sizes and number of dropped pairs."""
+    pairs = experts.size
+    keys = jnp.where((experts < 0) | (experts > num_experts), num_experts, experts).reshape(pairs)
+    keys, sorted_pairs = jax.lax.sort((keys, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    wanted = jnp.diff(count_not_above(keys, jnp.arange(num_experts, dtype=jnp.int32)), prepend=0)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group_sizes = wanted
+    if rows < pairs:
+        group_sizes = fit_to_capacity(wanted, rows)
+        group = jnp.minimum(count_not_above(jnp.cumsum(group_sizes, dtype=jnp.int32), row), num_experts - 1)
+        start, sorted_start = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes for sizes in (group_sizes, wanted))
+        rank = _spread(row - start[group], group_sizes[group], wanted[group])
+        sorted_pairs = sorted_pairs[jnp.clip(sorted_start[group] + rank, 0, pairs - 1)]
+    used = jnp.sum(group_sizes, dtype=jnp.int32)
+    # Send each pair without a row to a distinct index past the end: the scatter is told that indices are unique.
+    pair = jnp.where(row < used, sorted_pairs, pairs + row)
+    inverse = jnp.full((pairs,), rows, jnp.int32).at[pair].set(row, mode="drop", unique_indices=True)
+    return jnp.minimum(pair, pairs), inverse.reshape(experts.shape), group_sizes, (pairs - used).reshape(1)
+
+
+def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
+    """Returns the place of each of `count` items that stand at equal distances in `size` places.
+
+    All are int32 below 2^30. Item `rank` stands at the last place `p` with `(p * count + size // 2) // size == rank`:
+    `((rank + 1) * size - size // 2) / count`, rounded up, less one.
+    """
+    factor, size, count = (x.astype(jnp.uint32) for x in (rank + 1, size, jnp.maximum(count, 1)))
+
+    # There are no 64-bit integers, so multiply and divide bit by bit. Unrolled, this would take minutes to compile.
+    def with_next_bit(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        quotient, rest = carry
+        bit = (factor >> (29 - i).astype(jnp.uint32)) & 1
+        rest = 2 * rest + bit * (size % count)
+        return 2 * quotient + rest // count, rest % count
+
+    zeros = jnp.zeros_like(factor)
+    quotient, rest = jax.lax.fori_loop(0, 30, with_next_bit, (zeros, zeros))
+    quotient += factor * (size // count)
+    half = size // 2
+    place = quotient - half // count - jnp.where(rest > half % count, 0, 1).astype(jnp.uint32)
+    return place.astype(jnp.int32)
+
+
+def route_and_group_xla(
+    logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec, rows: int
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `route` and of `group_pairs`, the experts' loads, and the sums of the probabilities."""
+    experts, weights, probabilities = route_xla(logits, bias, spec=spec)
+    num_experts = logits.shape[1]
+    return (
+        experts,
+        weights,
+        probabilities,
+        *group_pairs_xla(experts, num_experts=num_experts, rows=rows),
+        expert_load(experts, num_experts),
+        jnp.sum(probabilities, axis=0),
+    )
+
+
+def _route_cuda(logits: jax.Array, *bias: jax.Array, spec: RouteSpec, batch: int) -> tuple[jax.Array, ...]:
+    if not _can_route(logits, spec, batch):
+        return _by_elements(functools.partial(route_xla, spec=spec), batch, logits, *bias)
+    return _call_route(logits, *bias, spec=spec, batch=batch)[:3]
+
+
+def _group_pairs_cuda(experts: jax.Array, *, num_experts: int, rows: int, batch: int) -> tuple[jax.Array, ...]:
+    if not _can_group(experts, num_experts, batch):
+        function = functools.partial(group_pairs_xla, num_experts=num_experts, rows=rows)
+        return _by_elements(function, batch, experts)
+    counts = jax.ShapeDtypeStruct((batch * count_blocks(experts.shape[0] // batch), num_experts), jnp.int32)
+    return _call_group_pairs(experts, counts, num_experts=num_experts, rows=rows, batch=batch)[:4]
+
+
+def _route_and_group_cuda(
+    logits: jax.Array, *bias: jax.Array, spec: RouteSpec, rows: int, batch: int
+) -> tuple[jax.Array, ...]:
+    if not _can_route(logits, spec, batch):
+        function = functools.partial(route_and_group_xla, spec=spec, rows=rows)
+        return _by_elements(function, batch, logits, *bias)
+    num_experts = logits.shape[1]
+    experts, weights, probabilities, *block_sums = _call_route(logits, *bias, spec=spec, batch=batch)
+    sums = jax.ShapeDtypeStruct((batch * num_experts,), jnp.float32)
+    grouped = _call_group_pairs(experts, sums, *block_sums, num_experts=num_experts, rows=rows, batch=batch)
+    return experts, weights, probabilities, *grouped
+
+
+def _can_route(logits: jax.Array, spec: RouteSpec, batch: int) -> bool:
+    few = spec.top_k <= _MOST_CHOICES and spec.expert_groups <= _MOST_EXPERT_GROUPS
+    return few and _can_group(logits, logits.shape[1], batch)
+
+
+def _can_group(per_token: jax.Array, num_experts: int, batch: int) -> bool:
+    # In an export, the number of tokens may be symbolic.
+    known = isinstance(per_token.shape[0], int) and isinstance(batch, int)
+    return known and per_token.size > 0 and num_experts <= _MOST_EXPERTS
+
+
+def _by_elements(
+    function: Callable[..., tuple[jax.Array, ...]], batch: int, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Applies plain JAX to every batch element."""
+    if batch == 1:
+        return function(*operands)
+    results = jax.vmap(function)(*(x.reshape(batch, x.shape[0] // batch, *x.shape[1:]) for x in operands))
+    return tuple(x.reshape(batch * x.shape[1], *x.shape[2:]) for x in results)
+
+
+def count_blocks(tokens: int) -> int:
+    """Returns the number of blocks of tokens that the kernels count separately (`RoutingBlocks` in C++)."""
+    return -(-tokens // max(_LEAST_BLOCK_TOKENS, -(-tokens // _MOST_BLOCKS)))
+
+
+def _call_route(logits: jax.Array, *bias: jax.Array, spec: RouteSpec, batch: int) -> tuple[jax.Array, ...]:
+    """Returns the results of `RouteSpec`, and for each block of tokens counts and sums of probabilities by expert."""
+    blocks = (batch * count_blocks(logits.shape[0] // batch), logits.shape[1])
+    block_sums = [jax.ShapeDtypeStruct(blocks, dtype) for dtype in (jnp.int32, jnp.float32)]
+    outputs = jax.ffi.ffi_call("jax_grouped_route", [*spec.results(logits.shape), *block_sums])(
+        logits,
+        *bias,
+        batch=np.int64(batch),
+        score=np.int32(_SCORES.index(spec.score)),
+        normalize_weights=spec.normalize_weights,
+        expert_groups=np.int64(spec.expert_groups),
+        top_groups=np.int64(spec.top_groups),
+    )
+    return tuple(outputs)
+
+
+def _call_group_pairs(
+    experts: jax.Array, last: jax.ShapeDtypeStruct, *block_sums: jax.Array, num_experts: int, rows: int, batch: int
+) -> tuple[jax.Array, ...]:
+    """Returns the order, inverse, group sizes and dropped pairs of each batch element, the experts' loads, and `last`.
+
+    The last result is that of sums over `block_sums`. Without these, it is scratch memory.
+    """
+    element = (experts.shape[0] // batch, experts.shape[1])
+    grouped = [batched(shape, batch) for shape in _pair_shapes(element, num_experts, rows)]
+    load = jax.ShapeDtypeStruct((batch * num_experts,), jnp.int32)
+    call = jax.ffi.ffi_call("jax_grouped_group_pairs", [*grouped, load, last])
+    return tuple(call(experts, *block_sums, batch=np.int64(batch)))
+
+
+def _route_and_group_results(logits: Any, *_: Any, spec: RouteSpec, rows: int) -> list[jax.ShapeDtypeStruct]:
+    tokens, num_experts = logits.shape
+    totals = [jax.ShapeDtypeStruct((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    return [*spec.results(logits.shape), *_pair_shapes((tokens, spec.top_k), num_experts, rows), *totals]
+
+
+#: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
+ROUTE = define("route", lambda logits, *_, spec: spec.results(logits.shape), route_xla, _route_cuda)
+#: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
+GROUP_PAIRS = define(
+    "group_pairs",
+    lambda experts, *, num_experts, rows: _pair_shapes(experts.shape, num_experts, rows),
+    group_pairs_xla,
+    _group_pairs_cuda,
+)
+#: `(logits, *bias) -> [*route, *group_pairs, expert_load, probability_sums]` with a `RouteSpec` and `rows`.
+ROUTE_AND_GROUP = define("route_and_group", _route_and_group_results, route_and_group_xla, _route_and_group_cuda)

@@ -1,0 +1,133 @@
+"""Rows without groups: copies and sums of rows, and gradients of activations for rows with weights."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad
+from jax_grouped.kernels.primitive import define, in_whole_batch
+
+#: Features that the kernels of activations' gradients and of sums load at once: `kRowVector` in csrc.
+_ROW_VECTOR = 8
+#: Bytes that the copies of tokens move at once: `kPermuteVectorBytes` in csrc.
+_PERMUTE_VECTOR_BYTES = 16
+
+
+def activation_gradient_xla(
+    x: jax.Array, da: jax.Array, weights: jax.Array, *order: jax.Array, activation: Activation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradient of `x`, weighted rows `[R, F]` and inner products `[R]`, NaN for rows without a weight."""
+    values, gradient = x.astype(jnp.float32), da.astype(jnp.float32)
+    row_weights = (gather(weights, order[0]) if order else weights)[:, None]
+    a = activate(values, activation)
+    dx = activation_grad(values, gradient * row_weights, activation)
+    results = dx.astype(x.dtype), (a * row_weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
+    if not order:
+        return results
+    exists = (order[0] >= 0) & (order[0] < weights.shape[0])
+    dx, weighted, inner_products = results
+    return (
+        jnp.where(exists[:, None], dx, jnp.nan),
+        jnp.where(exists[:, None], weighted, jnp.nan),
+        jnp.where(exists, inner_products, jnp.nan),
+    )
+
+
+def _activation_gradient_cuda(
+    x: jax.Array, da: jax.Array, weights: jax.Array, *order: jax.Array, activation: Activation, batch: int
+) -> tuple[jax.Array, ...]:
+    """Calls the kernel if the numbers have 16 bits."""
+    if order and batch > 1:
+        order = (in_whole_batch(order[0], weights.shape[0] // batch, batch),)
+    if x.dtype == jnp.float32 or da.shape[1] % _ROW_VECTOR != 0:
+        return activation_gradient_xla(x, da, weights, *order, activation=activation)
+    call = jax.ffi.ffi_call("jax_grouped_activation_grad", _activation_gradient_results(x, da))
+    return tuple(call(x, da, weights, *order, activation=np.int32(ACTIVATIONS.index(activation))))
+
+
+def _activation_gradient_results(x: Any, da: Any, *_: Any, **__: Any) -> list[jax.ShapeDtypeStruct]:
+    shapes = (x.shape, x.dtype), (da.shape, da.dtype), (da.shape[:1], jnp.float32)
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def permute_xla(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool = True) -> jax.Array:
+    """Returns each row's token, zeros in the tail, or NaN where it may hold anything: `[T, C] -> [R, C]`."""
+    return gather(x, tokens_of(order, inverse), fill=0.0 if zero_tail else jnp.nan)
+
+
+def permute_cuda(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool, batch: int) -> jax.Array:
+    """Calls the kernel if the tokens are whole vectors."""
+    if batch > 1:
+        pairs = inverse.size
+        inverse = in_whole_batch(inverse.reshape(-1), order.shape[0] // batch, batch).reshape(inverse.shape)
+        order = in_whole_batch(order, pairs // batch, batch)
+        order = jnp.where(order < 0, pairs, order)
+    if x.shape[1] * x.dtype.itemsize % _PERMUTE_VECTOR_BYTES != 0:
+        return permute_xla(x, order, inverse)
+    rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
+    call = jax.ffi.ffi_call("jax_grouped_permute_rows", rows)
+    return call(x, order, inverse, zero_tail=zero_tail)
+
+
+def gather(x: jax.Array, indices: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Returns `x[indices]`, `fill` for an index outside of `[0, T)`, whatever any other row of `x` holds."""
+    if x.shape[0] == 0:  # XLA refuses to gather from an empty array.
+        x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
+    return x.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+
+
+def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns the token of each row, `int32[R]`, and `T` or more in the tail."""
+    return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
+
+
+def sum_rows_xla(rows: jax.Array, inverse: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Returns the sums in the type of the rows."""
+    return sum_of_choices(rows, inverse, *weights).astype(rows.dtype)
+
+
+def _sum_rows_cuda(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, batch: int) -> jax.Array:
+    """Calls the kernel if the numbers have 16 bits."""
+    if batch > 1:
+        inverse = in_whole_batch(inverse.reshape(-1), rows.shape[0] // batch, batch).reshape(inverse.shape)
+    if rows.dtype == jnp.float32 or rows.shape[1] % _ROW_VECTOR != 0:
+        return sum_rows_xla(rows, inverse, *weights)
+    sums = jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)
+    return jax.ffi.ffi_call("jax_grouped_sum_rows", sums)(rows, inverse, *weights)
+
+
+def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
+    if weights is not None:
+        # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
+        weights = jnp.where((inverse >= 0) & (inverse < rows.shape[0]), weights, 0)
+    # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
+    # gather of all choices as an array `[T, k, C]`.
+    terms = []
+    for choice in range(inverse.shape[1]):
+        term = gather(rows, inverse[:, choice]).astype(jnp.float32)
+        terms.append(term if weights is None else term * weights[:, choice, None])
+    return functools.reduce(jnp.add, terms)
+
+
+#: `(x, da, weights, *order) -> [dx, weighted, inner_products]` with `activation`, and an order or none.
+ACTIVATION_GRAD = define(
+    "activation_grad", _activation_gradient_results, activation_gradient_xla, _activation_gradient_cuda
+)
+#: `(x, order, inverse) -> [rows]` with `zero_tail`.
+PERMUTE_ROWS = define(
+    "permute_rows",
+    lambda x, order, *_, **__: [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)],
+    permute_xla,
+    permute_cuda,
+)
+#: `(rows, inverse, *weights) -> [sums]`, with weights or without.
+SUM_ROWS = define(
+    "sum_rows",
+    lambda rows, inverse, *_: [jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)],
+    sum_rows_xla,
+    _sum_rows_cuda,
+)
