@@ -13,18 +13,20 @@ from jax.typing import DTypeLike
 from jax_grouped.core.groups import (
     FP8_ALIGNMENT,
     GroupRows,
+    Groups,
     GroupTable,
     RowPositions,
     group_rows,
     max_row_blocks,
     round_up,
 )
+from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad, is_gated
 from jax_grouped.kernels.bias_gradient import bias_gradient_xla
-from jax_grouped.kernels.primitive import batched, define, group_table_size, in_whole_batch
+from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.rows import tokens_of
 
 #: Values of the enumeration in csrc.
@@ -36,44 +38,48 @@ _CHUNKS_PER_WINDOW = 32
 _WINDOW_BYTES = 64 + 40 * 48
 
 
+#: Operands of the custom call after `x` and the groups, in its order, each only if it is given:
+#:
+#: - `x_scale`: inverse scales of an `x` of FP8 numbers, as in a rowwise stack of `BLOCK_1D`. Its values are read as
+#:   bfloat16 (`BLOCK_1D` without an activation only).
+#: - `row_indices [R]`: row `i` is `x[row_indices[i]]`, or zero if there is no such row.
+#: - `scale [G]`: delayed scaling (`TENSOR` only).
+#: - `activation_input`: `x` is then the gradient of the activation's result.
+#: - `row_weights [T]`: factors of the rows of the activation's result, or with an `activation_input` of its gradient.
+#: - `activated_scale [G]`: the scale of the activation's result, if both scales are given.
+#: - `skip`, followed by the previous results, whose bytes are kept if it is true.
+OPERANDS = ("x_scale", "row_indices", "scale", "activation_input", "row_weights", "activated_scale", "skip")
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
-    """The static part of a quantization `(x, group_sizes, group_offset, *more) -> results`.
-
-    `more` holds these operands in this order, each only if its flag is set: `x_scale`, `row_indices [R]`, `scale [G]`,
-    `activation_input`, `row_weights [T]`, `activated_scale [G]` if scales are given and the activation's result is
-    quantized too, and `skip` with the previous results, whose bytes are kept if `skip` is true.
+    """The static part of a quantization `(x, group_sizes, group_offset, *operands) -> results`.
 
     Attributes:
         mode: which elements share a scale.
         dtype: the FP8 type.
         num_groups: `G`, the number of groups to quantize; `group_sizes` may describe more.
         stack_rows: rows of every group of a stack of equal groups, None for ragged tokens.
-        scaled_input: whether `x` is FP8 numbers. `x_scale` is then their inverse scales, as in a rowwise stack of
-            `BLOCK_1D`, and the values are read as bfloat16 (`BLOCK_1D` without an activation only).
-        gathered_rows: `R`, the number of rows, if they are gathered: row `i` is `x[row_indices[i]]`, or zero if there
-            is no such row. None if `x` holds the rows themselves.
+        given: names of the further operands, in the order of `OPERANDS`.
+        gathered_rows: `R`, the number of rows, if `row_indices` are given.
         rowwise, columnwise: the orientations to make.
         dbias: whether to sum each group's rows.
         pow2_scales: whether scales are rounded down to powers of two.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
         swizzled_scales: whether scales of `MX` are in the order of Blackwell's matmul.
-        given_scale: whether the scales are given, one per group (`TENSOR` only).
-        activation: function applied to `x` before quantization, in float32.
-        backward: quantize the gradient of the activation's input instead; `x` is then the gradient of its result.
-        weighted: whether the activation's result, or with `backward` its gradient, is multiplied by a weight per row.
-        inner_products: whether to make, with `backward`, the inner products of each row of the activation's result with
-            `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
-        activated: whether to make, with `backward`, also the columnwise copy of the activation's result, weighted, as
-            float8_e4m3fn, and its largest values: what `forward` describes.
-        cached: whether `skip` and previous results are given.
+        activation: function applied to `x` before quantization, in float32. With an `activation_input`, the gradient of
+            the activation's input is quantized instead.
+        inner_products: whether to make, with an `activation_input`, the inner products of each row of the activation's
+            result with `x`, before weights, one per 128 features of `x`; 0 for rows of no group.
+        activated: whether to make, with an `activation_input`, also the columnwise copy of the activation's result,
+            weighted, as float8_e4m3fn, and its largest values: what `forward` describes.
     """
 
     mode: ScalingMode
     dtype: DTypeLike
     num_groups: int
     stack_rows: int | None = None
-    scaled_input: bool = False
+    given: tuple[str, ...] = ()
     gathered_rows: int | None = None
     rowwise: bool = True
     columnwise: bool = False
@@ -81,13 +87,9 @@ class QuantizeSpec:
     pow2_scales: bool = False
     amax_epsilon: float = 0.0
     swizzled_scales: bool = False
-    given_scale: bool = False
     activation: Activation | None = None
-    backward: bool = False
-    weighted: bool = False
     inner_products: bool = False
     activated: bool = False
-    cached: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -100,10 +102,15 @@ class QuantizeSpec:
             rowwise=False,
             columnwise=True,
             dbias=False,
-            backward=False,
             inner_products=False,
             activated=False,
+            given=tuple(name for name in self.given if name in ("scale", "row_weights")),
         )
+
+    def named(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """Returns the operands after the group offset by their names; the previous results as `previous`, if given."""
+        named = dict(zip(self.given, operands, strict=False))
+        return named | {"previous": tuple(operands[len(self.given) :])} if "skip" in self.given else named
 
     def rows(self, x_rows: int) -> int:
         """Returns the number of rows of the quantized array, from that of `x`."""
@@ -113,7 +120,7 @@ class QuantizeSpec:
         """Returns the number of features of the quantized array, from that of `x`."""
         if not is_gated(self.activation):
             return x_features
-        return 2 * x_features if self.backward else x_features // 2
+        return 2 * x_features if "activation_input" in self.given else x_features // 2
 
     def layout(self, x_shape: tuple[int, ...], *, columnwise: bool) -> QuantizedLayout:
         """Returns the layout of one orientation's data and scales, for an `x` of this shape, `[T, C]`."""
@@ -157,8 +164,34 @@ class QuantizeSpec:
     def permuted_results(self, x_shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
         """Returns shapes and types of the results of `quantize_permuted`: data, scales, and amax for given scales."""
         results = self.results(x_shape)
-        amax = [results["amax"]] if self.given_scale else []
+        amax = [results["amax"]] if "scale" in self.given else []
         return [results["row_data"], results["row_scale"], *amax]
+
+
+def quantize(
+    x: jax.Array,
+    groups: Groups,
+    spec: QuantizeSpec,
+    previous: Sequence[jax.Array] = (),
+    **operands: jax.Array | None,
+) -> tuple[QuantizeSpec, dict[str, jax.Array]]:
+    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None.
+
+    Returns:
+        The spec with the names of what is given, and the results by name.
+    """
+    given = {name: operand for name in OPERANDS if (operand := operands.pop(name, None)) is not None}
+    assert not operands
+    rows = given["row_indices"].shape[0] if "row_indices" in given else None
+    spec = dataclasses.replace(spec, given=tuple(given), gathered_rows=rows)
+    if rows is not None and x.shape[0] == 0:
+        x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
+    arrays = vary_alike(x, *groups, *given.values(), *previous)
+    if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
+        made = [vary_alike(result, arrays[0])[0] for result in _quantize_nothing(x, *given.values(), spec=spec)]
+    else:
+        made = bind(QUANTIZE, *arrays, spec=spec)
+    return spec, dict(zip(spec.results(x.shape), made, strict=True))
 
 
 def quantize_xla(
@@ -166,19 +199,17 @@ def quantize_xla(
 ) -> tuple[jax.Array, ...]:
     """Returns the results that `spec` asks for, in its order."""
     # Without the barrier, XLA for GPUs leaves out conversions to 16 bits before this, and unrounded numbers are read.
-    x, *operands = jax.lax.optimization_barrier((x, *more))
-    if spec.scaled_input:
-        x = _values(x, operands.pop(0))
-    if spec.gathered_rows is not None:
-        x = x.at[operands.pop(0)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    scale = operands.pop(0) if spec.given_scale else None
-    activation_input = operands.pop(0) if spec.backward else None
-    row_weights = operands.pop(0) if spec.weighted else None
-    activated_scale = operands.pop(0) if spec.activated and spec.given_scale else None
+    x, *more = jax.lax.optimization_barrier((x, *more))
+    operands = spec.named(more)
+    if "x_scale" in operands:
+        x = _values(x, operands["x_scale"])
+    if "row_indices" in operands:
+        x = x.at[operands["row_indices"]].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    activation_input, row_weights = operands.get("activation_input"), operands.get("row_weights")
 
     def quantized() -> tuple[jax.Array, ...]:
         values = _activate(x.astype(jnp.float32), activation_input, row_weights, spec)
-        made = _quantize(values, group_sizes, group_offset, scale, x.shape, spec)
+        made = _quantize(values, group_sizes, group_offset, operands.get("scale"), x.shape, spec)
         if spec.inner_products:
             assert activation_input is not None
             assert spec.activation is not None
@@ -190,7 +221,9 @@ def quantize_xla(
             assert activation_input is not None
             forward = spec.forward()
             activated = _activate(activation_input.astype(jnp.float32), None, row_weights, forward)
-            copy = _quantize(activated, group_sizes, group_offset, activated_scale, activation_input.shape, forward)
+            copy = _quantize(
+                activated, group_sizes, group_offset, operands.get("activated_scale"), activation_input.shape, forward
+            )
             made |= {
                 "activated_data": copy["column_data"],
                 "activated_scale": copy["column_scale"],
@@ -198,9 +231,8 @@ def quantize_xla(
             }
         return tuple(made[name] for name in spec.results(x.shape))
 
-    if spec.cached:
-        skip, *previous = operands
-        return jax.lax.cond(skip[0], lambda: tuple(previous), quantized)
+    if "skip" in operands:
+        return jax.lax.cond(operands["skip"][0], lambda: operands["previous"], quantized)
     return quantized()
 
 
@@ -246,15 +278,15 @@ def _quantize(
     return results
 
 
-def quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
+def _quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
     """Returns the results for an `x` without rows, features or groups."""
     results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
-    given = more[spec.gathered_rows is not None] if spec.given_scale else None
-    scaling = _Scaling(spec, results["amax"], given)
+    operands = spec.named(more)
+    scaling = _Scaling(spec, results["amax"], operands.get("scale"))
     if scaling.group_scales:
         results |= {name: scaling.group_scales[1] for name in results if name.endswith("_scale")}
     if spec.activated:
-        activated = _Scaling(spec.forward(), results["amax"], more[-1] if spec.given_scale else None)
+        activated = _Scaling(spec.forward(), results["amax"], operands.get("activated_scale"))
         if activated.group_scales:
             results["activated_scale"] = activated.group_scales[1]
     return tuple(results.values())
@@ -406,9 +438,11 @@ def _quantize_permuted_xla(
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
     """Returns rowwise data and scales of gathered rows, each that of its pair's token; amax too if scales are given."""
-    x_scale, scale = more[: spec.scaled_input], more[spec.scaled_input :]
-    results = quantize_xla(x, group_sizes, group_offset, *x_scale, tokens_of(order, inverse), *scale, spec=spec)
-    return results[: 3 if spec.given_scale else 2]
+    operands = spec.named(more) | {"row_indices": tokens_of(order, inverse)}
+    given = tuple(name for name in OPERANDS if name in operands)
+    spec = dataclasses.replace(spec, given=given)
+    results = quantize_xla(x, group_sizes, group_offset, *(operands[name] for name in given), spec=spec)
+    return results[: 3 if "scale" in given else 2]
 
 
 def dequantize_xla(
@@ -523,13 +557,13 @@ def _quantize_cuda(
     scratch = jax.ShapeDtypeStruct((scratch_bytes(spec.rows(shape[0]), spec.num_groups),), jnp.uint8)
     partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
-    if spec.gathered_rows is not None and batch > 1:
-        i = int(spec.scaled_input)
+    if "row_indices" in spec.given and batch > 1:
+        i = spec.given.index("row_indices")
         more = (*more[:i], in_whole_batch(more[i], shape[0], batch), *more[i + 1 :])
     operands = (x, group_sizes, group_offset, *more)
     # The previous results are the last operands and alias the results, so their bytes stay if `skip` is true.
     first = len(operands) - len(results)
-    aliases = {first + i: i for i in range(len(results))} if spec.cached else None
+    aliases = {first + i: i for i in range(len(results))} if "skip" in spec.given else None
     outputs = jax.ffi.ffi_call(
         "jax_grouped_quantize",
         [batched(result, batch) for result in (*results, scratch, partial_sums)],
@@ -544,14 +578,14 @@ def _quantize_cuda(
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),
         swizzled_scales=spec.swizzled_scales,
-        given_scale=spec.given_scale,
-        gathered=spec.gathered_rows is not None,
+        given_scale="scale" in spec.given,
+        gathered="row_indices" in spec.given,
         activation=np.int32(ACTIVATIONS.index(spec.activation)),
-        backward=spec.backward,
-        weighted=spec.weighted,
+        backward="activation_input" in spec.given,
+        weighted="row_weights" in spec.given,
         inner_products=spec.inner_products,
         activated=spec.activated,
-        cached=spec.cached,
+        cached="skip" in spec.given,
     )
     return tuple(outputs[: len(results)])
 
@@ -579,7 +613,7 @@ def _quantize_permuted_cuda(
         group_offset,
         *more,
         num_groups=np.int64(batch * spec.num_groups),
-        given_scale=spec.given_scale,
+        given_scale="scale" in spec.given,
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),
     )
@@ -631,43 +665,36 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     spec, shape = equation.params["spec"], equation.invars[0].aval.shape
     if not any(read):
         return [False] * len(equation.invars), None
-    if spec.cached:  # Its previous results are operands.
+    if "skip" in spec.given:  # Its previous results are operands.
         return [True] * len(equation.invars), equation
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
+    positions = {name: i for i, name in enumerate(("x", "group_sizes", "group_offset", *spec.given))}
     if all(name.startswith("activated") for name in names):
-        return _quantize_activation_alone(results, equation)
-    rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
-    if not rowwise and not columnwise:
-        rowwise, columnwise = spec.rowwise, not spec.rowwise
-    more = {name: name in names for name in ("dbias", "inner_products")}
-    activated = spec.activated and any(name.startswith("activated") for name in names)
-    # The scale that the activation's result is given is the last operand.
-    dropped = int(spec.activated and spec.given_scale and not activated)
-    kept = len(equation.invars) - dropped
-    spec = dataclasses.replace(spec, rowwise=rowwise, columnwise=columnwise, activated=activated, **more)
-    made = [results[name] for name in spec.results(shape)]
-    params = {**equation.params, "spec": spec, "batches": equation.params["batches"][:kept]}
-    reduced = equation.replace(invars=equation.invars[:kept], outvars=made, params=params)
-    return [True] * kept + [False] * dropped, reduced
+        # The forward form of what `activated` adds reads no gradient.
+        positions["x"] = positions["activation_input"]
+        if "scale" in spec.given:
+            positions["scale"] = positions["activated_scale"]
+        spec = spec.forward()
+        made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
+    else:
+        rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
+        if not rowwise and not columnwise:
+            rowwise, columnwise = spec.rowwise, not spec.rowwise
+        sums = {name: name in names for name in ("dbias", "inner_products")}
+        activated = any(name.startswith("activated") for name in names)
+        given = tuple(name for name in spec.given if name != "activated_scale" or activated)
+        spec = dataclasses.replace(
+            spec, rowwise=rowwise, columnwise=columnwise, activated=activated, given=given, **sums
+        )
+        made = [results[name] for name in spec.results(shape)]
+    kept = [positions[name] for name in ("x", "group_sizes", "group_offset", *spec.given)]
+    params = {**equation.params, "spec": spec, "batches": tuple(equation.params["batches"][i] for i in kept)}
+    reduced = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
+    return [i in kept for i in range(len(equation.invars))], reduced
 
 
-def _quantize_activation_alone(results: dict[str, Any], equation: Any) -> tuple[list[bool], Any]:
-    """Quantizes an activation's result in the forward form, which reads no gradient, in place of a backward form."""
-    spec, batches = equation.params["spec"], equation.params["batches"]
-    activation_input = 3 + spec.given_scale
-    kept = [activation_input, 1, 2]
-    if spec.given_scale:
-        kept.append(len(equation.invars) - 1)
-    if spec.weighted:
-        kept.append(activation_input + 1)
-    params = {**equation.params, "spec": spec.forward(), "batches": tuple(batches[i] for i in kept)}
-    made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
-    alone = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
-    return [i in kept for i in range(len(equation.invars))], alone
-
-
-#: `(x, group_sizes, group_offset, *more) -> results` with a `QuantizeSpec`, which defines `more` and `results`.
+#: `(x, group_sizes, group_offset, *operands) -> results` with a `QuantizeSpec`, which names operands and results.
 QUANTIZE = define(
     "quantize",
     lambda x, *_, spec: list(spec.results(x.shape).values()),
@@ -675,7 +702,7 @@ QUANTIZE = define(
     _quantize_cuda,
     dce_rule=_drop_unread_results,
 )
-#: `(x, order, inverse, group_sizes, group_offset, *more) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.
+#: `(x, order, inverse, group_sizes, group_offset, *operands) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.
 QUANTIZE_PERMUTED = define(
     "quantize_permuted",
     lambda x, *_, spec: spec.permuted_results(x.shape),

@@ -221,7 +221,7 @@ def _quantized_once(arrays: ExpertsArrays, spec: ExpertsSpec) -> Oriented | None
     if recipe.token_mode != ScalingMode.BLOCK_1D and scales is None:
         return None
     given = None if scales is None else scales.input
-    of_rows = spec.up.x_spec(columnwise=False, gathered_rows=order.shape[0])
+    of_rows = spec.up.x_spec(columnwise=False)
     rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, given, spec=of_rows)
     return Oriented(rowwise, None, amax)
 

@@ -79,7 +79,7 @@ def quantize_stacked_rows(x: jax.Array, form: RowForm) -> ScaledArray:
         stack_rows=x.shape[1],
         **scaling_options(form.recipe),
     )
-    rowwise = quantize_stack(x, spec=spec).rowwise
+    rowwise = quantize_stack(x, spec).rowwise
     assert rowwise is not None
     return rowwise
 

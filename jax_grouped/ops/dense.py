@@ -365,14 +365,9 @@ def quantized(
         assert not isinstance(x, ScaledArray)
         return Oriented(x, x)
     scales = given_scales(spec, state)
-    options = dict(rowwise=rowwise, columnwise=columnwise)
-    operands = (row_indices, None if scales is None else scales.input)
-    return quantize_tokens(
-        x,
-        groups,
-        *(operand for operand in operands if operand is not None),
-        spec=spec.x_spec(gathered_rows=None if row_indices is None else row_indices.shape[0], **options),
-    )
+    scale = None if scales is None else scales.input
+    x_spec = spec.x_spec(rowwise=rowwise, columnwise=columnwise)
+    return quantize_tokens(x, groups, x_spec, row_indices=row_indices, scale=scale)
 
 
 def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
@@ -384,9 +379,9 @@ def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Ke
         kernel = weights.kernel.astype(spec.x_dtype) if cache is None else _converted(weights.kernel, cache)
         return Oriented(kernel, kernel)
     scales = given_scales(spec, weights.fp8_state)
-    given = () if scales is None else (scales.kernel,)
     both = kernel_spec(weights.kernel.shape, spec.recipe)
-    return quantize_stack(weights.kernel, *given, spec=dataclasses.replace(both, rowwise=rowwise))
+    scale = None if scales is None else scales.kernel
+    return quantize_stack(weights.kernel, dataclasses.replace(both, rowwise=rowwise), scale=scale)
 
 
 @jax.custom_jvp
@@ -424,13 +419,13 @@ def quantized_gradient(
         dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
         return Oriented(dy, dy, dbias=dbias)
     scales = given_scales(spec, residuals.fp8_state)
-    operands = (row_indices, None if scales is None else scales.output_grad, activation_input)
-    gathered_rows = None if row_indices is None else row_indices.shape[0]
     return quantize_tokens(
         dy,
         residuals.groups,
-        *(operand for operand in operands if operand is not None),
-        spec=spec.dy_spec(gathered_rows=gathered_rows),
+        spec.dy_spec(),
+        row_indices=row_indices,
+        scale=None if scales is None else scales.output_grad,
+        activation_input=activation_input,
     )
 
 
@@ -454,12 +449,16 @@ def quantized_gradient_of_activation(
         row_weights: as in `jax_grouped.grouped_quantize`.
     """
     assert residuals.spec.recipe == following.spec.recipe
-    spec = residuals.spec.dy_spec(weighted=True, inner_products=True, activated=True)
-    operands = [activation_input, row_weights]
-    scales, of_following = (given_scales(of.spec, of.fp8_state) for of in (residuals, following))
-    if scales is not None and of_following is not None:
-        operands = [scales.output_grad, *operands, of_following.input]
-    return quantize_with_activation(dy, residuals.groups, *operands, spec=spec)
+    own, next_scales = (given_scales(each.spec, each.fp8_state) for each in (residuals, following))
+    return quantize_with_activation(
+        dy,
+        residuals.groups,
+        residuals.spec.dy_spec(inner_products=True, activated=True),
+        scale=None if own is None else own.output_grad,
+        activation_input=activation_input,
+        row_weights=row_weights,
+        activated_scale=None if next_scales is None else next_scales.input,
+    )
 
 
 def _named(residuals: DenseResiduals) -> DenseResiduals:

@@ -142,7 +142,7 @@ class _Pass(Operation):
     def _quantized(
         self,
         kernels: Sequence[jax.Array],
-        scales: Sequence[jax.Array],
+        scale: jax.Array | None,
         own: DenseSpec,
         splits: Mapping[str, Split],
         *,
@@ -152,7 +152,7 @@ class _Pass(Operation):
 
         Args:
             kernels: as they are stored.
-            scales: the scale of each kernel, if scales are given.
+            scale: the scale of each kernel, if scales are given.
             own: the spec of this device.
             splits: how dimensions are split, and kernels stored.
             columnwise: the orientation.
@@ -164,12 +164,12 @@ class _Pass(Operation):
             return ScaledArray(data, scale_inv, None, layout), None
         (kernel,) = kernels
         experts = splits["e"].stored
-        if experts:
+        if experts and scale is not None:
             start = kernel.shape[0] * jax.lax.axis_index(experts)
-            scales = [jax.lax.dynamic_slice_in_dim(scale, start, kernel.shape[0]) for scale in scales]
+            scale = jax.lax.dynamic_slice_in_dim(scale, start, kernel.shape[0])
         both = kernel_spec(kernel.shape, self._recipe)
         spec = dataclasses.replace(both, rowwise=not columnwise, columnwise=columnwise)
-        quantized = quantize_stack(kernel, *scales, spec=spec)
+        quantized = quantize_stack(kernel, spec, scale=scale)
         scaled = quantized.columnwise if columnwise else quantized.rowwise
         assert scaled is not None
         storage = [splits[name].stored for name in ("enk" if columnwise else "ekn")]
@@ -207,8 +207,9 @@ class _Fprop(_Pass):
             kernels, (sizes, offset, *scales) = more[: 1 + self.cached], more[1 + self.cached :]
             spec = self._own(x, splits)
             groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=spec.num_groups)
-            tokens = quantize_tokens(x, groups, *scales[:1], spec=spec.x_spec(columnwise=False))
-            kernel, amax = self._quantized(kernels, scales[1:], spec, splits, columnwise=True)
+            given = dict(zip(self.scales, scales, strict=True))
+            tokens = quantize_tokens(x, groups, spec.x_spec(columnwise=False), scale=given.get("input"))
+            kernel, amax = self._quantized(kernels, given.get("kernel"), spec, splits, columnwise=True)
             assert tokens.rowwise is not None
             y = gemm(tokens.rowwise, kernel, groups, spec.gemm("fprop", spec.out_dtype))
             return [y, *(of for of in (tokens.amax, amax) if self._has_scales and of is not None)]
@@ -248,9 +249,10 @@ class _Gradients(_Pass):
             accumulator = scales.pop(0) if len(scales) > len(self.scales) else None
             spec = self._own(x, splits)
             groups = own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=spec.num_groups)
-            tokens = quantize_tokens(x, groups, *scales[:1], spec=spec.x_spec(rowwise=False))
-            kernel, _ = self._quantized(kernels, scales[1:-1], spec, splits, columnwise=False)
-            gradient = quantize_tokens(dy, groups, *scales[-1:], spec=spec.dy_spec())
+            given = dict(zip(self.scales, scales, strict=True))
+            tokens = quantize_tokens(x, groups, spec.x_spec(rowwise=False), scale=given.get("input"))
+            kernel, _ = self._quantized(kernels, given.get("kernel"), spec, splits, columnwise=False)
+            gradient = quantize_tokens(dy, groups, spec.dy_spec(), scale=given.get("output_grad"))
             assert tokens.columnwise is not None
             assert gradient.rowwise is not None
             assert gradient.columnwise is not None

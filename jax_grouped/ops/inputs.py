@@ -176,7 +176,6 @@ class DenseSpec:
             columnwise=True,
             dbias=self.bias_dtype is not None,
             activation=self.output_activation,
-            backward=self.output_activation is not None,
             **options,
         )
 

@@ -1,6 +1,7 @@
 """Quantization to FP8: `grouped_quantize` and `grouped_dequantize`."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from jax_grouped.fp8.recipes import (
     canonical_epsilon,
     canonical_fp8,
 )
-from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.primitive import bind
-from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize_nothing
+from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
 from jax_grouped.kernels.rows import tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
@@ -128,28 +129,29 @@ def grouped_quantize(
         canonical_fp8("dtype", dtype),
         num_groups=num_groups,
         stack_rows=stack_rows,
-        gathered_rows=None if row_indices is None else row_indices.shape[0],
         rowwise=rowwise,
         columnwise=columnwise,
         dbias=static_bool("dbias", dbias),
         pow2_scales=static_bool("pow2_scales", pow2_scales),
         amax_epsilon=canonical_epsilon(amax_epsilon),
         swizzled_scales=swizzled_scales,
-        given_scale=scale is not None,
         activation=activation,
-        backward=activation_input is not None,
-        weighted=row_weights is not None,
         inner_products=inner_products,
     )
-    checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
-    operands = [] if row_indices is None else [row_indices]
-    if scale is not None:
-        operands.append(checks.canonical_scale(scale, spec.num_groups))
     if activation_input is not None:
-        operands.append(activation_input.reshape(x.shape[0], activation_input.shape[-1]))
-    if row_weights is not None:
-        operands.append(row_weights)
-    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *operands, spec=spec)
+        activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
+    features = x.shape[1] if activation_input is None else activation_input.shape[1]
+    halved = activation_input is None and is_gated(activation)
+    checks.check_fp8_features("x", x.shape, features // 2 if halved else features)
+    return quantize_tokens(
+        x,
+        Groups(sizes, jnp.zeros((1,), jnp.int32)),
+        spec,
+        row_indices=row_indices,
+        scale=None if scale is None else checks.canonical_scale(scale, spec.num_groups),
+        activation_input=activation_input,
+        row_weights=row_weights,
+    )
 
 
 def _as_tokens(
@@ -165,48 +167,35 @@ def _as_tokens(
 
 
 def quantize_tokens(
-    x: jax.Array | ScaledArray, groups: Groups, *more: jax.Array, spec: QuantizeSpec
+    x: jax.Array | ScaledArray,
+    groups: Groups,
+    spec: QuantizeSpec,
+    previous: Sequence[jax.Array] = (),
+    **operands: jax.Array | None,
 ) -> GroupedQuantized:
-    """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, as `spec` says.
-
-    The further operands are those of `QuantizeSpec`.
-    """
-    x, more, spec = _with_scale(x, more, spec)
-    return _scaled_arrays(_results(x, groups, *more, spec=spec), x.shape, groups, spec)
+    """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, with those of `OPERANDS` that are not None."""
+    data, x_scale = _data_and_scale(x)
+    spec, results = quantize(data, groups, spec, previous, x_scale=x_scale, **operands)
+    return _scaled_arrays(results, data.shape, groups, spec)
 
 
-def _with_scale(
-    x: jax.Array | ScaledArray, more: tuple[jax.Array, ...], spec: QuantizeSpec
-) -> tuple[jax.Array, tuple[jax.Array, ...], QuantizeSpec]:
-    """Returns the data `[T, C]`, the operands with the scales of `x`, if it has scales, and the spec that says so."""
-    if not isinstance(x, ScaledArray):
-        return x, more, spec
-    data = x.data.reshape(-1, x.layout.features)
-    return data, (x.scale_inv, *more), dataclasses.replace(spec, scaled_input=True)
+def _data_and_scale(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the data `[T, C]`, and the scales if there are any."""
+    return (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
 
 
 def quantize_with_activation(
-    x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec
+    x: jax.Array, groups: Groups, spec: QuantizeSpec, **operands: jax.Array | None
 ) -> tuple[GroupedQuantized, GroupedQuantized]:
     """Returns the result of `quantize_tokens`, and the columnwise copy of the activation's result."""
-    results = _results(x, groups, *more, spec=spec)
+    spec, results = quantize(x, groups, spec, (), **operands)
     names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
-    of_activation = {name: results[of] for of, name in names.items()}
     input_shape = (x.shape[0], spec.features(x.shape[1]))
-    activated = _scaled_arrays(of_activation, input_shape, groups, spec.forward())
-    return _scaled_arrays(results, x.shape, groups, spec), activated
-
-
-def _results(x: jax.Array, groups: Groups, *more: jax.Array, spec: QuantizeSpec) -> dict[str, jax.Array]:
-    """Returns the results of the primitive by their names."""
-    if spec.gathered_rows is not None and x.shape[0] == 0:
-        x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
-    operands = vary_alike(x, *groups, *more)
-    if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
-        made = [vary_alike(result, operands[0])[0] for result in quantize_nothing(x, *more, spec=spec)]
-    else:
-        made = bind(QUANTIZE, *operands, spec=spec)
-    return dict(zip(spec.results(x.shape), made, strict=True))
+    activated = {to: results[name] for name, to in names.items()}
+    return (
+        _scaled_arrays(results, x.shape, groups, spec),
+        _scaled_arrays(activated, input_shape, groups, spec.forward()),
+    )
 
 
 def _scaled_arrays(
@@ -249,24 +238,28 @@ def quantize_permuted(
         order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
         inverse: `int32[T, k]`, the row of each pair, likewise.
         scale: `float32[G]`, the given scales, for an `x` of tokens.
-        spec: rowwise alone, with `gathered_rows`: of `BLOCK_1D`, or of `TENSOR` with `given_scale`.
+        spec: rowwise alone: of `BLOCK_1D`, or of `TENSOR` with given scales.
     """
-    given = () if scale is None else (scale,)
-    x, more, spec = _with_scale(x, given, spec)
-    operands = vary_alike(x, order, inverse, *groups, *more)
-    if 0 in (*x.shape, *order.shape, spec.num_groups):
-        made = quantize_tokens(x, groups, tokens_of(order, inverse), *given, spec=spec)
+    data, x_scale = _data_and_scale(x)
+    operands = {"x_scale": x_scale, "scale": scale}
+    given = {name: operand for name, operand in operands.items() if operand is not None}
+    arrays = vary_alike(data, order, inverse, *groups, *given.values())
+    if 0 in (*data.shape, *order.shape, spec.num_groups):
+        made = quantize_tokens(x, groups, spec, row_indices=tokens_of(order, inverse), scale=scale)
         assert made.rowwise is not None
-        return made.rowwise, made.amax if spec.given_scale else None
-    data, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *operands, spec=spec)
-    rowwise = ScaledArray(data, scale_inv, groups.sizes, spec.layout(x.shape, columnwise=False))
+        return made.rowwise, None if scale is None else made.amax
+    spec = dataclasses.replace(spec, given=tuple(given), gathered_rows=order.shape[0])
+    rows, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *arrays, spec=spec)
+    rowwise = ScaledArray(rows, scale_inv, groups.sizes, spec.layout(data.shape, columnwise=False))
     return rowwise, amax[0] if amax else None
 
 
-def quantize_stack(kernel: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> GroupedQuantized:
+def quantize_stack(
+    kernel: jax.Array, spec: QuantizeSpec, previous: Sequence[jax.Array] = (), **operands: jax.Array | None
+) -> GroupedQuantized:
     """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
     _, _, x, sizes = _as_tokens(kernel, None)
-    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), *more, spec=spec)
+    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec, previous, **operands)
 
 
 def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -69,14 +69,15 @@ def quantize_kernel(
     checks.check_fp8_kernel("kernel", kernel.shape)
 
     rowwise = static_bool("for_gradients", for_gradients)
-    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise, cached=previous is not None)
+    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise)
     operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
+    is_cached = previous is not None
     if previous is not None:
         check_cache("previous", previous, "the result", kernel.shape, recipe)
         if (previous.rowwise is not None) != rowwise:
             raise ValueError("previous must have been made with the same for_gradients.")
         operands += [checks.canonical_flag("skip", skip), *_arrays(previous)]
-    *arrays, amax = apply(_QuantizeKernel(spec), kernel, *operands)
+    *arrays, amax = apply(_QuantizeKernel(spec, scale is not None, is_cached), kernel, *operands)
     tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     *of_rowwise, data, scale_inv = arrays
     column = ScaledArray(data, scale_inv, None, spec.layout(tokens, columnwise=True))
@@ -94,12 +95,14 @@ class _QuantizeKernel(Operation):
     """
 
     spec: QuantizeSpec
+    has_scale: bool
+    is_cached: bool
     splittable = ("e",)
 
     @property
     def operands(self) -> tuple[str, ...]:
-        previous = ("f", *self._dimensions) if self.spec.cached else ()
-        return "e k n", *["e"] * self.spec.given_scale, *previous
+        previous = ("f", *self._dimensions) if self.is_cached else ()
+        return "e k n", *["e"] * self.has_scale, *previous
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -115,7 +118,9 @@ class _QuantizeKernel(Operation):
         spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
 
         def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
-            quantized = quantize_stack(kernel, *more, spec=spec)
+            scale, rest = (more[0], more[1:]) if self.has_scale else (None, more)
+            skip, previous = (rest[0], rest[1:]) if self.is_cached else (None, ())
+            quantized = quantize_stack(kernel, spec, previous, scale=scale, skip=skip)
             assert quantized.columnwise is not None
             return _arrays(KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax))
 
@@ -157,7 +162,6 @@ def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
 def scaling_options(recipe: Recipe) -> dict[str, Any]:
     """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
     return dict(
-        given_scale=isinstance(recipe, DelayedScaling),
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
         # Products need scales in the order that Blackwell's matmul reads.

@@ -211,9 +211,7 @@ def test_batches_that_no_call_can_count_are_refused() -> None:
         jax.eval_shape(dots, struct((2**16, 2**15, 16)), KERNEL, SIZES)
     batch = primitive.MAX_BATCH + 1
     lowered(dots, struct((batch, 1, 16)), KERNEL, SIZES, platform="cpu")
-    with pytest.raises(
-        ValueError, match=f"over {batch} calls .* at most {batch - 1}: use jax.vmap over fewer"
-    ):
+    with pytest.raises(ValueError, match=f"over {batch} calls .* at most {batch - 1}: use jax.vmap over fewer"):
         lowered(dots, struct((batch, 1, 16)), KERNEL, SIZES)
 
 

@@ -68,31 +68,31 @@ def permutation(rows: int, choices: int = 2) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(order), jnp.asarray(inverse.reshape(TOKENS, choices))
 
 
-def permuted_spec(rows: int, dtype: str = "float8_e4m3fn", **options: Any) -> QuantizeSpec:
-    return QuantizeSpec(ScalingMode.BLOCK_1D, dtype, SIZES.shape[0], gathered_rows=rows, **options)
+def block_spec(dtype: str = "float8_e4m3fn", **options: Any) -> QuantizeSpec:
+    return QuantizeSpec(ScalingMode.BLOCK_1D, dtype, SIZES.shape[0], **options)
 
 
-def given_scale_spec(rows: int, dtype: str = "float8_e4m3fn") -> QuantizeSpec:
-    return QuantizeSpec(ScalingMode.TENSOR, dtype, 4, gathered_rows=rows, given_scale=True)
+def tensor_spec(dtype: str = "float8_e4m3fn") -> QuantizeSpec:
+    return QuantizeSpec(ScalingMode.TENSOR, dtype, 4)
 
 
 def assert_permuted(
-    x: jax.Array, groups: Groups, of_pairs: tuple[jax.Array, jax.Array], spec: QuantizeSpec, *scale: jax.Array
+    x: jax.Array, groups: Groups, pairs: tuple[jax.Array, jax.Array], spec: QuantizeSpec, scale: Any = None
 ) -> None:
     """Quantizes tokens that are read once, and compares with those that are read for each of their rows."""
-    order, inverse = of_pairs
+    order, inverse = pairs
 
-    got, amax = quantize_permuted(x, groups, order, inverse, *scale, spec=spec)
+    got, amax = quantize_permuted(x, groups, order, inverse, scale, spec=spec)
 
-    expected = quantize_tokens(x, groups, order // inverse.shape[1], *scale, spec=spec)
+    expected = quantize_tokens(x, groups, spec, row_indices=order // inverse.shape[1], scale=scale)
     assert expected.rowwise is not None
     assert got.layout == expected.rowwise.layout
     np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.rowwise.data))
     # Scales after those of the last group of BLOCK_1D are unspecified.
     written = sum(-(-int(size) // 4) * 4 for size in groups.sizes) * -(-x.shape[1] // 128)
-    scales = slice(None if scale else written)
+    scales = slice(written if scale is None else None)
     np.testing.assert_array_equal(got.scale_inv[scales], expected.rowwise.scale_inv[scales])
-    np.testing.assert_array_equal(amax, expected.amax if scale else None)
+    np.testing.assert_array_equal(amax, None if scale is None else expected.amax)
 
 
 @pytest.mark.parametrize("rows", [180, 170, 210], ids=["all", "dropped", "tail"])
@@ -101,7 +101,7 @@ def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str
     x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
     sizes = jnp.array([110, 0, 1, 50])  # Fewer than all rows, none of them a multiple of 4.
     fp8, pow2_scales = ("float8_e5m2", True) if rows == 170 else ("float8_e4m3fn", False)
-    spec = permuted_spec(rows, fp8, pow2_scales=pow2_scales)
+    spec = block_spec(fp8, pow2_scales=pow2_scales)
     assert_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), permutation(rows), spec)
 
 
@@ -113,14 +113,12 @@ def test_a_quantized_stack_is_quantized_again_as_its_values(backend: str, fp8: s
     values = jg.grouped_dequantize(scaled, jnp.bfloat16).reshape(TOKENS, FEATURES)
     order, inverse = permutation(170)
     sizes = Groups(jnp.array([110, 0, 1, 50]), jnp.zeros(1, jnp.int32))
-    spec = permuted_spec(170, pow2_scales=True, columnwise=True)
+    spec = block_spec(pow2_scales=True, columnwise=True)
 
     def made(x: Any) -> list[Any]:
         alone = dataclasses.replace(spec, columnwise=False)
-        plain = quantize_tokens(
-            x, Groups(SIZES[2:], sizes.offset), spec=dataclasses.replace(alone, gathered_rows=None, num_groups=2)
-        )
-        gathered = quantize_tokens(x, sizes, order // 2, spec=spec)
+        plain = quantize_tokens(x, Groups(SIZES[2:], sizes.offset), dataclasses.replace(alone, num_groups=2))
+        gathered = quantize_tokens(x, sizes, spec, row_indices=order // 2)
         permuted, _ = quantize_permuted(x, sizes, order, inverse, spec=alone)
         arrays = [gathered.rowwise, gathered.columnwise, permuted, plain.rowwise]
         data = [array.data for array in arrays if not array.layout.columnwise]
@@ -133,11 +131,11 @@ def test_a_quantized_stack_is_quantized_again_as_its_values(backend: str, fp8: s
 
 def test_quantized_stacks_under_vmap(backend: str) -> None:
     x = jnp.stack([tokens("float32"), 3 * tokens("float32")[::-1]]).at[:, jnp.array([7, 82])].set(1)
-    spec = dataclasses.replace(permuted_spec(200, pow2_scales=True), columnwise=True)
+    spec = dataclasses.replace(block_spec(pow2_scales=True), columnwise=True)
 
     def quantize(x: jax.Array, sizes: jax.Array) -> Any:
         scaled = jg.grouped_quantize(x.reshape(2, 45, -1), None, ScalingMode.BLOCK_1D, pow2_scales=True).rowwise
-        again = quantize_tokens(scaled, Groups(sizes, jnp.zeros(1, jnp.int32)), row_indices(), spec=spec)
+        again = quantize_tokens(scaled, Groups(sizes, jnp.zeros(1, jnp.int32)), spec, row_indices=row_indices())
         return again.rowwise.data, jg.grouped_dequantize(again.columnwise), again.amax
 
     sizes = jnp.stack([SIZES - 10, SIZES[::-1]])
@@ -153,7 +151,7 @@ def test_tokens_quantized_once_under_vmap(backend: str) -> None:
     order, inverse = permutation(180)
     x = jnp.stack([tokens(), 3 * tokens()[::-1]])
     sizes = jnp.stack([SIZES - 10, SIZES[::-1]])
-    spec = permuted_spec(180)
+    spec = block_spec()
 
     def quantize(x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         got, _ = quantize_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), order, inverse, spec=spec)
@@ -170,22 +168,22 @@ def test_tokens_quantized_once_under_vmap(backend: str) -> None:
 def test_tokens_read_once_with_given_scales(backend: str, dtype: str) -> None:
     x = jnp.tile(tokens(dtype), 15)  # More than a warp quantizes at once.
     groups, scale = Groups(jnp.array([110, 0, 1, 50]), jnp.array([0])), jnp.array([0.5, 2.0, jnp.inf, 1e4])
-    assert_permuted(x, groups, permutation(170), given_scale_spec(170), scale)
+    assert_permuted(x, groups, permutation(170), tensor_spec(), scale)
     groups, scale = Groups(jnp.array([20, 60, 30, 1, 50]), jnp.array([1])), jnp.array([jnp.nan, 0.0, 2.0, 1e4])
-    assert_permuted(x, groups, permutation(170), given_scale_spec(170, "float8_e5m2"), scale)
+    assert_permuted(x, groups, permutation(170), tensor_spec("float8_e5m2"), scale)
 
 
 def test_tokens_read_once_with_more_choices_than_a_warp_has_lanes(backend: str) -> None:
-    of_pairs, rows = permutation(40 * TOKENS, choices=40), 40 * TOKENS
+    pairs = permutation(40 * TOKENS, choices=40)
     groups = Groups(jnp.array([1300, 1, 900, 1399]), jnp.zeros(1, jnp.int32))
-    assert_permuted(tokens(), groups, of_pairs, permuted_spec(rows))
-    assert_permuted(tokens(), groups, of_pairs, given_scale_spec(rows), jnp.array([0.5, 2.0, 1.0, 1e4]))
+    assert_permuted(tokens(), groups, pairs, block_spec())
+    assert_permuted(tokens(), groups, pairs, tensor_spec(), jnp.array([0.5, 2.0, 1.0, 1e4]))
 
 
 def test_tokens_read_once_with_given_scales_under_vmap(backend: str) -> None:
     order, inverse = permutation(180)
     x, sizes = jnp.stack([tokens(), 3 * tokens()[::-1]]), jnp.stack([SIZES - 10, SIZES[::-1]])
-    spec = given_scale_spec(180)
+    spec = tensor_spec()
 
     def quantize(x: jax.Array, sizes: jax.Array, scale: jax.Array) -> Any:
         groups = Groups(sizes, jnp.zeros(1, jnp.int32))

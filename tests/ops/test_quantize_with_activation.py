@@ -54,36 +54,26 @@ def make(
     scales: tuple[Any, Any] = (None, None)
     if mode == ScalingMode.TENSOR:
         scales = 2.0 ** (jnp.arange(num_groups) % 5), 3.0 + jnp.arange(num_groups) % 7
-    defaults = dict(weighted=True, inner_products=True)
-    spec = QuantizeSpec(
-        mode,
-        fp8,
-        num_groups,
-        columnwise=True,
-        given_scale=mode == ScalingMode.TENSOR,
-        activation=activation,
-        backward=True,
-        activated=True,
-        **(defaults | options),
-    )
-    weights = jax.random.normal(keys[2], (rows,)) if spec.weighted else None
+    weights = jax.random.normal(keys[2], (rows,)) if options.pop("weighted", True) else None
+    defaults = dict(inner_products=True, activated=True)
+    spec = QuantizeSpec(mode, fp8, num_groups, columnwise=True, activation=activation, **(defaults | options))
     return Operands(dy, scales[0], inputs, weights, scales[1]), spec
 
 
 def quantize(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
-    dy, *more = (operand for operand in operands if operand is not None)
-    return quantize_with_activation(dy, Groups(sizes, jnp.array([offset], jnp.int32)), *more, spec=spec)
+    groups = Groups(sizes, jnp.array([offset], jnp.int32))
+    dy, scale, inputs, weights, activated_scale = operands
+    given = dict(scale=scale, activation_input=inputs, row_weights=weights, activated_scale=activated_scale)
+    return quantize_with_activation(dy, groups, spec, **given)
 
 
 def quantize_apart(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
     groups = Groups(sizes, jnp.array([offset], jnp.int32))
-    dy, *more = (operand for operand in operands[:4] if operand is not None)
-    x, *of_activation = (
-        operand for operand in (operands.inputs, operands.activated_scale, operands.weights) if operand is not None
-    )
+    dy, scale, inputs, weights, activated_scale = operands
+    alone = dataclasses.replace(spec, activated=False)
     return (
-        quantize_tokens(dy, groups, *more, spec=dataclasses.replace(spec, activated=False)),
-        quantize_tokens(x, groups, *of_activation, spec=spec.forward()),
+        quantize_tokens(dy, groups, alone, scale=scale, activation_input=inputs, row_weights=weights),
+        quantize_tokens(inputs, groups, spec.forward(), scale=activated_scale, row_weights=weights),
     )
 
 
@@ -198,7 +188,6 @@ def test_many_groups(backend: str, groups: str) -> None:
 def test_scales_that_are_found_for_whole_groups(backend: str) -> None:
     operands, spec = make("silu_mul", ScalingMode.TENSOR)
     operands = operands._replace(scale=None, activated_scale=None)
-    spec = dataclasses.replace(spec, given_scale=False)
 
     assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
 
@@ -236,7 +225,7 @@ def test_without_rows(backend: str, mode: ScalingMode) -> None:
 
     assert gradient.rowwise.data.shape == (0, 512)
     assert not activated.amax.any()
-    if spec.given_scale:
+    if mode == ScalingMode.TENSOR:
         np.testing.assert_array_equal(gradient.rowwise.scale_inv, 1 / scales[0])
         np.testing.assert_array_equal(activated.columnwise.scale_inv, 1 / scales[1])
 
