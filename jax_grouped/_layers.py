@@ -147,15 +147,7 @@ def warn_of_constant_weights(top_k: int, num_experts: int, *, normalize_weights:
 
 
 def check_part(name: str, given: Mapping[str, Any], shape: tuple[int, ...], axes: Sequence[str | None]) -> None:
-    """Raises ValueError unless the given kernel and bias are one device's part of the whole parameters.
-
-    Args:
-        name: name of the kernel and bias in the error.
-        given: `kernel` and `bias`, as arrays or in Flax's boxes; either may be missing.
-        shape: shape of the device's part of the kernel, `(E / D, K, ...)`.
-        axes: mesh axes over which `jax.shard_map` may split the whole; where it splits over none, this checks nothing
-            and other checks suffice.
-    """
+    """Raises ValueError unless the given kernel and bias are one device's part of the whole parameters."""
     split_over = [axis for axis in axes if axis is not None and is_bound(axis)]
     for parameter, part in (("kernel", shape), ("bias", (shape[0], *shape[2:]))):
         for array in jax.tree.leaves(given.get(parameter)):
@@ -176,11 +168,7 @@ LogicalAxes = tuple[str | None, str | None, str | None]
 
 
 def axis_names(logical_axes: LogicalAxes | None, activation: Activation) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each kernel and bias of `MoEMlp`; empty without names.
-
-    Raises:
-        ValueError: there are not three names.
-    """
+    """Returns the names of the axes of each kernel and bias of `MoEMlp`; empty without names."""
     if logical_axes is None:
         return {}
     if isinstance(logical_axes, str) or not hasattr(logical_axes, "__len__") or len(logical_axes) != 3:
@@ -443,11 +431,7 @@ _copies.defvjp(_copies_forward, _copies_backward, symbolic_zeros=True)
 
 
 def local_size(name: str, size: int, axes: Sequence[str | None]) -> int:
-    """Returns one device's part of `size` features or experts inside `jax.shard_map` over the axes, else `size`.
-
-    Raises:
-        ValueError: `size` cannot be split evenly over the axes.
-    """
+    """Returns one device's part of `size` features or experts inside `jax.shard_map` over the axes, else `size`."""
     split_over = [axis for axis in axes if axis is not None and is_bound(axis)]
     devices = math.prod(map(axis_size, split_over))
     if size % devices:

@@ -6,11 +6,13 @@ import difflib
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 
 from jax_grouped.core.values import static_bool
+
+T = TypeVar("T")
 
 _BACKENDS = ("auto", "xla")
 #: Spellings of a boolean variable of the environment, in any case.
@@ -42,24 +44,36 @@ _override = jax.make_user_context(default_value=None)
 
 @functools.cache
 def from_environment() -> _Settings:
-    """Returns the settings that the process starts with, read when an operation first asks for one.
+    """Returns the settings that the process starts with, read when an operation first asks for one."""
 
-    Raises:
-        ValueError: a variable has an unknown value; the next call raises the error again.
-    """
-    return _Settings(
-        backend=os.environ.get("JAX_GROUPED_BACKEND") or "auto",
-        check=_flag("JAX_GROUPED_CHECK"),
-        autotune=_flag("JAX_GROUPED_AUTOTUNE"),
-    )
+    def flag(variable: str) -> bool:
+        text = os.environ.get(variable, "").strip()
+        if text and text.lower() not in _FLAGS:
+            raise ValueError(f"{variable} must be 0 or 1, false or true, off or on, no or yes, got {text!r}.")
+        return _FLAGS[text.lower() or "0"]
+
+    backend = os.environ.get("JAX_GROUPED_BACKEND") or "auto"
+    return _Settings(backend, flag("JAX_GROUPED_CHECK"), flag("JAX_GROUPED_AUTOTUNE"))
 
 
-def _flag(variable: str) -> bool:
-    """Returns the value of a boolean variable; False if it is empty or not set."""
-    text = os.environ.get(variable, "").strip()
-    if text and text.lower() not in _FLAGS:
-        raise ValueError(f"{variable} must be 0 or 1, false or true, off or on, no or yes, got {text!r}.")
-    return _FLAGS[text.lower() or "0"]
+class _Setting(Generic[T]):
+    """An attribute of `Config`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, config: "Config | None", owner: type) -> T:
+        if config is None:
+            raise AttributeError(self._name)
+        return getattr(_override.value or config._changed or from_environment(), self._name)
+
+    def __set__(self, config: "Config", value: T) -> None:
+        process = config._changed or from_environment()
+        change: Any = {self._name: value}
+        settings = dataclasses.replace(process, **change)
+        if settings != process:
+            config._changed = settings
+            jax.clear_caches()
 
 
 class Config:
@@ -85,80 +99,43 @@ class Config:
         assert y.shape == (16, 16)
     """
 
+    backend = _Setting[str]()
+    check = _Setting[bool]()
+    autotune = _Setting[bool]()
+
     def __init__(self) -> None:
         self._changed: _Settings | None = None
 
-    @property
-    def _of_process(self) -> _Settings:
-        return self._changed or from_environment()
-
-    @property
-    def _settings(self) -> _Settings:
-        return _override.value or self._of_process
-
-    def _change(self, settings: _Settings) -> None:
-        if settings != self._of_process:
-            self._changed = settings
-            jax.clear_caches()
-
     def __repr__(self) -> str:
-        overridden = f", by override; the process has {self._of_process}" if _override.value else ""
-        return f"<jax_grouped.config: {self._settings}{overridden}>"
+        process = self._changed or from_environment()
+        if not _override.value:
+            return f"<jax_grouped.config: {process}>"
+        return f"<jax_grouped.config: {_override.value}, by override; the process has {process}>"
 
     # Hidden from type checkers, so that they accept no attribute but the settings.
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name != "_changed" and not isinstance(getattr(type(self), name, None), property):
-                raise AttributeError(_unknown(name))
+            if name != "_changed" and name not in _Settings.__annotations__:
+                self.__getattr__(name)
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(_unknown(name))
-
-    @property
-    def backend(self) -> str:
-        return self._settings.backend
-
-    @backend.setter
-    def backend(self, value: str) -> None:
-        self._change(dataclasses.replace(self._of_process, backend=value))
-
-    @property
-    def check(self) -> bool:
-        return self._settings.check
-
-    @check.setter
-    def check(self, value: bool) -> None:
-        self._change(dataclasses.replace(self._of_process, check=value))
-
-    @property
-    def autotune(self) -> bool:
-        return self._settings.autotune
-
-    @autotune.setter
-    def autotune(self, value: bool) -> None:
-        self._change(dataclasses.replace(self._of_process, autotune=value))
+            settings = list(_Settings.__annotations__)
+            hint = "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, settings, n=1))
+            raise AttributeError(
+                f"jax_grouped.config has no attribute {name!r}; its settings are {', '.join(settings)}.{hint}"
+            )
 
     @contextlib.contextmanager
     def override(
         self, *, backend: str | None = None, check: bool | None = None, autotune: bool | None = None
     ) -> Iterator[None]:
         """Replaces the given settings inside a `with` block, in this thread."""
-        now = self._settings
-        changed = _Settings(
-            now.backend if backend is None else backend,
-            now.check if check is None else check,
-            now.autotune if autotune is None else autotune,
-        )
-        with _override(changed):
+        given = {"backend": backend, "check": check, "autotune": autotune}
+        now = _override.value or self._changed or from_environment()
+        with _override(dataclasses.replace(now, **{name: value for name, value in given.items() if value is not None})):
             yield
-
-
-def _unknown(name: str) -> str:
-    settings = [field.name for field in dataclasses.fields(_Settings)]
-    hint = "".join(f" Did you mean {setting}?" for setting in difflib.get_close_matches(name, settings, n=1))
-    return f"jax_grouped.config has no attribute {name!r}; its settings are {', '.join(settings)}.{hint}"
 
 
 config = Config()

@@ -18,11 +18,7 @@ def shown(value: object) -> str:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """Converts `value` to a JAX array.
-
-    Raises:
-        TypeError: it cannot be converted.
-    """
+    """Converts `value` to a JAX array."""
     try:
         # Convert JAX's arrays too: a tracer of differentiation outside of jax.jit may hold a NumPy array.
         return jnp.asarray(value)
@@ -31,12 +27,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 
 def static_size(name: str, value: Any, *, least: int = 0) -> int:
-    """Converts a size that shapes depend on to an int.
-
-    Raises:
-        TypeError: it is no integer, or not known when the program is traced.
-        ValueError: it is less than `least`.
-    """
+    """Converts a size that shapes depend on to an int."""
     try:
         if _is_bool(value):
             raise TypeError
@@ -49,11 +40,7 @@ def static_size(name: str, value: Any, *, least: int = 0) -> int:
 
 
 def static_number(name: str, value: Any) -> float:
-    """Converts `value` to a float.
-
-    Raises:
-        TypeError: it is no number, or not known when the program is traced.
-    """
+    """Converts `value` to a float."""
     try:
         if isinstance(value, str) or _is_bool(value) or np.ndim(value) != 0:
             raise TypeError
@@ -63,12 +50,7 @@ def static_number(name: str, value: Any) -> float:
 
 
 def scalar(name: str, value: Any) -> float | jax.Array:
-    """Converts `value` to a float. A scalar on the device, which need not be known, stays as it is.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is an array of another shape.
-    """
+    """Converts `value` to a float. A scalar on the device, which need not be known, stays as it is."""
     if not isinstance(value, jax.Array):
         return static_number(name, value)
     if _is_bool(value):

@@ -37,11 +37,7 @@ class ScalingMode(enum.Enum):
 
 
 def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
-    """Converts `dtype` to a NumPy type.
-
-    Raises:
-        TypeError: it is not an FP8 type that matmuls take.
-    """
+    """Converts `dtype` to a NumPy type."""
     canonical = known_dtype(dtype)
     if canonical is None or canonical not in FP8_MAX:
         raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}.")
@@ -49,12 +45,7 @@ def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
 
 
 def canonical_epsilon(value: float) -> float:
-    """Converts `amax_epsilon` to a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative or not finite in float32.
-    """
+    """Converts `amax_epsilon` to a float."""
     epsilon = static_number("amax_epsilon", value)
     if not 0.0 <= epsilon <= float(jnp.finfo(jnp.float32).max):
         raise ValueError(f"amax_epsilon must be finite in float32 and not negative, got {value}.")

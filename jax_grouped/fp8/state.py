@@ -195,12 +195,7 @@ def part_of_state(state: Fp8State, axis_name: Hashable, groups: int) -> Fp8State
 
 
 def check_state(state: Fp8State | None, recipe: object, num_groups: int) -> None:
-    """Raises unless `state` is there if the recipe is delayed scaling, fits it, and is absent otherwise.
-
-    Raises:
-        TypeError: `state` is no Fp8State, or holds something other than float32.
-        ValueError: `state` is missing, or given without need, or has another shape.
-    """
+    """Raises unless `state` is there if the recipe is delayed scaling, fits it, and is absent otherwise."""
     if not isinstance(recipe, DelayedScaling):
         if state is not None:
             raise ValueError(f"fp8_state is for DelayedScaling, got recipe {recipe!r}.")

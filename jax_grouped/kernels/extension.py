@@ -24,11 +24,7 @@ _USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
 
 @functools.cache
 def load() -> ModuleType | None:
-    """Loads the extension and registers its custom calls. Returns None if this installation was built without it.
-
-    Raises:
-        ImportError: the extension was built but does not load.
-    """
+    """Loads the extension and registers its custom calls. Returns None if this installation was built without it."""
     try:
         module = importlib.import_module("jax_grouped._cuda")
     except ModuleNotFoundError:
@@ -168,9 +164,6 @@ def require_usable() -> None:
     """Raises if this process has an NVIDIA GPU that the custom calls cannot run on.
 
     Without a GPU there is nothing to check: the program is being lowered for another machine.
-
-    Raises:
-        RuntimeError: a GPU or a library does not fit. The error says what was found, what is needed and what to do.
     """
     if cuda_devices() and (problem := problem_once()):
         raise RuntimeError(str(problem))

@@ -279,16 +279,7 @@ def _storage(
     dimensions: Sequence[str],
     splits: Mapping[str, Split],
 ) -> dict[str, Split]:
-    """Returns the splits of the dimensions that are not split, along which the gathered operand is stored in parts.
-
-    Args:
-        operation: the operation.
-        mesh: the mesh.
-        names: the dimensions of the operand.
-        array: its shape and sharding.
-        dimensions: those along which the operation gathers it.
-        splits: how the dimensions of the operation are split.
-    """
+    """Returns the splits of the dimensions that are not split, along which the gathered operand is stored in parts."""
     taken = {axis for name in names.split() for axis in splits[name].axes}
     stored = {}
     for dimension, name in enumerate(names.split()):

@@ -56,15 +56,9 @@ def define(
 ) -> Primitive:
     """Returns a primitive with a list of results, for `bind`.
 
-    Args:
-        name: name of the primitive in a jaxpr.
-        results: returns shapes and types of the results of one batch element, from its abstract operands and the
-            keywords.
-        xla: lowering of one batch element for platforms other than CUDA, and for CUDA if the backend is set to `xla`.
-        cuda: lowering for CUDA of `batch` batch elements.
-        shares_weights: whether the static `spec` names operands that are kernels, which several batch elements can
-            share.
-        dce_rule: reduces an equation to the results that are read; without it, an equation stays whole or goes.
+    `results` gives their shapes and types from the operands of one batch element, `xla` computes one batch element in
+    plain JAX, `cuda` all `batch` of them. With `shares_weights`, the static `spec` names operands that are kernels,
+    which several batch elements can share. `dce_rule` reduces an equation to the results that are read.
     """
     primitive = Primitive(f"jax_grouped_{name}")
     primitive.multiple_results = True

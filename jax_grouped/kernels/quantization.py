@@ -175,11 +175,7 @@ def quantize(
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
 ) -> tuple[QuantizeSpec, dict[str, jax.Array]]:
-    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None.
-
-    Returns:
-        The spec with the names of what is given, and the results by name.
-    """
+    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None."""
     given = {name: operand for name in OPERANDS if (operand := operands.pop(name, None)) is not None}
     assert not operands
     rows = given["row_indices"].shape[0] if "row_indices" in given else None

@@ -67,13 +67,7 @@ class RouteSpec:
 
 
 def _pair_shapes(experts: tuple[int, ...], num_experts: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Returns shapes and types of an order of pairs, its inverse, the group sizes, and the number of dropped pairs.
-
-    Args:
-        experts: the shape `[T, k]` of the experts.
-        num_experts: `E`.
-        rows: `R`.
-    """
+    """Returns shapes and types of an order of pairs, its inverse, the group sizes, and the number of dropped pairs."""
     shapes = ((rows,), experts, (num_experts,), (1,))
     return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 

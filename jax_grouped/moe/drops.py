@@ -16,16 +16,7 @@ DropBy = Literal["even", "weight"]
 def group_in_room(
     experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
 ) -> Permutation:
-    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `moe_mlp` says.
-
-    Args:
-        experts: `int32[T, k]`, of which a token has no expert twice; other values than `[0, E)` are no pair.
-        weights: `float32[T, k]`, the routing weights.
-        num_experts: `E`.
-        capacity: number of rows.
-        sources: the number of devices that the tokens come from, as many from each, those of the first one first.
-        drop_by: which pairs to drop.
-    """
+    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `moe_mlp` says."""
     tokens, choices = experts.shape
     if capacity >= tokens * min(choices, num_experts):
         return group_by_expert(experts, num_experts, capacity=capacity)

@@ -42,22 +42,6 @@ def mlp_of_gathered_tokens(
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
 
     A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
-
-    Args:
-        x: `[T, K]`, the tokens of this device.
-        experts: `int32[T, k]`, the experts of its tokens, of all devices; `E` for a token that does not exist.
-        weights: `float32[T, k]`, the factor of each choice.
-        axis_name: mesh axis of `D` devices.
-        num_experts: `E / D`, the number of this device's experts.
-        capacity: rows of this device's experts.
-        drop_by: which pairs are dropped if there are more, see `moe_mlp`.
-        wire: the form in which tokens and sums travel.
-        recipe: as in `routed_mlp`.
-        shared: likewise.
-        network: other arguments of `routed_mlp`.
-
-    Returns:
-        `[T, N]` in the type of `x`, and `int32[1]`, how many pairs of this device's tokens have been dropped.
     """
     me = jax.lax.axis_index(axis_name)
     # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
@@ -103,21 +87,7 @@ def mlp_of_exchanged_rows(
     shared: jax.Array | None,
     **network: Any,
 ) -> jax.Array:
-    """Sends the rows of each token to their experts' devices, and sums the results that are sent back.
-
-    Args:
-        x: as in `mlp_of_gathered_tokens`.
-        permutation: of this device's tokens to the rows of the experts of all devices.
-        weights: as in `mlp_of_gathered_tokens`.
-        axis_name: likewise.
-        capacity: rows of this device's experts, which have no more pairs.
-        wire: as in `mlp_of_gathered_tokens`.
-        shared: as in `routed_mlp`.
-        network: other arguments of `weighted_mlp`.
-
-    Returns:
-        As `mlp_of_gathered_tokens`.
-    """
+    """Sends the rows of each token to their experts' devices, and sums the results that are sent back."""
     num_rows = permutation.order.shape[0]
     exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity)
     rows = send_tokens(x, permutation, exchange, wire)

@@ -39,29 +39,6 @@ def routed_mlp(
 
     With `token_gather`, the permutation is one of the tokens of all devices. Each token gets the sum of its results on
     all devices, of which each rounds its part to the type of `x`.
-
-    Args:
-        x: `[T, K]` tokens.
-        gate_up: weights as in `grouped_mlp`.
-        down: weights as in `grouped_mlp`.
-        permutation: of the tokens, or those that are gathered, to `R` rows.
-        weights: `float32[T, k]`, the factor of each choice.
-        activation: as in `grouped_mlp`.
-        recipe: likewise.
-        precision: likewise.
-        shared: `[T, N]`, as in `unpermute`.
-        expected_rows: number of rows of all experts, by which algorithms are chosen; 0 for all `R`.
-        token_gather: the gather of the tokens of all devices of a mesh axis, for experts that are split over it.
-        received: the tokens of all devices, from `token_gather`. Their gradient is that of `x`.
-        weight_gather: the gather of kernels of which each device of a mesh axis has a part. Biases and states are
-            whole.
-
-    Returns:
-        `[T, N]` in the type of `x`.
-
-    Raises:
-        TypeError: as `grouped_mlp` and `unpermute`.
-        ValueError: likewise.
     """
     rows = jax.ShapeDtypeStruct((permutation.order.shape[0], x.shape[1]), x.dtype)
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
@@ -93,27 +70,7 @@ def weighted_mlp(
     expected_rows: int = 0,
     weight_gather: WeightGather | None = None,
 ) -> jax.Array:
-    """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already.
-
-    Args:
-        rows: `[R, K]`, as `x` of `grouped_mlp`.
-        gate_up: as in `routed_mlp`.
-        down: as in `routed_mlp`.
-        group_sizes: `[E]`, as in `grouped_mlp`.
-        row_weights: `float32[R]`.
-        activation: as in `routed_mlp`.
-        recipe: as in `routed_mlp`.
-        precision: as in `routed_mlp`.
-        expected_rows: as in `routed_mlp`.
-        weight_gather: as in `routed_mlp`.
-
-    Returns:
-        `[R, N]` in the type of `rows`.
-
-    Raises:
-        TypeError: as `grouped_mlp`.
-        ValueError: likewise.
-    """
+    """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already."""
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     routing = (row_weights, None, None, None, None)

@@ -134,10 +134,6 @@ def canonical_mlp(
     """Returns both weights as arrays, and the static part of their products with tokens such as `x`.
 
     `parts` is that of `canonical_weights`.
-
-    Raises:
-        TypeError: as `grouped_mlp`.
-        ValueError: likewise.
     """
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
     checks.check_activation_name(activation)

@@ -50,12 +50,7 @@ class MoEAxes(NamedTuple):
         fsdp: str | None = None,
         batch: Sequence[str] = (),
     ) -> Self:
-        """Returns the axes of a layer, whose `batch_axes` may be one name.
-
-        Raises:
-            TypeError: an axis is not a name.
-            ValueError: one axis would split two things.
-        """
+        """Returns the axes of a layer, whose `batch_axes` may be one name."""
         for what, name in (("expert", expert), ("feature", feature), ("fsdp", fsdp)):
             if name is not None and not isinstance(name, str):
                 raise TypeError(f"{what}_axis must be the name of one mesh axis, got {name!r}.")
@@ -97,9 +92,6 @@ def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | No
     """Returns the mesh that the arrays lie on, if the call is to be split over axes of it.
 
     It is not to be split if there are no axes, or if a surrounding `jax.shard_map` or `jax.pmap` splits it.
-
-    Raises:
-        ValueError: there is no mesh with these axes, or only some of them are split already.
     """
     unbound = [axis for axis in axes.all if not is_bound(axis)]
     if not unbound:  # Or there are no axes.
@@ -135,23 +127,7 @@ def call_on_mesh(
     *,
     gated: bool,
 ) -> tuple[jax.Array, Any]:
-    """Calls the function on every device with its part of the arrays.
-
-    Args:
-        of_device: returns `[T / D, N]` and what is the same on all devices.
-        mesh: the mesh.
-        axes: axes of it.
-        arrays: the whole arrays.
-        gated: whether `gate_up` holds a gate's features, then as many others.
-
-    Returns:
-        `[T, N]` and what is the same on all devices. Over axes of type `Explicit`, rows are split as those of `x`. If
-        the devices do not divide `T`, the last ones have rows of zeros in place of tokens.
-
-    Raises:
-        ValueError: experts or features cannot be split evenly, or a kernel cache would be split over features, or an
-            accumulator would be summed over devices.
-    """
+    """Calls the function on every device with its part of the arrays."""
     _check_sizes(mesh, axes, arrays)
     if gated:
         arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))

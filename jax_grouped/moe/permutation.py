@@ -84,12 +84,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
 
 
 def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None) -> int:
-    """Returns the number of pairs of a token and an expert, from the shape of `experts`.
-
-    Raises:
-        TypeError: `num_experts` or `capacity` is no integer that is known when the program is traced.
-        ValueError: an argument does not fit.
-    """
+    """Returns the number of pairs of a token and an expert, from the shape of `experts`."""
     if len(experts) != 2 or experts[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts}.")
     pairs = experts[0] * experts[1]
@@ -186,12 +181,7 @@ def unpermute(
 
 
 def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `shared` as an array.
-
-    Raises:
-        TypeError: it has a type that is not supported.
-        ValueError: it has another shape than this one.
-    """
+    """Returns `shared` as an array."""
     shared = as_array("shared", shared)
     checks.check_dtype("shared's type", shared.dtype)
     if shared.shape != shape:

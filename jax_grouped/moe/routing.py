@@ -273,15 +273,7 @@ def checked_axis(axis_name: str | tuple[str, ...]) -> str | tuple[str, ...]:
 def balance_loss(
     load: jax.Array, probability_sums: jax.Array, pairs: float, tokens: float, axis_name: str | tuple[str, ...] | None
 ) -> jax.Array:
-    """Computes `load_balancing_loss` from sums over the tokens.
-
-    Args:
-        load: `int32[E]`, number of choices of each expert.
-        probability_sums: `float32[E]`.
-        pairs: number of choices, the average of the devices.
-        tokens: number of tokens, likewise.
-        axis_name: as in `load_balancing_loss`.
-    """
+    """Computes `load_balancing_loss` from sums over the tokens."""
     fraction = load.astype(jnp.float32) / (pairs or 1)
     probability = probability_sums / (tokens or 1)
     if axis_name is not None:

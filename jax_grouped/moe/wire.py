@@ -47,13 +47,7 @@ class Wire(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
-        """Returns FP8 forms, if the recipe scales blocks by powers of two.
-
-        Args:
-            recipe: the recipe.
-            dispatch: for tokens and gradients of results.
-            combine: for results and gradients of tokens.
-        """
+        """Returns FP8 forms, if the recipe scales blocks by powers of two."""
         if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
             return cls(None, None, None, None)
         forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)

@@ -93,13 +93,7 @@ def canonical_groups(
     kernel: jax.Array | jax.ShapeDtypeStruct,
     capacity: int,
 ) -> Groups:
-    """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`.
-
-    Raises:
-        TypeError: either is not of an integer type.
-        ValueError: a shape does not fit the kernel's number of groups, or a value does not fit into 64 bits; with
-            `config.check`, also a value that does not fit the rows.
-    """
+    """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`."""
     num_groups = kernel.shape[0]
     group_sizes = _checked_sizes(group_sizes)
     if group_offset is None and group_sizes.shape[0] != num_groups:
@@ -115,13 +109,7 @@ def canonical_groups(
 
 
 def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
-    """Converts `group_sizes` to `int32[G]`.
-
-    Raises:
-        TypeError: it is not of an integer type.
-        ValueError: it has another shape, or a value that does not fit into 64 bits; with `config.check`, also a value
-            that does not fit the rows.
-    """
+    """Converts `group_sizes` to `int32[G]`."""
     return _canonical_sizes(_checked_sizes(group_sizes), capacity)
 
 
@@ -139,12 +127,7 @@ def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
 
 
 def integers(name: str, values: GroupSizes) -> jax.Array:
-    """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values.
-
-    Raises:
-        TypeError: they are not of an integer type.
-        ValueError: one does not fit into 64 bits.
-    """
+    """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values."""
     on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
     if isinstance(values, list | tuple):
         on_host = not any(isinstance(value, jax.Array) for value in values)
@@ -183,18 +166,7 @@ def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
-    """Returns the precision of products of operands of type `dtype`.
-
-    Args:
-        precision: a `jax.lax.Precision`, a pair of them (the higher counts), a `DotAlgorithmPreset`, the name of one of
-            these, or None for `jax_default_matmul_precision`.
-        dtype: type of the operands; FP8 for quantized ones.
-
-    Raises:
-        TypeError: `precision` is a recipe.
-        ValueError: `precision` is something else, or the preset of an algorithm that does not exist here. JAX's setting
-            raises with float32 operands only, because other operands have exact products.
-    """
+    """Returns the precision of products of operands of type `dtype`."""
     if isinstance(precision, tuple | list) and len(precision) == 2:
         pair = [canonical_precision(one, dtype) for one in precision]
         return max(pair, key=lambda one: one.value)
@@ -259,12 +231,7 @@ def check_stack(name: str, kernel: jax.Array) -> None:
 def canonical_out_spec(
     out_sharding: NamedSharding | PartitionSpec | None, *operands: jax.Array
 ) -> PartitionSpec | None:
-    """Returns the spec of an `out_sharding`.
-
-    Raises:
-        TypeError: it is neither a NamedSharding nor a PartitionSpec.
-        ValueError: it names an axis that is in no mesh of the operands, of itself or of the context, or an axis twice.
-    """
+    """Returns the spec of an `out_sharding`."""
     if out_sharding is None:
         return None
     if not isinstance(out_sharding, NamedSharding | PartitionSpec):
@@ -345,12 +312,7 @@ def check_activation(activation: str | None, x: jax.Array, activation_input: jax
 
 
 def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
-    """Converts `scale` to `float32[num_groups]`.
-
-    Raises:
-        TypeError: it is not of float32.
-        ValueError: it has another shape.
-    """
+    """Converts `scale` to `float32[num_groups]`."""
     scale = as_array("scale", scale)
     if scale.dtype != jnp.float32:
         raise TypeError(f"scale must be float32, got {scale.dtype.name}.")
@@ -360,12 +322,7 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
 
 
 def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
-    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none.
-
-    Raises:
-        TypeError: they are not of an integer type.
-        ValueError: they have another shape, or one does not fit into 64 bits.
-    """
+    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none."""
     indices = integers("row_indices", row_indices)
     if indices.ndim != 1:
         raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
@@ -373,12 +330,7 @@ def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
 
 
 def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:
-    """Converts `row_weights` to `float32[rows]`.
-
-    Raises:
-        TypeError: they are not bfloat16, float16 or float32.
-        ValueError: they have another shape.
-    """
+    """Converts `row_weights` to `float32[rows]`."""
     row_weights = as_array("row_weights", row_weights)
     check_dtype("row_weights' type", row_weights.dtype)
     if row_weights.shape != (rows,):
@@ -387,12 +339,7 @@ def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:
 
 
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
-    """Converts `flag` to `bool[1]`.
-
-    Raises:
-        TypeError: it is not boolean.
-        ValueError: it is not one value.
-    """
+    """Converts `flag` to `bool[1]`."""
     if not isinstance(flag, bool) and not hasattr(flag, "dtype"):
         raise TypeError(f"{name} must be boolean, got {shown(flag)}.")
     # NNX variables are arrays to JAX, so convert them too.

@@ -227,13 +227,7 @@ def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
 
 
 def gradients(saved: Saved, dy: jax.Array | None, activation_input: jax.Array | None = None) -> Inputs:
-    """Returns the gradient of every input, as `dgrad` and `wgrad` give it; None for zero.
-
-    Args:
-        saved: from the forward pass.
-        dy: the gradient of the result; None if the result does not reach the loss.
-        activation_input: as in `quantized_gradient`.
-    """
+    """Returns the gradient of every input, as `dgrad` and `wgrad` give it; None for zero."""
     residuals, accumulator = saved
     if dy is None:
         dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
@@ -325,12 +319,7 @@ def summed_wgrad(
 
 
 def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:
-    """Returns the state after this step, None without one.
-
-    Args:
-        residuals: from the forward pass.
-        output_grad: the largest values of the result's gradient, None if it was not quantized.
-    """
+    """Returns the state after this step, None without one."""
     if residuals.fp8_state is None:
         return None
     assert residuals.amax is not None
@@ -440,13 +429,6 @@ def quantized_gradient_of_activation(
 
     The tokens are columnwise, for the following product's wgrad: the activation's result times `row_weights`. One pass
     over the activation's input makes both.
-
-    Args:
-        residuals: of the product whose result is the activation's input, with a recipe.
-        following: of the product whose tokens are the activation's result, with the same recipe.
-        dy: the gradient of the activation's result.
-        activation_input: the activation's input.
-        row_weights: as in `jax_grouped.grouped_quantize`.
     """
     assert residuals.spec.recipe == following.spec.recipe
     own, next_scales = (given_scales(each.spec, each.fp8_state) for each in (residuals, following))

@@ -148,15 +148,7 @@ class _Pass(Operation):
         *,
         columnwise: bool,
     ) -> tuple[ScaledArray, jax.Array | None]:
-        """Returns the kernels that this device multiplies by, and their largest values if they are quantized here.
-
-        Args:
-            kernels: as they are stored.
-            scale: the scale of each kernel, if scales are given.
-            own: the spec of this device.
-            splits: how dimensions are split, and kernels stored.
-            columnwise: the orientation.
-        """
+        """Returns the kernels that this device multiplies by, and their largest values if they are quantized here."""
         groups, rows, features = own.kernel.shape
         layout = kernel_spec(own.kernel.shape, self._recipe).layout((groups * rows, features), columnwise=columnwise)
         if self.cached:

@@ -23,13 +23,7 @@ def exchange_stacks(parts: ScaledArray, axis_name: Hashable) -> ScaledArray:
 
 
 def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout: QuantizedLayout) -> ScaledArray:
-    """Gathers a stack of kernels of which each device has a part, with whole blocks.
-
-    Args:
-        own: the part.
-        storage: mesh axes over which each axis of the data is split.
-        layout: of the whole.
-    """
+    """Gathers a stack of kernels of which each device has a part, with whole blocks."""
 
     def move(x: jax.Array) -> jax.Array:
         # Scales of whole matrices, and those of MX, have fewer axes: such kernels are stored in parts by experts, or

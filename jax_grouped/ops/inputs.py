@@ -221,10 +221,6 @@ def canonical_weights(
 
     Devices store the stack of kernels in `parts` equal parts: `kernel`, its cache and its accumulator are one of them,
     bias and state are whole. The bias is returned in float32, the type in which its gradient is summed over devices.
-
-    Raises:
-        TypeError: as `jax_grouped.grouped_dense`; the error calls the kernel `name`.
-        ValueError: likewise.
     """
     kernel, bias, cache, state, accumulator = weights
     kernel = as_array(name, kernel)

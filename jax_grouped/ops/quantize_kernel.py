@@ -170,19 +170,7 @@ def scaling_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_cache(name: str, cache: Any, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
-    """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe.
-
-    Args:
-        name: name of the argument.
-        cache: the argument.
-        like: words for the object that has this shape and recipe.
-        shape: shape of the kernels.
-        recipe: recipe of the kernels. Only what scales kernels counts.
-
-    Raises:
-        TypeError: `cache` is no KernelCache.
-        ValueError: `cache` is of another kernel or recipe.
-    """
+    """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe."""
     if not isinstance(cache, KernelCache):
         raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
     spec, made_with = kernel_spec(shape, recipe), cache.recipe
