@@ -130,7 +130,6 @@ class GroupedQuantized:
         columnwise: quantized along the rows of each group and stored transposed, or None.
         amax: `float32[G]`, the largest finite absolute value of each group.
         dbias: `float32[G, C]`, the sum of each group's rows before quantization, or None.
-        inner_products: `float32[T]`, of each row of the activation's result with its gradient, or None.
 
     Example:
         x = 0.3 * jnp.ones((16, 32))
@@ -144,7 +143,6 @@ class GroupedQuantized:
     columnwise: ScaledArray | None
     amax: jax.Array
     dbias: jax.Array | None
-    inner_products: jax.Array | None = None
 
 
 @register_pytree

@@ -305,14 +305,13 @@ def _backward_of_quantized_down(
     arrays, hidden, up, down = saved
     of_results = quantized_gradient(down.residuals, dy, row_indices=row_indices)
     dactivated, pending = dgrad(down.residuals, of_results)
-    gradient, activated = quantized_gradient_of_activation(
+    gradient, activated, inner_products = quantized_gradient_of_activation(
         up.residuals, down.residuals, dactivated, hidden, arrays.row_weights()
     )
-    assert gradient.inner_products is not None
     if down.residuals.amax is not None:
         # The forward pass has quantized the activation's result without its weights.
         largest = jnp.maximum(down.residuals.amax["input"], activated.amax)
         amax = {**down.residuals.amax, "input": largest}
         state = next_state(dataclasses.replace(down.residuals, amax=amax), of_results.amax)
         pending = dataclasses.replace(pending, fp8_state=state)
-    return dataclasses.replace(pending, x=activated.columnwise), gradient, gradient.inner_products
+    return dataclasses.replace(pending, x=activated.columnwise), gradient, inner_products

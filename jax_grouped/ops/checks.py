@@ -329,15 +329,6 @@ def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
     return as_int32(indices, -1, rows)
 
 
-def canonical_row_weights(row_weights: jax.Array, rows: int) -> jax.Array:
-    """Converts `row_weights` to `float32[rows]`."""
-    row_weights = as_array("row_weights", row_weights)
-    check_dtype("row_weights' type", row_weights.dtype)
-    if row_weights.shape != (rows,):
-        raise ValueError(f"row_weights must have one entry per row of x, shape ({rows},), got {row_weights.shape}.")
-    return row_weights.astype(jnp.float32)
-
-
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
     """Converts `flag` to `bool[1]`."""
     if not isinstance(flag, bool) and not hasattr(flag, "dtype"):

@@ -135,7 +135,6 @@ class Oriented(NamedTuple):
     columnwise: Operand | None
     amax: jax.Array | None = None
     dbias: jax.Array | None = None
-    inner_products: jax.Array | None = None
 
 
 #: Kernels as products read them.
@@ -424,11 +423,11 @@ def quantized_gradient_of_activation(
     dy: jax.Array,
     activation_input: jax.Array,
     row_weights: jax.Array,
-) -> tuple[GroupedQuantized, GroupedQuantized]:
-    """Returns the result of `quantized_gradient` with inner products, and the tokens of the following product.
+) -> tuple[GroupedQuantized, GroupedQuantized, jax.Array]:
+    """Returns the result of `quantized_gradient`, the tokens of the following product, and inner products.
 
-    The tokens are columnwise, for the following product's wgrad: the activation's result times `row_weights`. One pass
-    over the activation's input makes both.
+    The tokens are columnwise, for the following product's wgrad: the activation's result times `row_weights`. The inner
+    products are those of each row of that result with `dy`. One pass over the activation's input makes all.
     """
     assert residuals.spec.recipe == following.spec.recipe
     own, next_scales = (given_scales(each.spec, each.fp8_state) for each in (residuals, following))

@@ -39,8 +39,6 @@ def grouped_quantize(
     dbias: bool = False,
     activation: Activation | None = None,
     activation_input: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
-    inner_products: bool = False,
     swizzled_scales: bool = False,
 ) -> GroupedQuantized:
     """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
@@ -76,10 +74,6 @@ def grouped_quantize(
             `u = clip(up, -7, 7)` (gpt-oss, arXiv:2508.10925).
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
-        row_weights: `float32[T]`, for an `x` with group sizes and an activation: multiply each row of the activation's
-            result by its weight, or with `activation_input` each row of `x`.
-        inner_products: with an `activation_input` and group sizes, also return the inner product of each row of the
-            activation's result with its gradient `x`, in float32, before `row_weights`: 0 for rows of no group.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
@@ -116,13 +110,6 @@ def grouped_quantize(
             raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
         row_indices = checks.canonical_row_indices(row_indices, x.shape[0])
 
-    if row_weights is not None:
-        if group_sizes is None or activation is None:
-            raise ValueError("row_weights is for x [T, C] with group_sizes and an activation.")
-        row_weights = checks.canonical_row_weights(row_weights, x.shape[0])
-    if static_bool("inner_products", inner_products) and (group_sizes is None or activation_input is None):
-        raise ValueError("inner_products is for x [T, C] with group_sizes, an activation and activation_input.")
-
     num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
     spec = QuantizeSpec(
         mode,
@@ -136,7 +123,6 @@ def grouped_quantize(
         amax_epsilon=canonical_epsilon(amax_epsilon),
         swizzled_scales=swizzled_scales,
         activation=activation,
-        inner_products=inner_products,
     )
     if activation_input is not None:
         activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
@@ -150,7 +136,6 @@ def grouped_quantize(
         row_indices=row_indices,
         scale=None if scale is None else checks.canonical_scale(scale, spec.num_groups),
         activation_input=activation_input,
-        row_weights=row_weights,
     )
 
 
@@ -186,8 +171,8 @@ def _data_and_scale(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | 
 
 def quantize_with_activation(
     x: jax.Array, groups: Groups, spec: QuantizeSpec, **operands: jax.Array | None
-) -> tuple[GroupedQuantized, GroupedQuantized]:
-    """Returns the result of `quantize_tokens`, and the columnwise copy of the activation's result."""
+) -> tuple[GroupedQuantized, GroupedQuantized, jax.Array]:
+    """Returns the result of `quantize_tokens`, the columnwise copy of the activation's result, and inner products."""
     spec, results = quantize(x, groups, spec, (), **operands)
     names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
     input_shape = (x.shape[0], spec.features(x.shape[1]))
@@ -195,6 +180,7 @@ def quantize_with_activation(
     return (
         _scaled_arrays(results, x.shape, groups, spec),
         _scaled_arrays(activated, input_shape, groups, spec.forward()),
+        jnp.sum(results["inner_products"], axis=1),
     )
 
 
@@ -215,7 +201,6 @@ def _scaled_arrays(
         columnwise=scaled_array("column", columnwise=True),
         amax=results["amax"],
         dbias=results.get("dbias"),
-        inner_products=jnp.sum(results["inner_products"], axis=1) if spec.inner_products else None,
     )
 
 

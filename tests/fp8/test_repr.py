@@ -23,10 +23,7 @@ each_object = pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(v
 
 def test_arrays_are_their_types_and_shapes() -> None:
     assert repr(QUANTIZED.rowwise) == ROWWISE
-    assert (
-        repr(QUANTIZED)
-        == f"GroupedQuantized(rowwise={ROWWISE}, columnwise=None, amax=float32[2], dbias=None, inner_products=None)"
-    )
+    assert repr(QUANTIZED) == f"GroupedQuantized(rowwise={ROWWISE}, columnwise=None, amax=float32[2], dbias=None)"
     assert repr(CACHE).startswith("KernelCache(rowwise=ScaledArray(data=float8_e4m3fn[2,32,16], scale_inv=float32[2], ")
 
 

@@ -13,6 +13,7 @@ import pytest
 import jax_grouped as jg
 from jax_grouped import ScalingMode
 from jax_grouped.core.groups import Groups
+from jax_grouped.kernels import quantization
 from jax_grouped.kernels.activations import is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
@@ -277,23 +278,30 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str, activatio
     dy = jax.random.normal(jax.random.key(3), (200, FEATURES if is_gated(activation) else 2 * FEATURES))
     # Powers of two, so that a product by a weight is exact wherever it is taken.
     weights = jnp.where(jnp.arange(200) < 160, 2.0 ** (jnp.arange(200) % 5 - 2), 0)
-    arguments = dict(x=dy, activation_input=x) if backward else dict(x=x)
-    options = dict(group_sizes=SIZES, activation=activation, columnwise=True, dbias=True)
-    options |= dict(mode=ScalingMode.TENSOR, scale=jnp.ones(4))
+    spec = QuantizeSpec(ScalingMode.TENSOR, "float8_e4m3fn", 4, columnwise=True, dbias=True, activation=activation)
+    given = dict(scale=jnp.ones(4), activation_input=x if backward else None)
+    groups = Groups(SIZES, jnp.zeros(1, jnp.int32))
 
-    got = jg.grouped_quantize(**arguments, **options, row_weights=weights)
+    got = quantize_tokens(dy if backward else x, groups, spec, **given, row_weights=weights)
 
     if backward:
-        expected = jg.grouped_quantize(**(arguments | dict(x=dy * weights[:, None])), **options)
+        expected = quantize_tokens(dy * weights[:, None], groups, spec, **given)
         for one, other in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
             np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
         np.testing.assert_array_equal(got.dbias, expected.dbias)
         return
-    plain = jg.grouped_quantize(**arguments, **options)
+    plain = quantize_tokens(x, groups, spec, **given)
     # Numbers that are not subnormal in FP8 keep their mantissa.
     values, of_ones = (np.asarray(jg.grouped_dequantize(one.rowwise)) for one in (got, plain))
     wanted = of_ones * np.asarray(weights)[:, None]
     assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
+
+
+def inner_products(dy: jax.Array, hidden: jax.Array, activation: str, mode: ScalingMode, **operands: Any) -> jax.Array:
+    spec = QuantizeSpec(mode, "float8_e4m3fn", 4, columnwise=True, activation=activation, inner_products=True)
+    groups = Groups(SIZES, jnp.zeros(1, jnp.int32))
+    _, results = quantization.quantize(dy, groups, spec, (), activation_input=hidden, **operands)
+    return jnp.sum(results["inner_products"], axis=1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -303,30 +311,21 @@ def test_inner_products(backend: str, activation: str, features: int, dtype: str
     keys = jax.random.split(jax.random.key(4), 3)
     hidden = jax.random.normal(keys[0], (200, 2 * features if is_gated(activation) else features)).astype(dtype)
     dy = jax.random.normal(keys[1], (200, features)).astype(dtype)
-    options = dict(activation=activation, activation_input=hidden, row_weights=jax.random.normal(keys[2], (200,)))
     terms = quantize_oracle.activation(activation, np.asarray(hidden)) * np.asarray(dy, np.float64)
     expected = np.where(np.arange(200) < SIZES.sum(), terms.sum(axis=1), 0)
     for mode in some(backend, MODES, ACTIVATIONS.index(activation) + features // 16):
-        got = jg.grouped_quantize(dy, SIZES, mode, **options, columnwise=True, inner_products=True)
+        got = inner_products(dy, hidden, activation, mode, row_weights=jax.random.normal(keys[2], (200,)))
 
-        np.testing.assert_allclose(got.inner_products, expected, rtol=0, atol=1e-5 * np.abs(terms).sum(axis=1).max())
-        without = jg.grouped_quantize(dy, SIZES, mode, **options, columnwise=True)
-        assert without.inner_products is None
-        for one, other in ((got.rowwise, without.rowwise), (got.columnwise, without.columnwise)):
-            np.testing.assert_array_equal(jg.grouped_dequantize(one), jg.grouped_dequantize(other))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(terms).sum(axis=1).max())
 
 
 def test_inner_products_under_vmap(backend: str) -> None:
     hidden, dy = jax.random.normal(jax.random.key(5), (2, 200, 96)), jax.random.normal(jax.random.key(6), (2, 200, 48))
 
-    def inner_products(dy: jax.Array, hidden: jax.Array) -> jax.Array:
-        options = dict(activation="silu_mul", activation_input=hidden, inner_products=True)
-        return jg.grouped_quantize(dy, SIZES, ScalingMode.BLOCK_1D, **options).inner_products
-
-    got = jax.vmap(inner_products)(dy, hidden)
+    got = jax.vmap(lambda dy, hidden: inner_products(dy, hidden, "silu_mul", ScalingMode.BLOCK_1D))(dy, hidden)
 
     for i in range(2):
-        np.testing.assert_array_equal(got[i], inner_products(dy[i], hidden[i]))
+        np.testing.assert_array_equal(got[i], inner_products(dy[i], hidden[i], "silu_mul", ScalingMode.BLOCK_1D))
 
 
 def test_the_custom_call_gets_both() -> None:
@@ -336,7 +335,8 @@ def test_the_custom_call_gets_both() -> None:
         return jg.grouped_quantize(x, SIZES, ScalingMode.BLOCK_1D, row_indices=indices)
 
     def weighs(x: jax.Array) -> jg.GroupedQuantized:
-        return jg.grouped_quantize(x, SIZES, ScalingMode.BLOCK_1D, activation="relu", row_weights=weights)
+        spec = block_spec(activation="relu")
+        return quantize_tokens(x, Groups(SIZES, jnp.zeros(1, jnp.int32)), spec, row_weights=weights)
 
     for function, flags in ((gathers, (True, False)), (weighs, (False, True))):
         (call,) = custom_calls(lowered(function, x), "jax_grouped_quantize")
@@ -352,26 +352,6 @@ def test_wrong_arguments() -> None:
             dict(row_indices=row_indices(), activation="relu"),
             ValueError,
             "row_indices is for x [T, C] with group_sizes and without an activation",
-        ),
-        (
-            dict(row_weights=jnp.ones(TOKENS)),
-            ValueError,
-            "row_weights is for x [T, C] with group_sizes and an activation",
-        ),
-        (
-            dict(row_weights=jnp.ones(3), activation="relu"),
-            ValueError,
-            f"row_weights must have one entry per row of x, shape ({TOKENS},), got (3,)",
-        ),
-        (
-            dict(row_weights=jnp.ones(TOKENS, jnp.int32), activation="relu"),
-            TypeError,
-            "row_weights' type must be bfloat16, float16 or float32, got int32",
-        ),
-        (
-            dict(inner_products=True, activation="relu"),
-            ValueError,
-            "inner_products is for x [T, C] with group_sizes, an activation and activation_input.",
         ),
     ]:
         with pytest.raises(error, match=re.escape(message)):
