@@ -275,7 +275,7 @@ def accumulating(weights: Weights, name: str, accumulate_into: jax.Array | None)
     if accumulate_into is None:
         return weights
     accumulator = as_array("accumulate_into", accumulate_into)
-    got, expected = ((of.shape, of.dtype.name) for of in (accumulator, weights.kernel))
+    got, expected = ((array.shape, array.dtype.name) for array in (accumulator, weights.kernel))
     if got != expected:
         raise ValueError(f"accumulate_into must be like the kernel of {name}, {expected}, got {got}.")
     return weights._replace(dkernel_accumulator=accumulator)
@@ -339,7 +339,7 @@ def in_fp8_alone(
         raise ValueError(
             f"is_first_microbatch={is_first_microbatch} quantizes the kernel, which quantize_for_inference has removed."
         )
-    return Weights.of_cache(cache, bias, state, param_dtype)
+    return Weights.from_cache(cache, bias, state, param_dtype)
 
 
 def requantized(
@@ -364,7 +364,7 @@ def requantized(
 
 def axes_of(layer: Any) -> MoEAxes:
     """Returns the mesh axes of a `MoEMlp`."""
-    return MoEAxes.of(
+    return MoEAxes.make(
         expert=layer.expert_axis, feature=layer.feature_axis, fsdp=layer.fsdp_axis, batch=layer.batch_axes
     )
 

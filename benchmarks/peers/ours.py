@@ -143,7 +143,7 @@ def inference_moe(case: Case, sets: list[Arrays], recipe: jg.Recipe) -> JaxWork:
         return x, router, [_quantize_kernel(kernel, recipe=recipe, for_gradients=False) for kernel in kernels]
 
     def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
-        logits, weights = jg.moe.router_logits(x, router), map(Weights.of_cache, caches)
+        logits, weights = jg.moe.router_logits(x, router), map(Weights.from_cache, caches)
         return jg.moe.moe_mlp(x, logits, *weights, top_k=case.shape.top_k, recipe=recipe)[0]
 
     return JaxWork(run, [arguments(*arrays) for arrays in sets])

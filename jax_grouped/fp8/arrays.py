@@ -58,14 +58,16 @@ def _brief(value: Any) -> str:
     return repr(value)
 
 
-_STATIC = {of.__name__: of for of in (QuantizedLayout, *get_args(Recipe))}
+_STATIC = {kind.__name__: kind for kind in (QuantizedLayout, *get_args(Recipe))}
 
 
 def _to_json(static: tuple[Any, ...]) -> bytes:
     def text(value: Any) -> str:
         return value.value if isinstance(value, ScalingMode) else value.name
 
-    fields = [None if of is None else {"class": type(of).__name__} | dataclasses.asdict(of) for of in static]
+    fields = [
+        None if field is None else {"class": type(field).__name__} | dataclasses.asdict(field) for field in static
+    ]
     return json.dumps(fields, default=text).encode()
 
 

@@ -179,8 +179,12 @@ class Batched(Operation):
 
         def mapped_function(*arrays: jax.Array) -> Sequence[jax.Array]:
             given = len(arrays) == len(self.mapped)
-            mapped = [of for i, of in enumerate(self.mapped) if given or self.added is None or i != self.added[0]]
-            return jax.vmap(function, in_axes=tuple(0 if of else None for of in mapped))(*arrays)
+            mapped = [
+                is_mapped
+                for i, is_mapped in enumerate(self.mapped)
+                if given or self.added is None or i != self.added[0]
+            ]
+            return jax.vmap(function, in_axes=tuple(0 if is_mapped else None for is_mapped in mapped))(*arrays)
 
         return mapped_function
 
@@ -199,7 +203,7 @@ def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_gr
 class Plan(NamedTuple):
     """A partition of one call: what a device computes, and how the arrays are split."""
 
-    of_device: Callable[..., list[jax.Array]]
+    run: Callable[..., list[jax.Array]]
     results: list[PartitionSpec]
     operands: list[PartitionSpec]
 
@@ -207,21 +211,25 @@ class Plan(NamedTuple):
 def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any], results: Sequence[Any]) -> Plan:
     """Plans the call from the shapes and shardings that its operands have, and that its results shall have."""
     named_operands = [*zip(operation.operands, operands, strict=True)]
-    named_results = [*zip((of.dimensions for of in operation.results), results, strict=True)]
+    named_results = [*zip((result.dimensions for result in operation.results), results, strict=True)]
     splits = _splits(operation, mesh, [*named_operands, *named_results])
     gathers = operation.gathers
     if gathers is not None:
         splits |= _storage(operation, mesh, *named_operands[gathers.operand], gathers.dimensions, splits)
 
     def spec(names: str, *, stored: bool = False) -> PartitionSpec:
-        of_dimensions = [splits[name] for name in names.split()]
-        return PartitionSpec(*((of.axes or of.stored if stored else of.axes) or None for of in of_dimensions))
+        dimension_splits = [splits[name] for name in names.split()]
+        return PartitionSpec(
+            *((split.axes or split.stored if stored else split.axes) or None for split in dimension_splits)
+        )
 
-    reductions = [_Reduction.of(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
+    reductions = [_Reduction.find(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
     operand_specs = [
         spec(names, stored=gathers is not None and i == gathers.operand) for i, names in enumerate(operation.operands)
     ]
-    result_specs = [of.scattered(spec(names)) for (names, _), of in zip(named_results, reductions, strict=True)]
+    result_specs = [
+        reduction.scattered(spec(names)) for (names, _), reduction in zip(named_results, reductions, strict=True)
+    ]
     local = operation.local(splits)
     added, to = operation.added or (None, 0)
     if added is not None:
@@ -229,14 +237,14 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
         if not reductions[to].exists:
             added = None  # The local function adds it.
 
-    def of_device(*arrays: jax.Array) -> list[jax.Array]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         partial = local(*(array for i, array in enumerate(arrays) if i != added))
-        whole = [of(result) for of, result in zip(reductions, partial, strict=True)]
+        whole = [reduce(result) for reduce, result in zip(reductions, partial, strict=True)]
         if added is not None:
             whole[to] += arrays[added].astype(whole[to].dtype)
         return [array.astype(result.dtype) for array, result in zip(whole, results, strict=True)]
 
-    return Plan(of_device, result_specs, operand_specs)
+    return Plan(run, result_specs, operand_specs)
 
 
 def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
@@ -248,7 +256,7 @@ def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tu
     splits = dict.fromkeys(operation.dimensions, Split())
     taken: set[str] = set()
     operands, results = arrays[: len(operation.operands)], arrays[len(operation.operands) :]
-    for wanted, of in itertools.chain(*(itertools.product(operation.splittable, [of]) for of in (operands, results))):
+    for side, wanted in itertools.product((operands, results), operation.splittable):
         others = {
             axis
             for names, array in results
@@ -257,7 +265,7 @@ def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tu
             if name != wanted
             for axis in axes_of(array.sharding, dimension)
         }
-        for names, array in of:
+        for names, array in side:
             if wanted not in names.split() or splits[wanted].axes:
                 continue
             dimension = names.split().index(wanted)
@@ -301,7 +309,7 @@ class _Reduction:
     scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that a sum is split along, over further axes
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
+    def find(cls, mesh: Mesh | AbstractMesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
         axes = [axis for name in result.over.split() for axis in splits[name].axes]
         scatters = []
         for dimension, name in enumerate(result.dimensions.split()):
@@ -412,8 +420,8 @@ def _apply_to_types(
         [result for result, spec in zip(operation.results, given, strict=True) if spec is None], avals, operation
     )
     wanted = [
-        jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
-        for of, spec in zip(shapes, given, strict=True)
+        jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+        for result, spec in zip(shapes, given, strict=True)
     ]
     planned = plan(operation, mesh, avals, wanted)
 
@@ -421,7 +429,7 @@ def _apply_to_types(
         return x if spec is None else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     run = jax.shard_map(
-        planned.of_device, mesh=mesh, in_specs=tuple(planned.operands), out_specs=planned.results, check_vma=False
+        planned.run, mesh=mesh, in_specs=tuple(planned.operands), out_specs=planned.results, check_vma=False
     )
     return [*map(placed, run(*map(placed, arrays, planned.operands)), given)]
 
@@ -457,9 +465,11 @@ def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     """Returns the operation as a jaxpr; as a parameter, it makes JAX tell lowering rules which devices there are."""
     function = custom_partitioning(lambda *arrays: _call(operation.whole, *arrays, keeps_locations=True))
     results = [result.dimensions for result in operation.results]
-    of_results = {name for result in results for name in result.split()}
+    result_dimensions = {name for result in results for name in result.split()}
     # Shardy wants them in the order in which they occur.
-    contracted = [name for name in operation.dimensions if name in operation.splittable and name not in of_results]
+    contracted = [
+        name for name in operation.dimensions if name in operation.splittable and name not in result_dimensions
+    ]
     whole = [name for name in operation.dimensions if name not in operation.splittable]
     function.def_partition(
         functools.partial(_partition, operation),
@@ -477,7 +487,7 @@ def _partition(
     planned = plan(operation, mesh, operands, results)
 
     def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _call(planned.of_device, *arrays, keeps_locations=False)
+        return _call(planned.run, *arrays, keeps_locations=False)
 
     def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)

@@ -184,10 +184,10 @@ def batched(result: jax.ShapeDtypeStruct, batch: int) -> jax.ShapeDtypeStruct:
 
 def in_whole_batch(row_indices: jax.Array, x_rows: int, batch: int) -> jax.Array:
     """Counts indices into the rows of each batch element from the first element's, `[B * R]`; -1 for no row."""
-    of_elements = row_indices.reshape(batch, -1)
-    exist = (of_elements >= 0) & (of_elements < x_rows)
+    element_indices = row_indices.reshape(batch, -1)
+    exist = (element_indices >= 0) & (element_indices < x_rows)
     first_rows = x_rows * jnp.arange(batch, dtype=jnp.int32)[:, None]
-    return jnp.where(exist, of_elements + first_rows, -1).reshape(row_indices.shape)
+    return jnp.where(exist, element_indices + first_rows, -1).reshape(row_indices.shape)
 
 
 def group_table_size(num_groups: int) -> int:

@@ -63,12 +63,12 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
             raise ValueError(f"variables must have the parameter {'/'.join(path)}, which {KERNEL_CACHE} has.")
         state = None
         if isinstance(recipe, DelayedScaling):
-            of_layer = {of[-1]: value for of, value in states.items() if of[:-1] == path[:-1]}
-            if not of_layer:
+            layer_state = {other[-1]: value for other, value in states.items() if other[:-1] == path[:-1]}
+            if not layer_state:
                 raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
-            state = Fp8State(**of_layer)
+            state = Fp8State(**layer_state)
         if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
             raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
         caches[path] = _layers.quantized(params.pop(path), recipe, None, state, for_gradients=False)
-    kept = {name: of for name, of in variables.items() if name not in ("params", KERNEL_CACHE)}
+    kept = {name: collection for name, collection in variables.items() if name not in ("params", KERNEL_CACHE)}
     return {"params": unflatten_dict(params), KERNEL_CACHE: unflatten_dict(caches), **kept}

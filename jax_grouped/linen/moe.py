@@ -165,7 +165,7 @@ class MoEMlp(nn.Module):
         axes = _layers.axes_of(self)
         if self.is_initializing() and not _layers.has_sharded_type(x):
             # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
-            axes = MoEAxes.of()
+            axes = MoEAxes.make()
         experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
         hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
 
@@ -189,8 +189,8 @@ class MoEMlp(nn.Module):
         def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
             given = self.variables.get("params", {}).get(name, {})
             _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
-            of_experts = kernel(name, shape, kernel_init, use_bias=self.use_bias)
-            return of_experts.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
+            experts_kernel = kernel(name, shape, kernel_init, use_bias=self.use_bias)
+            return experts_kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
 
         router = nn.Dense(
             self.num_experts,
@@ -212,11 +212,11 @@ class MoEMlp(nn.Module):
         shared_expert: list[Weights] = []
         if self.shared_features is not None:
             shape = _layers.gate_up_shape(1, features, self.shared_features, self.activation)
-            of_shared = (
+            shared_kernels = (
                 kernel("shared_gate_up", shape, self.gate_up_init, use_bias=False),
                 kernel("shared_down", (1, self.shared_features, features), self.down_init, use_bias=False),
             )
-            shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
+            shared_expert = [kernel.stored(is_first_microbatch) for kernel in shared_kernels]
         return _layers.apply_moe(
             self, axes, x, router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
         )

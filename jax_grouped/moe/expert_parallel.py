@@ -98,5 +98,5 @@ def mlp_of_exchanged_rows(
 
 def _weights_of_rows(weights: jax.Array, permutation: Permutation) -> jax.Array:
     """Returns the weight of each row, `float32[R, 1]`."""
-    of_pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
-    return permute(weights.reshape(weights.size, 1), of_pairs)
+    pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
+    return permute(weights.reshape(weights.size, 1), pairs)

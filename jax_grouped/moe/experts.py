@@ -76,8 +76,8 @@ def weighted_mlp(
     routing = (row_weights, None, None, None, None)
     weighted = _vary_and_apply(Inputs(rows, gate_up, groups), down, routing, spec)
     if down.bias is not None:
-        zeros, bias, *of_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
-        weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*of_groups))
+        zeros, bias, *varying_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
+        weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*varying_groups))
     return weighted.astype(rows.dtype)
 
 

@@ -103,18 +103,18 @@ class ExpertsArrays(NamedTuple):
         ends = jnp.cumsum(self.up.groups.sizes, dtype=jnp.int32)
         expert = count_not_above(ends, self.inverse)
         chosen = expert[..., None] == jnp.arange(ends.shape[0], dtype=jnp.int32)
-        of_experts = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
-        return jnp.matmul(of_experts, bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        expert_weights = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+        return jnp.matmul(expert_weights, bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     def row_weights(self) -> jax.Array:
         """Returns the weight of each row, `float32[R]`."""
         return self.weights if self.order is None else gather(self.weights.reshape(self.weights.size), self.order)
 
-    def of_tokens(self, drows: jax.Array) -> jax.Array:
+    def sum_over_choices(self, drows: jax.Array) -> jax.Array:
         """Returns the gradient of `up.x` from that of the rows."""
         return drows if self.inverse is None else sum_of_choices(drows, self.inverse).astype(drows.dtype)
 
-    def of_choices(self, dweights: jax.Array) -> jax.Array:
+    def choices_gradient(self, dweights: jax.Array) -> jax.Array:
         """Returns the gradient of `weights` from that of the rows' weights."""
         return dweights if self.inverse is None else gather(dweights, self.inverse)
 
@@ -148,14 +148,14 @@ def _apply(arrays: ExpertsArrays, spec: ExpertsSpec, *, for_gradients: bool) -> 
         # XLA then does this work during the transfer.
         x, kernels, shared = jax.lax.optimization_barrier((arrays.received, kernels, arrays.shared))
         # Only quantization reads tokens that are still as they were sent. The fields of `Inputs` are arrays elsewhere.
-        up, of_choices = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
-        arrays = arrays._replace(up=up, weights=of_choices, shared=shared, received=None)
-    hidden, rows, of_up, of_down = _products(arrays, spec, kernels, for_gradients=for_gradients)
+        up, choice_weights = arrays.up._replace(x=x), spec.token_gather.routing_weights(arrays.weights)
+        arrays = arrays._replace(up=up, weights=choice_weights, shared=shared, received=None)
+    hidden, rows, up_part, down_part = _products(arrays, spec, kernels, for_gradients=for_gradients)
     sums = _sums(arrays, rows, spec)
     if arrays.shared is not None:
         sums += arrays.shared.astype(jnp.float32)
         arrays = arrays._replace(shared=None)
-    return sums, _Saved(arrays, hidden, save(arrays.up, of_up), save(arrays.down, of_down))
+    return sums, _Saved(arrays, hidden, save(arrays.up, up_part), save(arrays.down, down_part))
 
 
 def _sums(arrays: ExpertsArrays, rows: jax.Array, spec: ExpertsSpec) -> jax.Array:
@@ -166,7 +166,7 @@ def _sums(arrays: ExpertsArrays, rows: jax.Array, spec: ExpertsSpec) -> jax.Arra
     gather = spec.token_gather
     if gather is None or arrays.inverse is None:
         return arrays.combined(rows)
-    chunks = [gather.chunks_of_devices(of, _CHUNKS) for of in (arrays.inverse, arrays.weights)]
+    chunks = [gather.device_chunks(array, _CHUNKS) for array in (arrays.inverse, arrays.weights)]
     received: list[Received] = []
     for inverse, weights in zip(*chunks, strict=True):
         if arrays.bias is None:
@@ -177,7 +177,7 @@ def _sums(arrays: ExpertsArrays, rows: jax.Array, spec: ExpertsSpec) -> jax.Arra
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
         received.append(gather.results(parts))
-    return jnp.concatenate([summed(of) for of in received])
+    return jnp.concatenate([summed(part) for part in received])
 
 
 def _products(
@@ -189,23 +189,23 @@ def _products(
     (rows,), row_indices = _gathered([up.x], arrays, spec)
     tokens = _quantized_once(arrays, spec)
     up = up._replace(x=rows, row_indices=row_indices)
-    of_down = None
+    down_part = None
     if spec.weight_gather is not None:
-        of_down, kernels = spec.weight_gather.for_fprop(down.weights, spec.down, kernels, rowwise=for_gradients)
+        down_part, kernels = spec.weight_gather.for_fprop(down.weights, spec.down, kernels, rowwise=for_gradients)
     hidden, up_residuals = fprop(up, spec.up, tokens=tokens, kernels=kernels, **options)
     hidden = checkpoint_name(hidden, HIDDEN_NAME)
     activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
-    results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=of_down, **options)
+    results, down_residuals = fprop(down._replace(x=activated), spec.down, kernels=down_part, **options)
     return hidden, results, up_residuals, down_residuals
 
 
 def _gathered(
-    of_tokens: list[jax.Array], arrays: ExpertsArrays, spec: ExpertsSpec
+    token_arrays: list[jax.Array], arrays: ExpertsArrays, spec: ExpertsSpec
 ) -> tuple[list[Any], jax.Array | None]:
     """Returns the rows of arrays of tokens; with a recipe the arrays, and the indices by which quantization gathers."""
     if spec.up.recipe is not None or arrays.order is None or arrays.inverse is None:
-        return of_tokens, arrays.up.row_indices
-    return [Gathered(x, arrays.order, arrays.inverse) for x in of_tokens], None
+        return token_arrays, arrays.up.row_indices
+    return [Gathered(x, arrays.order, arrays.inverse) for x in token_arrays], None
 
 
 def _quantized_once(arrays: ExpertsArrays, spec: ExpertsSpec) -> Oriented | None:
@@ -221,8 +221,8 @@ def _quantized_once(arrays: ExpertsArrays, spec: ExpertsSpec) -> Oriented | None
     if recipe.token_mode != ScalingMode.BLOCK_1D and scales is None:
         return None
     given = None if scales is None else scales.input
-    of_rows = spec.up.x_spec(columnwise=False)
-    rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, given, spec=of_rows)
+    row_spec = spec.up.x_spec(columnwise=False)
+    rowwise, amax = quantize_permuted(arrays.up.x, arrays.up.groups, order, inverse, given, spec=row_spec)
     return Oriented(rowwise, None, amax)
 
 
@@ -230,8 +230,8 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     arrays, _, up, down = saved
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        of_up, of_down = (gradients(of, None)._replace(x=zero) for of in (up, down))
-        return (ExpertsArrays(of_up, of_down, *(zero,) * 6),)
+        up_part, down_part = (gradients(residuals, None)._replace(x=zero) for residuals in (up, down))
+        return (ExpertsArrays(up_part, down_part, *(zero,) * 6),)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
     if spec.weight_gather is not None:
         up, down, dy = spec.weight_gather.for_dgrad(up, down, dy)
@@ -258,13 +258,13 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     stored_over = None if spec.weight_gather is None else spec.weight_gather.axis_name
     dkernel = summed_wgrad(pending, down.dkernel_accumulator, stored_over)
     ddown = Weights(dkernel, fp8_state=pending.fp8_state)
-    dweights = arrays.of_choices(dweights)
+    dweights = arrays.choices_gradient(dweights)
     if bias_dweights is not None:
         dweights += bias_dweights
     drows, pending = dgrad(up.residuals, gradient)
     pending = dataclasses.replace(pending, x=tokens)
     if spec.token_gather is None:
-        dx = arrays.of_tokens(drows)
+        dx = arrays.sum_over_choices(drows)
     else:
         # XLA runs one collective at a time: this one during dgrad, and that of dx during wgrad.
         dweights = summed(spec.token_gather.routing_weight_gradients(dweights))
@@ -303,8 +303,8 @@ def _backward_of_quantized_down(
 ) -> tuple[PendingWgrad, Oriented | GroupedQuantized, jax.Array]:
     """Returns the same with a recipe, whose quantization gathers the rows of `dy` by indices, if there are any."""
     arrays, hidden, up, down = saved
-    of_results = quantized_gradient(down.residuals, dy, row_indices=row_indices)
-    dactivated, pending = dgrad(down.residuals, of_results)
+    gradient_of_results = quantized_gradient(down.residuals, dy, row_indices=row_indices)
+    dactivated, pending = dgrad(down.residuals, gradient_of_results)
     gradient, activated, inner_products = quantized_gradient_of_activation(
         up.residuals, down.residuals, dactivated, hidden, arrays.row_weights()
     )
@@ -312,6 +312,6 @@ def _backward_of_quantized_down(
         # The forward pass has quantized the activation's result without its weights.
         largest = jnp.maximum(down.residuals.amax["input"], activated.amax)
         amax = {**down.residuals.amax, "input": largest}
-        state = next_state(dataclasses.replace(down.residuals, amax=amax), of_results.amax)
+        state = next_state(dataclasses.replace(down.residuals, amax=amax), gradient_of_results.amax)
         pending = dataclasses.replace(pending, fp8_state=state)
     return dataclasses.replace(pending, x=activated.columnwise), gradient, inner_products

@@ -73,7 +73,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         assert layer.hidden_features == 16
     """
     values, architecture = _known(config)
-    sizes = _Sizes.of(values, architecture)
+    sizes = _Sizes.read(values, architecture)
     options: dict[str, Any] = dict(
         num_experts=sizes.experts,
         top_k=_value(values, "num_experts_per_tok"),
@@ -140,7 +140,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
         assert variables["params"]["gate_up"]["kernel"].shape == (2, 8, 2, 4)
     """
     values, architecture = _known(config)
-    sizes = _Sizes.of(values, architecture)
+    sizes = _Sizes.read(values, architecture)
     block = _Block(state, prefix, values["model_type"])
     experts, features, hidden, shared = sizes
     router = {"kernel": block.take(f"{architecture.router}.weight", experts, features).T}
@@ -165,19 +165,21 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
         gate_up = {"kernel": np.transpose(stacked, (0, 3, 1, 2))}
         down = {"kernel": np.swapaxes(block.take("experts.down_proj", experts, features, hidden), 1, 2)}
     else:
-        of_experts = [f"experts.{expert}." for expert in range(experts)]
-        gate_up = {"kernel": np.stack([block.take_gate_up(of, architecture, hidden, features) for of in of_experts])}
-        down = {"kernel": np.stack([block.take_down(of, architecture, hidden, features) for of in of_experts])}
+        prefixes = [f"experts.{expert}." for expert in range(experts)]
+        gate_up = {
+            "kernel": np.stack([block.take_gate_up(prefix, architecture, hidden, features) for prefix in prefixes])
+        }
+        down = {"kernel": np.stack([block.take_down(prefix, architecture, hidden, features) for prefix in prefixes])}
     variables: dict[str, Any] = {"params": {"router": router, "gate_up": gate_up, "down": down}}
     if architecture.selects:
         bias = block.take(f"{architecture.router}.e_score_correction_bias", experts)
         # In bfloat16 an update of 0.001 would be lost.
         variables["router_state"] = {"selection_bias": bias.astype(np.float32)}
     if shared:
-        of_shared = "shared_experts."
+        shared_prefix = "shared_experts."
         variables["params"] |= {
-            "shared_gate_up": {"kernel": block.take_gate_up(of_shared, architecture, shared, features)[None]},
-            "shared_down": {"kernel": block.take_down(of_shared, architecture, shared, features)[None]},
+            "shared_gate_up": {"kernel": block.take_gate_up(shared_prefix, architecture, shared, features)[None]},
+            "shared_down": {"kernel": block.take_down(shared_prefix, architecture, shared, features)[None]},
         }
     block.check_all_taken()
     return variables
@@ -214,7 +216,7 @@ def to_huggingface(
         assert state["experts.1.down_proj.weight"].shape == (8, 4)
     """
     values, architecture = _known(config)
-    experts, features, hidden, shared = _Sizes.of(values, architecture)
+    experts, features, hidden, shared = _Sizes.read(values, architecture)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
     params = variables["params"]
@@ -232,7 +234,7 @@ def to_huggingface(
         }
     elif per_expert:
         for expert in range(experts):
-            state |= _of_expert(f"experts.{expert}.", architecture, gate_up[expert], down[expert])
+            state |= _name_expert(f"experts.{expert}.", architecture, gate_up[expert], down[expert])
     else:
         stacked = np.transpose(gate_up, (0, 2, 3, 1)).reshape(experts, 2 * hidden, features)
         state |= {"experts.gate_up_proj": stacked, "experts.down_proj": np.swapaxes(down, 1, 2)}
@@ -242,7 +244,7 @@ def to_huggingface(
     if shared:
         shared_gate_up = _checked(params, "shared_gate_up", "kernel", (1, features, 2, shared))
         shared_down = _checked(params, "shared_down", "kernel", (1, shared, features))
-        state |= _of_expert("shared_experts.", architecture, shared_gate_up[0], shared_down[0])
+        state |= _name_expert("shared_experts.", architecture, shared_gate_up[0], shared_down[0])
     return {prefix + name: np.ascontiguousarray(array) for name, array in state.items()}
 
 
@@ -253,7 +255,7 @@ class _Sizes(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], architecture: _Architecture) -> "_Sizes":
+    def read(cls, values: Mapping[str, Any], architecture: _Architecture) -> "_Sizes":
         hidden = _value(values, architecture.hidden)
         return cls(
             experts=_value(values, "num_local_experts", "num_experts", "n_routed_experts"),
@@ -293,10 +295,13 @@ def _checked(variables: Mapping[str, Any], part: str, name: str, shape: tuple[in
     return array
 
 
-def _of_expert(name: str, architecture: _Architecture, gate_up: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+def _name_expert(
+    name: str, architecture: _Architecture, gate_up: np.ndarray, down: np.ndarray
+) -> dict[str, np.ndarray]:
     """Returns the arrays of one expert, from `[K, 2, F]` and `[F, K]`."""
     arrays = gate_up[:, 0].T, gate_up[:, 1].T, down.T
-    return {f"{name}{of}.weight": array for of, array in zip(architecture.projections, arrays, strict=True)}
+    names = (f"{name}{projection}.weight" for projection in architecture.projections)
+    return dict(zip(names, arrays, strict=True))
 
 
 class _Block:
@@ -324,8 +329,8 @@ class _Block:
         expected = (*shape[:-2], *(-(-size // 128) for size in shape[-2:]))
         if scales.shape != expected:
             raise ValueError(f"{self._prefix}{name}_scale_inv must have shape {expected}, got {scales.shape}.")
-        of_numbers = np.repeat(np.repeat(scales, 128, axis=-2), 128, axis=-1)[..., : shape[-2], : shape[-1]]
-        return array.astype(np.float32) * of_numbers.astype(np.float32)
+        element_scales = np.repeat(np.repeat(scales, 128, axis=-2), 128, axis=-1)[..., : shape[-2], : shape[-1]]
+        return array.astype(np.float32) * element_scales.astype(np.float32)
 
     def take_transposed(self, name: str, experts: int, inputs: int, outputs: int) -> np.ndarray:
         """Returns kernels `[E, in, out]`, which are there as they are, or in MXFP4 as `[E, out, in / 32, 16]` bytes."""
@@ -339,14 +344,14 @@ class _Block:
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
         return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
 
-    def take_gate_up(self, of: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
+    def take_gate_up(self, prefix: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
         """Returns an expert's `[K, 2, F]`."""
-        gate, up = (self.take(f"{of}{name}.weight", hidden, features).T for name in architecture.projections[:2])
+        gate, up = (self.take(f"{prefix}{name}.weight", hidden, features).T for name in architecture.projections[:2])
         return np.stack([gate, up], axis=1)
 
-    def take_down(self, of: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
+    def take_down(self, prefix: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
         """Returns an expert's `[F, K]`."""
-        return self.take(f"{of}{architecture.projections[2]}.weight", features, hidden).T
+        return self.take(f"{prefix}{architecture.projections[2]}.weight", features, hidden).T
 
     def check_all_taken(self) -> None:
         if self._left:
@@ -365,7 +370,7 @@ class _Block:
             raise KeyError(f"The state has no {key}, which a block of {self._model} needs.")
         self._left.remove(key)
         array = self._state[key]
-        return _of_torch(array) if hasattr(array, "detach") else np.asarray(array)
+        return _from_torch(array) if hasattr(array, "detach") else np.asarray(array)
 
 
 def _some(names: Collection[str]) -> str:
@@ -374,7 +379,7 @@ def _some(names: Collection[str]) -> str:
     return f"{few}" + (f" and {count - len(few)} more" if count > len(few) else "")
 
 
-def _of_torch(tensor: Any) -> np.ndarray:
+def _from_torch(tensor: Any) -> np.ndarray:
     """Converts a tensor of PyTorch, whose narrow types NumPy knows from `ml_dtypes` only."""
     tensor, name = tensor.detach().cpu(), str(tensor.dtype).removeprefix("torch.")
     if not hasattr(ml_dtypes, name):

@@ -201,9 +201,9 @@ def moe_mlp(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}.")
-    axes = MoEAxes.of(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
-    of_device = functools.partial(
-        _of_device,
+    axes = MoEAxes.make(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
+    run = functools.partial(
+        _run_on_device,
         top_k=checks.static_size("top_k", top_k, least=1),
         score=score,
         normalize_weights=normalize_weights,
@@ -221,17 +221,17 @@ def moe_mlp(
     )
     mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
     if mesh is None:
-        return of_device(arrays, axes, num_sequences=num_sequences)
+        return run(arrays, axes, num_sequences=num_sequences)
     if x.shape[:1] == (0,):
-        return of_device(arrays, MoEAxes.of(), num_sequences=num_sequences)
+        return run(arrays, MoEAxes.make(), num_sequences=num_sequences)
     devices = math.prod(mesh.shape[axis] for axis in axes.tokens)
-    of_each = _sequences_of_each(num_sequences, x.shape[0], devices)
+    sequences_of_each = _sequences_of_each(num_sequences, x.shape[0], devices)
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
-    def of_all_tokens(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
+    def run_on_part(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
         bound = axes._replace(batch=axes.tokens)
-        y, metrics = of_device(own, bound, num_sequences=of_each, all_tokens=x.shape[0])
+        y, metrics = run(own, bound, num_sequences=sequences_of_each, all_tokens=x.shape[0])
         if not axes.tokens:
             return y, metrics
         me = jax.lax.axis_index(axes.tokens)
@@ -240,7 +240,7 @@ def moe_mlp(
         load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes.tokens)
         return y, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
-    return call_on_mesh(of_all_tokens, mesh, axes, arrays, gated=is_gated(activation))
+    return call_on_mesh(run_on_part, mesh, axes, arrays, gated=is_gated(activation))
 
 
 def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> int | None:
@@ -255,7 +255,7 @@ def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> 
     return num_sequences // devices
 
 
-def _of_device(
+def _run_on_device(
     arrays: MoEArrays,
     axes: MoEAxes,
     *,
@@ -323,7 +323,7 @@ def _of_device(
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
     factor = jnp.asarray(weight_scale, jnp.float32)
-    wire = Wire.of(recipe, dispatch=quantized_exchange, combine=quantized_combine)
+    wire = Wire.make(recipe, dispatch=quantized_exchange, combine=quantized_combine)
     options: dict[str, Any] = dict(
         gate_up=gate_up,
         down=down,

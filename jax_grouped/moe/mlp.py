@@ -107,11 +107,11 @@ def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> Partition
 
     Features stay whole if their axes split the tokens too, or do not divide the `F` features of each half.
     """
-    of_x, of_kernel = jax.typeof(x).sharding, jax.typeof(gate_up).sharding
-    axes = axes_of(of_kernel, 2)
-    parts = math.prod(of_kernel.mesh.shape[axis] for axis in axes)
-    is_free = not {*axes} & {*axes_of(of_x, 0)} and down.shape[1] % parts == 0
-    return PartitionSpec(of_x.spec[0], of_kernel.spec[2] if is_free else None)
+    x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up).sharding
+    axes = axes_of(kernel_sharding, 2)
+    parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
+    is_free = not {*axes} & {*axes_of(x_sharding, 0)} and down.shape[1] % parts == 0
+    return PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
 
 
 class MlpSpec(NamedTuple):
@@ -185,10 +185,10 @@ def _mlp(inputs: tuple[Inputs, Inputs], spec: MlpSpec) -> jax.Array:
 
 def _forward(primals: Any, spec: MlpSpec) -> tuple[jax.Array, _MlpSaved]:
     up, down = map(primal_values, primals)
-    hidden, of_up = fprop(up, spec.up, for_gradients=True)
+    hidden, up_residuals = fprop(up, spec.up, for_gradients=True)
     hidden = checkpoint_name(hidden, HIDDEN_NAME)
-    y, of_down = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
-    return y, _MlpSaved(save(up, of_up), hidden, save(down, of_down))
+    y, down_residuals = fprop(down._replace(x=hidden), spec.down, for_gradients=True)
+    return y, _MlpSaved(save(up, up_residuals), hidden, save(down, down_residuals))
 
 
 def _backward(spec: MlpSpec, saved: _MlpSaved, dy: Any) -> tuple[tuple[Inputs, Inputs]]:

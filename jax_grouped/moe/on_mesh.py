@@ -42,7 +42,7 @@ class MoEAxes(NamedTuple):
     batch: tuple[str, ...]
 
     @classmethod
-    def of(
+    def make(
         cls,
         *,
         expert: str | None = None,
@@ -116,11 +116,11 @@ def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | No
 def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
     """Returns the axes that no surrounding `jax.shard_map` splits, with their types."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: of_axis for name, of_axis in types if of_axis != AxisType.Manual}
+    return {name: axis_type for name, axis_type in types if axis_type != AxisType.Manual}
 
 
 def call_on_mesh(
-    of_device: Callable[[MoEArrays], tuple[jax.Array, Any]],
+    function: Callable[[MoEArrays], tuple[jax.Array, Any]],
     mesh: Mesh | AbstractMesh,
     axes: MoEAxes,
     arrays: MoEArrays,
@@ -147,7 +147,7 @@ def call_on_mesh(
         arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
 
     def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
-        return of_device(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
+        return function(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
 
     over = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
     out_specs = P(axes.tokens or None), P()
@@ -179,8 +179,8 @@ def _inside_another(over: functools.partial[Any], local: Callable[..., Any], spe
 
         def with_residuals(arrays: Any) -> tuple[Any, list[jax.Array]]:
             nonlocal pull_back
-            out, of_device = jax.vjp(local, arrays)
-            leaves, pull_back = jax.tree.flatten(of_device)
+            out, local_pull_back = jax.vjp(local, arrays)
+            leaves, pull_back = jax.tree.flatten(local_pull_back)
             kept_specs[:] = [P(tuple(sorted(varying_axes(leaf) & axes)) or None) for leaf in leaves]
             return out, [leaf[None] for leaf in leaves]
 
@@ -192,10 +192,10 @@ def _inside_another(over: functools.partial[Any], local: Callable[..., Any], spe
     def backward(pull_back: Any, gradient: Any) -> tuple[Any]:
         leaves, structure = jax.tree.flatten(pull_back)
 
-        def of_device(leaves: list[jax.Array], gradient: Any) -> Any:
+        def pull_back_locally(leaves: list[jax.Array], gradient: Any) -> Any:
             return jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])(gradient)[0]
 
-        return (over(of_device, in_specs=(kept_specs, out_specs), out_specs=specs)(leaves, gradient),)
+        return (over(pull_back_locally, in_specs=(kept_specs, out_specs), out_specs=specs)(leaves, gradient),)
 
     run.defvjp(forward, backward)
     return run
@@ -209,7 +209,7 @@ def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
     """Returns the spec of each array, in the same structure."""
     tokens, stored, halves = P(axes.tokens), axes.stored or None, (None,) * gated
 
-    def of_weights(weights: Weights, kernel: Any, bias: Any) -> Any:
+    def weight_specs(weights: Weights, kernel: Any, bias: Any) -> Any:
         specs = jax.tree.map(lambda _: P(stored), weights)._replace(
             bias=None if weights.bias is None else bias,
             fp8_state=jax.tree.map(lambda _: P(axes.expert), weights.fp8_state),
@@ -218,8 +218,8 @@ def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
 
     gate_up = P(stored, None, *halves, axes.feature), P(stored, *halves, axes.feature)
     specs = dict(
-        gate_up=of_weights(arrays.gate_up, *gate_up),
-        down=of_weights(arrays.down, P(stored, axes.feature), P(stored)),
+        gate_up=weight_specs(arrays.gate_up, *gate_up),
+        down=weight_specs(arrays.down, P(stored, axes.feature), P(stored)),
     )
     specs |= {name: P() for name in ("selection_bias", "weight_scale") if getattr(arrays, name) is not None}
     return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
@@ -241,7 +241,7 @@ def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) ->
             f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
             "this device's part of the kernel."
         )
-    accumulates = any(of.dkernel_accumulator is not None for of in (arrays.gate_up, arrays.down))
+    accumulates = any(weights.dkernel_accumulator is not None for weights in (arrays.gate_up, arrays.down))
     if accumulates and (others := [axis for axis in axes.tokens if axis not in axes.stored and mesh.shape[axis] > 1]):
         raise ValueError(
             f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "

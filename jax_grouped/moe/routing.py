@@ -257,10 +257,10 @@ def load_balancing_loss(
     pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
     loads = jax.vmap(functools.partial(kernel.expert_load, num_experts=num_experts))(pairs)
     sums = jnp.sum(routing.probabilities.reshape(sequences, -1, num_experts), axis=1)
-    of_sequences = jax.vmap(
+    sequence_losses = jax.vmap(
         lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
     )
-    loss = jnp.mean(of_sequences(loads, sums))
+    loss = jnp.mean(sequence_losses(loads, sums))
     return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
 
 

@@ -41,13 +41,13 @@ class TokenGather:
         """Gathers routing weights: `[T, k]` to `[D T, k]`."""
         return jax.lax.all_gather(weights, self.axis_name, tiled=True)
 
-    def chunks_of_devices(self, of_tokens: jax.Array, count: int) -> list[jax.Array]:
+    def device_chunks(self, tokens: jax.Array, count: int) -> list[jax.Array]:
         """Splits `[D T, C]` into arrays that have a part of each device's tokens."""
         devices = jax.lax.axis_size(self.axis_name)
-        of_devices = of_tokens.reshape(devices, -1, of_tokens.shape[1])
+        device_rows = tokens.reshape(devices, -1, tokens.shape[1])
         return [
-            chunk.reshape(-1, of_tokens.shape[1])
-            for chunk in jnp.array_split(of_devices, count, axis=1)
+            chunk.reshape(-1, tokens.shape[1])
+            for chunk in jnp.array_split(device_rows, count, axis=1)
             if chunk.shape[1] > 0
         ]
 
@@ -70,10 +70,10 @@ class TokenGather:
 
     def _return(self, parts: jax.Array, form: RowForm | None) -> Received:
         devices = jax.lax.axis_size(self.axis_name)
-        of_devices = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
+        device_rows = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
         if form is None or 0 in parts.shape:
-            return jax.lax.all_to_all(of_devices, self.axis_name, 0, 0)
-        return exchange_stacks(quantize_stacked_rows(of_devices, form), self.axis_name)
+            return jax.lax.all_to_all(device_rows, self.axis_name, 0, 0)
+        return exchange_stacks(quantize_stacked_rows(device_rows, form), self.axis_name)
 
 
 def summed(parts: Received) -> jax.Array:
@@ -85,7 +85,7 @@ def summed(parts: Received) -> jax.Array:
         tokens = parts.data.shape[1]
         scales = jnp.swapaxes(parts.scale_inv, 1, 2)[:, :tokens]
         return functools.reduce(jnp.add, map(dequantize_rows, parts.data, scales))
-    return functools.reduce(jnp.add, (of_device.astype(jnp.float32) for of_device in parts))
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def restored(received: Received, dtype: DTypeLike) -> jax.Array:

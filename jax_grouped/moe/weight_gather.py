@@ -72,13 +72,13 @@ class WeightGather:
         """
         for saved in (up, down):
             check_for_gradients(saved.residuals.kernel)
-        of_down, dy = self._gathered(down.residuals.kernel, dy)
-        of_up, of_down = self._gathered(up.residuals.kernel, of_down)
+        down_kernel, dy = self._gathered(down.residuals.kernel, dy)
+        up_kernel, down_kernel = self._gathered(up.residuals.kernel, down_kernel)
 
         def with_kernel(saved: Saved, kernel: Operand) -> Saved:
             return saved._replace(residuals=dataclasses.replace(saved.residuals, kernel=kernel))
 
-        return with_kernel(up, of_up), with_kernel(down, of_down), dy
+        return with_kernel(up, up_kernel), with_kernel(down, down_kernel), dy
 
     def _gathered(self, kernel: Operand | None, after: _T) -> tuple[Operand, _T]:
         kernel, after = jax.lax.optimization_barrier((kernel, after))

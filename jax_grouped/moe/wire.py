@@ -46,7 +46,7 @@ class Wire(NamedTuple):
     dtokens: RowForm | None
 
     @classmethod
-    def of(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
+    def make(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
         """Returns FP8 forms, if the recipe scales blocks by powers of two."""
         if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
             return cls(None, None, None, None)

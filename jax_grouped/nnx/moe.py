@@ -225,8 +225,8 @@ class MoEMlp(nnx.Module):
         gate_up, down = (
             kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp) for kernel in (self.gate_up, self.down)
         )
-        of_shared = (of for of in (self.shared_gate_up, self.shared_down) if of is not None)
-        shared_expert = [of.stored(is_first_microbatch) for of in of_shared]
+        shared_kernels = (kernel for kernel in (self.shared_gate_up, self.shared_down) if kernel is not None)
+        shared_expert = [kernel.stored(is_first_microbatch) for kernel in shared_kernels]
         if selection_bias is None and self.selection_bias is not None:
             selection_bias = self.selection_bias[...]
         return _layers.apply_moe(
@@ -234,5 +234,7 @@ class MoEMlp(nnx.Module):
         )
 
     def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
-        given = {name: None if of is None else of[...] for name, of in weights.parameters().items()}
+        given = {
+            name: None if parameter is None else parameter[...] for name, parameter in weights.parameters().items()
+        }
         _layers.check_part(name, given, shape, (*axes.stored, axes.feature))

@@ -96,7 +96,11 @@ def quantize_for_inference(layer: nnx.Module) -> None:
 
         assert layer.kernel is None and jnp.array_equal(layer(x, group_sizes), expected)
     """
-    modules = [of for _, of in nnx.iter_modules(layer) if isinstance(of, GroupedKernel) and of.recipe is not None]
+    modules = [
+        module
+        for _, module in nnx.iter_modules(layer)
+        if isinstance(module, GroupedKernel) and module.recipe is not None
+    ]
     if not modules:
         raise ValueError("quantize_for_inference needs a layer with a recipe.")
     for module in modules:
@@ -120,5 +124,5 @@ def linen_variables(layer: nnx.Module) -> dict[str, Any]:
         assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
     """
     filters: dict[str, Any] = {"params": nnx.All(nnx.Param, nnx.Not(Fp8Variable)), "router_state": SelectionBias}
-    collections = {name: nnx.to_pure_dict(nnx.state(layer, of)) for name, of in filters.items()}
+    collections = {name: nnx.to_pure_dict(nnx.state(layer, variables)) for name, variables in filters.items()}
     return {name: variables for name, variables in collections.items() if variables}

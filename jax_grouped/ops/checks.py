@@ -46,7 +46,7 @@ def check_dtype(name: str, dtype: DTypeLike | None) -> None:
 def check_kernel_type(name: str, dtype: DTypeLike) -> None:
     """Raises TypeError unless `dtype` is a type of kernels that are not quantized with a recipe."""
     if known_dtype(dtype) not in (*_FLOAT_TYPES, *NARROW_TYPES):
-        narrow = ", ".join(of.name for of in NARROW_TYPES)
+        narrow = ", ".join(dtype.name for dtype in NARROW_TYPES)
         raise TypeError(f"{name} must be bfloat16, float16, float32, or one of {narrow}, got {dtype_name(dtype)}.")
 
 

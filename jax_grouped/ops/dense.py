@@ -109,8 +109,8 @@ def grouped_dense(
         assert jnp.allclose(y_fp8, y, rtol=1e-3)
     """
     if kernel is None and kernel_cache is not None:
-        # `of_cache` refuses a cache that is an array.
-        kernel = Weights.of_cache(kernel_cache).kernel  # type: ignore[arg-type]
+        # `from_cache` refuses a cache that is an array.
+        kernel = Weights.from_cache(kernel_cache).kernel  # type: ignore[arg-type]
     # `canonical_inputs` refuses a kernel that is still None.
     inputs, spec = canonical_inputs(
         x,
@@ -179,10 +179,10 @@ def _backward(spec: DenseSpec, saved: Saved | SavedOnMesh, dy: Any) -> tuple[Any
     inputs, residuals = saved
     if dy is None:
         return (gradients(Saved(residuals, inputs.weights.dkernel_accumulator), dy),)
-    of = dense_on_mesh.gradients(inputs, spec, given_scales(spec, residuals.fp8_state), dy)
+    gradient = dense_on_mesh.gradients(inputs, spec, given_scales(spec, residuals.fp8_state), dy)
     # None stands for a zero gradient, even of arguments that are never None.
-    weights = Weights(of.kernel, bias=of.bias, fp8_state=next_state(residuals, of.amax))
-    return (Inputs(of.x, weights, None),)  # type: ignore[arg-type]
+    weights = Weights(gradient.kernel, bias=gradient.bias, fp8_state=next_state(residuals, gradient.amax))
+    return (Inputs(gradient.x, weights, None),)  # type: ignore[arg-type]
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)

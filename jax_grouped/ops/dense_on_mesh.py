@@ -82,8 +82,8 @@ def gradients(inputs: Inputs, spec: DenseSpec, scales: PerTensor | None, dy: jax
     operation = _Gradients(spec, cache is not None, out.dtype, accumulator is not None)
     accumulators = () if accumulator is None else (accumulator,)
     given = [getattr(scales, name) for name in operation.scales]
-    of = spec.partitions
-    like = [of.x, of.kernel, *([] if spec.bias_dtype is None else [of.bias])]
+    specs = spec.partitions
+    like = [specs.x, specs.kernel, *([] if spec.bias_dtype is None else [specs.bias])]
     dx, dkernel, *more = apply(operation, x, *kernels, dy, *groups, *accumulators, *given, like=like)
     dbias = None if spec.bias_dtype is None else more.pop(0).astype(spec.bias_dtype)
     return Gradients(dx, dkernel, dbias, more.pop() if more else None)
@@ -171,10 +171,10 @@ class _Pass(Operation):
         return gather_kernels(scaled, storage, layout), amax
 
     @staticmethod
-    def _largest_of_all(amax: jax.Array, experts: tuple[str, ...], *of_features: tuple[str, ...]) -> jax.Array:
+    def _largest_of_all(amax: jax.Array, experts: tuple[str, ...], *features: tuple[str, ...]) -> jax.Array:
         """Returns the largest values of all kernels from those of parts, which are stored over these mesh axes."""
-        if any(of_features):
-            amax = jax.lax.pmax(amax, tuple(itertools.chain(*of_features)))
+        if any(features):
+            amax = jax.lax.pmax(amax, tuple(itertools.chain(*features)))
         return jax.lax.all_gather(amax, experts, tiled=True) if experts else amax
 
 
@@ -204,7 +204,7 @@ class _Fprop(_Pass):
             kernel, amax = self._quantized(kernels, given.get("kernel"), spec, splits, columnwise=True)
             assert tokens.rowwise is not None
             y = gemm(tokens.rowwise, kernel, groups, spec.gemm("fprop", spec.out_dtype))
-            return [y, *(of for of in (tokens.amax, amax) if self._has_scales and of is not None)]
+            return [y, *(largest for largest in (tokens.amax, amax) if self._has_scales and largest is not None)]
 
         return run
 
@@ -252,6 +252,6 @@ class _Gradients(_Pass):
             wgrad = spec.gemm("wgrad", part_dtype(self.kernel_dtype, splits))
             dkernel = gemm(tokens.columnwise, gradient.columnwise, groups, wgrad, accumulator)
             optional = gradient.dbias, gradient.amax if self._has_scales else None
-            return [dx, dkernel, *(of for of in optional if of is not None)]
+            return [dx, dkernel, *(result for result in optional if result is not None)]
 
         return run

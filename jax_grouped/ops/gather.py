@@ -51,12 +51,12 @@ def _moved_arrays(
     data: jax.Array, scale_inv: jax.Array, move: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Moves both arrays, the scales first: XLA runs one collective at a time, and other work during the longer one."""
-    scale_inv = _of_bytes(move, scale_inv)
+    scale_inv = _move_bytes(move, scale_inv)
     data, scale_inv = jax.lax.optimization_barrier((data, scale_inv))
-    return _of_bytes(move, data), scale_inv
+    return _move_bytes(move, data), scale_inv
 
 
-def _of_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def _move_bytes(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Moves an array. Not every backend sends FP8 numbers, but all send bytes."""
     if x.dtype.itemsize > 1:
         return move(x)

@@ -88,7 +88,7 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
         spec = dataclasses.replace(spec, gathered=None)
         _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec, None), a, b)
         return (*pull_back(gradient), None)
-    like_a, like_b = (jax.typeof(of).sharding.spec for of in (a, b))
+    like_a, like_b = (jax.typeof(operand).sharding.spec for operand in (a, b))
     out_dtype = a.dtype
     b_dtype, dtype, axes_of_b = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
     a, b, g = (array if is_narrow(array) else array.astype(dtype) for array in (a, b, gradient))

@@ -319,14 +319,14 @@ def _check_next_values(gradients: Tree) -> bool:
     return known
 
 
-def _map(of_next_value: Callable[..., Any], of_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+def _map(change_next_value: Callable[..., Any], change_other: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Calls `jax.tree.map` with one function for next values in `tree`, and another one for everything else."""
 
-    def of_node(path: tuple[Any, ...], node: Tree, *others: Tree) -> Tree:
+    def change(path: tuple[Any, ...], node: Tree, *others: Tree) -> Tree:
         below = any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)
-        return jax.tree.map(of_next_value if below or _is_overwritten(node) else of_other, node, *others)
+        return jax.tree.map(change_next_value if below or _is_overwritten(node) else change_other, node, *others)
 
-    return jax.tree.map_with_path(of_node, tree, *rest, is_leaf=_is_overwritten)
+    return jax.tree.map_with_path(change, tree, *rest, is_leaf=_is_overwritten)
 
 
 def _is_overwritten(node: Any) -> bool:

@@ -52,7 +52,7 @@ class Weights(NamedTuple):
     dkernel_accumulator: jax.Array | None = None
 
     @classmethod
-    def of_cache(
+    def from_cache(
         cls,
         cache: KernelCache,
         bias: jax.Array | None = None,
@@ -117,7 +117,7 @@ class Partitions(NamedTuple):
     out: PartitionSpec | None = None
 
     @classmethod
-    def of(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, out: PartitionSpec | None) -> Self:
+    def read(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, out: PartitionSpec | None) -> Self:
         """Returns the specs of these arrays' types, and that of the result."""
         spec_of_bias = None if bias is None else jax.typeof(bias).sharding.spec
         return cls(jax.typeof(x).sharding.spec, jax.typeof(kernel).sharding.spec, spec_of_bias, out)
@@ -202,7 +202,7 @@ def canonical_inputs(
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    partitions = Partitions.of(
+    partitions = Partitions.read(
         x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding, x, weights.kernel)
     )
     return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)

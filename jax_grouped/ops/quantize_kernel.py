@@ -79,11 +79,11 @@ def quantize_kernel(
         operands += [checks.canonical_flag("skip", skip), *_arrays(previous)]
     *arrays, amax = apply(_QuantizeKernel(spec, scale is not None, is_cached), kernel, *operands)
     tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
-    *of_rowwise, data, scale_inv = arrays
+    *row_arrays, data, scale_inv = arrays
     column = ScaledArray(data, scale_inv, None, spec.layout(tokens, columnwise=True))
     row = None
     if rowwise:
-        row = ScaledArray(of_rowwise[0], of_rowwise[1], None, spec.layout(tokens, columnwise=False))
+        row = ScaledArray(row_arrays[0], row_arrays[1], None, spec.layout(tokens, columnwise=False))
     return KernelCache(row, column, amax, recipe)
 
 
@@ -129,8 +129,8 @@ class _QuantizeKernel(Operation):
 
 def _arrays(cache: KernelCache) -> list[jax.Array]:
     """Returns the arrays of a cache, in the order of the operation's results."""
-    orientations = (of for of in (cache.rowwise, cache.columnwise) if of is not None)
-    return [*itertools.chain.from_iterable((of.data, of.scale_inv) for of in orientations), cache.amax]
+    orientations = (scaled for scaled in (cache.rowwise, cache.columnwise) if scaled is not None)
+    return [*itertools.chain.from_iterable((scaled.data, scaled.scale_inv) for scaled in orientations), cache.amax]
 
 
 def check_for_gradients(rowwise: object | None) -> None:

@@ -91,9 +91,9 @@ def canonical_types(
 
     A kernel that the product converts a few groups at a time is returned as it is.
     """
-    of_rhs = lhs.dtype if is_narrow(rhs) else rhs.dtype
-    out_dtype = _result_type(lhs.dtype, of_rhs, preferred_element_type)
-    dtype = promoted_type(lhs.dtype, of_rhs)
+    rhs_dtype = lhs.dtype if is_narrow(rhs) else rhs.dtype
+    out_dtype = _result_type(lhs.dtype, rhs_dtype, preferred_element_type)
+    dtype = promoted_type(lhs.dtype, rhs_dtype)
     rhs = rhs if is_narrow(rhs) else rhs.astype(dtype)
     return lhs.astype(dtype), rhs, out_dtype, checks.canonical_precision(precision, dtype)
 

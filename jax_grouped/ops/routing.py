@@ -62,7 +62,7 @@ def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec) -> Routed:
     operands = _operands(logits, bias)
     constant = map(jax.lax.stop_gradient, operands)
     experts, weights, probabilities = bind(ROUTE, *constant, spec=spec)
-    return Routed(experts, *_of_logits(spec, operands[0], experts, weights, probabilities))
+    return Routed(experts, *_depend_on_logits(spec, operands[0], experts, weights, probabilities))
 
 
 def group_pairs(experts: jax.Array, num_experts: int, rows: int) -> Grouped:
@@ -92,7 +92,7 @@ def route_and_group(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, 
     constant = map(jax.lax.stop_gradient, operands)
     experts, weights, probabilities, *rest = bind(ROUTE_AND_GROUP, *constant, spec=spec, rows=rows)
     order, inverse, group_sizes, dropped, load, sums = rest
-    weights, probabilities = _of_logits(spec, operands[0], experts, weights, probabilities)
+    weights, probabilities = _depend_on_logits(spec, operands[0], experts, weights, probabilities)
     return RoutedAndGrouped(
         Routed(experts, weights, probabilities),
         Grouped(order, inverse, group_sizes, dropped[0]),
@@ -106,7 +106,7 @@ def _operands(logits: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, ...
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_logits(
+def _depend_on_logits(
     spec: RouteSpec, logits: jax.Array, experts: jax.Array, weights: jax.Array, probabilities: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weights and the probabilities, which are constants, as functions of the logits."""
@@ -114,10 +114,10 @@ def _of_logits(
     return weights, probabilities
 
 
-@_of_logits.defjvp
-def _of_logits_jvp(spec: RouteSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
+@_depend_on_logits.defjvp
+def _depend_on_logits_jvp(spec: RouteSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
     logits, experts, *_ = primals
-    weights, probabilities = _of_logits(spec, *primals)
+    weights, probabilities = _depend_on_logits(spec, *primals)
 
     # With `jax.checkpoint`, the backward pass keeps the arguments alone: it computes comparisons and slopes again.
     def linear(tangent: Callable[..., jax.Array]) -> jax.Array:

@@ -64,12 +64,12 @@ def activation_grad(
 @activation_grad.defjvp
 def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple[Any, Any]:
     x, da, weights, order = primals
-    of_rows = () if order is None else (order,)
+    orders = () if order is None else (order,)
 
-    def of_numbers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-        return kernel.activation_gradient_xla(*numbers, *of_rows, activation=activation)
+    def differentiable(*numbers: jax.Array) -> tuple[jax.Array, ...]:
+        return kernel.activation_gradient_xla(*numbers, *orders, activation=activation)
 
-    _, derivatives = jax.jvp(of_numbers, (x, da, weights), tangents[:3])
+    _, derivatives = jax.jvp(differentiable, (x, da, weights), tangents[:3])
     return activation_grad(x, da, weights, activation, order), derivatives
 
 
@@ -123,8 +123,8 @@ def sum_rows(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = No
 def _sum_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, inverse, weights = primals
 
-    def of_numbers(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    def differentiable(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
         return kernel.sum_of_choices(rows, inverse, weights).astype(rows.dtype)
 
-    _, derivative = jax.jvp(of_numbers, (rows, weights), (tangents[0], tangents[2]))
+    _, derivative = jax.jvp(differentiable, (rows, weights), (tangents[0], tangents[2]))
     return sum_rows(*primals), derivative
