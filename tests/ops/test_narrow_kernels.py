@@ -11,7 +11,7 @@ from jax import export
 from jax.typing import DTypeLike
 
 import jax_grouped as jg
-from jax_grouped.kernels import product
+from jax_grouped.kernels import product as implementation
 from jax_grouped.kernels.product import NARROW_TYPES, GemmSpec
 from tests import oracle
 from tests.programs import lowered, struct
@@ -31,7 +31,7 @@ def kernel(dtype: DTypeLike, shape: tuple[int, ...] = (E, K, N)) -> jax.Array:
 
 @pytest.fixture
 def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
+    monkeypatch.setattr(implementation, "_CONVERTED_BYTES", 4 * K * N * 2)  # Of six groups, so that two are left.
 
 
 def assert_same(got: jax.Array, expected: jax.Array) -> None:
@@ -109,14 +109,14 @@ def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: Non
 def test_the_loop_on_a_gpu_adds_up_to_the_product(
     product: Any, x_dtype: DTypeLike, features: int, four_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = product.multiply_cuda
+    loop = implementation.multiply_cuda
 
     def on_this_machine(a: jax.Array, b: jax.Array, sizes: Any, offset: Any, *sums: Any, spec: Any, batch: int) -> Any:
         assert a.dtype == b.dtype == jnp.bfloat16
         assert spec.num_groups in (4, 2)
-        return sums[0] + product.multiply_xla(a, b, sizes, offset, spec=spec).astype(sums[0].dtype)
+        return sums[0] + implementation.multiply_xla(a, b, sizes, offset, spec=spec).astype(sums[0].dtype)
 
-    monkeypatch.setattr(product, "multiply_cuda", on_this_machine)
+    monkeypatch.setattr(implementation, "multiply_cuda", on_this_machine)
     spec = GemmSpec(product, E, x_dtype)
     narrow = kernel(jnp.int8, (E, K, features) if product == "fprop" else (E, features, K))
     operands = tokens(x_dtype), narrow, SIZES, jnp.zeros(1, jnp.int32)
@@ -125,7 +125,7 @@ def test_the_loop_on_a_gpu_adds_up_to_the_product(
 
     # With less precision, a GPU rounds float32.
     exact = dataclasses.replace(spec, precision=jax.lax.Precision.HIGHEST)
-    expected = product.multiply_xla(*operands, spec=exact)
+    expected = implementation.multiply_xla(*operands, spec=exact)
     assert y.dtype == x_dtype
     np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-4, atol=2e-3)
 

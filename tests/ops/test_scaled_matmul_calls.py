@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jax_grouped import ScalingMode
-from jax_grouped.kernels import extension, product
-from jax_grouped.kernels.product import Product
+from jax_grouped.kernels import extension
+from jax_grouped.kernels.product import Product, scratch_bytes
 from tests.ops.scaled_matmul_cases import PRODUCTS, Case, each_mode, each_product, make_case
 from tests.programs import custom_calls, lowered, struct, types
 
@@ -50,7 +50,7 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         assert operand.rsplit("x", 1)[0] == "x".join(map(str, shape))
     assert sizes == ["5xi32", "1xi32"]
     out = {"fprop": "300x272xf32", "dgrad": "300x144xf32", "wgrad": "5x144x272xf32"}[product]
-    assert results == [out, f"{product.scratch_bytes(1, 5)}xui8", "33554432xui8"]
+    assert results == [out, f"{scratch_bytes(1, 5)}xui8", "33554432xui8"]
     assert attributes == {
         "product": f"{PRODUCTS.index(product)} : i32",
         "scaled": "true",
@@ -75,7 +75,7 @@ def test_vmap_makes_one_custom_call_that_copies_no_kernel(product: Product, mode
     assert attributes["weight_batch"] == ("3 : i64" if product == "wgrad" else "1 : i64")
     assert attributes["tokens"] == "300 : i64"
     assert operands[2:4] == ["15xi32", "3xi32"]
-    assert results[1] == f"{product.scratch_bytes(3, 5)}xui8"
+    assert results[1] == f"{scratch_bytes(3, 5)}xui8"
     if product != "wgrad":
         shared = [case.b.layout.data_shape, case.b.layout.scale_shape]
         weights = operands[1], operands[5]
@@ -103,4 +103,4 @@ def test_hopper_multiplies_mx_numbers_in_bfloat16(product: Product, monkeypatch:
 
 def test_scratch_has_room_for_pointers_and_a_table_per_batch_element() -> None:
     # Bases: 3 * 112 + 9 * 64 + 16 bytes for 14 groups; 2 * 112 of pointers to scales; 2 * 4 * 7 * 8 of tables.
-    assert product.scratch_bytes(2, 7) == 928 + 224 + 448
+    assert scratch_bytes(2, 7) == 928 + 224 + 448
