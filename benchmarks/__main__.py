@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import fidelity, gpus, memory, model
-from benchmarks.cases import OPERATIONS
+from benchmarks.cases import OPERATIONS, PAGE, SUITES
 from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
-from benchmarks.rows import Record
+from benchmarks.rows import Record, table
 from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
-from benchmarks.suites import PAGE, SUITES
-from benchmarks.table import table
 from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.settings import UsageError
 
@@ -68,16 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     losses = add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16")
     losses.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
     losses.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
-    losses.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
     scales = add("gpus", gpus.measure, "measure a layer on one GPU and on all, with as much work on each")
     scales.add_argument("--layers", nargs="+", choices=gpus.LAYERS, default=[*gpus.LAYERS], metavar="NAME")
     scales.add_argument("--variants", nargs="+", choices=gpus.RECIPES, default=[*gpus.RECIPES], metavar="NAME")
     scales.add_argument("--capacity-factor", type=float, default=1.25, help="of the layer (default: 1.25)")
-    scales.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     steps = add("model", model.measure, "measure training steps of whole models")
     steps.add_argument("--models", nargs="+", choices=model.MODELS, default=[*model.MODELS], metavar="NAME")
     steps.add_argument("--variants", nargs="+", choices=model.VARIANTS, default=[*model.VARIANTS], metavar="NAME")
-    steps.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    for added in (losses, scales, steps):
+        added.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 
 
@@ -86,7 +83,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
         return _run_each(names, arguments)
     suite = SUITES[names[0]]
-    options = {of: getattr(arguments, of) or getattr(suite, of) for of in ("clock", "seconds", "calls", "verify")}
+    settings = "clock", "seconds", "calls", "verify"
+    options = {name: getattr(arguments, name) or getattr(suite, name) for name in settings}
     if options["clock"] == "graph":
         # Read when JAX is first used: every call is one CUDA graph, however few kernels it has.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"
@@ -94,13 +92,10 @@ def _run(arguments: argparse.Namespace) -> int:
         options["clock"] = "host"
     suite = dataclasses.replace(suite, **options)
     chosen = {axis: values for axis in _AXES if (values := getattr(arguments, axis))}
-    record = Record.new(names[0], suite.device, {"seed": arguments.seed, **options})
+    record = Record.new(names[0], {"seed": arguments.seed, **options}, suite.device)
     for row in run(suite.cases(arguments.seed, chosen), suite):
-        record.rows.append(row)
         figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate:.2f} {row.unit}")
-        print(f"{row.case}: {figure}", flush=True)
-        if arguments.json:
-            record.write(arguments.json)  # After every row: a run that is cut short leaves what it measured.
+        record.add(row, f"{row.case}: {figure}", arguments.json)
     if not record.rows:
         raise UsageError("nothing was measured: no variant can run here and offers the chosen cases")
     return _print(record, arguments)

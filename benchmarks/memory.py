@@ -67,11 +67,6 @@ def h200s(count: int) -> Sequence[jax.Device]:
     return topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology=f"1x{count}x1").devices
 
 
-@functools.cache
-def _sharding() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(h200s(1)[0])
-
-
 def compile_for_h200(
     function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = (), options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
@@ -79,8 +74,9 @@ def compile_for_h200(
 
     Results may lie in the place of `donated` arguments; `options` are XLA's, by name.
     """
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()), arguments)
-    return jax.jit(function, out_shardings=_sharding(), donate_argnums=donated).lower(*placed).compile(options)
+    sharding = jax.sharding.SingleDeviceSharding(h200s(1)[0])
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, out_shardings=sharding, donate_argnums=donated).lower(*placed).compile(options)
 
 
 def planned_bytes(shape: Shape, operation: str, variant: str) -> int:

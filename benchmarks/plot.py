@@ -8,22 +8,26 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import cublaslt_rates
-from benchmarks.cases import DTYPE, LAYERS
-from benchmarks.rows import Record, Row
+from benchmarks.cases import DTYPE, LAYERS, SUITES
+from benchmarks.rows import RATES, Record, Row
 from benchmarks.shapes import SHAPES, SWEEPS, Shape
-from benchmarks.suites import SUITES
 
 _DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 
 
 def plot(record: Record, against: str, path: Path) -> None:
     """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
-    kind = SUITES[record.suite].plot
-    if kind in ("shares", "scaling"):
-        figure = {"shares": _shares, "scaling": _scaling}[kind](record)
-    else:
-        figure = _panels(record, against if kind == "speeds" else None)
+    match SUITES[record.suite].plot:
+        case "shares":
+            figure = _shares(record)
+        case "scaling":
+            figure = _scaling(record)
+        case kind:
+            figure = _panels(record, against if kind == "speeds" else None)
+    _save(figure, record, path)
+
+
+def _save(figure: Figure, record: Record, path: Path) -> None:
     shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
     versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
     figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
@@ -72,19 +76,19 @@ def _panels(record: Record, against: str | None) -> Figure:
         axes.set(title=title, ylabel=f"speed relative to {against}" if against else unit)
         if against:
             axes.axhline(1, **_DASHED)
-        elif unit == "TFLOP/s" and record.on_reference():
+        elif unit == "TFLOP/s" and record.is_on_reference():
             rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
             if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
                 starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
                 axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-            axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
+            axes.axhline(RATES["dense_bf16"], **_DASHED, label="dense 8192³")
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
 def _shares(record: Record) -> Figure:
     """Draws shares of the copy's rate: a line per operation, shape and skew, on it a dot per variant."""
-    rows = [row for row in record.rows if record.of_copy(row)]
+    rows = [row for row in record.rows if record.share_of_copy(row)]
     # Like operations together, however the run was ordered.
     operations = list(dict.fromkeys(row.case.operation for row in rows))
     names = [(row.case.operation, row.case.shape.name, row.case.skew) for row in rows]
@@ -92,8 +96,12 @@ def _shares(record: Record) -> Figure:
     figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
     axes = figure.subplots()
     for variant in _variants(rows):
-        dots = [(row, lines.index(name)) for row, name in zip(rows, names, strict=True) if row.case.variant == variant]
-        axes.scatter([100 * (record.of_copy(row) or 0) for row, _ in dots], [line for _, line in dots], label=variant)
+        dots = [
+            (100 * (record.share_of_copy(row) or 0), lines.index(name))
+            for row, name in zip(rows, names, strict=True)
+            if row.case.variant == variant
+        ]
+        axes.scatter(*zip(*dots, strict=True), label=variant)
     axes.axvline(100, **_DASHED, label="copy")
     axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
     axes.invert_yaxis()
@@ -128,12 +136,12 @@ def _scaling(record: Record) -> Figure:
     for axes in (tokens, experts, skew):
         axes.set_ylabel("TFLOP/s")
     tokens.legend(fontsize="small")
-    if record.on_reference():
+    if record.is_on_reference():
         intensities = sorted(_intensity(row.case.shape) for row in rows)
-        fp8 = {f"dense FP8, {scales}": rate for scales, rate in cublaslt_rates.DENSE_FP8.items()}
-        limits = {"dense bf16": cublaslt_rates.DENSE_BF16, **fp8}
+        fp8 = {f"dense FP8, {scales}": rate for scales, rate in RATES["dense_fp8"].items()}
+        limits = {"dense bf16": RATES["dense_bf16"], **fp8}
         for (name, rate), style in zip(limits.items(), (":", "--", "-."), strict=True):
-            limit = [min(rate, of * cublaslt_rates.COPY / 1e3) for of in intensities]
+            limit = [min(rate, intensity * RATES["copy"] / 1e3) for intensity in intensities]
             roofline.plot(intensities, limit, style, color="gray", label=name)
         roofline.legend(fontsize="small")
     return figure
@@ -166,37 +174,34 @@ def losses(runs: Sequence[Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def gpus(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draws the rows of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
+def gpus(record: Record, path: Path) -> None:
+    """Draws a record of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    places = np.arange(len(rows))
-    one = np.array([max(np.median(of_gpu) for of_gpu in row["one_gpu_ms"]) for row in rows])
-    every = np.array([np.median(row["all_gpus_ms"]) for row in rows])
-    communication = np.array([row["exposed_ms"] for row in rows])
+    places = np.arange(len(record.rows))
+    one = np.array([max(np.median(times) for times in row["one_gpu_ms"]) for row in record.rows])
+    every = np.array([np.median(row["all_gpus_ms"]) for row in record.rows])
+    communication = np.array([row["exposed_ms"] for row in record.rows])
     axes.bar(places - 0.2, one, 0.38, color="C0", label="1 GPU, the slowest")
-    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{rows[0]['gpus']} GPUs")
-    axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
-    for place, row, height in zip(places, rows, every, strict=True):
-        axes.annotate(f"{row['efficiency']:.0%}", (place + 0.2, height), ha="center", va="bottom")
-    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in rows])
-    axes.set(ylabel="ms per step", title=title)
+    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{record.settings['gpus']} GPUs")
+    bars = axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
+    axes.bar_label(bars, [f"{row['efficiency']:.0%}" for row in record.rows])
+    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in record.rows])
+    axes.set_ylabel("ms per step")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    _save(figure, record, path)
 
 
-def models(rows: Sequence[Any], against: str, title: str, path: Path) -> None:
-    """Draws the rows of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
-    names = list(dict.fromkeys(row.model for row in rows))
+def models(record: Record, against: str, path: Path) -> None:
+    """Draws a record of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
+    names = list(dict.fromkeys(row.model for row in record.rows))
     figure = Figure(figsize=(3 + 4 * len(names), 5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
-        of_model = [row for row in rows if row.model == name and row.tokens_per_second]
-        bars = axes.barh([row.variant for row in of_model], [row.tokens_per_second / 1e3 for row in of_model])
-        base = next((row.tokens_per_second for row in of_model if row.variant == against), None)
-        speeds = [f"{row.tokens_per_second / base:.2f}" if base else "" for row in of_model]
-        axes.bar_label(bars, speeds, padding=3)
+        rates = {row.variant: row.tokens_per_second for row in record.rows if row.model == name and not row.note}
+        bars = axes.barh([*rates], [rate / 1e3 for rate in rates.values()])
+        base = rates.get(against)
+        axes.bar_label(bars, [f"{rate / base:.2f}" if base else "" for rate in rates.values()], padding=3)
         axes.invert_yaxis()
         axes.set(title=name, xlabel=f"thousand tokens per second,\nand relative to {against}")
         axes.margins(x=0.15)
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    _save(figure, record, path)

@@ -11,11 +11,10 @@ import numpy as np
 
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import NotOfferedError
-from benchmarks.peers.torch_peer import Tensors, TorchWork, tensors, torch
+from benchmarks.peers.torch_peer import ROWS_OF_TILE, Tensors, TorchWork, tensors, torch
 from jax_grouped.core.groups import round_up
 
 _deep_gemm: Any = importlib.import_module("deep_gemm")
-_ROWS = 128
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
@@ -23,7 +22,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
     if case.operation not in ("fprop", "dgrad"):
         raise NotOfferedError
     sizes = case.sizes.tolist()
-    starts = np.cumsum([0, *(round_up(size, _ROWS) for size in sizes)])
+    starts = np.cumsum([0, *(round_up(size, ROWS_OF_TILE) for size in sizes)])
     group_places = [start + np.arange(size) for start, size in zip(starts[:-1], sizes, strict=True)]
     places = torch.as_tensor(np.concatenate(group_places)).cuda()
     # Rows of no group are -1.

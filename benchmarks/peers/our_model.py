@@ -62,20 +62,9 @@ class Block(nn.Module):
         implementation: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
         x = x + project(model.features, name="out")(mixed.reshape(*x.shape[:-1], -1), is_first)
-        experts = jg.linen.MoEMlp(
-            model.experts,
-            model.top_k,
-            model.hidden,
-            dtype=_DTYPE,
-            recipe=self.recipe,
-            cache_kernel=self.cached,
-            name="experts",
-        )
-        y, metrics = experts(
-            norm(name="experts_norm")(x),
-            is_first_microbatch=is_first,
-            accumulate_into=sums,
-        )
+        options = {"dtype": _DTYPE, "recipe": self.recipe, "cache_kernel": self.cached}
+        experts = jg.linen.MoEMlp(model.experts, model.top_k, model.hidden, **options, name="experts")
+        y, metrics = experts(norm(name="experts_norm")(x), is_first_microbatch=is_first, accumulate_into=sums)
         return x + y, metrics.balance_loss
 
 
@@ -102,17 +91,12 @@ class LanguageModel(nn.Module):
         return logits, jnp.mean(jnp.stack(losses))
 
 
-def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tuple[Any, Any]:
-    """Returns `key -> variables, state`, and the step, `variables, state -> variables, state, loss`.
-
-    Parameters, their gradients and Adam are in float32, and tokens random.
-    """
+def training(model: Model, recipe: str = "bf16", cached: bool = False, projections: bool = False) -> Training:
+    """Makes the model, with random weights and tokens; parameters, their gradients and Adam are in float32."""
     network = LanguageModel(model, RECIPES[recipe], cached, projections)
     optimizer = jg.overwrite_with_gradient(optax.adam(1e-4))
-    length = model.sequence + 1
-    tokens = jax.random.randint(
-        jax.random.key(0), (model.microbatches, model.sequences, length), 0, model.vocabulary, jnp.int32
-    )
+    shape = model.microbatches, model.sequences, model.sequence + 1
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, model.vocabulary, jnp.int32)
 
     @jax.jit
     def start(key: jax.Array) -> Any:
@@ -125,39 +109,38 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
         (logits, balance), cache = network.apply(
             {**variables, **cache}, windows[:, :-1], is_first, sums, mutable=[jg.linen.KERNEL_CACHE]
         )
-        loss = _cross_entropy(logits.astype(jnp.float32), windows[:, 1:])
+        logits = logits.astype(jnp.float32)
+        # Unlike Optax's loss, this one has a gradient that is no scatter.
+        is_label = windows[:, 1:, None] == jnp.arange(logits.shape[-1])
+        loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits, axis=-1, where=is_label))
         return (loss + _BALANCE_WEIGHT * balance) / model.microbatches, (loss, cache)
 
-    gradients_of = jax.grad(objective, has_aux=True)
+    differentiate = jax.grad(objective, has_aux=True)
 
     def add(variables: Any, cache: Any, total: Any, windows: jax.Array) -> Any:
         sums = {
-            name: {of: block["experts"][of]["kernel"] for of in _ACCUMULATED}
+            name: {projection: block["experts"][projection]["kernel"] for projection in _ACCUMULATED}
             for name, block in total["params"].items()
             if name.startswith("block_")
         }
-        gradients, (loss, _) = gradients_of(variables, cache, sums, windows)
-        added = jg.accumulate_gradients(*(_split(of, accumulated=False) for of in (total, gradients)))
-        total = jax.tree.map(
-            lambda a, b: b if a is None else a, added, _split(gradients, accumulated=True), is_leaf=lambda x: x is None
-        )
-        return total, loss
+        gradients, (loss, _) = differentiate(variables, cache, sums, windows)
+
+        def choose(path: Any, added: jax.Array, gradient: jax.Array) -> jax.Array:
+            names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            return gradient if names[-1] == "kernel" and names[-2] in _ACCUMULATED else added
+
+        # The compiler drops the sums that are not chosen.
+        return jax.tree.map_with_path(choose, jg.accumulate_gradients(total, gradients), gradients), loss
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(variables: Any, state: Any) -> Any:
         # The first microbatch stores its gradients and quantized kernels. The others add theirs, and read these.
-        gradients, (first_loss, cache) = gradients_of(variables, {}, None, tokens[0])
+        gradients, (first_loss, cache) = differentiate(variables, {}, None, tokens[0])
         add_to = functools.partial(add, variables, cache)
         gradients, losses = jax.lax.scan(add_to, gradients, tokens[1:])
         updates, state = optimizer.update(gradients, state, variables)
         return jg.apply_updates(variables, updates), state, (first_loss + jnp.sum(losses)) / model.microbatches
 
-    return start, step
-
-
-def training(model: Model, recipe: str = "bf16", cached: bool = False, projections: bool = False) -> Training:
-    """Makes the model, with random weights."""
-    start, step = programs(model, recipe, cached, projections)
     carry = start(jax.random.key(1))
 
     def take() -> jax.Array:
@@ -168,20 +151,4 @@ def training(model: Model, recipe: str = "bf16", cached: bool = False, projectio
     def peak_bytes() -> int:
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
-    return Training(take, float, peak_bytes)
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean loss; unlike Optax's, its gradient is no scatter."""
-    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits, axis=-1, where=is_label))
-
-
-def _split(gradients: Any, accumulated: bool) -> Any:
-    """Returns those gradients that a microbatch adds to in the product, or the others; None in place of the rest."""
-
-    def keep(path: Any, leaf: jax.Array) -> jax.Array | None:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return leaf if (names[-1] == "kernel" and names[-2] in _ACCUMULATED) == accumulated else None
-
-    return jax.tree.map_with_path(keep, gradients)
+    return Training(take, peak_bytes)

@@ -27,15 +27,6 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
 
 
-def _make_cache(kernel: jax.Array, recipe: jg.Recipe | None, scale: jax.Array | None) -> Any:
-    """Returns what microbatches share: the kernel in FP8 or, if it is not bfloat16 already, in bfloat16."""
-    if recipe is not None:
-        return _quantize_kernel(kernel, recipe=recipe, scale=scale)
-    if kernel.dtype == DTYPE:
-        raise NotOfferedError
-    return kernel.astype(DTYPE)
-
-
 def product(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes `ragged_dot`."""
     return jax_layers.layer_work(case, sets, _ragged_dot)
@@ -43,59 +34,61 @@ def product(case: Case, sets: list[Arrays]) -> JaxWork:
 
 # One function for each, here and below, so that JAX compiles it once for all group sizes.
 @functools.cache
-def _layer(recipe: jg.Recipe | None) -> jax_layers.Layer:
-    def layer(x: jax.Array, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
+def _layer(recipe: jg.Recipe | None, top_k: int, logits_dtype: str) -> jax_layers.Layer:
+    def layer(x: jax.Array, router: jax.Array | None, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
         if len(weights) == 1:
             return jg.grouped_dense(x, group_sizes=sizes, recipe=recipe, **weights[0]._asdict())
         gate_up, down = weights
-        return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
-
-    return layer
-
-
-def layer_product(case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool) -> JaxWork:
-    """Makes `grouped_dense` or `grouped_mlp` under a recipe."""
-    layer = _layer(recipe)
-    x, *kernels, dy = sets[0]
-    states: list[Any] = [None] * len(kernels)
-    scales: list[Any] = [None] * len(kernels)
-    if isinstance(recipe, jg.DelayedScaling):
-        # One step from the initial state: then the scales bring the operands into the range of FP8, as in training.
-        initial = jg.Fp8State.initial(recipe, case.shape.num_groups)
-        weights = [Weights(kernel, fp8_state=initial) for kernel in kernels]
-        states = _initial_step(layer, x, weights, dy, jnp.asarray(case.sizes))[-1]
-        scales = [state.scales(recipe).kernel for state in states]
-
-    def make_weights(kernel: jax.Array, index: int) -> Weights:
-        cache = _make_cache(kernel, recipe, scales[index]) if cached else None
-        return Weights(kernel, None, cache, states[index])
-
-    return jax_layers.layer_work(case, sets, layer, make_weights)
-
-
-@functools.cache
-def _moe_program(
-    operation: str, top_k: int, recipe: jg.Recipe | None, logits_dtype: str = "float32"
-) -> Callable[..., Any]:
-    def layer(x: jax.Array, router: jax.Array, gate_up: Weights, down: Weights, sizes: jax.Array) -> jax.Array:
-        if operation == "moe experts":
+        if router is None:
             return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
         logits = jg.moe.router_logits(x, router).astype(logits_dtype)
         return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=top_k, recipe=recipe)[0]
 
-    def run(x: jax.Array, router: Any, weights: Sequence[Weights], dy: jax.Array, sizes: jax.Array) -> Any:
-        def forward(x: jax.Array, router: Any, kernels: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
-            parts = zip(weights, kernels, states, strict=True)
-            gate_up, down = (of._replace(kernel=kernel, fp8_state=state) for of, kernel, state in parts)
-            return layer(x, router, gate_up, down, sizes)
+    return layer
 
-        kernels, states = [of.kernel for of in weights], [of.fp8_state for of in weights]
-        if operation == "moe forward":
-            return forward(x, router, kernels, states)
-        y, pullback = jax.vjp(forward, x, router, kernels, states)
-        return y, *pullback(dy)
 
-    return run
+def layer_product(
+    case: Case,
+    sets: list[Arrays],
+    recipe: jg.Recipe | None,
+    cached: bool,
+    sizes: Any = None,
+    logits_dtype: str = "float32",
+) -> JaxWork:
+    """Makes `grouped_dense`, `grouped_mlp` or `moe_mlp` under a recipe."""
+    layer = _layer(recipe, case.shape.top_k, logits_dtype)
+    group_sizes = jnp.asarray(case.sizes if sizes is None else sizes, jnp.int32)
+    x, router, kernels, dy = jax_layers.split(case, sets[0])
+    states: list[Any] = [None] * len(kernels)
+    scales: list[Any] = [None] * len(kernels)
+    if isinstance(recipe, jg.DelayedScaling):
+        # One step from the initial state: then the scales bring the operands into the range of FP8, as in training.
+        # It has no caches: those of scale 1 would underflow.
+        initial = jg.Fp8State.initial(recipe, case.shape.num_groups)
+        weights = [Weights(kernel, fp8_state=initial) for kernel in kernels]
+        states = _initial_step(layer, x, router, weights, dy, group_sizes)[-1]
+        scales = [state.scales(recipe).kernel for state in states]
+
+    def make_weights(kernel: jax.Array, index: int) -> Weights:
+        cache: Any = None
+        if cached and recipe is not None:
+            cache = _quantize_kernel(kernel, recipe=recipe, scale=scales[index])
+        elif cached:
+            if kernel.dtype == DTYPE:
+                raise NotOfferedError
+            cache = kernel.astype(DTYPE)
+        return Weights(kernel, None, cache, states[index])
+
+    return jax_layers.layer_work(case, sets, layer, make_weights, group_sizes)
+
+
+def layer_moe(
+    case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool, logits_dtype: str = "float32"
+) -> JaxWork:
+    """Makes `moe_mlp` with a router, or `grouped_mlp` on the rows that a random router would give each expert."""
+    groups, rows = case.shape.num_groups, case.shape.tokens * case.shape.top_k
+    sizes = np.random.default_rng(case.seed).multinomial(rows, np.ones(groups) / groups)
+    return layer_product(case, [as_trained(arrays) for arrays in sets], recipe, cached, sizes, logits_dtype)
 
 
 def moe(case: Case, sets: list[Arrays]) -> JaxWork:
@@ -104,49 +97,21 @@ def moe(case: Case, sets: list[Arrays]) -> JaxWork:
     return layer_moe(case, sets, None, cached=False, logits_dtype="bfloat16" if is_peer else "float32")
 
 
-def layer_moe(
-    case: Case, sets: list[Arrays], recipe: jg.Recipe | None, cached: bool, logits_dtype: str = "float32"
-) -> JaxWork:
-    """Makes `moe_mlp` with a router, or `grouped_mlp` on the rows that a random router would give each expert."""
-    shape = case.shape
-    rng = np.random.default_rng(case.seed)
-    sizes = rng.multinomial(shape.tokens * shape.top_k, np.ones(shape.num_groups) / shape.num_groups)
-    states: list[Any] = [None, None]
-
-    def arguments(*arrays: jax.Array) -> tuple[Any, ...]:
-        x, *router, gate_up, down, dy = as_trained(arrays)
-        weights = []
-        for kernel, state in zip((gate_up, down), states, strict=True):
-            scale = None if state is None else state.scales(recipe).kernel
-            cache = _make_cache(kernel, recipe, scale) if cached else None
-            weights.append(Weights(kernel, None, cache, state))
-        return x, router[0] if router else None, weights, dy, jnp.asarray(sizes, jnp.int32)
-
-    program = _moe_program(case.operation, shape.top_k, recipe, logits_dtype)
-    if isinstance(recipe, jg.DelayedScaling):
-        states = [jg.Fp8State.initial(recipe, shape.num_groups)] * 2
-        step = _moe_program("moe" if case.operation == "moe forward" else case.operation, shape.top_k, recipe)
-        # With caches of scale 1 the numbers would underflow, so this step has none.
-        x, router, weights, dy, counts = arguments(*sets[0])
-        uncached = [of._replace(kernel_cache=None) for of in weights]
-        states = jax.jit(step)(x, router, uncached, dy, counts)[-1]
-    return JaxWork(program, [arguments(*arrays) for arrays in sets])
-
-
 def inference_moe(case: Case, sets: list[Arrays], recipe: jg.Recipe) -> JaxWork:
     """Makes the forward pass of `moe_mlp` whose experts are in memory in FP8 alone."""
     if case.operation != "moe forward":
         raise NotOfferedError
 
-    def arguments(*arrays: jax.Array) -> tuple[Any, ...]:
-        x, router, *kernels, _ = as_trained(arrays)
-        return x, router, [_quantize_kernel(kernel, recipe=recipe, for_gradients=False) for kernel in kernels]
-
     def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
         logits, weights = jg.moe.router_logits(x, router), map(Weights.of_cache, caches)
         return jg.moe.moe_mlp(x, logits, *weights, top_k=case.shape.top_k, recipe=recipe)[0]
 
-    return JaxWork(run, [arguments(*arrays) for arrays in sets])
+    arguments = []
+    for arrays in sets:
+        x, router, *kernels, _ = as_trained(arrays)
+        caches = [_quantize_kernel(kernel, recipe=recipe, for_gradients=False) for kernel in kernels]
+        arguments.append((x, router, caches))
+    return JaxWork(run, arguments)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -156,7 +121,7 @@ def _operands(product: Product, recipe: Any, sizes: jax.Array, x: jax.Array, ker
         jg.grouped_quantize, group_sizes=sizes, mode=recipe.token_mode, pow2_scales=recipe.pow2_scales
     )
     if product == "wgrad":
-        return [tokens(of, rowwise=False, columnwise=True).columnwise for of in (x, dy)]
+        return [tokens(rows, rowwise=False, columnwise=True).columnwise for rows in (x, dy)]
     quantized = jg.quantize_kernel(kernel, recipe=recipe)
     return (tokens(x).rowwise, quantized.columnwise) if product == "fprop" else (tokens(dy).rowwise, quantized.rowwise)
 
@@ -181,20 +146,28 @@ def quantized_product(case: Case, sets: list[Arrays], recipe: jg.Recipe) -> JaxW
 
 
 def _quantize(
-    of: Quantization, sizes: jax.Array, scale: jax.Array | None, x: jax.Array, activation_input: jax.Array | None = None
+    operation: Quantization, sizes: jax.Array, scale: jax.Array | None, x: jax.Array, activation_input: Any = None
 ) -> Any:
-    if of.kernels:
+    if operation.kernels:
         return jg.quantize_kernel(x.reshape(sizes.shape[0], -1, x.shape[1]), jg.Float8BlockScaling())
-    orientations: dict[str, Any] = {name: name in of.orientations for name in ("rowwise", "columnwise")}
-    activation: dict[str, Any] = {"activation": of.activation, "activation_input": activation_input}
-    return jg.grouped_quantize(x, sizes, of.mode, scale=scale, dbias=of.dbias, **orientations, **activation)
+    return jg.grouped_quantize(
+        x,
+        sizes,
+        operation.mode,
+        scale=scale,
+        rowwise="rowwise" in operation.orientations,
+        columnwise="columnwise" in operation.orientations,
+        dbias=operation.dbias,
+        activation=operation.activation,
+        activation_input=activation_input,
+    )
 
 
 @functools.cache
-def _quantization(of: Quantization) -> Callable[..., list[jax.Array]]:
+def _quantization(operation: Quantization) -> Callable[..., list[jax.Array]]:
     def run(*arguments: Any) -> list[jax.Array]:
         # Not the result itself: it also holds the group sizes, which XLA would copy.
-        result = _quantize(of, *arguments)
+        result = _quantize(operation, *arguments)
         arrays = [getattr(result, name, None) for name in ("amax", "dbias")]
         for scaled in (result.rowwise, result.columnwise):
             arrays += [] if scaled is None else [scaled.data, scaled.scale_inv]
@@ -205,10 +178,10 @@ def _quantization(of: Quantization) -> Callable[..., list[jax.Array]]:
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes `grouped_quantize`, `quantize_kernel` or `grouped_dequantize`."""
-    of, arguments = QUANTIZATIONS[case.operation], quantization_arguments(case, sets)
-    if of.mode is None:
+    operation, arguments = QUANTIZATIONS[case.operation], quantization_arguments(case, sets)
+    if operation.mode is None:
         raise NotOfferedError
-    if not of.inverse:
-        return JaxWork(_quantization(of), arguments)
-    quantized = [jax.jit(_quantize, static_argnums=0)(of, *inputs) for inputs in arguments]
+    if not operation.inverse:
+        return JaxWork(_quantization(operation), arguments)
+    quantized = [jax.jit(_quantize, static_argnums=0)(operation, *inputs) for inputs in arguments]
     return JaxWork(_dequantize, [(pair.rowwise or pair.columnwise,) for pair in quantized])
