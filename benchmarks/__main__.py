@@ -34,6 +34,8 @@ _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "skews": (("--skews",), SKEWS),
     "variants": (("--variants", "--peers"), [*VARIANTS, *memory.VARIANTS]),
 }
+#: Fields of a suite that options replace.
+_SETTINGS = ("clock", "seconds", "calls", "verify")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,40 +83,34 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> int:
     names = arguments.suites or PAGE
     if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
-        return _run_each(names, arguments)
+        if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
+            raise UsageError("the files of several suites need {suite} in their names")
+        options = [word for word in arguments.argv[1:] if word not in arguments.suites]
+        failed = []  # They do not keep the others from running.
+        for name in names:
+            command = ["run", name, *(word.replace("{suite}", name) for word in options)]
+            print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
+            if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
+                failed.append(name)
+        if failed:
+            print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        return 1 if failed else 0
     suite = SUITES[names[0]]
-    settings = "clock", "seconds", "calls", "verify"
-    options = {name: getattr(arguments, name) or getattr(suite, name) for name in settings}
-    if options["clock"] == "graph":
+    settings = {name: getattr(arguments, name) or getattr(suite, name) for name in _SETTINGS}
+    if settings["clock"] == "graph":
         # Read when JAX is first used: every call is one CUDA graph, however few kernels it has.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"
-    if not arguments.clock and options["clock"] != "none" and not cuda_devices():
-        options["clock"] = "host"
-    suite = dataclasses.replace(suite, **options)
+    if not arguments.clock and settings["clock"] != "none" and not cuda_devices():
+        settings["clock"] = "host"
+    suite = dataclasses.replace(suite, **settings)
     chosen = {axis: values for axis in _AXES if (values := getattr(arguments, axis))}
-    record = Record.new(names[0], {"seed": arguments.seed, **options}, suite.device)
+    record = Record.new(names[0], {"seed": arguments.seed, **settings}, suite.device)
     for row in run(suite.cases(arguments.seed, chosen), suite):
         figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate:.2f} {row.unit}")
         record.add(row, f"{row.case}: {figure}", arguments.json)
     if not record.rows:
         raise UsageError("nothing was measured: no variant can run here and offers the chosen cases")
     return _print(record, arguments)
-
-
-def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Runs each suite in a process of its own; one that fails does not keep the others from running."""
-    if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
-        raise UsageError("the files of several suites need {suite} in their names")
-    options = [word for word in arguments.argv[1:] if word not in arguments.suites]
-    failed = []
-    for name in names:
-        command = ["run", name, *(word.replace("{suite}", name) for word in options)]
-        print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
-        if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,27 +55,22 @@ class Case:
         return int(group_ends(self.sizes, self.shape.tokens)[-1])
 
     def require_all_rows(self) -> None:
-        """Raises ValueError if rows belong to no group."""
         if self.valid_rows != self.shape.tokens:
             raise ValueError("needs every row to belong to a group")
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`.
-
-    An MLP also has a kernel `[E, N / 2, K]`, and `dy [T, K]`. A whole layer (`moe`) is an MLP with a router.
-    """
+    """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`."""
 
     number: float  # Products of `K` by `N` in one call.
-    mlp: bool = False
+    mlp: bool = False  # There is a second kernel, `[E, N / 2, K]`, and `dy` is `[T, K]`.
     router: bool = False  # There is a kernel of the router, `[K, E]`; otherwise a layer gets a row for each choice.
     kernel_dtype: str | None = None  # Type of the kernels, if the operation fixes it.
-    family: Literal["product", "moe"] = "product"
+    family: Literal["product", "moe"] = "product"  # `moe`: a layer of experts.
     unit = "TFLOP/s"
 
     def arrays(self, case: Case) -> Structs:
-        """Returns `x`, the kernels and `dy`."""
         E, K, N, rows = case.shape.num_groups, case.shape.K, case.shape.N, case.shape.tokens
         if self.family == "moe" and not self.router:
             rows *= case.shape.top_k
@@ -85,7 +80,7 @@ class Products:
         return x, *(jax.ShapeDtypeStruct(kernel, jnp.dtype(case.kernel_dtype)) for kernel in kernels), dy
 
     def count(self, case: Case) -> int:
-        """Counts the multiplications and additions of the products that the result needs."""
+        """Counts multiplications and additions."""
         rows = case.shape.tokens * case.shape.top_k if self.family == "moe" else case.valid_rows
         return round(self.number * 2 * rows * case.shape.K * case.shape.N)
 
@@ -99,47 +94,37 @@ class Quantization:
 
     def __init__(self, name: str):
         words = name.split()
-        # None copies the tokens.
-        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)
-        # The copies that are made, or the copy that is read.
-        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)
+        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)  # None copies the tokens.
+        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)  # Made, or read.
         self.given_scale = "delayed" in words
         self.inverse = "dequantize" in words
-        # The rows of each group are summed as well.
-        self.dbias = "dbias" in words
+        self.dbias = "dbias" in words  # The rows of each group are summed as well.
         # Applied first: reads `[T, 2 K]` and gives `[T, K]`. `backward`, the gradient of its input is quantized:
         # reads `[T, K]` and `[T, 2 K]`, and gives `[T, 2 K]`.
         self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
         self.backward = "backward" in words
-        # A stack of kernels is quantized, one per group, with `jax_grouped.quantize_kernel`.
-        self.kernels = "kernels" in words
+        self.kernels = "kernels" in words  # The tokens are a stack of kernels, one per group.
 
     def arrays(self, case: Case) -> Structs:
-        """Returns the tokens; `backward`, the gradient of the activation's result, and the activation's input."""
         K = case.shape.K
         widths = [K] if self.activation is None else [K, 2 * K] if self.backward else [2 * K]
         return tuple(jax.ShapeDtypeStruct((case.shape.tokens, width), DTYPE) for width in widths)
 
     def count(self, case: Case) -> int:
-        """Counts the bytes that are read or written at least once, whoever does it.
-
-        Read are the rows that belong to a group, twice where the scale of a whole group must be found first. Written is
-        each orientation's data with the padding that its layout has (each group's rows up to a multiple of 16 where it
-        is columnwise), its scales, and the bias gradient. Dequantization reads one orientation and writes every row.
-        Group sizes, the largest value of each group and scales that are given are too small to count.
-        """
+        """Counts the bytes that are read or written at least once, but none of what has one number a group."""
         width = 2 * case.shape.K if self.backward else case.shape.K
         whole = case.shape.tokens * width * DTYPE.itemsize
         if self.mode is None:
             return 2 * whole
-        quantized = 0
         # The bytes of a group do not depend on the other groups.
+        quantized = 0
         for orientation, rows in itertools.product(self.orientations, case.sizes.tolist()):
             layout = QuantizedLayout(self.mode, orientation == "columnwise", rows, width, 1, rows)
             scale_bytes = 1 if self.mode == ScalingMode.MX else 4
             quantized += math.prod(layout.data_shape) + scale_bytes * math.prod(layout.scale_shape)
         if self.inverse:
             return quantized + whole
+        # The scale of a whole group must be found first.
         passes = 2 if self.mode == ScalingMode.TENSOR and not self.given_scale else 1
         read = passes * case.valid_rows * sum(array.shape[1] for array in self.arrays(case)) * DTYPE.itemsize
         return read + quantized + (case.shape.num_groups * width * 4 if self.dbias else 0)
@@ -147,7 +132,7 @@ class Quantization:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step that is compiled only, one of `benchmarks.memory.OPERATIONS`; reads no arrays."""
+    """A training step of `benchmarks.memory`, which is compiled only; counts the bytes that XLA plans for."""
 
     kernel_dtype: str
     family = "memory"
@@ -157,7 +142,6 @@ class Step:
         return ()
 
     def count(self, case: Case) -> int:
-        """Counts the bytes that XLA plans for."""
         return memory.planned_bytes(case.shape, case.operation, case.variant)
 
 
@@ -198,14 +182,10 @@ OPERATIONS: dict[str, Products | Quantization | Step] = {
 }
 
 
-class Grid(NamedTuple):
-    """All combinations of these names."""
-
-    shapes: Sequence[str]
-    operations: Sequence[str]
-    variants: Sequence[str]
-    skews: Sequence[str] = ("equal", "lognormal")
-    kernels: Sequence[str] = ("bfloat16",)
+#: Cases are all combinations of the names on these axes.
+AXES = ("shapes", "operations", "kernels", "skews", "variants")
+_DEFAULTS = {"kernels": ("bfloat16",), "skews": ("equal", "lognormal")}
+Grid = Mapping[str, Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,33 +202,29 @@ class Suite:
     first: Sequence[Grid] = ()  # Cases that come first, whatever is chosen.
     device: str | None = None  # Device that is compiled for, if not the one that JAX finds.
 
-    def cases(self, seed: int = 0, chosen: Mapping[str, Sequence[str]] | None = None) -> list[Case]:
+    def cases(self, seed: int = 0, chosen: Grid | None = None) -> list[Case]:
         """Returns the cases, each once; chosen names take the place of those that the grids have on an axis."""
         cases: dict[Case, None] = {}
-        for grid in [*self.first, *(grid._replace(**(chosen or {})) for grid in self.grids)]:
-            axes = grid.shapes, grid.operations, grid.kernels, grid.skews, grid.variants
-            for shape, operation, kernel, skew, variant in itertools.product(*axes):
+        for grid in [*self.first, *({**grid, **(chosen or {})} for grid in self.grids)]:
+            for shape, operation, kernel, skew, variant in itertools.product(*(grid[axis] for axis in AXES)):
                 fixed = OPERATIONS[operation].kernel_dtype
                 cases[Case(operation, SHAPES[shape], variant, skew, kernel if fixed is None else fixed, seed)] = None
         return list(cases)
 
 
 def _read_suites() -> dict[str, Suite]:
-    tables: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
-    suites = {}
+    suites, tables = {}, tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
     for name, own in tables.items():
         table = tables[name] = {**tables.get(own.get("like", ""), {}), **own}
-        axes = {key: value for key, value in table.items() if key in Grid._fields}
-        options = {key: value for key, value in table.items() if key not in ("like", *axes)}
-        options["grids"] = [Grid(**{**axes, **grid}) for grid in table.get("grids", [{}])]
-        options["first"] = [Grid(**grid) for grid in table.get("first", [])]
+        axes = {**_DEFAULTS, **{axis: table[axis] for axis in AXES if axis in table}}
+        options = {key: value for key, value in table.items() if key not in ("like", *AXES)}
+        options["grids"] = [{**axes, **grid} for grid in table.get("grids", [{}])]
+        options["first"] = [{**_DEFAULTS, **grid} for grid in table.get("first", [])]
         suites[name] = Suite(**options)
     return suites
 
 
-#: From suites.toml.
 SUITES = _read_suites()
-
 #: Suites of README.md.
 PAGE = [name for name in SUITES if name != "products"]
 
@@ -272,11 +248,8 @@ def part_read(case: Case) -> float:
 
 
 def draw(arrays: Structs, seed: int, part: float = 1.0) -> list[Arrays]:
-    """Draws normally distributed arrays, in as many sets as keep calls in rotation from finding any in the L2 cache.
-
-    Zeros would draw less power, and the chip would run at a higher clock than it does in training. A call reads a part
-    of them, all by default.
-    """
+    """Draws normally distributed arrays, a part of which each call reads, in as many sets as keep them out of L2."""
+    # Zeros would draw less power, and the chip would run at a higher clock than it does in training.
     sizes = [array.size * array.dtype.itemsize for array in arrays]
     # A product leaves out one of several arrays, perhaps the largest.
     read = part * (sum(sizes) - max(sizes) if len(sizes) > 1 else sum(sizes))

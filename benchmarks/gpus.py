@@ -23,10 +23,7 @@ from jax_grouped.examples.parallel import COPY_ENGINES
 from jax_grouped.examples.settings import UsageError
 
 #: Layers of one GPU.
-LAYERS = {
-    "dsv3": SHAPES["dsv3 layer"],
-    "qwen3": dataclasses.replace(SHAPES["qwen3 layer"], num_groups=64),
-}
+LAYERS = {"dsv3": SHAPES["dsv3 layer"], "qwen3": dataclasses.replace(SHAPES["qwen3 layer"], num_groups=64)}
 RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
 AXIS = "expert"
 _BLOCKS, _CALLS, _PROFILED_CALLS = 8, 12, 4
@@ -41,14 +38,14 @@ def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: fl
     mesh, k = _mesh(gpus, first), shape.top_k
     tokens, experts, K, F = gpus * shape.tokens, gpus * shape.num_groups, shape.K, shape.N // 2
     shapes = (tokens, K), (K, experts), (experts, K, 2 * F), (experts, F, K), (tokens, K)
-    widths, specs = (1, K, K, F, 1), (P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS))
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+    specs = P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS)
 
     def draw(keys: jax.Array) -> list[jax.Array]:
-        drawn = zip(keys, shapes, widths, strict=True)
+        drawn = zip(keys, shapes, (1, K, K, F, 1), strict=True)
         return [jax.random.normal(key, dims, jnp.bfloat16) * width**-0.5 for key, dims, width in drawn]
 
-    arguments = jax.jit(draw, out_shardings=[NamedSharding(mesh, spec) for spec in specs])(keys)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    arguments = jax.jit(draw, out_shardings=shardings)(jax.random.split(jax.random.key(0), len(shapes)))
     axes: dict[str, Any] = dict(expert_axis=AXIS, capacity_factor=capacity_factor) if gpus > 1 else {}
 
     def step(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, dy: jax.Array) -> Any:
@@ -61,7 +58,7 @@ def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: fl
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, pull_back(dy)
 
-    return JaxWork(step, [arguments], compiler_options=COPY_ENGINES if gpus > 1 else None)
+    return JaxWork(step, [arguments], options=COPY_ENGINES if gpus > 1 else None)
 
 
 def exchange(shape: Shape, gpus: int) -> JaxWork:
@@ -70,7 +67,7 @@ def exchange(shape: Shape, gpus: int) -> JaxWork:
     x = jnp.zeros((gpus * gpus, shape.tokens, shape.K), jnp.bfloat16, device=NamedSharding(mesh, P(AXIS)))
     send = functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0)
     program = jax.shard_map(send, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return JaxWork(program, [(x,)], compiler_options=COPY_ENGINES)
+    return JaxWork(program, [(x,)], options=COPY_ENGINES)
 
 
 def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
@@ -101,7 +98,6 @@ def exposed(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Measures each layer and variant, and prints, writes and draws the rows."""
     gpus = len(jax.devices("gpu")) if jax.default_backend() == "gpu" else 0
     if gpus < 2:
         raise UsageError(f"needs several GPUs, JAX finds {gpus}")
@@ -112,14 +108,12 @@ def measure(arguments: argparse.Namespace) -> int:
         (exchanges,) = time_in_turns([exchange(shape, gpus)])
         sent = (gpus - 1) * shape.tokens * shape.K * 2
         for variant in arguments.variants:
-            recipe = RECIPES[variant]
-            work = layer(shape, recipe, gpus, arguments.capacity_factor)
-            works_alone = [layer(shape, recipe, 1, None, first=gpu) for gpu in range(gpus)]
+            work = layer(shape, RECIPES[variant], gpus, arguments.capacity_factor)
+            works_alone = [layer(shape, RECIPES[variant], 1, None, first=gpu) for gpu in range(gpus)]
             together, *alone = time_in_turns([work, *works_alone])
-            spans = profile(work, _PROFILED_CALLS)
+            spans = profile(work.block, _PROFILED_CALLS)
             # A GPU that waits for a slower one communicates for longer.
             seconds = min(exposed([span for span in spans if span.gpu == gpu]) for gpu in range(gpus))
-            communication, uncovered = (1e3 * time / _PROFILED_CALLS for time in seconds)
             medians = [median(times) for times in alone]
             row: dict[str, Any] = {
                 "layer": name,
@@ -129,25 +123,14 @@ def measure(arguments: argparse.Namespace) -> int:
                 "all_gpus_ms": together,
                 # GPUs of one host differ, and all wait for the slowest.
                 "efficiency": max(medians) / median(together),
-                "communication_ms": communication,
-                "exposed_ms": uncovered,
+                "communication_ms": 1e3 * seconds[0] / _PROFILED_CALLS,
+                "exposed_ms": 1e3 * seconds[1] / _PROFILED_CALLS,
                 "link_gb_per_s": sent / (1e6 * median(exchanges)),
             }
             record.add(row, f"{name} {variant}: {row['efficiency']:.1%}", arguments.json)
-            cells.append(
-                {
-                    "layer": name,
-                    "variant": variant,
-                    "1 GPU ms": " ".join(f"{time:.2f}" for time in medians),
-                    f"{gpus} GPUs ms": median(together),
-                    "efficiency %": 100 * row["efficiency"],
-                    "of mean %": 100 * mean(medians) / median(together),
-                    "communication ms": communication,
-                    "exposed ms": uncovered,
-                    "link GB/s": row["link_gb_per_s"],
-                }
-            )
+            texts = {"one_gpu_ms": " ".join(f"{time:.2f}" for time in medians), "all_gpus_ms": median(together)}
+            cells.append({**row, **texts, "efficiency_of_mean": mean(medians) / median(together)})
     if arguments.plot:
         plot.gpus(record, arguments.plot)
-    print(tabulate.tabulate(cells, "keys", floatfmt=("", "", "", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f")))
+    print(tabulate.tabulate(cells, "keys", floatfmt=".3f"))
     return 0

@@ -50,10 +50,7 @@ OPERATIONS = {
 
 
 def missing() -> str | None:
-    """Returns what has to be installed first, or None if it is all there.
-
-    On a machine without a GPU, `JAX_PLATFORMS=cpu` is needed as well, or JAX's plugin looks for the GPU's libraries.
-    """
+    """Returns what has to be installed first, or None if it is all there."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA (jax-cuda13-plugin and jax-cuda13-pjrt)"
     if extension.load() is None:
@@ -70,10 +67,7 @@ def h200s(count: int) -> Sequence[jax.Device]:
 def compile_for_h200(
     function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = (), options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles the function for arguments like these, of which only shapes and types are read.
-
-    Results may lie in the place of `donated` arguments; `options` are XLA's, by name.
-    """
+    """Compiles the function for arguments like these, of which only shapes and types are read, with XLA's options."""
     sharding = jax.sharding.SingleDeviceSharding(h200s(1)[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     return jax.jit(function, out_shardings=sharding, donate_argnums=donated).lower(*placed).compile(options)
@@ -87,9 +81,6 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
     sgd = operation.startswith("SGD")
     recipe, keep = VARIANTS[variant]
     E, T, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
-
-    def struct(*dims: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
     def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
         def layer(x: jax.Array, kernel: Any) -> jax.Array:
@@ -109,12 +100,13 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
             return y, dx, dkernels
         return y, dx, jax.tree.map(lambda kernel, dkernel: kernel - 1e-3 * dkernel, kernels, dkernels)
 
-    kernel = functools.partial(struct, dtype=kernel_dtype)
-    kernels: dict[str, Any] = {
-        "one": [kernel(E, K, N)],
-        "pairs": [kernel(E, K, N), kernel(E, N, K)] * _LAYERS,
-        "mlps": (kernel(_LAYERS, E, K, N), kernel(_LAYERS, E, N // 2, K)),
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "one": [(E, K, N)],
+        "pairs": [(E, K, N), (E, N, K)] * _LAYERS,
+        "mlps": [(_LAYERS, E, K, N), (_LAYERS, E, N // 2, K)],
     }
-    arguments = struct(T, K), kernels[layers], struct(E, dtype="int32"), struct(T, N if layers == "one" else K)
+    kernels = tuple(jax.ShapeDtypeStruct(dims, jnp.dtype(kernel_dtype)) for dims in shapes[layers])
+    x, dy = (jax.ShapeDtypeStruct((T, features), jnp.bfloat16) for features in (K, N if layers == "one" else K))
+    arguments = x, kernels, jax.ShapeDtypeStruct((E,), jnp.int32), dy
     analysis: Any = compile_for_h200(run, *arguments, donated=(1,) if sgd else ()).memory_analysis()
     return analysis.temp_size_in_bytes

@@ -7,9 +7,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tabulate
 
@@ -51,12 +50,10 @@ class Model(NamedTuple):
 
     @property
     def attention_features(self) -> int:
-        """Features of all heads of queries."""
         return self.heads * self.head_features
 
     @property
     def qkv_features(self) -> int:
-        """Features of all heads of queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_features
 
     @property
@@ -74,38 +71,11 @@ MODELS = {
     "Qwen3-30B-A3B": Model(2048, 32, 4, 128, experts=128, top_k=8, hidden=768, vocabulary=151936 * 8 // 48 // 64 * 64),
 }
 
-#: Modules of `benchmarks.peers`, and options of their functions `training`. `cached` ones quantize the weights, or
-#: convert them to bfloat16, once a step, others in every microbatch; with `projections`, attention's projections too
-#: are in FP8, or converted once.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16": ("our_model", {"recipe": "bf16"}),
-    "bf16 cached": ("our_model", {"recipe": "bf16", "cached": True}),
-    "bf16 cached, projections": ("our_model", {"recipe": "bf16", "cached": True, "projections": True}),
-    "block": ("our_model", {"recipe": "block"}),
-    "current": ("our_model", {"recipe": "current"}),
-    "delayed": ("our_model", {"recipe": "delayed"}),
-    "mxfp8": ("our_model", {"recipe": "mxfp8"}),
-    "block cached": ("our_model", {"recipe": "block", "cached": True}),
-    "current cached": ("our_model", {"recipe": "current", "cached": True}),
-    "delayed cached": ("our_model", {"recipe": "delayed", "cached": True}),
-    "block cached, projections": ("our_model", {"recipe": "block", "cached": True, "projections": True}),
-    "delayed cached, projections": ("our_model", {"recipe": "delayed", "cached": True, "projections": True}),
-    "torch compiled": ("torch_model", {"experts": "torch"}),
-    "SonicMoE": ("torch_model", {"experts": "SonicMoE"}),
-}
-
-
-class Training(NamedTuple):
-    """A model that is being trained."""
-
-    step: Callable[[], Any]  # Takes a step, and returns its loss; does not wait for the device.
-    peak_bytes: Callable[[], int]  # Returns the most memory that was in use at once.
-
-    def block(self, steps: int) -> float:
-        """Takes steps one after another; returns the last one's loss, when all are done."""
-        for _ in range(steps):
-            loss = self.step()
-        return float(loss)
+#: Names of this library's variants tell the recipe. `cached` ones quantize the weights, or convert them to bfloat16,
+#: once a step, others in every microbatch; with `projections`, so are attention's projections.
+_OURS = ["bf16", "bf16 cached", "bf16 cached, projections", "block", "current", "delayed", "mxfp8", "block cached"]
+_OURS += ["current cached", "delayed cached", "block cached, projections", "delayed cached, projections"]
+VARIANTS = {**dict.fromkeys(_OURS, "our_model"), "torch compiled": "torch_model", "SonicMoE": "torch_model"}
 
 
 @dataclasses.dataclass
@@ -125,24 +95,30 @@ class Row:
 
 def measure_here(name: str, variant: str) -> Row:
     """Measures a model of random weights in this process, by the host's clock over blocks of steps."""
-    model, (module, options) = MODELS[name], VARIANTS[variant]
+    model = MODELS[name]
     try:
-        run = importlib.import_module(f"benchmarks.peers.{module}").training(model, **options)
-        losses = [run.block(1) for _ in range(_WARM_UP)]
+        module = importlib.import_module(f"benchmarks.peers.{VARIANTS[variant]}")
+        take_step, find_peak_bytes = module.training(model, variant)
+
+        def take(steps: int) -> float:
+            for _ in range(steps):
+                loss = take_step()
+            return float(loss)  # Waits for the device.
+
+        losses = [take(1) for _ in range(_WARM_UP)]
         times = []
         for _ in range(_BLOCKS):
             start = time.perf_counter()
-            losses.append(run.block(_STEPS))
+            losses.append(take(_STEPS))
             times.append(1e3 * (time.perf_counter() - start) / _STEPS)
-        rate, peak = model.tokens / (1e-3 * median(times)), run.peak_bytes() / 2**30
-        parts = {part: 1e3 * seconds for part, seconds in sum_parts(profile(run, 1), _PARTS).items()}
+        rate, peak = model.tokens / (1e-3 * median(times)), find_peak_bytes() / 2**30
+        parts = {part: 1e3 * seconds for part, seconds in sum_parts(profile(take, 1), _PARTS).items()}
         return Row(name, variant, sorted(times), rate, rate * model.operations / PEAK, peak, losses, parts)
     except Exception as error:  # Out of memory, a library that is missing.
         return Row(name, variant, note=first_line(error))
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Measures each model and variant, and prints, writes and draws the rows."""
     if not cuda_devices():
         raise UsageError("needs a GPU, and JAX sees none")
     record = Record.new("model", {name: MODELS[name]._asdict() for name in arguments.models})
@@ -161,20 +137,16 @@ def measure(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot.models(record, AGAINST, arguments.plot)
     bases = {row.model: row.tokens_per_second for row in record.rows if row.variant == AGAINST}
+    headers = ["model", "variant", "tokens/s", f"relative to {AGAINST}", "MFU %", "peak GiB", "loss"]
     cells = []
     for row in record.rows:
-        if row.note:
-            cells.append([row.model, row.variant, row.note])
-            continue
-        base, rate = bases.get(row.model), row.tokens_per_second
-        speed = rate / base if base else None
-        cells.append(
-            [row.model, row.variant, rate, speed, 100 * row.mfu, row.peak_gib, row.losses[-1], *row.parts.values()]
-        )
-    parts = [f"{part} ms" for part in _PARTS]
-    headers = ["model", "variant", "tokens/s", f"relative to {AGAINST}", "MFU %", "peak GiB", "loss", *parts]
-    formats = ("", "", ",.0f", ".2f", ".1f", ".1f", ".3f", *[".0f"] * len(parts))
-    print(tabulate.tabulate(cells, headers, floatfmt=formats))
+        figures = [row.note]
+        if not row.note:
+            speed = row.tokens_per_second / base if (base := bases.get(row.model)) else None
+            figures = [row.tokens_per_second, speed, 100 * row.mfu, row.peak_gib, row.losses[-1], *row.parts.values()]
+        cells.append([row.model, row.variant, *figures])
+    formats = ("", "", ",.0f", ".2f", ".1f", ".1f", ".3f", *[".0f"] * len(_PARTS))
+    print(tabulate.tabulate(cells, [*headers, *(f"{part} ms" for part in _PARTS)], floatfmt=formats))
     return 0
 
 

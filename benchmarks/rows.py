@@ -21,10 +21,8 @@ RATES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cublaslt_rates.t
 
 #: Parts of a call, by the work of its kernels.
 PARTS = ("product", "quantize", "setup", "other")
-
-_PACKAGES = (
-    "jax_grouped jax jaxlib numpy torch triton transformer_engine sonic-moe deep_gemm quack-kernels nvidia-cublas"
-)
+_PACKAGES = ["jax_grouped", "jax", "jaxlib", "numpy", "torch", "triton", "transformer_engine", "sonic-moe", "deep_gemm"]
+_PACKAGES += ["quack-kernels", "nvidia-cublas"]
 _LEFT = ("shape", "sizes", "operation", "kernel", "skew", "variant", "backend", "clock", "note")
 
 
@@ -71,7 +69,7 @@ class Record:
     def new(cls, suite: str, settings: dict[str, Any], device: str | None = None) -> "Record":
         """Returns a record of this process and, by default, of JAX's device, without rows."""
         versions = {}
-        for package in _PACKAGES.split():
+        for package in _PACKAGES:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         if cuda_devices() and (loaded := cublas_version()):
@@ -107,27 +105,23 @@ class Record:
         copied = next((other.rate for other in self.rows if other.case.operation == "copy" and other is not row), None)
         return row.rate / copied if row.rate and copied else None
 
+    @property
     def is_on_reference(self) -> bool:
         """Tells if `RATES` hold for the device."""
         return RATES["device"] in self.device
 
     def cublaslt_rate(self, row: Row) -> float | None:
-        """Returns the TFLOP/s of a bare cuBLASLt call on the same kind of device, if it was measured.
-
-        They hold for short blocks and the device's clock: a chip that is kept busy for longer runs slower.
-        """
+        """Returns the TFLOP/s of a bare cuBLASLt call on the same kind of device, if it was measured."""
+        # They hold for short blocks and the device's clock: a chip that is kept busy for longer runs slower.
         rates = RATES["rates"].get(row.case.operation, {}).get(row.case.skew, {})
-        return rates.get(row.case.shape.name) if self.is_on_reference() and row.clock == "device" else None
+        return rates.get(row.case.shape.name) if self.is_on_reference and row.clock == "device" else None
 
 
 def table(record: Record, against: str) -> str:
-    """Returns a line per row with all that was measured, and two lines about the device and the versions.
-
-    Speeds are relative to the variant `against`. Columns without a figure are left out.
-    """
+    """Returns a line per row with all that was measured, and two lines about the device and the versions."""
 
     def share(value: float | None, reference: float | None) -> float | None:
-        return value / reference if value and reference and record.is_on_reference() else None
+        return value / reference if value and reference and record.is_on_reference else None
 
     columns: dict[str, list[str]] = {}
     for row in record.rows:
@@ -161,6 +155,7 @@ def table(record: Record, against: str) -> str:
         }
         for name, (template, value) in figures.items():
             columns.setdefault(name, []).append("" if value is None else template.format(value))
+    # Columns without a figure are left out.
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     alignment = ["left" if name in _LEFT else "right" for name in filled]
     body = tabulate.tabulate(filled, headers="keys", disable_numparse=True, colalign=alignment)

@@ -9,14 +9,14 @@ import contextlib
 import itertools
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
 from benchmarks.cases import OPERATIONS, Arrays, Case, Suite, draw, part_read, relative_difference
-from benchmarks.peers import OURS, VARIANTS, NotOfferedError, Work
+from benchmarks.peers import OURS, VARIANTS, NotOfferedError
 from benchmarks.rows import PARTS, Row
 from jax_grouped.__main__ import choose_backend
 from jax_grouped.backends.extension import cuda_devices
@@ -43,12 +43,6 @@ WORDS = {
 }
 
 
-class Block(Protocol):
-    """Calls that can be timed, such as `benchmarks.peers.Work`."""
-
-    def block(self, calls: int) -> Any: ...
-
-
 class Span(NamedTuple):
     """A kernel or copy on the GPU."""
 
@@ -58,11 +52,11 @@ class Span(NamedTuple):
     gpu: int = 0
 
 
-def profile(work: Block, calls: int) -> list[Span]:
+def profile(block: Callable[[int], Any], calls: int) -> list[Span]:
     """Profiles a block of calls; RuntimeError if the profile shows nothing, as on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            work.block(calls)
+            block(calls)
         (path,) = Path(folder).rglob("*.xplane.pb")
         if spans := read_profile(path):
             return spans
@@ -83,7 +77,7 @@ def read_profile(path: Path) -> list[Span]:
 
 
 def sum_parts(spans: Sequence[Span], words: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Returns the seconds of the kernels in each part; a kernel belongs to the first that has a word in its name."""
+    """Returns the seconds of the kernels in each part, by words in their names as in `WORDS`."""
     parts = dict.fromkeys(words, 0.0)
     for span in spans:
         part = next(part for part, found in words.items() if any(word in span.name.lower() for word in found))
@@ -91,31 +85,25 @@ def sum_parts(spans: Sequence[Span], words: Mapping[str, Sequence[str]]) -> dict
     return parts
 
 
-def time_block(work: Work, calls: int, clock: str) -> tuple[float, dict[str, float]]:
-    """Runs a block of calls; returns its seconds and, by the clock `device`, those in each of `PARTS`.
-
-    On the GPU's own clock, the block or each call is timed from the start of its first kernel to the end of its last.
-    """
+def time_block(work: Any, calls: int, clock: str) -> tuple[float, dict[str, float]]:
+    """Runs a block of calls; returns its seconds and, by the clock `device`, those in each of `PARTS`."""
     if clock == "host":
         return work.block(calls), {}
-    spans = profile(work, calls)
+    spans = profile(work.block, calls)
     per_call, rest = divmod(len(spans), calls)
     if clock == "device":
         per_call = len(spans)
     elif rest:
         raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
+    # The block, or each call, from the start of its first kernel to the end of its last.
     timed = [spans[first : first + per_call] for first in range(0, len(spans), per_call)]
-    seconds = sum(max(span.end for span in spans) - min(span.start for span in spans) for spans in timed) / 1e9
+    seconds = sum(max(span.end for span in part) - min(span.start for span in part) for part in timed) / 1e9
     parts = sum_parts(spans, WORDS)
-    return seconds, {part: parts[part] for part in PARTS} if clock == "device" else {}
+    return seconds, {name: parts[name] for name in PARTS} if clock == "device" else {}
 
 
-def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
-    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length.
-
-    All blocks together take approximately `seconds`, unless the calls per block are given. TimeoutError if even one
-    call per block takes far longer.
-    """
+def measure(row: Row, work: Any, seconds: float, calls: int | None = None) -> None:
+    """Fills in a row: times a few blocks of calls, which take `seconds` together, after a warm-up of that length."""
     time_block(work, 1, row.clock)  # Compiles.
     estimate, _ = time_block(work, 1, row.clock)
     if BLOCKS * estimate > _PATIENCE * seconds:
@@ -129,10 +117,7 @@ def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> N
 
 
 def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
-    """Yields the rows one by one, as soon as each is measured by the suite's clock, in its budget.
-
-    A case that fails gives a row with the reason. Variants that can't be loaded are skipped, with a line that says why.
-    """
+    """Yields the rows one by one. A case that fails gives one with the reason; variants that can't load are skipped."""
     skipped = set()
     for name in dict.fromkeys(case.variant for case in cases if suite.clock != "none"):
         try:

@@ -1,7 +1,6 @@
 """Named shapes, from shapes.toml, and group sizes for the benchmarks and the tests; every value follows from a seed."""
 
 import dataclasses
-import itertools
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +32,7 @@ class Shape:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size)
 
 
-_TABLES = {
-    name: [Shape(shape, *sizes) for shape, sizes in table.items()]
-    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 #: Shapes of steps by the number that differs among them.
 SWEEPS = {
@@ -45,8 +41,9 @@ SWEEPS = {
     "experts": [Shape(f"{2**i} experts", 2**i, 32768, 2048, 1536) for i in range(10)],
 }
 
-TEST_SHAPES = tuple(_TABLES["tests"])
-SHAPES = {shape.name: shape for shape in itertools.chain(*_TABLES.values(), *SWEEPS.values())}
+SHAPES = {name: Shape(name, *sizes) for table in _TABLES.values() for name, sizes in table.items()}
+SHAPES |= {shape.name: shape for sweep in SWEEPS.values() for shape in sweep}
+TEST_SHAPES = tuple(SHAPES[name] for name in _TABLES["tests"])
 
 #: Weights of groups, from their number and a random generator.
 _WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]]] = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy.typing as npt
 
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import JaxWork, NotOfferedError
@@ -65,19 +64,14 @@ def split(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array | None, list
     return x, router, kernels, dy
 
 
-def layer_work(
-    case: Case,
-    sets: list[Arrays],
-    layer: Layer,
-    make_weights: Callable[[jax.Array, int], Weights] = lambda kernel, _: Weights(kernel),
-    sizes: npt.ArrayLike | None = None,
-) -> JaxWork:
+def layer_work(case: Case, sets: list[Arrays], layer: Layer, make_weights: Any = None, sizes: Any = None) -> JaxWork:
     """Returns the case's operation on a layer, with the weights that are made of each kernel and its index."""
     group_sizes = jnp.asarray(case.sizes if sizes is None else sizes, jnp.int32)
     arguments = []
     for arrays in sets:
         x, router, kernels, dy = split(case, arrays)
-        weights = [make_weights(kernel, index) for index, kernel in enumerate(kernels)]
+        make = make_weights or (lambda kernel, _: Weights(kernel))
+        weights = [make(kernel, index) for index, kernel in enumerate(kernels)]
         arguments.append((x, router, weights, dy, group_sizes))
     sums = [jnp.zeros_like(kernel) for kernel in sets[0][1:-1]] if case.operation == "accumulating" else None
     return JaxWork(_program(case.operation, layer), arguments, sums)

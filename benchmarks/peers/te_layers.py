@@ -7,7 +7,6 @@ groups of a multiple of 128 rows, and delayed scaling is not offered.
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.cases import Arrays, Case
@@ -33,9 +32,11 @@ def _linear(kernels: Any) -> Any:
     return _te.GroupedLinear(*kernels.shape, **options, single_grouped_weight=True, use_grouped_tensor=True)
 
 
-def _with_recipe(name: str | None) -> AbstractContextManager[None]:
-    """Computes in the number format of a recipe."""
-    return _te.autocast(enabled=name is not None, recipe=None if name is None else getattr(_recipes, name)())
+def _read_variant(case: Case) -> tuple[Any, bool]:
+    """Returns the class of the recipe or None, and if weights are quantized before the clock starts."""
+    recipes = {"block": _recipes.Float8BlockScaling, "current": _recipes.Float8CurrentScaling}
+    words = case.variant.split()
+    return recipes[words[1]] if len(words) > 1 else None, "cached" in words
 
 
 def _work(case: Case, layer: Callable[..., Any], sets: list[Tensors], cached: bool) -> TorchWork:
@@ -53,25 +54,25 @@ def _work(case: Case, layer: Callable[..., Any], sets: list[Tensors], cached: bo
     return TorchWork(call, sets, read, in_graphs=True)
 
 
-def product(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> TorchWork:
-    """Makes the step of a `GroupedLinear`."""
+def product(case: Case, sets: list[Arrays]) -> TorchWork:
     if case.operation != "dense" or case.kernel_dtype != "bfloat16":
         raise NotOfferedError
     case.require_all_rows()
+    recipe, cached = _read_variant(case)
     if recipe and (case.sizes % ROWS_OF_TILE).any():
         raise ValueError(f"needs groups with a multiple of {ROWS_OF_TILE} rows")
     splits = torch.as_tensor(case.sizes, dtype=torch.int64, device="cuda")
 
     def layer(x: Any, linear: Any, first: bool = False) -> Any:
-        with _with_recipe(recipe):
+        with _te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
             return linear(x, splits, is_first_microbatch=first if cached else None)
 
     modules = [(x.requires_grad_(), _linear(kernel), dy) for x, kernel, dy in tensors(sets)]
     return _work(case, layer, modules, cached)
 
 
-def moe(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> TorchWork:
-    """Makes a layer in bfloat16, or in FP8 with the recipe of this name."""
+def moe(case: Case, sets: list[Arrays]) -> TorchWork:
+    recipe, cached = _read_variant(case)
     top_k, swiglu = case.shape.top_k, _te.ops.ScaledSwiGLU()
 
     def layer(x: Any, router: Any, up: Any, down: Any, first: bool = False) -> Any:
@@ -86,7 +87,7 @@ def moe(case: Case, sets: list[Arrays], recipe: str | None, cached: bool) -> Tor
             offsets, room = padding.cumsum(0) - padding, room + ROWS_OF_TILE * len(counts)
         rows, row_map, row_weights = torch.ops.te_moe.permute_mask_map_fwd(x, chosen, room, weights, offsets)
         is_first = first if cached else None
-        with _with_recipe(recipe):
+        with _te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
             hidden = up(rows, splits, is_first_microbatch=is_first)
             results = down(swiglu(hidden, row_weights), splits, is_first_microbatch=is_first)
         return _te.moe_unpermute(results, row_map, restore_shape=x.shape, pad_offsets=offsets)

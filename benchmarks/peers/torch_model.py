@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.model import Model, Training
+from benchmarks.model import Model
 from benchmarks.peers.torch_peer import experts_layer, torch
 
 functional = torch.nn.functional
@@ -30,9 +30,9 @@ def _norm(x: Any, scale: Any) -> Any:
     return functional.rms_norm(x, (x.shape[-1],), scale, 1e-6)
 
 
-def training(model: Model, experts: str) -> Training:
-    """Makes the model, with random weights and tokens."""
-    is_sonic = experts == "SonicMoE"
+def training(model: Model, variant: str) -> tuple[Any, Any]:
+    """Returns a step of the model, which returns its loss, and the most bytes in use."""
+    is_sonic = variant == "SonicMoE"
     if is_sonic:
         layer = importlib.import_module("benchmarks.peers.sonic_moe").experts_layer(model.top_k)
     else:
@@ -85,19 +85,15 @@ def training(model: Model, experts: str) -> Training:
         x = x + mixed.flatten(2) @ weights["out"]
         return x, _norm(x, weights["experts_norm"])
 
-    compiled_attend = torch.compile(attend, dynamic=False)
-
     def apply(x: Any, weights: dict[str, Any]) -> Any:
         x, normed = compiled_attend(x, weights)
         y = layer(normed.flatten(0, 1), weights["router"], weights["gate_up"], weights["down"])
         return x + y.view_as(x)
 
-    @torch.compile(dynamic=False)
     def mean_loss(x: Any, targets: Any) -> Any:
         scores = _norm(x, norm) @ logits
         return functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
-    @torch.compile(dynamic=False)  # PyTorch's own operations on two types are slow.
     def store(targets: list[Any], values: Any, add: bool) -> None:
         for target, value in zip(targets, values, strict=True):
             if add:
@@ -105,7 +101,9 @@ def training(model: Model, experts: str) -> Training:
             else:
                 target.copy_(value)
 
+    compiled_attend, compiled_loss = (torch.compile(function, dynamic=False) for function in (attend, mean_loss))
     apply_block = apply if is_sonic else torch.compile(apply, dynamic=False)
+    compiled_store = torch.compile(store, dynamic=False)  # PyTorch's own operations on two types are slow.
 
     def step() -> Any:
         total = 0.0
@@ -113,13 +111,13 @@ def training(model: Model, experts: str) -> Training:
             x = functional.embedding(window[:, :-1], embedding)
             for block in blocks:
                 x = apply_block(x, block)
-            loss = mean_loss(x, window[:, 1:]) / model.microbatches
+            loss = compiled_loss(x, window[:, 1:]) / model.microbatches
             # The first gradients take the place of the last step's.
-            store([master.grad for master in masters], torch.autograd.grad(loss, copies), add=index > 0)
+            compiled_store([master.grad for master in masters], torch.autograd.grad(loss, copies), add=index > 0)
             total = total + loss.detach()
         optimizer.step()
         with torch.no_grad():
-            store(copies, masters, add=False)
+            compiled_store(copies, masters, add=False)
         return total
 
-    return Training(step, torch.cuda.max_memory_allocated)
+    return step, torch.cuda.max_memory_allocated

@@ -23,23 +23,13 @@ if jax.default_backend() != "gpu" or not torch.cuda.is_available():
 
 
 class TorchWork:
-    """Calls of `call` on one of several sets of tensors after another, timed by CUDA events.
+    """Calls of `call` on sets of tensors in turn; `read` gives results the layout that they have in JAX.
 
-    `read` gives the results of a call the layout that they have in JAX. With `in_graphs`, calls are CUDA graphs, one
-    for each set, so that no figure depends on how fast the host launches kernels.
+    With `in_graphs`, calls are CUDA graphs, one for each set: no figure depends on how fast the host launches kernels.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Tensors],
-        sets: Sequence[Tensors],
-        read: Callable[..., Tensors] = lambda *results: results,
-        in_graphs: bool = False,
-    ):
-        self._call = call
-        self._sets = sets
-        self._read = read
-        self._in_graphs = in_graphs
+    def __init__(self, call: Callable[..., Tensors], sets: list[Tensors], read: Any = None, in_graphs: bool = False):
+        self._call, self._sets, self._read, self._in_graphs = call, sets, read, in_graphs
 
     @functools.cached_property
     def _calls(self) -> Sequence[Callable[[], Tensors]]:
@@ -67,7 +57,9 @@ class TorchWork:
         return [capture(call) for call in calls]
 
     def results(self) -> Sequence[jax.Array]:
-        tensors = self._read(*self._calls[0]())
+        tensors = self._calls[0]()
+        if self._read:
+            tensors = self._read(*tensors)
         torch.cuda.synchronize()
         return [jnp.from_dlpack(tensor.contiguous()) for tensor in tensors]
 
@@ -123,11 +115,7 @@ def _quantize_columns(x: Any, ends: list[int]) -> Tensors:
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes `torch._scaled_grouped_mm` of operands that are quantized before the clock starts.
-
-    There is a scale for every row of one and every column of the other. Sums are those of tensor cores
-    (`use_fast_accum`), as in torchao.
-    """
+    """Makes `torch._scaled_grouped_mm` of quantized operands: a scale for each row of one and column of the other."""
     if case.operation not in ("fprop", "dgrad", "wgrad"):
         raise NotOfferedError
     inputs, offs = tensors((sets, jnp.asarray(group_ends(case.sizes, case.shape.tokens))))
@@ -141,6 +129,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
         return *_quantize_columns(x, ends), *_quantize_columns(dy, ends)
 
     def call(a: Any, a_scale: Any, b: Any, b_scale: Any) -> Tensors:
+        # Sums are those of tensor cores, as in torchao.
         options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         return (torch._scaled_grouped_mm(a, b.transpose(-2, -1), a_scale, b_scale, **options),)
 
@@ -170,13 +159,11 @@ def make_call(operation: str, layer: Callable[..., Any]) -> Callable[..., Tensor
 
 
 class _Sorted(torch.autograd.Function):  # type: ignore[misc]  # torch is imported as Any.
-    """Copies of rows in another order; autograd's own gradient of `index_select` would add to memory atomically.
-
-    Every row has `copies` places among the sorted ones: `inverse` tells the places of each row, one row after another.
-    """
+    """Copies of rows in another order; autograd's own gradient of `index_select` would add to memory atomically."""
 
     @staticmethod
     def forward(context: Any, rows: Any, order: Any, inverse: Any, copies: int) -> Any:
+        # `inverse` tells the places of each row's copies, one row after another.
         context.save_for_backward(inverse)
         context.copies = copies
         return rows.index_select(0, order // copies)
@@ -188,11 +175,7 @@ class _Sorted(torch.autograd.Function):  # type: ignore[misc]  # torch is import
 
 
 def experts_layer(num_experts: int, top_k: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """Returns a layer of tensors `(x, router, gate_up, down)`, of PyTorch's own operations, to be compiled.
-
-    Nothing is read on the host. Logits are bfloat16. The weights of the choices multiply the activation, which is
-    smaller than the results.
-    """
+    """Returns a layer of tensors `(x, router, gate_up, down)`, of PyTorch's own operations, to be compiled."""
 
     def layer(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
         chosen, experts = (x @ router).topk(top_k)
@@ -203,6 +186,7 @@ def experts_layer(num_experts: int, top_k: int) -> Callable[[Any, Any, Any, Any]
         ends = torch.searchsorted(sorted_experts, indices, right=True, out_int32=True)
         gate, up = torch._grouped_mm(_Sorted.apply(x, order, inverse, top_k), gate_up, offs=ends).chunk(2, dim=-1)
         sorted_weights = _Sorted.apply(weights.flatten(), order, inverse, 1)
+        # The activation is smaller than the results.
         activated = torch.nn.functional.silu(gate) * up * sorted_weights[:, None]
         results = torch._grouped_mm(activated, down, offs=ends)
         return _Sorted.apply(results, inverse, order, 1).view(*experts.shape, -1).sum(1)
