@@ -20,11 +20,9 @@ from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.settings import UsageError
 
 _DESCRIPTION = """\
-Measures grouped products, training steps, quantization and memory: prints a table, and writes rows as JSON and as a
-plot. benchmarks/README.md tells how, and what each suite is about.
-
-JAX and torch share one GPU, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless the
-environment says otherwise. Variants that cannot be loaded are skipped, and have rows only for what they offer."""
+Measures grouped products, training steps, quantization and memory. benchmarks/README.md tells how. JAX and torch share
+one GPU, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless the environment says
+otherwise. Variants that cannot be loaded are skipped, and have rows only for what they offer."""
 
 #: By axis of the grids: options, and the names that they take.
 _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
@@ -34,13 +32,11 @@ _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "skews": (("--skews",), SKEWS),
     "variants": (("--variants", "--peers"), [*VARIANTS, *memory.VARIANTS]),
 }
-#: Fields of a suite that options replace.
-_SETTINGS = ("clock", "seconds", "calls", "verify")
+_SETTINGS = ("clock", "seconds", "calls", "verify")  # Fields of a suite that options replace.
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks", description=_DESCRIPTION, formatter_class=text)
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks", description=_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
@@ -130,7 +126,6 @@ def _print(record: Record, arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, or those of the command line, and returns its exit status."""
     arguments = _parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     # Read when JAX first looks for devices, which nothing has done yet.

@@ -19,11 +19,8 @@ from benchmarks.shapes import SHAPES, Shape, group_ends, group_sizes
 from jax_grouped import ScalingMode
 from jax_grouped.fp8.layout import QuantizedLayout
 
-#: Type of tokens and of their gradients.
-DTYPE = jnp.dtype(jnp.bfloat16)
-
-# Several times the 60 MB of L2 on an H200, so that no input is still there when its turn comes again.
-_BYTES_IN_ROTATION = 256e6
+DTYPE = jnp.dtype(jnp.bfloat16)  # Of tokens and of their gradients.
+_BYTES_IN_ROTATION = 256e6  # Several times an H200's L2 of 60 MB: no input is still there when its turn comes again.
 _MOST_SETS = 64
 
 Arrays = tuple[jax.Array, ...]
@@ -46,7 +43,6 @@ class Case:
 
     @functools.cached_property
     def sizes(self) -> npt.NDArray[np.int32]:
-        """Rows per group, `int32[E]`."""
         return group_sizes(self.shape, self.skew, self.seed)
 
     @property
@@ -80,7 +76,6 @@ class Products:
         return x, *(jax.ShapeDtypeStruct(kernel, jnp.dtype(case.kernel_dtype)) for kernel in kernels), dy
 
     def count(self, case: Case) -> int:
-        """Counts multiplications and additions."""
         rows = case.shape.tokens * case.shape.top_k if self.family == "moe" else case.valid_rows
         return round(self.number * 2 * rows * case.shape.K * case.shape.N)
 
@@ -149,13 +144,10 @@ class Step:
 #: float32 kernel. An `accumulating` step adds its kernel's gradient to that of earlier ones. An `mlp` has a gated
 #: projection of `K` by `N`, SwiGLU, and a projection of half of `N` back to `K`.
 PRODUCTS = {
-    "fprop": Products(1),
-    "dgrad": Products(1),
-    "wgrad": Products(1),
+    **dict.fromkeys(("fprop", "dgrad", "wgrad"), Products(1)),
     "wgrad f32": Products(1, kernel_dtype="float32"),
     "backward": Products(2),
-    "dense": Products(3),
-    "accumulating": Products(3),
+    **dict.fromkeys(("dense", "accumulating"), Products(3)),
     "mlp": Products(4.5, mlp=True),
 }
 
@@ -215,8 +207,8 @@ class Suite:
 def _read_suites() -> dict[str, Suite]:
     suites, tables = {}, tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
     for name, own in tables.items():
-        table = tables[name] = {**tables.get(own.get("like", ""), {}), **own}
-        axes = {**_DEFAULTS, **{axis: table[axis] for axis in AXES if axis in table}}
+        table = tables[name] = {**_DEFAULTS, **tables.get(own.get("like", ""), {}), **own}
+        axes = {axis: table[axis] for axis in AXES if axis in table}
         options = {key: value for key, value in table.items() if key not in ("like", *AXES)}
         options["grids"] = [{**axes, **grid} for grid in table.get("grids", [{}])]
         options["first"] = [{**_DEFAULTS, **grid} for grid in table.get("first", [])]
@@ -225,8 +217,7 @@ def _read_suites() -> dict[str, Suite]:
 
 
 SUITES = _read_suites()
-#: Suites of README.md.
-PAGE = [name for name in SUITES if name != "products"]
+PAGE = [name for name in SUITES if name != "products"]  # Those of README.md.
 
 
 def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Array | None, ...]]:

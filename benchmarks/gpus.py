@@ -71,10 +71,8 @@ def exchange(shape: Shape, gpus: int) -> JaxWork:
 
 
 def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
-    """Returns the milliseconds per call of some blocks of each program, in ascending order.
-
-    The programs take turns: at its limit of power, a GPU changes its clock from second to second.
-    """
+    """Returns the milliseconds per call of some blocks of each program, in ascending order."""
+    # They take turns: at its limit of power, a GPU changes its clock from second to second.
     for work in works:
         work.block(1)  # Compiles.
     turns = [[1e3 * work.block(_CALLS) / _CALLS for work in works] for _ in range(1 + _BLOCKS)]
@@ -83,12 +81,11 @@ def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    names = "nccl", "memcpyp2p"
-    communicates = [span for span in spans if any(name in span.name.lower() for name in names)]
+    communicates = [span for span in spans if any(name in span.name.lower() for name in ("nccl", "memcpyp2p"))]
     computes = [span for span in spans if span not in communicates]
 
     def measure_union(spans: Sequence[Span]) -> float:
-        total, end = 0.0, 0.0
+        total = end = 0.0
         for span in spans:  # In the order of their starts.
             total += max(0.0, span.end - max(span.start, end))
             end = max(end, span.end)
@@ -121,8 +118,7 @@ def measure(arguments: argparse.Namespace) -> int:
                 "gpus": gpus,
                 "one_gpu_ms": alone,
                 "all_gpus_ms": together,
-                # GPUs of one host differ, and all wait for the slowest.
-                "efficiency": max(medians) / median(together),
+                "efficiency": max(medians) / median(together),  # GPUs of one host differ; all wait for the slowest.
                 "communication_ms": 1e3 * seconds[0] / _PROFILED_CALLS,
                 "exposed_ms": 1e3 * seconds[1] / _PROFILED_CALLS,
                 "link_gb_per_s": sent / (1e6 * median(exchanges)),

@@ -18,11 +18,9 @@ _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
 _BLOCK = jg.Float8BlockScaling()
 _TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
+_PLACES = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=["jax_grouped_x"],
-    names_which_can_be_offloaded=["jax_grouped_hidden"],
-    offload_src="device",
-    offload_dst="pinned_host",
+    names_which_can_be_saved=["jax_grouped_x"], names_which_can_be_offloaded=["jax_grouped_hidden"], **_PLACES
 )
 
 #: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, nothing, or the
@@ -60,7 +58,6 @@ def missing() -> str | None:
 
 @functools.cache
 def h200s(count: int) -> Sequence[jax.Device]:
-    """Returns `count` H200s of one host to compile for."""
     return topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology=f"1x{count}x1").devices
 
 

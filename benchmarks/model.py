@@ -20,9 +20,7 @@ from jax_grouped.examples.settings import UsageError
 
 #: Dense bfloat16 operations per second of an H100 or H200, as NVIDIA gives them; MFU is relative to it, FP8's too.
 PEAK = 989.4e12
-#: What speeds are relative to: weights are converted once a step there, as in the models of PyTorch.
-AGAINST = "bf16 cached"
-#: Parts of a step, by words in the names of their kernels.
+AGAINST = "bf16 cached"  # Speeds are relative to it: weights are converted once a step, as in PyTorch's models.
 _PARTS = {"attention": ("sdpa", "fmha", "flash"), **WORDS}
 _WARM_UP, _BLOCKS, _STEPS = 2, 5, 2
 
@@ -45,7 +43,6 @@ class Model(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.sequence * self.sequences * self.microbatches
 
     @property
@@ -132,8 +129,8 @@ def measure(arguments: argparse.Namespace) -> int:
             else:
                 last = done.stderr.strip().rpartition("\n")[2]
                 row = Row(name, variant, note=f"ended with {done.returncode}: {last}"[:200])
-            figure = row.note or f"{row.tokens_per_second:,.0f} tokens/s"
-            record.add(row, f"{name}, {variant}: {figure}", arguments.json)
+            rate = row.note or f"{row.tokens_per_second:,.0f} tokens/s"
+            record.add(row, f"{name}, {variant}: {rate}", arguments.json)
     if arguments.plot:
         plot.models(record, AGAINST, arguments.plot)
     bases = {row.model: row.tokens_per_second for row in record.rows if row.variant == AGAINST}

@@ -29,9 +29,8 @@ def plot(record: Record, against: str, path: Path) -> None:
 
 
 def _save(figure: Figure, record: Record, path: Path) -> None:
-    shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
-    versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
-    figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
+    shown = [f"{name} {record.versions[name]}" for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
+    figure.suptitle(f"{record.device}, bfloat16, {', '.join(shown)}, {record.date[:10]}", fontsize="medium")
     figure.savefig(path, dpi=150)
 
 
@@ -129,20 +128,19 @@ def _scaling(record: Record, variants: list[str]) -> Figure:
         axes.set_xscale("log", base=2)
     _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], variants)
     same, other = by_tokens[0], by_experts[0]
-    title = f"{same.num_groups} experts, K {same.K}, N {same.N}"
-    tokens.set(xlabel="tokens per expert", ylabel="TFLOP/s", title=title)
-    title = f"{other.tokens} tokens, K {other.K}, N {other.N}"
-    experts.set(xlabel="experts", ylabel="TFLOP/s", title=title)
-    skew.set(ylabel="TFLOP/s", title=f"{skewed.name}, by group sizes")
+    tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
+    experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
+    skew.set_title(f"{skewed.name}, by group sizes")
     roofline.set(xlabel="operations per byte in bfloat16", yscale="log", title="beside the limits of the device")
+    for axes in (tokens, experts, skew):
+        axes.set_ylabel("TFLOP/s")
     tokens.legend(fontsize="small")
     if record.is_on_reference:
         intensities = sorted(intensity(row.case.shape) for row in rows)
-        fp8 = {f"dense FP8, {scales}": rate for scales, rate in RATES["dense_fp8"].items()}
-        limits = {"dense bf16": RATES["dense_bf16"], **fp8}
-        for (name, rate), style in zip(limits.items(), (":", "--", "-."), strict=True):
+        fp8 = {f"FP8, {scales}": rate for scales, rate in RATES["dense_fp8"].items()}
+        for (name, rate), style in zip({"bf16": RATES["dense_bf16"], **fp8}.items(), (":", "--", "-."), strict=True):
             limit = [min(rate, operations * RATES["copy"] / 1e3) for operations in intensities]
-            roofline.plot(intensities, limit, style, color="gray", label=name)
+            roofline.plot(intensities, limit, style, color="gray", label=f"dense {name}")
         roofline.legend(fontsize="small")
     return figure
 

@@ -18,9 +18,7 @@ from jax_grouped.backends.extension import cublas_version, cuda_devices
 
 #: Rates of an H200 and of bare cuBLASLt calls; the file explains them.
 RATES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cublaslt_rates.toml").read_text())
-
-#: Parts of a call, by the work of its kernels.
-PARTS = ("product", "quantize", "setup", "other")
+PARTS = ("product", "quantize", "setup", "other")  # Of a call, by the work of its kernels.
 _PACKAGES = ["jax_grouped", "jax", "jaxlib", "numpy", "torch", "triton", "transformer_engine", "sonic-moe", "deep_gemm"]
 _PACKAGES += ["quack-kernels", "nvidia-cublas"]
 _LEFT = ("shape", "sizes", "operation", "kernel", "skew", "variant", "backend", "clock", "note")
@@ -88,7 +86,6 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Reads the record of a suite."""
         fields = json.loads(path.read_text())
         for row in fields["rows"]:
             row["case"] = Case(**{**row["case"], "shape": Shape(**row["case"]["shape"])})

@@ -1,9 +1,4 @@
-"""Measures cases one after another: by the host's clock, or by the GPU's own as a profile shows it.
-
-A host's clock also counts dispatching the first call and waiting for the last one, which matters when a block is as
-short as those of cublaslt_rates.toml. Of calls that take the device less time than the host needs to dispatch them, it
-measures nothing else.
-"""
+"""Measures cases one after another: by the host's clock, or by the GPU's own as a profile shows it."""
 
 import contextlib
 import itertools
@@ -22,19 +17,16 @@ from jax_grouped.__main__ import choose_backend
 from jax_grouped.backends.extension import cuda_devices
 
 BLOCKS = 5
-# A call that moves less takes a GPU about as long as the host takes to dispatch it.
-_LEAST_BYTES_FOR_HOST = 100e6
-# A measurement that would take more than this many times its budget is given up.
-_PATIENCE = 10
+_LEAST_BYTES_FOR_HOST = 100e6  # A call that moves less takes a GPU about as long as the host takes to dispatch it.
+_PATIENCE = 10  # A measurement that would take more than this many times its budget is given up.
 
 #: Clocks, with the most calls in a block: reading a profile of many single calls takes long. `host` times blocks of
-#: calls back to back by the host's clock, or by events of the peer's framework, `device` by the GPU's own. `call` times
-#: calls one by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
+#: calls back to back by the host's clock, or by events of the peer's framework, and so counts dispatch; `device` by the
+#: GPU's own. `call` times calls one by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
 CLOCKS = {"host": 1000, "device": 1000, "call": 100, "graph": 100}
 
-#: A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up run before a product
-#: or a quantization and read no more than group sizes. Any other kernel is one that XLA adds, for example to convert
-#: the layer's kernel.
+#: A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up read no more than
+#: group sizes. Any other kernel is one that XLA adds, for example to convert the layer's kernel.
 WORDS = {
     "setup": ("setup", "prepare"),
     "quantize": ("quantize", "findamax", "zeroscales"),
@@ -158,6 +150,5 @@ def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error in one line that a table can hold."""
     lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
     return textwrap.shorten(lines[0], 120, placeholder=" ...")

@@ -13,17 +13,14 @@ INT32 = np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read.
-
-    Where a router sends each token to `top_k` experts, `T` counts tokens, and the matmul has `T * top_k` rows.
-    """
+    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`."""
 
     name: str
     num_groups: int
     tokens: int
     K: int
-    N: int = 0
-    top_k: int = 0
+    N: int = 0  # 0 where only `x` is read.
+    top_k: int = 0  # Experts that a router sends each token to: then the matmul has `T * top_k` rows.
 
     @property
     def dims(self) -> str:
@@ -63,8 +60,7 @@ _WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]
 #: Distributions of rows over groups. `tail` leaves a quarter of the rows in no group, `all_empty` every row.
 SKEWS = tuple(_WEIGHTS)[:-1]
 
-#: `hostile` adds sizes that no router should give: negative ones, and sums that do not fit 32 bits.
-TEST_SKEWS = tuple(_WEIGHTS)
+TEST_SKEWS = tuple(_WEIGHTS)  # `hostile` has sizes that no router gives: negative ones, and sums beyond 32 bits.
 
 
 def group_sizes(shape: Shape, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:

@@ -10,8 +10,7 @@ import jax
 
 from benchmarks.cases import OPERATIONS, Arrays, Case
 
-#: The variant that others are verified against.
-OURS = "jax_grouped"
+OURS = "jax_grouped"  # The variant that others are verified against.
 
 
 class NotOfferedError(Exception):
@@ -56,7 +55,6 @@ class Variant(NamedTuple):
     prefix: str = ""  # Beginning of its functions' names.
 
     def load(self) -> ModuleType:
-        """Imports the module; raises if its library can't run here."""
         return importlib.import_module(f"{__name__}.{self.module}")
 
     def prepare(self, case: Case, sets: list[Arrays]) -> Any:
@@ -85,12 +83,9 @@ VARIANTS = {
     "torch compiled": Variant("torch_peer", "torch", "compiled_"),
     "SonicMoE": Variant("sonic_moe", "sonicmoe"),
     "TransformerEngine": Variant("te_layers", "torch"),
-    "TransformerEngine block": Variant("te_layers", "torch"),
-    "TransformerEngine block cached": Variant("te_layers", "torch"),
-    "TransformerEngine current": Variant("te_layers", "torch"),
-    "TransformerEngine current cached": Variant("te_layers", "torch"),
+    **dict.fromkeys(("TransformerEngine block", "TransformerEngine block cached"), Variant("te_layers", "torch")),
+    **dict.fromkeys(("TransformerEngine current", "TransformerEngine current cached"), Variant("te_layers", "torch")),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
-    "jax.numpy": Variant("jax_numpy", "xla"),
-    "jax.numpy.copy": Variant("jax_numpy", "xla"),
+    **dict.fromkeys(("jax.numpy", "jax.numpy.copy"), Variant("jax_numpy", "xla")),
 }

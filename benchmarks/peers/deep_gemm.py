@@ -1,8 +1,4 @@
-"""DeepGEMM: the block-scaled products of DeepSeek-V3 (1x128 and 128x128 scales), called from PyTorch.
-
-Each of its groups begins at a multiple of 128 rows. Tokens are brought there, and operands quantized, before the clock
-starts. It has no product for weights that only stores its result: there, it adds to a float32 one.
-"""
+"""DeepGEMM: the block-scaled products of DeepSeek-V3 (1x128 and 128x128 scales), called from PyTorch."""
 
 import importlib
 from typing import Any
@@ -18,7 +14,7 @@ _deep_gemm: Any = importlib.import_module("deep_gemm")
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes the forward product, or that of the tokens' gradient."""
+    """Makes a product of operands that are quantized, and aligned to tiles, before the clock starts."""
     if case.operation not in ("fprop", "dgrad"):
         raise NotOfferedError
     sizes = case.sizes.tolist()

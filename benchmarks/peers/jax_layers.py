@@ -40,8 +40,7 @@ def gradients(layer: Layer, x: jax.Array, router: Any, weights: Sequence[Weights
     return y, *pullback(dy)
 
 
-# One function for each, so that JAX compiles it once for all group sizes.
-@functools.cache
+@functools.cache  # One function for each, so that JAX compiles it once for all group sizes.
 def _program(operation: str, layer: Layer) -> Callable[..., Any]:
     def run(x: jax.Array, router: Any, weights: Any, dy: jax.Array, sizes: jax.Array, sums: Any = None) -> Any:
         if operation == "moe forward":
@@ -82,6 +81,4 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, kernel.astype(x.dtype), sizes)
 
 
-def product(case: Case, sets: list[Arrays]) -> JaxWork:
-    """Makes `jax.lax.ragged_dot`. A float32 kernel and its gradient are converted."""
-    return layer_work(case, sets, _ragged_dot)
+product = functools.partial(layer_work, layer=_ragged_dot)

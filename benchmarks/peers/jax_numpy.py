@@ -1,7 +1,4 @@
-"""The formulas of quantization in plain `jax.numpy`, as a user would write them: XLA alone compiles them.
-
-The results have the bits of this library's where nothing underflows. Nothing is padded, so only some sizes will do.
-"""
+"""The formulas of quantization in plain `jax.numpy`, as a user would write them: without padding, for some sizes."""
 
 from collections.abc import Callable
 from typing import Any

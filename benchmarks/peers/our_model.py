@@ -14,10 +14,8 @@ from jax_grouped.examples.moe_lm import rotate_by_position
 from jax_grouped.examples.settings import RECIPES
 
 _DTYPE = jnp.bfloat16
-#: Weight of the load-balancing loss.
-_BALANCE_WEIGHT = 0.01
-#: Kernels to whose gradients a microbatch adds its own in the product.
-_ACCUMULATED = ("gate_up", "down")
+_BALANCE_WEIGHT = 0.01  # Of the load-balancing loss.
+_ACCUMULATED = ("gate_up", "down")  # Kernels to whose gradients a microbatch adds its own in the product.
 
 
 class LanguageModel(nn.Module):

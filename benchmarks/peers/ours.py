@@ -27,12 +27,10 @@ def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)
 
 
-def product(case: Case, sets: list[Arrays]) -> JaxWork:
-    return jax_layers.layer_work(case, sets, _ragged_dot)
+product = functools.partial(jax_layers.layer_work, layer=_ragged_dot)
 
 
-# One function for each, so that JAX compiles it once for all group sizes.
-@functools.cache
+@functools.cache  # One function for each, so that JAX compiles it once for all group sizes.
 def _layer(recipe: jg.Recipe | None, top_k: int, logits_dtype: str) -> jax_layers.Layer:
     def layer(x: jax.Array, router: jax.Array | None, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
         if len(weights) == 1:
@@ -87,8 +85,7 @@ def layer_product(case: Case, sets: list[Arrays]) -> JaxWork:
 
 
 layer_moe = layer_product
-#: Without a recipe, whatever the variant's is.
-moe = _layer_work
+moe = _layer_work  # Without a recipe, whatever the variant's is.
 
 
 def inference_moe(case: Case, sets: list[Arrays]) -> JaxWork:
@@ -143,9 +140,8 @@ def quantization(case: Case, sets: list[Arrays]) -> JaxWork:
     def quantize(sizes: jax.Array, scale: jax.Array | None, x: jax.Array, activation_input: Any = None) -> Any:
         if operation.kernels:
             return jg.quantize_kernel(x.reshape(sizes.shape[0], -1, x.shape[1]), jg.Float8BlockScaling())
-        orientations: Any = {name: name in operation.orientations for name in ("rowwise", "columnwise")}
-        activation: Any = {"activation": operation.activation, "activation_input": activation_input}
-        options: Any = {"dbias": operation.dbias, **orientations, **activation}
+        options: Any = {name: name in operation.orientations for name in ("rowwise", "columnwise")}
+        options |= {"activation": operation.activation, "activation_input": activation_input, "dbias": operation.dbias}
         return jg.grouped_quantize(x, sizes, operation.mode, scale=scale, **options)
 
     def run(*arguments: Any) -> list[jax.Array]:

@@ -11,10 +11,7 @@ _sonicmoe: Any = importlib.import_module("sonicmoe")
 
 
 def experts_layer(top_k: int, forward_only: bool = False) -> Callable[[Any, Any, Any, Any], Any]:
-    """Returns SonicMoE's own layer of tensors `(x, router, gate_up, down)`, the kernels in its default layout.
-
-    These are `[E, K]`, `[E, 2 F, K]` with rows of gate and up in turn, and `[E, K, F]`.
-    """
+    """Returns SonicMoE's layer of `x` and kernels `[E, K]`, `[E, 2 F, K]` (gate and up in turn) and `[E, K, F]`."""
 
     def layer(x: Any, router: Any, gate_up: Any, down: Any) -> Any:
         kernels = gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None

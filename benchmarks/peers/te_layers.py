@@ -1,8 +1,4 @@
-"""TransformerEngine for PyTorch: its `GroupedLinear`, and whole layers of experts with its other parts.
-
-The rows of each group are on the device, as its newest kernels take them, and calls are CUDA graphs. There, FP8 needs
-groups of a multiple of 128 rows, and delayed scaling is not offered.
-"""
+"""TransformerEngine for PyTorch, in CUDA graphs: its `GroupedLinear`, and layers of experts with its other parts."""
 
 import importlib
 import os
@@ -28,6 +24,7 @@ def _linear(kernels: Any) -> Any:
         with torch.no_grad():
             weight.copy_(next(rest).t())
 
+    # Splits on the device: FP8 then needs groups with a multiple of 128 rows, and delayed scaling is not offered.
     options = {"bias": False, "params_dtype": kernels.dtype, "init_method": fill}
     return _te.GroupedLinear(*kernels.shape, **options, single_grouped_weight=True, use_grouped_tensor=True)
 
@@ -47,8 +44,7 @@ def _work(case: Case, layer: Callable[..., Any], sets: list[Tensors], cached: bo
             call(*arguments, first=True)
 
     def read(y: Any, *gradients: Any) -> Tensors:
-        # Forward passes have none.
-        pairs = zip(sets[0], gradients, strict=False)
+        pairs = zip(sets[0], gradients, strict=False)  # Forward passes have no gradients.
         return y, *(grad.transpose(1, 2) if isinstance(part, _te.GroupedLinear) else grad for part, grad in pairs)
 
     return TorchWork(call, sets, read, in_graphs=True)

@@ -1,9 +1,4 @@
-"""The model of `our_model` in PyTorch: compiled, with `torch._grouped_mm`, or with SonicMoE's layer of experts.
-
-Parameters, their gradients and Adam are in float32. A step converts the parameters to bfloat16 once, the router too;
-the gradients of a microbatch, which are bfloat16, are added to those in float32. There is no balance loss, and PyTorch
-chooses the kernel of attention. Only the experts of SonicMoE are not compiled.
-"""
+"""The model of `our_model` in PyTorch: compiled, with `torch._grouped_mm`, or with SonicMoE's layer of experts."""
 
 import importlib
 from typing import Any
@@ -37,7 +32,7 @@ def training(model: Model, variant: str) -> tuple[Any, Any]:
         layer = importlib.import_module("benchmarks.peers.sonic_moe").experts_layer(model.top_k)
     else:
         layer = experts_layer(model.experts, model.top_k)
-    masters, copies = [], []
+    masters, copies = [], []  # In float32, as gradients and Adam are; and in bfloat16, converted once a step.
 
     def make_parameter(*shape: int, contracted: int = -2) -> Any:
         """Returns ones, or random numbers that keep the deviation of what is multiplied along the axis `contracted`."""

@@ -13,9 +13,7 @@ from benchmarks.peers import NotOfferedError
 from benchmarks.shapes import group_ends
 
 Tensors = tuple[Any, ...]
-
-#: FP8 kernels of peers need groups with a multiple of this many rows.
-ROWS_OF_TILE = 128
+ROWS_OF_TILE = 128  # FP8 kernels of peers need groups with a multiple of this many rows.
 
 torch: Any = importlib.import_module("torch")
 if jax.default_backend() != "gpu" or not torch.cuda.is_available():
@@ -23,13 +21,11 @@ if jax.default_backend() != "gpu" or not torch.cuda.is_available():
 
 
 class TorchWork:
-    """Calls of `call` on sets of tensors in turn; `read` gives results the layout that they have in JAX.
-
-    With `in_graphs`, calls are CUDA graphs, one for each set: no figure depends on how fast the host launches kernels.
-    """
+    """Calls on sets of tensors in turn, or their CUDA graphs; `read` gives results the layout that they have in JAX."""
 
     def __init__(self, call: Callable[..., Tensors], sets: list[Tensors], read: Any = None, in_graphs: bool = False):
-        self._call, self._sets, self._read, self._in_graphs = call, sets, read, in_graphs
+        self._call, self._sets, self._in_graphs = call, sets, in_graphs
+        self._read = read or (lambda *results: results)
 
     @functools.cached_property
     def _calls(self) -> Sequence[Callable[[], Tensors]]:
@@ -57,9 +53,7 @@ class TorchWork:
         return [capture(call) for call in calls]
 
     def results(self) -> Sequence[jax.Array]:
-        tensors = self._calls[0]()
-        if self._read:
-            tensors = self._read(*tensors)
+        tensors = self._read(*self._calls[0]())
         torch.cuda.synchronize()
         return [jnp.from_dlpack(tensor.contiguous()) for tensor in tensors]
 
@@ -195,7 +189,6 @@ def experts_layer(num_experts: int, top_k: int) -> Callable[[Any, Any, Any, Any]
 
 
 def compiled_moe(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes a layer of PyTorch's own operations, compiled, in CUDA graphs."""
     torch.compiler.reset()  # Forgets other shapes, so that this one is compiled for itself.
     layer = torch.compile(experts_layer(case.shape.num_groups, case.shape.top_k), dynamic=False)
     return TorchWork(make_call(case.operation, layer), make_leaves(case, sets), in_graphs=True)
