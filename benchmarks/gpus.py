@@ -19,6 +19,7 @@ from benchmarks.peers import JaxWork
 from benchmarks.rows import Record
 from benchmarks.runner import Span, profile
 from benchmarks.shapes import SHAPES, Shape
+from jax_grouped.backends.extension import cuda_devices
 from jax_grouped.examples.parallel import COPY_ENGINES
 from jax_grouped.examples.settings import UsageError
 
@@ -95,7 +96,7 @@ def exposed(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    gpus = len(jax.devices("gpu")) if jax.default_backend() == "gpu" else 0
+    gpus = len(cuda_devices())
     if gpus < 2:
         raise UsageError(f"needs several GPUs, JAX finds {gpus}")
     record = Record.new("gpus", {"gpus": gpus, "capacity_factor": arguments.capacity_factor, **COPY_ENGINES})

@@ -69,7 +69,6 @@ class TorchWork:
 
 
 def tensors(arrays: Any) -> Any:
-    """Returns arrays as tensors that share their memory."""
     # Memory that earlier cases left in torch's pool is lost to everyone else.
     torch.cuda.empty_cache()
     # The two frameworks' streams know nothing of each other.
