@@ -10,23 +10,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import fidelity, gpus, memory, model
-from benchmarks.cases import OPERATIONS
+from benchmarks.cases import OPERATIONS, PAGE, SUITES
 from benchmarks.peers import VARIANTS
 from benchmarks.plot import plot
-from benchmarks.rows import Record
+from benchmarks.rows import Record, table
 from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
-from benchmarks.suites import PAGE, SUITES
-from benchmarks.table import table
 from jax_grouped.examples.settings import UsageError
 from jax_grouped.kernels.extension import cuda_devices
 
 _DESCRIPTION = """\
-Measures grouped products, training steps, quantization and memory: prints a table, and writes rows as JSON and as a
-plot. benchmarks/README.md tells how, and what each suite is about.
-
-JAX and torch share one GPU, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless the
-environment says otherwise. Variants that cannot be loaded are skipped, and have rows only for what they offer."""
+Measures grouped products, training steps, quantization and memory. benchmarks/README.md tells how. JAX and torch share
+one GPU, so JAX takes memory only as it needs it (XLA_PYTHON_CLIENT_PREALLOCATE=false) unless the environment says
+otherwise. Variants that cannot be loaded are skipped, and have rows only for what they offer."""
 
 #: By axis of the grids: options, and the names that they take.
 _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
@@ -36,11 +32,11 @@ _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "skews": (("--skews",), SKEWS),
     "variants": (("--variants", "--peers"), [*VARIANTS, *memory.VARIANTS]),
 }
+_SETTINGS = ("clock", "seconds", "calls", "verify")  # Fields of a suite that options replace.
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks", description=_DESCRIPTION, formatter_class=text)
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks", description=_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
@@ -68,58 +64,49 @@ def _parser() -> argparse.ArgumentParser:
     losses = add("fidelity", fidelity.compare, "compare what a model learns in FP8 and in bfloat16")
     losses.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders of finished runs")
     losses.add_argument("--within", type=float, default=1.0, help="percent of bf16's loss (default: 1)")
-    losses.add_argument("--json", type=Path, metavar="FILE", help="write settings and held-out losses here")
     scales = add("gpus", gpus.measure, "measure a layer on one GPU and on all, with as much work on each")
     scales.add_argument("--layers", nargs="+", choices=gpus.LAYERS, default=[*gpus.LAYERS], metavar="NAME")
     scales.add_argument("--variants", nargs="+", choices=gpus.RECIPES, default=[*gpus.RECIPES], metavar="NAME")
     scales.add_argument("--capacity-factor", type=float, default=1.25, help="of the layer (default: 1.25)")
-    scales.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     steps = add("model", model.measure, "measure training steps of whole models")
     steps.add_argument("--models", nargs="+", choices=model.MODELS, default=[*model.MODELS], metavar="NAME")
     steps.add_argument("--variants", nargs="+", choices=model.VARIANTS, default=[*model.VARIANTS], metavar="NAME")
-    steps.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    for added in (losses, scales, steps):
+        added.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     names = arguments.suites or PAGE
     if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
-        return _run_each(names, arguments)
+        if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
+            raise UsageError("the files of several suites need {suite} in their names")
+        options = [word for word in arguments.argv[1:] if word not in arguments.suites]
+        failed = []  # They do not keep the others from running.
+        for name in names:
+            command = ["run", name, *(word.replace("{suite}", name) for word in options)]
+            print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
+            if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
+                failed.append(name)
+        if failed:
+            print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        return 1 if failed else 0
     suite = SUITES[names[0]]
-    options = {of: getattr(arguments, of) or getattr(suite, of) for of in ("clock", "seconds", "calls", "verify")}
-    if options["clock"] == "graph":
+    settings = {name: getattr(arguments, name) or getattr(suite, name) for name in _SETTINGS}
+    if settings["clock"] == "graph":
         # Read when JAX is first used: every call is one CUDA graph, however few kernels it has.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"
-    if not arguments.clock and options["clock"] != "none" and not cuda_devices():
-        options["clock"] = "host"
-    suite = dataclasses.replace(suite, **options)
+    if not arguments.clock and settings["clock"] != "none" and not cuda_devices():
+        settings["clock"] = "host"
+    suite = dataclasses.replace(suite, **settings)
     chosen = {axis: values for axis in _AXES if (values := getattr(arguments, axis))}
-    record = Record.new(names[0], suite.device, {"seed": arguments.seed, **options})
+    record = Record.new(names[0], {"seed": arguments.seed, **settings}, suite.device)
     for row in run(suite.cases(arguments.seed, chosen), suite):
-        record.rows.append(row)
         figure = row.note or (f"{row.milliseconds:.4g} ms" if row.milliseconds else f"{row.rate:.2f} {row.unit}")
-        print(f"{row.case}: {figure}", flush=True)
-        if arguments.json:
-            record.write(arguments.json)  # After every row: a run that is cut short leaves what it measured.
+        record.add(row, f"{row.case}: {figure}", arguments.json)
     if not record.rows:
         raise UsageError("nothing was measured: no variant can run here and offers the chosen cases")
     return _print(record, arguments)
-
-
-def _run_each(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Runs each suite in a process of its own; one that fails does not keep the others from running."""
-    if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
-        raise UsageError("the files of several suites need {suite} in their names")
-    options = [word for word in arguments.argv[1:] if word not in arguments.suites]
-    failed = []
-    for name in names:
-        command = ["run", name, *(word.replace("{suite}", name) for word in options)]
-        print(f"\n$ python3 -m benchmarks {shlex.join(command)}", flush=True)
-        if subprocess.run([sys.executable, "-m", "benchmarks", *command], check=False).returncode != 0:
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -139,7 +126,6 @@ def _print(record: Record, arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, or those of the command line, and returns its exit status."""
     arguments = _parser().parse_args(argv)
     arguments.argv = list(sys.argv[1:] if argv is None else argv)
     # Read when JAX first looks for devices, which nothing has done yet.

@@ -1,10 +1,12 @@
-"""Cases to measure: their operations, the random arrays that these read, and what they count."""
+"""Cases to measure: their operations, the random arrays that these read, what they count, and the suites of them."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -13,15 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import memory
-from benchmarks.shapes import Shape, group_ends, group_sizes
+from benchmarks.shapes import SHAPES, Shape, group_ends, group_sizes
 from jax_grouped import ScalingMode
 from jax_grouped.fp8.layout import QuantizedLayout
 
-#: Type of tokens and of their gradients.
-DTYPE = jnp.dtype(jnp.bfloat16)
-
-# Several times the 60 MB of L2 on an H200, so that no input is still there when its turn comes again.
-_BYTES_IN_ROTATION = 256e6
+DTYPE = jnp.dtype(jnp.bfloat16)  # Of tokens and of their gradients.
+_BYTES_IN_ROTATION = 256e6  # Several times an H200's L2 of 60 MB: no input is still there when its turn comes again.
 _MOST_SETS = 64
 
 Arrays = tuple[jax.Array, ...]
@@ -44,7 +43,6 @@ class Case:
 
     @functools.cached_property
     def sizes(self) -> npt.NDArray[np.int32]:
-        """Rows per group, `int32[E]`."""
         return group_sizes(self.shape, self.skew, self.seed)
 
     @property
@@ -53,13 +51,8 @@ class Case:
         return int(group_ends(self.sizes, self.shape.tokens)[-1])
 
     def require_all_rows(self) -> None:
-        """Raises ValueError if rows belong to no group."""
         if self.valid_rows != self.shape.tokens:
             raise ValueError("needs every row to belong to a group")
-
-    def tokens(self, features: int) -> jax.ShapeDtypeStruct:
-        """Returns an array `[T, features]`."""
-        return jax.ShapeDtypeStruct((self.shape.tokens, features), DTYPE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,45 +60,24 @@ class Products:
     """Grouped products of tokens `x [T, K]`, a kernel `[E, K, N]` and the result's gradient `dy [T, N]`."""
 
     number: float  # Products of `K` by `N` in one call.
-    mlp: bool = False  # There are two kernels, `[E, K, N]` and `[E, N / 2, K]`, and `dy` is `[T, K]`.
-    kernel_dtype: str | None = None  # The kernel's type, if the operation fixes it.
-    family = "product"
+    mlp: bool = False  # There is a second kernel, `[E, N / 2, K]`, and `dy` is `[T, K]`.
+    router: bool = False  # There is a kernel of the router, `[K, E]`; otherwise a layer gets a row for each choice.
+    kernel_dtype: str | None = None  # Type of the kernels, if the operation fixes it.
+    family: Literal["product", "moe"] = "product"  # `moe`: a layer of experts.
     unit = "TFLOP/s"
 
     def arrays(self, case: Case) -> Structs:
-        """Returns `x`, the kernels and `dy`."""
-        E, K, N = case.shape.num_groups, case.shape.K, case.shape.N
-        shapes = [(E, K, N), (E, N // 2, K)] if self.mlp else [(E, K, N)]
-        kernels = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.kernel_dtype)) for shape in shapes)
-        return case.tokens(K), *kernels, case.tokens(K if self.mlp else N)
+        E, K, N, rows = case.shape.num_groups, case.shape.K, case.shape.N, case.shape.tokens
+        if self.family == "moe" and not self.router:
+            rows *= case.shape.top_k
+        kernels: list[tuple[int, ...]] = [(K, E)] if self.router else []
+        kernels += [(E, K, N), (E, N // 2, K)] if self.mlp else [(E, K, N)]
+        x, dy = (jax.ShapeDtypeStruct((rows, features), DTYPE) for features in (K, K if self.mlp else N))
+        return x, *(jax.ShapeDtypeStruct(kernel, jnp.dtype(case.kernel_dtype)) for kernel in kernels), dy
 
     def count(self, case: Case) -> int:
-        """Counts the multiplications and additions that the result needs."""
-        return round(self.number * 2 * case.valid_rows * case.shape.K * case.shape.N)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer of experts with its router: tokens `x [T, K]`, the kernels of router, gate and up, and down, and `dy`."""
-
-    number: float  # Products of `K` by `N` and back, counted as those of one forward pass.
-    rows: bool = False  # The experts alone, on rows in the order of experts that are not equally loaded.
-    kernel_dtype = "bfloat16"
-    family = "moe"
-    unit = "TFLOP/s"
-
-    def arrays(self, case: Case) -> Structs:
-        """Returns `x`, the kernels, and the gradient of the result."""
-        shape = case.shape
-        E, K, N = shape.num_groups, shape.K, shape.N
-        x = jax.ShapeDtypeStruct((shape.tokens * (shape.top_k if self.rows else 1), K), DTYPE)
-        kernels = [(E, K, N), (E, N // 2, K)] if self.rows else [(K, E), (E, K, N), (E, N // 2, K)]
-        return x, *(jax.ShapeDtypeStruct(kernel, DTYPE) for kernel in kernels), x
-
-    def count(self, case: Case) -> int:
-        """Counts the multiplications and additions of the experts' products."""
-        shape = case.shape
-        return round(self.number * 3 * shape.tokens * shape.top_k * shape.K * shape.N)
+        rows = case.shape.tokens * case.shape.top_k if self.family == "moe" else case.valid_rows
+        return round(self.number * 2 * rows * case.shape.K * case.shape.N)
 
 
 class Quantization:
@@ -117,64 +89,54 @@ class Quantization:
 
     def __init__(self, name: str):
         words = name.split()
-        # None copies the tokens.
-        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)
-        # The copies that are made, or the copy that is read.
-        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)
+        self.mode: Any = next((mode for mode in ScalingMode if mode.value in words), None)  # None copies the tokens.
+        self.orientations = ("rowwise", "columnwise") if "both" in words else (words[-1],)  # Made, or read.
         self.given_scale = "delayed" in words
         self.inverse = "dequantize" in words
-        # The rows of each group are summed as well.
-        self.dbias = "dbias" in words
+        self.dbias = "dbias" in words  # The rows of each group are summed as well.
         # Applied first: reads `[T, 2 K]` and gives `[T, K]`. `backward`, the gradient of its input is quantized:
         # reads `[T, K]` and `[T, 2 K]`, and gives `[T, 2 K]`.
         self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
         self.backward = "backward" in words
-        # A stack of kernels is quantized, one per group, with `jax_grouped.quantize_kernel`.
-        self.kernels = "kernels" in words
+        self.kernels = "kernels" in words  # The tokens are a stack of kernels, one per group.
 
     def arrays(self, case: Case) -> Structs:
-        """Returns the tokens; `backward`, the gradient of the activation's result, and the activation's input."""
-        x, wide = case.tokens(case.shape.K), case.tokens(2 * case.shape.K)
-        return (x,) if self.activation is None else (x, wide) if self.backward else (wide,)
+        K = case.shape.K
+        widths = [K] if self.activation is None else [K, 2 * K] if self.backward else [2 * K]
+        return tuple(jax.ShapeDtypeStruct((case.shape.tokens, width), DTYPE) for width in widths)
 
     def count(self, case: Case) -> int:
-        """Counts the bytes that are read or written at least once, whoever does it.
-
-        Read are the rows that belong to a group, twice where the scale of a whole group must be found first. Written is
-        each orientation's data with the padding that its layout has (each group's rows up to a multiple of 16 where it
-        is columnwise), its scales, and the bias gradient. Dequantization reads one orientation and writes every row.
-        Group sizes, the largest value of each group and scales that are given are too small to count.
-        """
+        """Counts the bytes that are read or written at least once, but none of what has one number a group."""
         width = 2 * case.shape.K if self.backward else case.shape.K
         whole = case.shape.tokens * width * DTYPE.itemsize
         if self.mode is None:
             return 2 * whole
         # The bytes of a group do not depend on the other groups.
-        groups = itertools.product(self.orientations, case.sizes.tolist())
-        layouts = [QuantizedLayout(self.mode, of == "columnwise", rows, width, 1, rows) for of, rows in groups]
-        scale_bytes = 1 if self.mode == ScalingMode.MX else 4
-        quantized = sum(math.prod(of.data_shape) + scale_bytes * math.prod(of.scale_shape) for of in layouts)
+        quantized = 0
+        for orientation, rows in itertools.product(self.orientations, case.sizes.tolist()):
+            layout = QuantizedLayout(self.mode, orientation == "columnwise", rows, width, 1, rows)
+            scale_bytes = 1 if self.mode == ScalingMode.MX else 4
+            quantized += math.prod(layout.data_shape) + scale_bytes * math.prod(layout.scale_shape)
         if self.inverse:
             return quantized + whole
+        # The scale of a whole group must be found first.
         passes = 2 if self.mode == ScalingMode.TENSOR and not self.given_scale else 1
-        read = passes * case.valid_rows * sum(of.shape[1] for of in self.arrays(case)) * DTYPE.itemsize
+        read = passes * case.valid_rows * sum(array.shape[1] for array in self.arrays(case)) * DTYPE.itemsize
         return read + quantized + (case.shape.num_groups * width * 4 if self.dbias else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step that is compiled only, one of `benchmarks.memory.OPERATIONS`."""
+    """A training step of `benchmarks.memory`, which is compiled only; counts the bytes that XLA plans for."""
 
     kernel_dtype: str
     family = "memory"
     unit = "GiB"
 
     def arrays(self, _: Case) -> Structs:
-        """Returns nothing."""
         return ()
 
     def count(self, case: Case) -> int:
-        """Counts the bytes that XLA plans for."""
         return memory.planned_bytes(case.shape, case.operation, case.variant)
 
 
@@ -182,18 +144,19 @@ class Step:
 #: float32 kernel. An `accumulating` step adds its kernel's gradient to that of earlier ones. An `mlp` has a gated
 #: projection of `K` by `N`, SwiGLU, and a projection of half of `N` back to `K`.
 PRODUCTS = {
-    "fprop": Products(1),
-    "dgrad": Products(1),
-    "wgrad": Products(1),
+    **dict.fromkeys(("fprop", "dgrad", "wgrad"), Products(1)),
     "wgrad f32": Products(1, kernel_dtype="float32"),
     "backward": Products(2),
-    "dense": Products(3),
-    "accumulating": Products(3),
+    **dict.fromkeys(("dense", "accumulating"), Products(3)),
     "mlp": Products(4.5, mlp=True),
 }
 
 #: Whole layers: the forward pass, both passes, and both passes of the experts alone.
-LAYERS = {"moe forward": Layer(1), "moe": Layer(3), "moe experts": Layer(3, rows=True)}
+LAYERS = {
+    "moe forward": Products(1.5, mlp=True, router=True, kernel_dtype="bfloat16", family="moe"),
+    "moe": Products(4.5, mlp=True, router=True, kernel_dtype="bfloat16", family="moe"),
+    "moe experts": Products(4.5, mlp=True, kernel_dtype="bfloat16", family="moe"),
+}
 
 _NAMES = (
     "copy, block_1d rowwise, block_1d columnwise, block_1d both, delayed tensor rowwise, delayed tensor both, "
@@ -203,12 +166,58 @@ _NAMES = (
 )
 QUANTIZATIONS = {name: Quantization(name) for name in _NAMES.split(", ")}
 
-OPERATIONS: dict[str, Products | Layer | Quantization | Step] = {
+OPERATIONS: dict[str, Products | Quantization | Step] = {
     **PRODUCTS,
     **LAYERS,
     **QUANTIZATIONS,
     **{name: Step(kernel_dtype) for name, (_, kernel_dtype) in memory.OPERATIONS.items()},
 }
+
+
+#: Cases are all combinations of the names on these axes.
+AXES = ("shapes", "operations", "kernels", "skews", "variants")
+_DEFAULTS = {"kernels": ("bfloat16",), "skews": ("equal", "lognormal")}
+Grid = Mapping[str, Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Cases that are measured together, how they are timed, and how they are compared and drawn."""
+
+    grids: Sequence[Grid]
+    clock: str = "device"  # A name in `benchmarks.runner.CLOCKS`, or `none` to count only.
+    seconds: float = 1.0  # Budget of one measurement.
+    calls: int | None = None  # Calls per block; by default the number that fits in the budget.
+    verify: bool = False  # Compare every result with that of `jax_grouped` first.
+    against: str = "jax_grouped"  # Variant that speeds are relative to.
+    plot: str = "rates"  # `rates`, `speeds`, `shares` or `scaling`, as `benchmarks.plot` draws them.
+    first: Sequence[Grid] = ()  # Cases that come first, whatever is chosen.
+    device: str | None = None  # Device that is compiled for, if not the one that JAX finds.
+
+    def cases(self, seed: int = 0, chosen: Grid | None = None) -> list[Case]:
+        """Returns the cases, each once; chosen names take the place of those that the grids have on an axis."""
+        cases: dict[Case, None] = {}
+        for grid in [*self.first, *({**grid, **(chosen or {})} for grid in self.grids)]:
+            for shape, operation, kernel, skew, variant in itertools.product(*(grid[axis] for axis in AXES)):
+                fixed = OPERATIONS[operation].kernel_dtype
+                cases[Case(operation, SHAPES[shape], variant, skew, kernel if fixed is None else fixed, seed)] = None
+        return list(cases)
+
+
+def _read_suites() -> dict[str, Suite]:
+    suites, tables = {}, tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
+    for name, own in tables.items():
+        table = tables[name] = {**_DEFAULTS, **tables.get(own.get("like", ""), {}), **own}
+        axes = {axis: table[axis] for axis in AXES if axis in table}
+        options = {key: value for key, value in table.items() if key not in ("like", *AXES)}
+        options["grids"] = [{**axes, **grid} for grid in table.get("grids", [{}])]
+        options["first"] = [{**_DEFAULTS, **grid} for grid in table.get("first", [])]
+        suites[name] = Suite(**options)
+    return suites
+
+
+SUITES = _read_suites()
+PAGE = [name for name in SUITES if name != "products"]  # Those of README.md.
 
 
 def quantization_arguments(case: Case, sets: list[Arrays]) -> list[tuple[jax.Array | None, ...]]:
@@ -230,17 +239,14 @@ def part_read(case: Case) -> float:
 
 
 def draw(arrays: Structs, seed: int, part: float = 1.0) -> list[Arrays]:
-    """Draws normally distributed arrays, in as many sets as keep calls in rotation from finding any in the L2 cache.
-
-    Zeros would draw less power, and the chip would run at a higher clock than it does in training. A call reads a part
-    of them, all by default.
-    """
-    sizes = [of.size * of.dtype.itemsize for of in arrays]
+    """Draws normally distributed arrays, a part of which each call reads, in as many sets as keep them out of L2."""
+    # Zeros would draw less power, and the chip would run at a higher clock than it does in training.
+    sizes = [array.size * array.dtype.itemsize for array in arrays]
     # A product leaves out one of several arrays, perhaps the largest.
     read = part * (sum(sizes) - max(sizes) if len(sizes) > 1 else sum(sizes))
     count = min(_MOST_SETS, math.ceil(_BYTES_IN_ROTATION / read))
     keys = jax.random.split(jax.random.key(seed), (count, len(arrays)))
-    return [tuple(_normal(key, of.shape, of.dtype) for key, of in zip(row, arrays, strict=True)) for row in keys]
+    return [tuple(_normal(key, like.shape, like.dtype) for key, like in zip(row, arrays, strict=True)) for row in keys]
 
 
 def as_trained(arrays: Arrays) -> Arrays:
@@ -251,11 +257,11 @@ def as_trained(arrays: Arrays) -> Arrays:
 
 def relative_difference(got: Sequence[jax.Array], expected: Sequence[jax.Array], case: Case) -> float:
     """Returns the largest relative Frobenius norm of the differences between two variants' results."""
-
-    def difference(got: jax.Array, expected: jax.Array) -> float:
+    differences = []
+    for result, reference in zip(got, expected, strict=False):
         # The contents of rows outside every group are not defined for all peers.
-        rows = slice(case.valid_rows if got.shape[0] == case.shape.tokens else None)
-        got, expected = got[rows].astype(jnp.float32), expected[rows].astype(jnp.float32)
-        return float(jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
-
-    return max(map(difference, got, expected))
+        rows = slice(case.valid_rows if result.shape[0] == case.shape.tokens else None)
+        reference = reference[rows].astype(jnp.float32).ravel()
+        difference = result[rows].astype(jnp.float32).ravel() - reference
+        differences.append(float(jnp.linalg.norm(difference) / jnp.linalg.norm(reference)))
+    return max(differences)

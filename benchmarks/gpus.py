@@ -3,11 +3,9 @@
 import argparse
 import dataclasses
 import functools
-import json
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,74 +15,39 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from benchmarks import plot
+from benchmarks.peers import JaxWork
 from benchmarks.rows import Record
 from benchmarks.runner import Span, profile
 from benchmarks.shapes import SHAPES, Shape
 from jax_grouped.examples.parallel import COPY_ENGINES
 from jax_grouped.examples.settings import UsageError
+from jax_grouped.kernels.extension import cuda_devices
 
 #: Layers of one GPU.
-LAYERS = {
-    "dsv3": SHAPES["dsv3 layer"],
-    "qwen3": dataclasses.replace(SHAPES["qwen3 layer"], num_groups=64),
-}
+LAYERS = {"dsv3": SHAPES["dsv3 layer"], "qwen3": dataclasses.replace(SHAPES["qwen3 layer"], num_groups=64)}
 RECIPES = {"bf16": None, "block": jg.Float8BlockScaling()}
 AXIS = "expert"
-_BLOCKS, _CALLS = 8, 12
-
-
-class Work(NamedTuple):
-    """A program and its arguments."""
-
-    program: Any
-    arguments: Sequence[Any]
-
-    def block(self, calls: int) -> float:
-        """Runs the calls back to back; returns seconds by the host's clock."""
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = self.program(*self.arguments)
-        jax.block_until_ready(result)
-        return time.perf_counter() - start
-
-
-def milliseconds(works: Sequence[Work]) -> list[list[float]]:
-    """Returns the times per call of some blocks of each program, in ascending order.
-
-    The programs take turns: at its limit of power, a GPU changes its clock from second to second.
-    """
-    for work in works:
-        work.block(1)  # Compiles.
-    times = [[1e3 * work.block(_CALLS) / _CALLS for work in works] for _ in range(1 + _BLOCKS)][1:]
-    return [sorted(of) for of in zip(*times, strict=True)]
+_BLOCKS, _CALLS, _PROFILED_CALLS = 8, 12, 4
 
 
 def _mesh(gpus: int, first: int = 0) -> Mesh:
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[first : first + gpus])
 
 
-def layer(
-    shape: Shape,
-    recipe: jg.Recipe | None,
-    gpus: int,
-    capacity_factor: float | None,
-    *,
-    first: int = 0,
-    **options: Any,
-) -> Work:
-    """Returns the forward and the backward pass of a layer under plain `jax.jit`, on this many GPUs from `first` on."""
+def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: float | None, first: int = 0) -> JaxWork:
+    """Makes the forward and the backward pass of a layer under plain `jax.jit`, on this many GPUs from `first` on."""
     mesh, k = _mesh(gpus, first), shape.top_k
     tokens, experts, K, F = gpus * shape.tokens, gpus * shape.num_groups, shape.K, shape.N // 2
     shapes = (tokens, K), (K, experts), (experts, K, 2 * F), (experts, F, K), (tokens, K)
-    widths, specs = (1, K, K, F, 1), (P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS))
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+    specs = P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS)
 
     def draw(keys: jax.Array) -> list[jax.Array]:
-        drawn = zip(keys, shapes, widths, strict=True)
+        drawn = zip(keys, shapes, (1, K, K, F, 1), strict=True)
         return [jax.random.normal(key, dims, jnp.bfloat16) * width**-0.5 for key, dims, width in drawn]
 
-    arguments = jax.jit(draw, out_shardings=[NamedSharding(mesh, spec) for spec in specs])(keys)
-    axes = dict(expert_axis=AXIS, capacity_factor=capacity_factor, **options) if gpus > 1 else {}
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    arguments = jax.jit(draw, out_shardings=shardings)(jax.random.split(jax.random.key(0), len(shapes)))
+    axes: dict[str, Any] = dict(expert_axis=AXIS, capacity_factor=capacity_factor) if gpus > 1 else {}
 
     def step(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, dy: jax.Array) -> Any:
         def forward(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -96,101 +59,75 @@ def layer(
         y, dy = jax.lax.optimization_barrier((y, dy))
         return y, pull_back(dy)
 
-    return Work(jax.jit(step, compiler_options=COPY_ENGINES if gpus > 1 else None), arguments)
+    return JaxWork(step, [arguments], options=COPY_ENGINES if gpus > 1 else None)
 
 
-def exchange(shape: Shape, gpus: int) -> Work:
-    """Returns an exchange that sends this GPU's tokens to each other one, as the layer does with sums."""
+def exchange(shape: Shape, gpus: int) -> JaxWork:
+    """Makes an exchange that sends this GPU's tokens to each other one, as the layer does with sums."""
     mesh = _mesh(gpus)
     x = jnp.zeros((gpus * gpus, shape.tokens, shape.K), jnp.bfloat16, device=NamedSharding(mesh, P(AXIS)))
     send = functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0)
-    program = jax.jit(
-        jax.shard_map(send, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), compiler_options=COPY_ENGINES
-    )
-    return Work(program, (x,))
+    program = jax.shard_map(send, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    return JaxWork(program, [(x,)], options=COPY_ENGINES)
+
+
+def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
+    """Returns the milliseconds per call of some blocks of each program, in ascending order."""
+    # They take turns: at its limit of power, a GPU changes its clock from second to second.
+    for work in works:
+        work.block(1)  # Compiles.
+    turns = [[1e3 * work.block(_CALLS) / _CALLS for work in works] for _ in range(1 + _BLOCKS)]
+    return [sorted(times) for times in zip(*turns[1:], strict=True)]
 
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    names = "nccl", "memcpyp2p"
-    communicates = [span for span in spans if any(name in span.name.lower() for name in names)]
+    communicates = [span for span in spans if any(name in span.name.lower() for name in ("nccl", "memcpyp2p"))]
     computes = [span for span in spans if span not in communicates]
-    both, alone = _length(communicates), _length(spans) - _length(computes)
-    return both / 1e9, alone / 1e9
+
+    def measure_union(spans: Sequence[Span]) -> float:
+        total = end = 0.0
+        for span in spans:  # In the order of their starts.
+            total += max(0.0, span.end - max(span.start, end))
+            end = max(end, span.end)
+        return total / 1e9
+
+    return measure_union(communicates), measure_union(spans) - measure_union(computes)
 
 
-def _length(spans: Sequence[Span]) -> float:
-    """Returns the length of the union, for spans in the order of their starts."""
-    total, end = 0.0, 0.0
-    for span in spans:
-        total += max(0.0, span.end - max(span.start, end))
-        end = max(end, span.end)
-    return total
-
-
-def rows(gpus: int, names: Sequence[str], variants: Sequence[str], capacity_factor: float) -> Iterator[dict[str, Any]]:
-    """Yields a row for each layer and variant."""
-    for name in names:
+def measure(arguments: argparse.Namespace) -> int:
+    gpus = len(cuda_devices())
+    if gpus < 2:
+        raise UsageError(f"needs several GPUs, JAX finds {gpus}")
+    record = Record.new("gpus", {"gpus": gpus, "capacity_factor": arguments.capacity_factor, **COPY_ENGINES})
+    cells = []
+    for name in arguments.layers:
         shape = LAYERS[name]
+        (exchanges,) = time_in_turns([exchange(shape, gpus)])
         sent = (gpus - 1) * shape.tokens * shape.K * 2
-        (exchanges,) = milliseconds([exchange(shape, gpus)])
-        link = sent / (1e6 * statistics.median(exchanges))
-        for variant in variants:
-            recipe = RECIPES[variant]
-            work = layer(shape, recipe, gpus, capacity_factor)
-            of_gpus = [layer(shape, recipe, 1, None, first=gpu) for gpu in range(gpus)]
-            together, *alone = milliseconds([work, *of_gpus])
-            calls = 4
-            spans = profile(work, calls)
+        for variant in arguments.variants:
+            work = layer(shape, RECIPES[variant], gpus, arguments.capacity_factor)
+            works_alone = [layer(shape, RECIPES[variant], 1, None, first=gpu) for gpu in range(gpus)]
+            together, *alone = time_in_turns([work, *works_alone])
+            spans = profile(work.block, _PROFILED_CALLS)
             # A GPU that waits for a slower one communicates for longer.
-            of_each = [exposed([span for span in spans if span.gpu == gpu]) for gpu in range(gpus)]
-            communication, uncovered = (1e3 * seconds / calls for seconds in min(of_each))
-            yield {
+            seconds = min(exposed([span for span in spans if span.gpu == gpu]) for gpu in range(gpus))
+            medians = [median(times) for times in alone]
+            row: dict[str, Any] = {
                 "layer": name,
                 "variant": variant,
                 "gpus": gpus,
                 "one_gpu_ms": alone,
                 "all_gpus_ms": together,
-                # GPUs of one host differ, and all wait for the slowest.
-                "efficiency": max(map(statistics.median, alone)) / statistics.median(together),
-                "communication_ms": communication,
-                "exposed_ms": uncovered,
-                "link_gb_per_s": link,
+                "efficiency": max(medians) / median(together),  # GPUs of one host differ; all wait for the slowest.
+                "communication_ms": 1e3 * seconds[0] / _PROFILED_CALLS,
+                "exposed_ms": 1e3 * seconds[1] / _PROFILED_CALLS,
+                "link_gb_per_s": sent / (1e6 * median(exchanges)),
             }
-
-
-def measure(arguments: argparse.Namespace) -> int:
-    """Measures, prints and writes the rows."""
-    gpus = len(jax.devices("gpu")) if jax.default_backend() == "gpu" else 0
-    if gpus < 2:
-        raise UsageError(f"needs several GPUs, JAX finds {gpus}")
-    record = Record.new("gpus", None, {"gpus": gpus, "capacity_factor": arguments.capacity_factor, **COPY_ENGINES})
-    found = []
-    for row in rows(gpus, arguments.layers, arguments.variants, arguments.capacity_factor):
-        found.append(row)
-        print(f"{row['layer']} {row['variant']}: {row['efficiency']:.1%}", flush=True)
-        if arguments.json:
-            fields = dataclasses.asdict(record) | {"rows": found}
-            arguments.json.write_text(json.dumps(fields, indent=1) + "\n")
+            record.add(row, f"{name} {variant}: {row['efficiency']:.1%}", arguments.json)
+            texts = {"one_gpu_ms": " ".join(f"{time:.2f}" for time in medians), "all_gpus_ms": median(together)}
+            cells.append({**row, **texts, "efficiency_of_mean": mean(medians) / median(together)})
     if arguments.plot:
-        plot.gpus(found, f"{record.device}, JAX {record.versions['jax']}, {record.date[:10]}", arguments.plot)
-    print(_table(found, gpus))
+        plot.gpus(record, arguments.plot)
+    print(tabulate.tabulate(cells, "keys", floatfmt=".3f"))
     return 0
-
-
-def _table(found: Sequence[dict[str, Any]], gpus: int) -> str:
-    columns = {
-        "layer": lambda row: row["layer"],
-        "variant": lambda row: row["variant"],
-        "1 GPU ms": lambda row: " ".join(f"{statistics.median(of):.2f}" for of in row["one_gpu_ms"]),
-        f"{gpus} GPUs ms": lambda row: statistics.median(row["all_gpus_ms"]),
-        "efficiency %": lambda row: 100 * row["efficiency"],
-        "of mean %": lambda row: (
-            100 * statistics.mean(map(statistics.median, row["one_gpu_ms"])) / statistics.median(row["all_gpus_ms"])
-        ),
-        "communication ms": lambda row: row["communication_ms"],
-        "exposed ms": lambda row: row["exposed_ms"],
-        "link GB/s": lambda row: row["link_gb_per_s"],
-    }
-    cells = [[value(row) for value in columns.values()] for row in found]
-    return tabulate.tabulate(cells, [*columns], floatfmt=("", "", "", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f"))

@@ -18,11 +18,9 @@ _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
 _BLOCK = jg.Float8BlockScaling()
 _TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
+_PLACES = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=["jax_grouped_x"],
-    names_which_can_be_offloaded=["jax_grouped_hidden"],
-    offload_src="device",
-    offload_dst="pinned_host",
+    names_which_can_be_saved=["jax_grouped_x"], names_which_can_be_offloaded=["jax_grouped_hidden"], **_PLACES
 )
 
 #: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, nothing, or the
@@ -50,10 +48,7 @@ OPERATIONS = {
 
 
 def missing() -> str | None:
-    """Returns what has to be installed first, or None if it is all there.
-
-    On a machine without a GPU, `JAX_PLATFORMS=cpu` is needed as well, or JAX's plugin looks for the GPU's libraries.
-    """
+    """Returns what has to be installed first, or None if it is all there."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA (jax-cuda13-plugin and jax-cuda13-pjrt)"
     if extension.load() is None:
@@ -63,24 +58,16 @@ def missing() -> str | None:
 
 @functools.cache
 def h200s(count: int) -> Sequence[jax.Device]:
-    """Returns `count` H200s of one host to compile for."""
     return topologies.get_topology_desc("h200", "cuda", target_config=_CONFIG, topology=f"1x{count}x1").devices
-
-
-@functools.cache
-def _sharding() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(h200s(1)[0])
 
 
 def compile_for_h200(
     function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = (), options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles the function for arguments like these, of which only shapes and types are read.
-
-    Results may lie in the place of `donated` arguments; `options` are XLA's, by name.
-    """
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()), arguments)
-    return jax.jit(function, out_shardings=_sharding(), donate_argnums=donated).lower(*placed).compile(options)
+    """Compiles the function for arguments like these, of which only shapes and types are read, with XLA's options."""
+    sharding = jax.sharding.SingleDeviceSharding(h200s(1)[0])
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function, out_shardings=sharding, donate_argnums=donated).lower(*placed).compile(options)
 
 
 def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
@@ -91,9 +78,6 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
     sgd = operation.startswith("SGD")
     recipe, keep = VARIANTS[variant]
     E, T, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
-
-    def struct(*dims: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
     def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
         def layer(x: jax.Array, kernel: Any) -> jax.Array:
@@ -113,12 +97,13 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
             return y, dx, dkernels
         return y, dx, jax.tree.map(lambda kernel, dkernel: kernel - 1e-3 * dkernel, kernels, dkernels)
 
-    kernel = functools.partial(struct, dtype=kernel_dtype)
-    kernels: dict[str, Any] = {
-        "one": [kernel(E, K, N)],
-        "pairs": [kernel(E, K, N), kernel(E, N, K)] * _LAYERS,
-        "mlps": (kernel(_LAYERS, E, K, N), kernel(_LAYERS, E, N // 2, K)),
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "one": [(E, K, N)],
+        "pairs": [(E, K, N), (E, N, K)] * _LAYERS,
+        "mlps": [(_LAYERS, E, K, N), (_LAYERS, E, N // 2, K)],
     }
-    arguments = struct(T, K), kernels[layers], struct(E, dtype="int32"), struct(T, N if layers == "one" else K)
+    kernels = tuple(jax.ShapeDtypeStruct(dims, jnp.dtype(kernel_dtype)) for dims in shapes[layers])
+    x, dy = (jax.ShapeDtypeStruct((T, features), jnp.bfloat16) for features in (K, N if layers == "one" else K))
+    arguments = x, kernels, jax.ShapeDtypeStruct((E,), jnp.int32), dy
     analysis: Any = compile_for_h200(run, *arguments, donated=(1,) if sgd else ()).memory_analysis()
     return analysis.temp_size_in_bytes

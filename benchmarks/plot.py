@@ -8,11 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import cublaslt_rates
-from benchmarks.cases import DTYPE, LAYERS
-from benchmarks.rows import Record, Row
+from benchmarks.cases import DTYPE, LAYERS, SUITES
+from benchmarks.rows import RATES, Record, Row
 from benchmarks.shapes import SHAPES, SWEEPS, Shape
-from benchmarks.suites import SUITES
 
 _DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 
@@ -20,18 +18,20 @@ _DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
 def plot(record: Record, against: str, path: Path) -> None:
     """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
     kind = SUITES[record.suite].plot
-    if kind in ("shares", "scaling"):
-        figure = {"shares": _shares, "scaling": _scaling}[kind](record)
+    variants = list(dict.fromkeys(row.case.variant for row in record.rows))
+    if kind == "shares":
+        figure = _shares(record, variants)
+    elif kind == "scaling":
+        figure = _scaling(record, variants)
     else:
-        figure = _panels(record, against if kind == "speeds" else None)
-    shown = [name for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
-    versions = ", ".join(f"{name} {record.versions[name]}" for name in shown)
-    figure.suptitle(f"{record.device}, bfloat16, {versions}, {record.date[:10]}", fontsize="medium")
+        figure = _panels(record, variants, against if kind == "speeds" else None)
+    _save(figure, record, path)
+
+
+def _save(figure: Figure, record: Record, path: Path) -> None:
+    shown = [f"{name} {record.versions[name]}" for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
+    figure.suptitle(f"{record.device}, bfloat16, {', '.join(shown)}, {record.date[:10]}", fontsize="medium")
     figure.savefig(path, dpi=150)
-
-
-def _variants(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.case.variant for row in rows))
 
 
 def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: list[str]) -> None:
@@ -47,21 +47,16 @@ def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: l
     axes.set_xticks(range(len(groups)), groups, fontsize="small")
 
 
-def _panels(record: Record, against: str | None) -> Figure:
-    """Draws bars in panels: rates or speeds of whole layers by operation, other speeds by the type of the kernel.
-
-    Lines mark cuBLASLt's own rates on the device that they hold for.
-    """
+def _panels(record: Record, variants: list[str], against: str | None) -> Figure:
+    """Draws bars in panels: rates or speeds of whole layers by operation, other speeds by the type of the kernel."""
     panels: dict[str, list[tuple[str, Row, float | None]]] = {}
     for row in record.rows:
-        # Rates, and speeds of whole layers, have a panel for each operation.
         by_kernel = against and row.case.operation not in LAYERS
         title = f"{row.case.kernel_dtype} kernel" if by_kernel else row.case.operation
         operation = f" {row.case.operation}" if by_kernel and row.case.operation != "dense" else ""
         group = f"{row.case.shape.name}{operation}\n{row.case.skew}"
         height = record.speed(row, against) if against else row.rate
         panels.setdefault(title, []).append((group, row, height))
-    variants = _variants(record.rows)
     groups = max(len({group for group, *_ in bars}) for bars in panels.values())
     # Wide enough for the names of the groups, however few their bars are.
     width = max(6.0, 2 + groups * max(0.95, 0.15 * (len(variants) + 1)))
@@ -72,80 +67,82 @@ def _panels(record: Record, against: str | None) -> Figure:
         axes.set(title=title, ylabel=f"speed relative to {against}" if against else unit)
         if against:
             axes.axhline(1, **_DASHED)
-        elif unit == "TFLOP/s" and record.on_reference():
+        elif unit == "TFLOP/s" and record.is_on_reference:
             rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
             if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
                 starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
                 axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-            axes.axhline(cublaslt_rates.DENSE_BF16, **_DASHED, label="dense 8192³")
+            axes.axhline(RATES["dense_bf16"], **_DASHED, label="dense 8192³")
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def _shares(record: Record) -> Figure:
+def _shares(record: Record, variants: list[str]) -> Figure:
     """Draws shares of the copy's rate: a line per operation, shape and skew, on it a dot per variant."""
-    rows = [row for row in record.rows if record.of_copy(row)]
+    shares = [(row.case, 100 * share) for row in record.rows if (share := record.share_of_copy(row))]
     # Like operations together, however the run was ordered.
-    operations = list(dict.fromkeys(row.case.operation for row in rows))
-    names = [(row.case.operation, row.case.shape.name, row.case.skew) for row in rows]
-    lines = sorted(dict.fromkeys(names), key=lambda line: operations.index(line[0]))
+    operations = list(dict.fromkeys(case.operation for case, _ in shares))
+    names = dict.fromkeys((case.operation, case.shape.name, case.skew) for case, _ in shares)
+    lines = sorted(names, key=lambda line: operations.index(line[0]))
     figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
     axes = figure.subplots()
-    for variant in _variants(rows):
-        dots = [(row, lines.index(name)) for row, name in zip(rows, names, strict=True) if row.case.variant == variant]
-        axes.scatter([100 * (record.of_copy(row) or 0) for row, _ in dots], [line for _, line in dots], label=variant)
+    for variant in variants:
+        found = [(case, share) for case, share in shares if case.variant == variant]
+        places = [lines.index((case.operation, case.shape.name, case.skew)) for case, _ in found]
+        if found:
+            axes.scatter([share for _, share in found], places, label=variant)
     axes.axvline(100, **_DASHED, label="copy")
     axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
     axes.invert_yaxis()
     axes.margins(y=0.5 / max(len(lines), 1))
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, None), xlabel="% of the copy's GB/s")
     axes.grid(axis="y", alpha=0.3)
-    axes.set_xlabel("% of the copy's GB/s")
     axes.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
     return figure
 
 
-def _intensity(shape: Shape) -> float:
-    """Returns operations of a step in bfloat16 per byte that it must read or write: each of its six arrays once."""
-    tokens, kernel = shape.tokens * (shape.K + shape.N), shape.num_groups * shape.K * shape.N
-    return 3 * 2 * shape.tokens * shape.K * shape.N / (DTYPE.itemsize * 2 * (tokens + kernel))
-
-
-def _scaling(record: Record) -> Figure:
+def _scaling(record: Record, variants: list[str]) -> Figure:
     """Draws TFLOP/s by tokens per expert, by experts, by group sizes, and beside the limits of the device."""
+
+    def intensity(shape: Shape) -> float:
+        """Returns operations in bfloat16 per byte that a step must read or write: each of its six arrays once."""
+        tokens, kernel = shape.tokens * (shape.K + shape.N), shape.num_groups * shape.K * shape.N
+        return 3 * 2 * shape.tokens * shape.K * shape.N / (DTYPE.itemsize * 2 * (tokens + kernel))
+
     rows = [row for row in record.rows if row.rate]
     figure = Figure(figsize=(12, 9), layout="constrained")
     tokens, experts, skew, roofline = figure.subplots(2, 2).flat
-    _curves(tokens, rows, SWEEPS["tokens"], lambda shape: shape.tokens / shape.num_groups)
-    _curves(experts, rows, SWEEPS["experts"], lambda shape: shape.num_groups)
-    same, other, skewed = SWEEPS["tokens"][0], SWEEPS["experts"][0], SHAPES["dsv3 up"]
-    _curves(roofline, rows, [*SWEEPS["tokens"], *SWEEPS["experts"], skewed], _intensity, style="o")
-    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], _variants(rows))
+    by_tokens, by_experts, skewed = SWEEPS["tokens"], SWEEPS["experts"], SHAPES["dsv3 up"]
+    curves: list[tuple[Axes, list[Shape], Callable[[Shape], float], str]] = [
+        (tokens, by_tokens, lambda shape: shape.tokens / shape.num_groups, "o-"),
+        (experts, by_experts, lambda shape: shape.num_groups, "o-"),
+        (roofline, [*by_tokens, *by_experts, skewed], intensity, "o"),
+    ]
+    for axes, shapes, x, style in curves:
+        swept = [row for row in rows if row.case.shape in shapes and row.case.skew == "equal"]
+        for index, variant in enumerate(variants):
+            points = sorted((x(row.case.shape), row.rate) for row in swept if row.case.variant == variant)
+            if points:
+                looks: dict[str, Any] = {"color": f"C{index}", "markersize": 3, "linewidth": 1}
+                axes.plot(*zip(*points, strict=True), style, label=variant, **looks)
+        axes.set_xscale("log", base=2)
+    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], variants)
+    same, other = by_tokens[0], by_experts[0]
     tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
     experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
-    skew.set(title=f"{skewed.name}, by group sizes")
+    skew.set_title(f"{skewed.name}, by group sizes")
     roofline.set(xlabel="operations per byte in bfloat16", yscale="log", title="beside the limits of the device")
     for axes in (tokens, experts, skew):
         axes.set_ylabel("TFLOP/s")
     tokens.legend(fontsize="small")
-    if record.on_reference():
-        intensities = sorted(_intensity(row.case.shape) for row in rows)
-        fp8 = {f"dense FP8, {scales}": rate for scales, rate in cublaslt_rates.DENSE_FP8.items()}
-        limits = {"dense bf16": cublaslt_rates.DENSE_BF16, **fp8}
-        for (name, rate), style in zip(limits.items(), (":", "--", "-."), strict=True):
-            limit = [min(rate, of * cublaslt_rates.COPY / 1e3) for of in intensities]
-            roofline.plot(intensities, limit, style, color="gray", label=name)
+    if record.is_on_reference:
+        intensities = sorted(intensity(row.case.shape) for row in rows)
+        fp8 = {f"FP8, {scales}": rate for scales, rate in RATES["dense_fp8"].items()}
+        for (name, rate), style in zip({"bf16": RATES["dense_bf16"], **fp8}.items(), (":", "--", "-."), strict=True):
+            limit = [min(rate, operations * RATES["copy"] / 1e3) for operations in intensities]
+            roofline.plot(intensities, limit, style, color="gray", label=f"dense {name}")
         roofline.legend(fontsize="small")
     return figure
-
-
-def _curves(axes: Axes, rows: list[Row], shapes: list[Shape], x: Callable[[Shape], float], style: str = "o-") -> None:
-    swept = [row for row in rows if row.case.shape in shapes and row.case.skew == "equal"]
-    for index, variant in enumerate(_variants(rows)):
-        points = sorted((x(row.case.shape), row.rate) for row in swept if row.case.variant == variant)
-        if points:
-            axes.plot(*zip(*points, strict=True), style, color=f"C{index}", markersize=3, linewidth=1, label=variant)
-    axes.set_xscale("log", base=2)
 
 
 def losses(runs: Sequence[Any], path: Path) -> None:
@@ -166,37 +163,34 @@ def losses(runs: Sequence[Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def gpus(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Draws the rows of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
+def gpus(record: Record, path: Path) -> None:
+    """Draws a record of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    places = np.arange(len(rows))
-    one = np.array([max(np.median(of_gpu) for of_gpu in row["one_gpu_ms"]) for row in rows])
-    every = np.array([np.median(row["all_gpus_ms"]) for row in rows])
-    communication = np.array([row["exposed_ms"] for row in rows])
+    places = np.arange(len(record.rows))
+    one = np.array([max(np.median(times) for times in row["one_gpu_ms"]) for row in record.rows])
+    every = np.array([np.median(row["all_gpus_ms"]) for row in record.rows])
+    communication = np.array([row["exposed_ms"] for row in record.rows])
     axes.bar(places - 0.2, one, 0.38, color="C0", label="1 GPU, the slowest")
-    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{rows[0]['gpus']} GPUs")
-    axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
-    for place, row, height in zip(places, rows, every, strict=True):
-        axes.annotate(f"{row['efficiency']:.0%}", (place + 0.2, height), ha="center", va="bottom")
-    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in rows])
-    axes.set(ylabel="ms per step", title=title)
+    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{record.settings['gpus']} GPUs")
+    bars = axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
+    axes.bar_label(bars, [f"{row['efficiency']:.0%}" for row in record.rows])
+    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in record.rows])
+    axes.set_ylabel("ms per step")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    _save(figure, record, path)
 
 
-def models(rows: Sequence[Any], against: str, title: str, path: Path) -> None:
-    """Draws the rows of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
-    names = list(dict.fromkeys(row.model for row in rows))
+def models(record: Record, against: str, path: Path) -> None:
+    """Draws a record of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
+    names = list(dict.fromkeys(row.model for row in record.rows))
     figure = Figure(figsize=(3 + 4 * len(names), 5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
-        of_model = [row for row in rows if row.model == name and row.tokens_per_second]
-        bars = axes.barh([row.variant for row in of_model], [row.tokens_per_second / 1e3 for row in of_model])
-        base = next((row.tokens_per_second for row in of_model if row.variant == against), None)
-        speeds = [f"{row.tokens_per_second / base:.2f}" if base else "" for row in of_model]
-        axes.bar_label(bars, speeds, padding=3)
+        rates = {row.variant: row.tokens_per_second for row in record.rows if row.model == name and not row.note}
+        bars = axes.barh([*rates], [rate / 1e3 for rate in rates.values()])
+        base = rates.get(against)
+        axes.bar_label(bars, [f"{rate / base:.2f}" if base else "" for rate in rates.values()], padding=3)
         axes.invert_yaxis()
         axes.set(title=name, xlabel=f"thousand tokens per second,\nand relative to {against}")
         axes.margins(x=0.15)
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    _save(figure, record, path)

@@ -1,9 +1,4 @@
-"""Measures cases one after another: by the host's clock, or by the GPU's own as a profile shows it.
-
-A host's clock also counts dispatching the first call and waiting for the last one, which matters when a block is as
-short as those that the rates in `benchmarks.cublaslt_rates` were measured with. Of calls that take the device less time
-than the host needs to dispatch them, it measures nothing else.
-"""
+"""Measures cases one after another: by the host's clock, or by the GPU's own as a profile shows it."""
 
 import contextlib
 import itertools
@@ -11,60 +6,33 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.cases import OPERATIONS, Arrays, Case, draw, part_read, relative_difference
-from benchmarks.peers import OURS, VARIANTS, NotOfferedError, Work
-from benchmarks.rows import Row
-from benchmarks.suites import Suite
+from benchmarks.cases import OPERATIONS, Arrays, Case, Suite, draw, part_read, relative_difference
+from benchmarks.peers import OURS, VARIANTS, NotOfferedError
+from benchmarks.rows import PARTS, Row
 from jax_grouped.__main__ import choose_backend
 from jax_grouped.kernels.extension import cuda_devices
 
 BLOCKS = 5
-# A call that moves less takes a GPU about as long as the host takes to dispatch it.
-_LEAST_BYTES_FOR_HOST = 100e6
-# A measurement that would take more than this many times its budget is given up.
-_PATIENCE = 10
+_LEAST_BYTES_FOR_HOST = 100e6  # A call that moves less takes a GPU about as long as the host takes to dispatch it.
+_PATIENCE = 10  # A measurement that would take more than this many times its budget is given up.
 
-#: A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up run before a product
-#: or a quantization and read no more than group sizes. Any other kernel is one that XLA adds, for example to convert
-#: the layer's kernel.
+#: Clocks, with the most calls in a block: reading a profile of many single calls takes long. `host` times blocks of
+#: calls back to back by the host's clock, or by events of the peer's framework, and so counts dispatch; `device` by the
+#: GPU's own. `call` times calls one by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
+CLOCKS = {"host": 1000, "device": 1000, "call": 100, "graph": 100}
+
+#: A kernel belongs to the first of these parts that has a word in its name. Kernels of the set-up read no more than
+#: group sizes. Any other kernel is one that XLA adds, for example to convert the layer's kernel.
 WORDS = {
     "setup": ("setup", "prepare"),
     "quantize": ("quantize", "findamax", "zeroscales"),
     "product": ("nvjet", "cutlass", "gemm", "matmul", "wgrad", "product"),
     "other": ("",),
 }
-
-#: Parts of a call, by the work of its kernels.
-PARTS = ("product", "quantize", "setup", "other")
-
-
-def measure(row: Row, work: Work, seconds: float, calls: int | None = None) -> None:
-    """Fills in a row: times a few blocks of calls by its clock, after a warm-up of the same length.
-
-    All blocks together take approximately `seconds`, unless the calls per block are given. TimeoutError if even one
-    call per block takes far longer.
-    """
-    block, most_calls = CLOCKS[row.clock]
-    block(work, 1)  # Compiles.
-    estimate, _ = block(work, 1)
-    if BLOCKS * estimate > _PATIENCE * seconds:
-        raise TimeoutError(f"one call takes {estimate:.3g} s, too long for --seconds {seconds:g}")
-    row.calls = calls or max(1, min(most_calls, int(seconds / (BLOCKS * max(estimate, 1e-9)))))
-    work.block(BLOCKS * row.calls)  # A chip that was idle would have a higher clock.
-    blocks = sorted((block(work, row.calls) for _ in range(BLOCKS)), key=lambda block: block[0])
-    row.fastest, row.milliseconds, row.slowest = (1e3 * blocks[i][0] / row.calls for i in (0, BLOCKS // 2, -1))
-    if parts := blocks[BLOCKS // 2][1]:
-        row.parts = {name: 1e3 * time / row.calls for name, time in parts.items()}
-
-
-class Block(Protocol):
-    """Calls that can be timed, such as `benchmarks.peers.Work`."""
-
-    def block(self, calls: int) -> Any: ...
 
 
 class Span(NamedTuple):
@@ -76,11 +44,11 @@ class Span(NamedTuple):
     gpu: int = 0
 
 
-def profile(work: Block, calls: int) -> list[Span]:
+def profile(block: Callable[[int], Any], calls: int) -> list[Span]:
     """Profiles a block of calls; RuntimeError if the profile shows nothing, as on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            work.block(calls)
+            block(calls)
         (path,) = Path(folder).rglob("*.xplane.pb")
         if spans := read_profile(path):
             return spans
@@ -100,57 +68,48 @@ def read_profile(path: Path) -> list[Span]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def seconds_of_parts(spans: Sequence[Span], words: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Returns the seconds of the kernels in each part; a kernel belongs to the first that has a word in its name."""
+def sum_parts(spans: Sequence[Span], words: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Returns the seconds of the kernels in each part, by words in their names as in `WORDS`."""
     parts = dict.fromkeys(words, 0.0)
     for span in spans:
-        part = next(part for part, of_part in words.items() if any(word in span.name.lower() for word in of_part))
+        part = next(part for part, found in words.items() if any(word in span.name.lower() for word in found))
         parts[part] += (span.end - span.start) / 1e9
     return parts
 
 
-def _seconds(spans: list[Span]) -> float:
-    """Returns the time from the first start to the last end."""
-    return (max(span.end for span in spans) - min(span.start for span in spans)) / 1e9
-
-
-def _device_block(work: Work, calls: int) -> tuple[float, dict[str, float]]:
-    """Times a block from the start of its first kernel to the end of its last, as a profile shows them."""
-    spans = profile(work, calls)
-    found = seconds_of_parts(spans, WORDS)
-    return _seconds(spans), {part: found[part] for part in PARTS}
-
-
-def _block_of_single_calls(work: Work, calls: int) -> tuple[float, None]:
-    """Times calls one by one, each from the start of its first kernel to the end of its last.
-
-    Time between the kernels of one call counts, time between calls does not. RuntimeError if the kernels in the profile
-    can't be divided evenly among the calls.
-    """
-    spans = profile(work, calls)
+def time_block(work: Any, calls: int, clock: str) -> tuple[float, dict[str, float]]:
+    """Runs a block of calls; returns its seconds and, by the clock `device`, those in each of `PARTS`."""
+    if clock == "host":
+        return work.block(calls), {}
+    spans = profile(work.block, calls)
     per_call, rest = divmod(len(spans), calls)
-    if rest:
+    if clock == "device":
+        per_call = len(spans)
+    elif rest:
         raise RuntimeError(f"the profiler recorded {len(spans)} kernels, no multiple of the {calls} calls")
-    return sum(_seconds(spans[i * per_call : (i + 1) * per_call]) for i in range(calls)), None
+    # The block, or each call, from the start of its first kernel to the end of its last.
+    timed = [spans[first : first + per_call] for first in range(0, len(spans), per_call)]
+    seconds = sum(max(span.end for span in part) - min(span.start for span in part) for part in timed) / 1e9
+    parts = sum_parts(spans, WORDS)
+    return seconds, {name: parts[name] for name in PARTS} if clock == "device" else {}
 
 
-#: Clocks, with the most calls in a block: reading a profile of many single calls takes long. A clock runs a block of
-#: calls and returns its seconds, and those in each of `PARTS` if they were profiled. `host` times blocks of calls back
-#: to back by the host's clock, or by events of the peer's framework, `device` by the GPU's own. `call` times calls one
-#: by one on the GPU's own clock, `graph` the same where every call is a CUDA graph.
-CLOCKS: dict[str, tuple[Callable[[Work, int], tuple[float, dict[str, float] | None]], int]] = {
-    "host": (lambda work, calls: (work.block(calls), None), 1000),
-    "device": (_device_block, 1000),
-    "call": (_block_of_single_calls, 100),
-    "graph": (_block_of_single_calls, 100),
-}
+def measure(row: Row, work: Any, seconds: float, calls: int | None = None) -> None:
+    """Fills in a row: times a few blocks of calls, which take `seconds` together, after a warm-up of that length."""
+    time_block(work, 1, row.clock)  # Compiles.
+    estimate, _ = time_block(work, 1, row.clock)
+    if BLOCKS * estimate > _PATIENCE * seconds:
+        raise TimeoutError(f"one call takes {estimate:.3g} s, too long for --seconds {seconds:g}")
+    row.calls = calls or max(1, min(CLOCKS[row.clock], int(seconds / (BLOCKS * max(estimate, 1e-9)))))
+    work.block(BLOCKS * row.calls)  # A chip that was idle would have a higher clock.
+    blocks = sorted((time_block(work, row.calls, row.clock) for _ in range(BLOCKS)), key=lambda block: block[0])
+    row.fastest, row.milliseconds, row.slowest = (1e3 * blocks[i][0] / row.calls for i in (0, BLOCKS // 2, -1))
+    if parts := blocks[BLOCKS // 2][1]:
+        row.parts = {name: 1e3 * time / row.calls for name, time in parts.items()}
 
 
 def run(cases: Sequence[Case], suite: Suite) -> Iterator[Row]:
-    """Yields the rows one by one, as soon as each is measured by the suite's clock, in its budget.
-
-    A case that fails gives a row with the reason. Variants that can't be loaded are skipped, with a line that says why.
-    """
+    """Yields the rows one by one. A case that fails gives one with the reason; variants that can't load are skipped."""
     skipped = set()
     for name in dict.fromkeys(case.variant for case in cases if suite.clock != "none"):
         try:
@@ -191,6 +150,5 @@ def _fill(row: Row, sets: list[Arrays], suite: Suite) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns an error in one line that a table can hold."""
     lines = f"{type(error).__name__}: {error}".rstrip(": \n").splitlines()
     return textwrap.shorten(lines[0], 120, placeholder=" ...")

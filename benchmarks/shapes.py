@@ -1,11 +1,9 @@
 """Named shapes, from shapes.toml, and group sizes for the benchmarks and the tests; every value follows from a seed."""
 
 import dataclasses
-import itertools
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +13,14 @@ INT32 = np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`. `N` is 0 where only `x` is read.
-
-    Where a router sends each token to `top_k` experts, `T` counts tokens, and the matmul has `T * top_k` rows.
-    """
+    """The static sizes of one grouped matmul: `x [T, K]` times `kernel [E, K, N]`."""
 
     name: str
     num_groups: int
     tokens: int
     K: int
-    N: int = 0
-    top_k: int = 0
+    N: int = 0  # 0 where only `x` is read.
+    top_k: int = 0  # Experts that a router sends each token to: then the matmul has `T * top_k` rows.
 
     @property
     def dims(self) -> str:
@@ -34,10 +29,7 @@ class Shape:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size)
 
 
-_TABLES = {
-    name: [Shape(shape, *sizes) for shape, sizes in table.items()]
-    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 #: Shapes of steps by the number that differs among them.
 SWEEPS = {
@@ -46,8 +38,9 @@ SWEEPS = {
     "experts": [Shape(f"{2**i} experts", 2**i, 32768, 2048, 1536) for i in range(10)],
 }
 
-TEST_SHAPES = tuple(_TABLES["tests"])
-SHAPES = {shape.name: shape for shape in itertools.chain(*_TABLES.values(), *SWEEPS.values())}
+SHAPES = {name: Shape(name, *sizes) for table in _TABLES.values() for name, sizes in table.items()}
+SHAPES |= {shape.name: shape for sweep in SWEEPS.values() for shape in sweep}
+TEST_SHAPES = tuple(SHAPES[name] for name in _TABLES["tests"])
 
 #: Weights of groups, from their number and a random generator.
 _WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]]] = {
@@ -61,37 +54,25 @@ _WEIGHTS: dict[str, Callable[[int, np.random.Generator], npt.NDArray[np.generic]
     "alternate_empty": lambda groups, _: np.arange(groups) % 2 == 0,
     "tail": lambda groups, rng: rng.lognormal(sigma=0.6, size=groups),
     "all_empty": lambda groups, _: np.zeros(groups),
+    "hostile": lambda groups, _: np.ones(groups),
 }
 
 #: Distributions of rows over groups. `tail` leaves a quarter of the rows in no group, `all_empty` every row.
-SKEWS = tuple(_WEIGHTS)
+SKEWS = tuple(_WEIGHTS)[:-1]
 
-#: `hostile` adds sizes that no router should give: negative ones, and sums that do not fit 32 bits.
-TEST_SKEWS = (*SKEWS, "hostile")
+TEST_SKEWS = tuple(_WEIGHTS)  # `hostile` has sizes that no router gives: negative ones, and sums beyond 32 bits.
 
 
 def group_sizes(shape: Shape, skew: str, seed: int = 0) -> npt.NDArray[np.int32]:
     """Returns rows per group, `int32[E]`, that sum to `T` unless the skew leaves rows or every group out."""
-    if skew == "hostile":
-        return _hostile(shape)
     rows = shape.tokens * 3 // 4 if skew == "tail" else shape.tokens
-    return _split(rows, _WEIGHTS[skew](shape.num_groups, np.random.default_rng(seed)))
-
-
-def _split(rows: int, weights: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Divides `rows` in proportion to `weights`; a weight of zero gets none."""
-    ends = np.cumsum(weights)
-    if ends[-1] == 0:
-        return np.zeros(len(weights), np.int32)
-    return np.diff(np.rint(ends / ends[-1] * rows), prepend=0).astype(np.int32)
-
-
-def _hostile(shape: Shape) -> npt.NDArray[np.int32]:
-    sizes = _split(shape.tokens, np.ones(shape.num_groups))
-    sizes[::3] = -7
-    sizes[1::6] = INT32.min
-    # The first one takes all rows that are left; after the second, a 32-bit sum is negative.
-    sizes[[shape.num_groups // 2, -1]] = INT32.max
+    ends = np.cumsum(_WEIGHTS[skew](shape.num_groups, np.random.default_rng(seed)))
+    sizes = np.diff(np.rint(ends / (ends[-1] or 1) * rows), prepend=0).astype(np.int32)
+    if skew == "hostile":
+        sizes[::3] = -7
+        sizes[1::6] = INT32.min
+        # The first one takes all rows that are left; after the second, a 32-bit sum is negative.
+        sizes[[shape.num_groups // 2, -1]] = INT32.max
     return sizes
 
 

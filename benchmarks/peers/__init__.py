@@ -4,44 +4,30 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
-import jax_grouped as jg
 from benchmarks.cases import OPERATIONS, Arrays, Case
 
-#: The variant that others are verified against.
-OURS = "jax_grouped"
+OURS = "jax_grouped"  # The variant that others are verified against.
 
 
 class NotOfferedError(Exception):
     """A variant has no such operation at all."""
 
 
-class Work(Protocol):
-    """A variant's program for one case."""
-
-    def results(self) -> Sequence[jax.Array]:
-        """Returns the results of one call on the first set of operands."""
-
-    def block(self, calls: int) -> float:
-        """Runs that many calls back to back and returns the seconds that they took together."""
-
-
 class JaxWork:
-    """Calls of one compiled program, each on the next of several sets of arguments.
+    """Calls of a program on sets of arguments in turn, each with the last result of the one before if `carried`."""
 
-    `carried` is a further argument for the first call, if the program takes one that it returns as its last result:
-    each call takes that of the last one and uses its memory again.
-    """
-
-    def __init__(self, program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], carried: Any = None):
-        self._program = jax.jit(program, donate_argnums=() if carried is None else len(sets[0]))
+    def __init__(self, program: Callable[..., Any], sets: Sequence[Any], carried: Any = None, options: Any = None):
+        donated = () if carried is None else len(sets[0])
+        self._program = jax.jit(program, donate_argnums=donated, compiler_options=options)
         self._sets = sets
         self._carried = carried
 
     def results(self) -> Sequence[jax.Array]:
+        """Returns the results of one call on the first set."""
         return jax.tree.leaves(self._call(0))
 
     def _call(self, index: int) -> Any:
@@ -52,6 +38,7 @@ class JaxWork:
         return results, self._carried
 
     def block(self, calls: int) -> float:
+        """Runs that many calls back to back and returns the seconds that they took together."""
         start = time.perf_counter()
         for call in range(calls):
             # Only the latest results are kept; the device runs its programs in order.
@@ -66,52 +53,39 @@ class Variant(NamedTuple):
     module: str
     backend: str | None = None  # Backend that its programs run on; None for this library's.
     prefix: str = ""  # Beginning of its functions' names.
-    options: tuple[Any, ...] = ()  # Further arguments of its functions.
 
     def load(self) -> ModuleType:
-        """Imports the module; raises if its library can't run here."""
         return importlib.import_module(f"{__name__}.{self.module}")
 
-    def prepare(self, case: Case, sets: list[Arrays]) -> Work:
-        """Makes the program for a case and sets of its arrays; raises if it can't."""
+    def prepare(self, case: Case, sets: list[Arrays]) -> Any:
+        """Makes the program for a case and sets of its arrays, such as a `JaxWork`; raises if it can't."""
         function = getattr(self.load(), f"{self.prefix}{OPERATIONS[case.operation].family}", None)
         if function is None:
             raise NotOfferedError
-        return function(case, sets, *self.options)
+        return function(case, sets)
 
 
-_RECIPES = {"block": jg.Float8BlockScaling(), "current": jg.Float8CurrentScaling(), "delayed": jg.DelayedScaling()}
-
+#: Names tell recipes. `cached` ones are given the converted or quantized kernel, as microbatches are after the first.
 VARIANTS = {
     OURS: Variant("ours"),
-    # Layers by recipe. `cached` ones are given the converted or quantized kernel, as microbatches are after the first.
-    **{
-        f"{name}{' cached' if cached else ''}": Variant("ours", None, "layer_", (recipe, cached))
-        for cached in (False, True)
-        for name, recipe in [("bf16", None), *_RECIPES.items()]
-    },
+    **dict.fromkeys(
+        ("bf16", "bf16 cached", "block", "block cached", "current", "current cached", "delayed", "delayed cached"),
+        Variant("ours", None, "layer_"),
+    ),
     # Forward passes with weights in FP8 alone.
-    "block inference": Variant("ours", None, "inference_", (_RECIPES["block"],)),
-    "current inference": Variant("ours", None, "inference_", (_RECIPES["current"],)),
+    **dict.fromkeys(("block inference", "current inference"), Variant("ours", None, "inference_")),
     # Products of FP8 operands that are quantized before the clock starts.
-    "jax_grouped fp8 block": Variant("ours", None, "quantized_", (_RECIPES["block"],)),
-    "jax_grouped fp8 tensor": Variant("ours", None, "quantized_", (_RECIPES["current"],)),
+    **dict.fromkeys(("jax_grouped fp8 block", "jax_grouped fp8 tensor"), Variant("ours", None, "quantized_")),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),
     "DeepGEMM": Variant("deep_gemm", "deep_gemm", "quantized_"),
     "torch._grouped_mm": Variant("torch_peer", "torch"),
     # Whole layers of experts, with their router.
-    "torch compiled": Variant("torch_layers", "torch"),
+    "torch compiled": Variant("torch_peer", "torch", "compiled_"),
     "SonicMoE": Variant("sonic_moe", "sonicmoe"),
-    "TransformerEngine": Variant("te_layers", "torch", options=(None, False)),
-    **{
-        f"TransformerEngine {name}{' cached' if cached else ''}": Variant(
-            "te_layers", "torch", options=(type(_RECIPES[name]).__name__, cached)
-        )
-        for name in ("block", "current")
-        for cached in (False, True)
-    },
+    "TransformerEngine": Variant("te_layers", "torch"),
+    **dict.fromkeys(("TransformerEngine block", "TransformerEngine block cached"), Variant("te_layers", "torch")),
+    **dict.fromkeys(("TransformerEngine current", "TransformerEngine current cached"), Variant("te_layers", "torch")),
     "transformer_engine.jax": Variant("transformer_engine", "transformer_engine"),
     "jax.lax.ragged_dot": Variant("jax_layers", "jax"),
-    "jax.numpy": Variant("jax_numpy", "xla"),
-    "jax.numpy.copy": Variant("jax_numpy", "xla"),
+    **dict.fromkeys(("jax.numpy", "jax.numpy.copy"), Variant("jax_numpy", "xla")),
 }

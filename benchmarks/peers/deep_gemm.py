@@ -1,8 +1,4 @@
-"""DeepGEMM: the block-scaled products of DeepSeek-V3 (1x128 and 128x128 scales), called from PyTorch.
-
-Each of its groups begins at a multiple of 128 rows. Tokens are brought there, and operands quantized, before the clock
-starts. It has no product for weights that only stores its result: there, it adds to a float32 one.
-"""
+"""DeepGEMM: the block-scaled products of DeepSeek-V3 (1x128 and 128x128 scales), called from PyTorch."""
 
 import importlib
 from typing import Any
@@ -11,19 +7,18 @@ import numpy as np
 
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import NotOfferedError
-from benchmarks.peers.torch_peer import Tensors, TorchWork, tensors, torch
+from benchmarks.peers.torch_peer import ROWS_OF_TILE, Tensors, TorchWork, tensors, torch
 from jax_grouped.core.groups import round_up
 
 _deep_gemm: Any = importlib.import_module("deep_gemm")
-_ROWS = 128
 
 
 def quantized_product(case: Case, sets: list[Arrays]) -> TorchWork:
-    """Makes the forward product, or that of the tokens' gradient."""
+    """Makes a product of operands that are quantized, and aligned to tiles, before the clock starts."""
     if case.operation not in ("fprop", "dgrad"):
         raise NotOfferedError
     sizes = case.sizes.tolist()
-    starts = np.cumsum([0, *(round_up(size, _ROWS) for size in sizes)])
+    starts = np.cumsum([0, *(round_up(size, ROWS_OF_TILE) for size in sizes)])
     group_places = [start + np.arange(size) for start, size in zip(starts[:-1], sizes, strict=True)]
     places = torch.as_tensor(np.concatenate(group_places)).cuda()
     # Rows of no group are -1.

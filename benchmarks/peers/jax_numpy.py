@@ -1,8 +1,4 @@
-"""The formulas of quantization in plain `jax.numpy`, as a user would write them: XLA alone compiles them.
-
-The results have the bits of this library's where nothing underflows. Largest values of groups are found only where
-scales need them, and nothing is padded, so only some group sizes will do.
-"""
+"""The formulas of quantization in plain `jax.numpy`, as a user would write them: without padding, for some sizes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +14,12 @@ _FP8_MAX = float(jnp.finfo(_FP8).max)
 _BLOCK = 128
 
 
-def _magnitude(values: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(values), jnp.abs(values), 0)
+def _find_amax(values: jax.Array, axis: int) -> jax.Array:
+    return jnp.where(jnp.isfinite(values), jnp.abs(values), 0).max(axis=axis)
 
 
-def _scales(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the scales of blocks with these largest values, and their inverses."""
-    scale = jnp.where(amax == 0, 1, jnp.clip(_FP8_MAX / amax, 2.0**-126, 2.0**126))
-    return scale, 1 / scale
+def _make_scale(amax: jax.Array) -> jax.Array:
+    return jnp.where(amax == 0, 1, jnp.clip(_FP8_MAX / amax, 2.0**-126, 2.0**126))
 
 
 def _cast(values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -36,25 +30,25 @@ def _cast(values: jax.Array, scale: jax.Array) -> jax.Array:
 def _block_rowwise(_sizes: jax.Array, _scale: None, x: jax.Array) -> Arrays:
     """Returns data `[T, K]` and inverse scales `[K / 128, T]`."""
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, _BLOCK)
-    scales, scale_inv = _scales(_magnitude(blocks).max(axis=2))
-    return _cast(blocks, scales[:, :, None]).reshape(x.shape), scale_inv.T
+    scale = _make_scale(_find_amax(blocks, axis=2))
+    return _cast(blocks, scale[:, :, None]).reshape(x.shape), (1 / scale).T
 
 
 def _block_both(sizes: jax.Array, scale: None, x: jax.Array) -> Arrays:
     """Adds data `[E, K, T / E]` and inverse scales `[T / 128, K]` of equal groups with a multiple of 128 rows."""
     blocks = x.astype(jnp.float32).reshape(-1, _BLOCK, x.shape[1])
-    scales, scale_inv = _scales(_magnitude(blocks).max(axis=1))
+    scales = _make_scale(_find_amax(blocks, axis=1))
     data = _cast(blocks, scales[:, None, :]).reshape(sizes.shape[0], -1, x.shape[1]).swapaxes(1, 2)
-    return *_block_rowwise(sizes, scale, x), data, scale_inv
+    return *_block_rowwise(sizes, scale, x), data, 1 / scales
 
 
 def _tensor_rowwise(sizes: jax.Array, scale: jax.Array | None, x: jax.Array) -> Arrays:
     """Returns data `[T, K]`, inverse scales and largest values `[E]`; every row belongs to a group."""
     values = x.astype(jnp.float32)
     group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
-    amax = jnp.zeros(sizes.shape[0]).at[group].max(_magnitude(values).max(axis=1))
-    scale, scale_inv = _scales(amax) if scale is None else (scale, 1 / scale)
-    return _cast(values, scale[group][:, None]), scale_inv, amax
+    amax = jnp.zeros(sizes.shape[0]).at[group].max(_find_amax(values, axis=1))
+    scale = _make_scale(amax) if scale is None else scale
+    return _cast(values, scale[group][:, None]), 1 / scale, amax
 
 
 _PROGRAMS: dict[str, Callable[..., Any]] = {

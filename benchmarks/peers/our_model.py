@@ -9,74 +9,13 @@ import jax.numpy as jnp
 import optax
 
 import jax_grouped as jg
-from benchmarks.model import Model, Training
+from benchmarks.model import Model
 from jax_grouped.examples.moe_lm import rotate_by_position
 from jax_grouped.examples.settings import RECIPES
 
 _DTYPE = jnp.bfloat16
-#: Weight of the load-balancing loss.
-_BALANCE_WEIGHT = 0.01
-#: Kernels to whose gradients a microbatch adds its own in the product.
-_ACCUMULATED = ("gate_up", "down")
-
-
-class Projection(nn.Module):
-    """A product of `[..., K]` and `[K, N]`, as a group of its own with a recipe or a cache."""
-
-    features: int
-    recipe: jg.Recipe | None
-    cached: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, is_first: bool | None) -> jax.Array:
-        if self.recipe is None and not self.cached:
-            return nn.Dense(self.features, use_bias=False, dtype=_DTYPE)(x)
-        rows = x.reshape(-1, x.shape[-1])
-        dense = jg.linen.GroupedDense(
-            self.features, 1, use_bias=False, dtype=_DTYPE, recipe=self.recipe, cache_kernel=self.cached
-        )
-        y = dense(rows, jnp.array([len(rows)]), is_first_microbatch=is_first)
-        return y.reshape(*x.shape[:-1], self.features)
-
-
-class Block(nn.Module):
-    """Attention and experts, `[B, S, D] -> [B, S, D]`."""
-
-    model: Model
-    recipe: jg.Recipe | None
-    cached: bool
-    projections: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, is_first: bool | None, sums: Any) -> tuple[jax.Array, jax.Array]:
-        model = self.model
-        project = functools.partial(
-            Projection, recipe=self.recipe if self.projections else None, cached=self.cached and self.projections
-        )
-        norm = functools.partial(nn.RMSNorm, dtype=_DTYPE)
-        qkv = project(model.qkv_features, name="qkv")(norm(name="attention_norm")(x), is_first)
-        heads = qkv.reshape(*x.shape[:-1], -1, model.head_features)
-        query, key, value = jnp.split(heads, (model.heads, model.heads + model.kv_heads), axis=2)
-        query = rotate_by_position(norm(name="query_norm")(query))
-        key = rotate_by_position(norm(name="key_norm")(key))
-        implementation: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
-        x = x + project(model.features, name="out")(mixed.reshape(*x.shape[:-1], -1), is_first)
-        experts = jg.linen.MoEMlp(
-            model.experts,
-            model.top_k,
-            model.hidden,
-            dtype=_DTYPE,
-            recipe=self.recipe,
-            cache_kernel=self.cached,
-            name="experts",
-        )
-        y, metrics = experts(
-            norm(name="experts_norm")(x),
-            is_first_microbatch=is_first,
-            accumulate_into=sums,
-        )
-        return x + y, metrics.balance_loss
+_BALANCE_WEIGHT = 0.01  # Of the load-balancing loss.
+_ACCUMULATED = ("gate_up", "down")  # Kernels to whose gradients a microbatch adds its own in the product.
 
 
 class LanguageModel(nn.Module):
@@ -85,34 +24,46 @@ class LanguageModel(nn.Module):
     model: Model
     recipe: jg.Recipe | None
     cached: bool
-    projections: bool
+    projections: bool  # Attention's projections have the recipe and the cache too, as groups of their own.
 
     @nn.compact
-    def __call__(
-        self, tokens: jax.Array, is_first: bool | None = None, sums: Any = None
-    ) -> tuple[jax.Array, jax.Array]:
-        x = nn.Embed(self.model.vocabulary, self.model.features, dtype=_DTYPE, name="embed")(tokens)
+    def __call__(self, tokens: jax.Array, is_first: bool | None = None, sums: Any = None) -> Any:
+        model, norm = self.model, functools.partial(nn.RMSNorm, dtype=_DTYPE)
+        options: Any = {"dtype": _DTYPE, "recipe": self.recipe, "cache_kernel": self.cached}
+        implementation: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
+
+        def project(x: jax.Array, features: int) -> jax.Array:
+            if not self.projections or (self.recipe is None and not self.cached):
+                return nn.Dense(features, use_bias=False, dtype=_DTYPE)(x)
+            rows = x.reshape(-1, x.shape[-1])
+            dense = jg.linen.GroupedDense(features, 1, use_bias=False, **options)
+            return dense(rows, jnp.array([len(rows)]), is_first_microbatch=is_first).reshape(*x.shape[:-1], features)
+
+        x = nn.Embed(model.vocabulary, model.features, dtype=_DTYPE)(tokens)
         losses = []
-        for index in range(self.model.layers):
-            block = Block(self.model, self.recipe, self.cached, self.projections, name=f"block_{index}")
-            x, loss = block(x, is_first, None if sums is None else sums[block.name])
-            losses.append(loss)
-        x = nn.RMSNorm(dtype=_DTYPE, name="norm")(x)
-        logits = nn.Dense(self.model.vocabulary, use_bias=False, dtype=_DTYPE, name="logits")(x)
+        for index in range(model.layers):
+            heads = project(norm()(x), model.qkv_features).reshape(*x.shape[:-1], -1, model.head_features)
+            query, key, value = jnp.split(heads, (model.heads, model.heads + model.kv_heads), axis=2)
+            query, key = rotate_by_position(norm()(query)), rotate_by_position(norm()(key))
+            mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+            x = x + project(mixed.reshape(*x.shape[:-1], -1), model.features)
+            name = f"experts_{index}"
+            experts = jg.linen.MoEMlp(model.experts, model.top_k, model.hidden, **options, name=name)
+            total = None if sums is None else sums[name]
+            y, metrics = experts(norm()(x), is_first_microbatch=is_first, accumulate_into=total)
+            losses.append(metrics.balance_loss)
+            x = x + y
+        logits = nn.Dense(model.vocabulary, use_bias=False, dtype=_DTYPE)(norm()(x))
         return logits, jnp.mean(jnp.stack(losses))
 
 
-def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tuple[Any, Any]:
-    """Returns `key -> variables, state`, and the step, `variables, state -> variables, state, loss`.
-
-    Parameters, their gradients and Adam are in float32, and tokens random.
-    """
-    network = LanguageModel(model, RECIPES[recipe], cached, projections)
+def training(model: Model, variant: str) -> tuple[Any, Any]:
+    """Returns a step of the model, which returns its loss, and the most bytes in use; all state is in float32."""
+    recipe, cached = RECIPES[variant.split()[0]], "cached" in variant
+    network = LanguageModel(model, recipe, cached, "projections" in variant)
     optimizer = jg.overwrite_with_gradient(optax.adam(1e-4))
-    length = model.sequence + 1
-    tokens = jax.random.randint(
-        jax.random.key(0), (model.microbatches, model.sequences, length), 0, model.vocabulary, jnp.int32
-    )
+    shape = model.microbatches, model.sequences, model.sequence + 1
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, model.vocabulary, jnp.int32)
 
     @jax.jit
     def start(key: jax.Array) -> Any:
@@ -125,63 +76,46 @@ def programs(model: Model, recipe: str, cached: bool, projections: bool) -> tupl
         (logits, balance), cache = network.apply(
             {**variables, **cache}, windows[:, :-1], is_first, sums, mutable=[jg.linen.KERNEL_CACHE]
         )
-        loss = _cross_entropy(logits.astype(jnp.float32), windows[:, 1:])
+        logits = logits.astype(jnp.float32)
+        # Unlike Optax's loss, this one has a gradient that is no scatter.
+        is_label = windows[:, 1:, None] == jnp.arange(logits.shape[-1])
+        loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits, axis=-1, where=is_label))
         return (loss + _BALANCE_WEIGHT * balance) / model.microbatches, (loss, cache)
 
-    gradients_of = jax.grad(objective, has_aux=True)
+    differentiate = jax.grad(objective, has_aux=True)
 
     def add(variables: Any, cache: Any, total: Any, windows: jax.Array) -> Any:
         sums = {
-            name: {of: block["experts"][of]["kernel"] for of in _ACCUMULATED}
-            for name, block in total["params"].items()
-            if name.startswith("block_")
+            name: {projection: layer[projection]["kernel"] for projection in _ACCUMULATED}
+            for name, layer in total["params"].items()
+            if name.startswith("experts_")
         }
-        gradients, (loss, _) = gradients_of(variables, cache, sums, windows)
-        added = jg.accumulate_gradients(*(_split(of, accumulated=False) for of in (total, gradients)))
-        total = jax.tree.map(
-            lambda a, b: b if a is None else a, added, _split(gradients, accumulated=True), is_leaf=lambda x: x is None
-        )
-        return total, loss
+        gradients, (loss, _) = differentiate(variables, cache, sums, windows)
+
+        def choose(path: Any, added: jax.Array, gradient: jax.Array) -> jax.Array:
+            names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            return gradient if names[-1] == "kernel" and names[-2] in _ACCUMULATED else added
+
+        # The compiler drops the sums that are not chosen.
+        return jax.tree.map_with_path(choose, jg.accumulate_gradients(total, gradients), gradients), loss
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(variables: Any, state: Any) -> Any:
         # The first microbatch stores its gradients and quantized kernels. The others add theirs, and read these.
-        gradients, (first_loss, cache) = gradients_of(variables, {}, None, tokens[0])
+        gradients, (first_loss, cache) = differentiate(variables, {}, None, tokens[0])
         add_to = functools.partial(add, variables, cache)
         gradients, losses = jax.lax.scan(add_to, gradients, tokens[1:])
         updates, state = optimizer.update(gradients, state, variables)
         return jg.apply_updates(variables, updates), state, (first_loss + jnp.sum(losses)) / model.microbatches
 
-    return start, step
-
-
-def training(model: Model, recipe: str = "bf16", cached: bool = False, projections: bool = False) -> Training:
-    """Makes the model, with random weights."""
-    start, step = programs(model, recipe, cached, projections)
     carry = start(jax.random.key(1))
 
-    def take() -> jax.Array:
+    def take_step() -> jax.Array:
         nonlocal carry
         *carry, loss = step(*carry)
         return loss
 
-    def peak_bytes() -> int:
+    def find_peak_bytes() -> int:
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
-    return Training(take, float, peak_bytes)
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean loss; unlike Optax's, its gradient is no scatter."""
-    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits, axis=-1, where=is_label))
-
-
-def _split(gradients: Any, accumulated: bool) -> Any:
-    """Returns those gradients that a microbatch adds to in the product, or the others; None in place of the rest."""
-
-    def keep(path: Any, leaf: jax.Array) -> jax.Array | None:
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return leaf if (names[-1] == "kernel" and names[-2] in _ACCUMULATED) == accumulated else None
-
-    return jax.tree.map_with_path(keep, gradients)
+    return take_step, find_peak_bytes

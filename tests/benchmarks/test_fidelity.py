@@ -32,9 +32,7 @@ def test_runs_near_bf16_are_tabled_written_and_drawn(tmp_path: Path, capsys: pyt
         for recipe, seed, final in [("bf16", 0, 2.0), ("bf16", 1, 1.0), ("block", 0, 2.01), ("block", 1, 0.999)]
     ]
     results, picture = tmp_path / "fidelity.json", tmp_path / "fidelity.png"
-
     assert compare("--runs", *runs, "--json", results, "--plot", picture) == 0
-
     last_columns = [row.split()[-2:] for row in capsys.readouterr().out.splitlines()[2:]]
     assert last_columns == [["2.0000", "+0.00"], ["1.0000", "+0.00"], ["2.0100", "+0.50"], ["0.9990", "-0.10"]]
     assert json.loads(results.read_text())[2] == {
@@ -47,38 +45,25 @@ def test_runs_near_bf16_are_tabled_written_and_drawn(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("final", "within", "far"), [(2.03, 1, 1), (1.97, 1, 1), (2.03, 2, 0), (float("nan"), 2, 1)])
-def test_a_run_far_from_bf16_is_named(
-    final: float, within: float, far: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_far_from_bf16_is_named(final: float, within: float, far: int, tmp_path: Path, capsys: Any) -> None:
     runs = [a_run(tmp_path / "bf16", 2.0), a_run(tmp_path / "delayed", final, recipe="delayed")]
-
     assert compare("--runs", *runs, "--within", within) == far
-
     sentence = f"The final held-out loss is more than {within} % from that of bf16: delayed, seed 0.\n"
     assert capsys.readouterr().out.endswith(sentence) == bool(far)
 
 
-@pytest.mark.parametrize(
-    ("changes", "file", "message"),
-    [
+def test_runs_that_cannot_be_compared_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bf16 = a_run(tmp_path / "bf16", 2.0)
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"recipe": "block", "seed": 7}, "", "seed 7: one bf16 run of this seed is needed to compare with, got 0"),
-        ({}, "", "bf16, seed 0: one bf16 run of this seed is needed to compare with, got 2"),
         ({"recipe": "block", "d_model": 128}, "", "not the bf16 run's d_model, so they cannot be compared"),
-        ({"recipe": "block", "steps": 200}, "", "other: the run has not come to the end of its 200 steps"),
-        ({}, "loss.csv", "loss.csv"),
-        ({}, "settings.json", "other holds no run that can be read: KeyError: 'recipe'"),
-    ],
-    ids=["no such seed", "two of bf16", "other model", "unfinished", "no curve", "empty settings"],
-)
-def test_runs_that_cannot_be_compared_end_in_one_line(
-    changes: dict[str, Any], file: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [a_run(tmp_path / "bf16", 2.0), a_run(tmp_path / "other", 2.0, **changes)]
-    if file:
-        (runs[1] / file).write_text("{}")
-
-    with pytest.raises(SystemExit) as exit_:
-        compare("--runs", *runs)
-
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+        ({"recipe": "block", "steps": 200}, "", "the run has not come to the end of its 200 steps"),
+        ({}, "settings.json", "holds no run that can be read: KeyError: 'recipe'"),
+    ]
+    for index, (changes, file, message) in enumerate(cases):
+        other = a_run(tmp_path / f"other {index}", 2.0, **changes)
+        if file:
+            (other / file).write_text("{}")
+        with pytest.raises(SystemExit, match="2"):
+            compare("--runs", bf16, other)
+        assert message in capsys.readouterr().err.splitlines()[-1]

@@ -13,30 +13,26 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import memory, plot, suites
+from benchmarks import cases, gpus, memory, model, plot
 from benchmarks.__main__ import main
+from benchmarks.cases import PAGE, SUITES
 from benchmarks.peers import VARIANTS, Variant
 from benchmarks.rows import Record
 from benchmarks.shapes import SHAPES, SWEEPS, Shape
-from benchmarks.suites import PAGE, SUITES
 
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(command.__file__).parent
-PNG = b"\x89PNG\r\n\x1a\n"
 #: Options that leave a few cases of each suite, and between them measure every operation and every variant.
 FEW = {
     "products": "--shapes qwen3 --skews tail --variants jax_grouped jax.lax.ragged_dot",
     "bf16_ragged_dot": "--ops dense mlp --kernels float32 --skews equal --variants jax_grouped jax.lax.ragged_dot",
-    "bf16_sustained": "--shapes qwen3 'dsv3 up' --peers jax_grouped",
-    "bf16_device_clock": "--shapes qwen3 --skews equal",
     "fp8_products": "--shapes qwen3 --skews lognormal --ops fprop dgrad wgrad 'wgrad f32' backward",
     "quantize": "--shapes small --skews equal",
-    "step": "--shapes qwen3 --skews tail --kernels bfloat16 "
-    "--variants bf16 block 'block cached' 'current cached' delayed",
+    "step": "--shapes qwen3 --skews tail --kernels bfloat16 --variants bf16 block 'current cached' delayed",
     "step_transformer_engine": "--shapes qwen3 --variants bf16 current",
     "step_accumulating": "--shapes qwen3 --variants bf16 'bf16 cached' block",
-    "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 current 'delayed cached'",
+    "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 'block cached' 'delayed cached'",
     "layer": "--shapes 'qwen3 layer' --variants bf16 block 'delayed cached'",
     "decode": "--shapes 'decode 1'",
     "step_launch": "--layers dense --variants bf16",
@@ -46,27 +42,20 @@ FEW = {
 
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every shape small."""
-    tiny = {
-        name: Shape(name, 2, 256, 128, 128 if shape.N else 0, min(shape.top_k, 2)) for name, shape in SHAPES.items()
-    }
-    for module in (suites, plot):
+    tiny = {name: Shape(name, 2, 256, 128, min(shape.N, 128), min(shape.top_k, 2)) for name, shape in SHAPES.items()}
+    for module in (cases, plot):
         monkeypatch.setattr(module, "SHAPES", tiny)
-    monkeypatch.setattr(plot, "SWEEPS", {name: [tiny[of.name] for of in sweep] for name, sweep in SWEEPS.items()})
+    monkeypatch.setattr(plot, "SWEEPS", {name: [tiny[shape.name] for shape in sweep] for name, sweep in SWEEPS.items()})
     monkeypatch.setattr(memory, "planned_bytes", lambda *_: 3 * 2**30)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # Undoes the command's changes after the test.
 
 
 @pytest.mark.usefixtures("_tiny")
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_is_measured_written_shown_and_drawn(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_is_measured_written_shown_and_drawn(name: str, tmp_path: Path, capsys: Any) -> None:
     file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     options = ["--calls", "1", "--seconds", "60", "--verify", "--json", str(file), "--plot", str(picture)]
-
-    assert main(["run", name, *shlex.split(FEW.get(name, "")), *options]) == 0
-
+    assert main(["run", name, *shlex.split(FEW.get(name, "--shapes qwen3 --skews equal")), *options]) == 0
     printed, record = capsys.readouterr().out, Record.read(file)
     assert [row.note for row in record.rows] == [""] * len(record.rows)
     for row in record.rows:
@@ -76,96 +65,70 @@ def test_a_suite_is_measured_written_shown_and_drawn(
         # Rounding both operands to three bits of mantissa, gradients to two, twice in an MLP, leaves this difference.
         lossy = any(word in row.case.variant for word in ("fp8", "block", "current", "delayed"))
         assert row.difference is None or (1e-2 < row.difference < 0.2 if lossy else row.difference < 1e-2)
-    assert picture.read_bytes().startswith(PNG)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["show", str(file)]) == 0
     assert printed.endswith(capsys.readouterr().out)
 
 
-#: Results of other commands than `run`.
-OTHERS = {"h200_fidelity", "h200_gpus", "h200_model"}
-
-
-@pytest.mark.parametrize(
-    "file",
-    [file for file in sorted(FOLDER.glob("results/*.json")) if file.stem not in OTHERS],
-    ids=lambda path: path.stem,
-)
-def test_stored_results_are_a_suites_and_are_shown_and_drawn(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record, picture = Record.read(file), tmp_path / "rows.png"
-
-    assert main(["show", str(file), "--plot", str(picture)]) == 0
-
-    assert {row.case for row in record.rows} <= set(SUITES[record.suite].cases())
-    assert record.device in capsys.readouterr().out
-    assert picture.read_bytes().startswith(PNG)
+def test_stored_results_are_a_suites_and_are_shown_and_drawn(tmp_path: Path, capsys: Any) -> None:
+    for file in FOLDER.glob("results/*.json"):
+        if file.stem in ("h200_fidelity", "h200_gpus", "h200_model"):
+            continue  # Results of other commands than `run`.
+        record, picture = Record.read(file), tmp_path / f"{file.stem}.png"
+        assert main(["show", str(file), "--plot", str(picture)]) == 0, file
+        assert {row.case for row in record.rows} <= set(SUITES[record.suite].cases()), file
+        assert record.device in capsys.readouterr().out
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_commands_of_the_page_are_those_of_the_program() -> None:
     text = (FOLDER / "README.md").read_text().replace("\\\n", "")
     commands = re.findall(r"^(?:JAX_PLATFORMS=cpu )?python3 -m benchmarks (.*)$", text, re.MULTILINE)
-
     parsed = [command._parser().parse_args(shlex.split(line)) for line in commands]
-
     assert {name for arguments in parsed for name in getattr(arguments, "suites", [])} == set(PAGE)
     assert all((FOLDER / figure).exists() for figure in re.findall(r"\((results/[^)]+)\)", text))
 
 
-def test_one_that_fails_does_not_keep_the_others_from_running(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[list[str]] = []
-
-    def run(arguments: list[str], *, check: bool) -> Any:
-        ran.append(arguments[3:])
-        return SimpleNamespace(returncode=int("step" in arguments))
-
+def test_one_that_fails_does_not_keep_the_others_from_running(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    run = Mock(side_effect=lambda words, **_: SimpleNamespace(returncode=int("step" in words)))
     monkeypatch.setattr(subprocess, "run", run)
-
     assert main(["run", "--seconds", "1", "step", "memory", "--json", "there/gpu_{suite}.json"]) == 1
-
-    assert ran == [
-        ["run", "step", "--seconds", "1", "--json", "there/gpu_step.json"],
-        ["run", "memory", "--seconds", "1", "--json", "there/gpu_memory.json"],
+    assert [call.args[0][3:] for call in run.call_args_list] == [
+        ["run", name, "--seconds", "1", "--json", f"there/gpu_{name}.json"] for name in ("step", "memory")
     ]
     assert capsys.readouterr().err == "failed: step\n"
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_a_peer_that_fails_gives_a_row_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_fails_gives_a_row_with_the_reason(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     product = Mock(side_effect=MemoryError("RESOURCE_EXHAUSTED: 56 GiB\nand a long report"))
     monkeypatch.setitem(sys.modules, "benchmarks.peers.fails", SimpleNamespace(product=product))
     monkeypatch.setitem(VARIANTS, "jax.lax.ragged_dot", Variant("fails", "jax"))
     monkeypatch.setitem(sys.modules, "torch", None)
-    options = "--ops fprop --skews equal --peers jax.lax.ragged_dot torch._grouped_mm jax_grouped --json"
-
+    options = "--ops fprop --skews equal --shapes qwen3 --peers jax.lax.ragged_dot torch._grouped_mm jax_grouped --json"
     assert main(["run", "products", *options.split(), str(tmp_path / "rows.json")]) == 0
-
-    failed, worked, *_ = Record.read(tmp_path / "rows.json").rows
+    failed, worked = Record.read(tmp_path / "rows.json").rows
     assert (failed.note, failed.milliseconds) == ("MemoryError: RESOURCE_EXHAUSTED: 56 GiB", None)
     assert worked.milliseconds > 0
     assert "skipped torch._grouped_mm: ModuleNotFoundError: import of torch halted" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_tiny")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("run steps", "argument SUITE: invalid choice: 'steps'"),
-        ("run step --shapes qwen4", "argument --shapes: invalid choice: 'qwen4'"),
-        ("run step_launch --variants jax.numpy", "nothing was measured"),
-        ("run memory --json nowhere/rows.json", "[Errno 2] No such file or directory: 'nowhere/rows.json.part'"),
-        ("run step scaling --json rows.json", "the files of several suites need {suite} in their names"),
-        ("show nowhere.json", "[Errno 2] No such file or directory: 'nowhere.json'"),
-        (f"show {FOLDER}/results/h200_fidelity.json", f"{FOLDER}/results/h200_fidelity.json holds no rows"),
-    ],
-)
-def test_wrong_arguments_end_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments.split())
-
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"python3 -m benchmarks {arguments.split()[0]}: error: {message}")
+def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (gpus, model):
+        monkeypatch.setattr(module, "cuda_devices", list)
+    fidelity = f"{FOLDER}/results/h200_fidelity.json"
+    for arguments, message in {
+        "run steps": "argument SUITE: invalid choice: 'steps'",
+        "run step --shapes qwen4": "argument --shapes: invalid choice: 'qwen4'",
+        "run step_launch --variants jax.numpy": "nothing was measured",
+        "run memory --json nowhere/rows.json": "[Errno 2] No such file or directory: 'nowhere/rows.json.part'",
+        "run step scaling --json rows.json": "the files of several suites need {suite} in their names",
+        "gpus": "needs several GPUs, JAX finds 0",
+        "model": "needs a GPU, and JAX sees none",
+        f"show {fidelity}": f"{fidelity} holds no rows",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(arguments.split())
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"python3 -m benchmarks {arguments.split()[0]}: error: {message}")
