@@ -3,9 +3,7 @@
 import contextlib
 import csv
 import io
-import resource
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -43,14 +41,3 @@ def files_in(folder: Path) -> dict[str, bytes]:
     """Returns the content of every file of a folder but the lock, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train_moe.lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-@contextlib.contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Makes the system refuse files longer than `size` bytes, as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,7 +1,6 @@
-"""Ctrl-C and SIGTERM, sent to `train_moe` wherever they could do harm."""
+"""Signals and full disks end a run of `train_moe` without harm: it resumes to the curve of an uninterrupted one."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 from jax_grouped.examples import training
@@ -18,38 +18,17 @@ from tests.examples.programs import TINY, files_in, read_rows, run
 
 pytestmark = pytest.mark.slow
 
+MAIN = """
+from jax_grouped.examples.train_moe import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 #: Compiles for minutes, in one call outside of Python.
 COMPILING = """
 import hashlib, sys
 import jax
 
 jax.stages.Lowered.compile = lambda _: hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
-from jax_grouped.examples.train_moe import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-#: Sends itself SIGINT where what saves the checkpoint of step 8 has started the third of Orbax's threads.
-INTERRUPTED_WHILE_SAVING = """
-import os, signal, sys, threading
-import orbax.checkpoint as ocp
-
-save, start, savers, started = ocp.CheckpointManager.save, threading.Thread.start, [], []
-
-def starting(thread):
-    start(thread)
-    if threading.current_thread() in savers:
-        started.append(thread)
-        if len(started) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-def saving(manager, step, **arguments):
-    if step == 8:
-        savers.append(threading.current_thread())
-    return save(manager, step, **arguments)
-
-threading.Thread.start, ocp.CheckpointManager.save = starting, saving
-from jax_grouped.examples.train_moe import main
-sys.exit(main(sys.argv[1:]))
 """
 
 #: Needs minutes to give the checkpoint of step 8 its name.
@@ -65,10 +44,23 @@ def slow(function):
     return rename
 
 os.rename, os.replace = slow(os.rename), slow(os.replace)
-from jax_grouped.examples.train_moe import main
-sys.exit(main(sys.argv[1:]))
 """
 
+#: From step 6 on, files cannot be longer than 4096 bytes: the system refuses more as it does on a full disk.
+FULL_DISK = """
+import resource, sys
+from jax_grouped.examples import training
+
+windows = training.random_windows
+
+def full(*arguments):
+    if arguments[-1] == 5:
+        print("full", flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    return windows(*arguments)
+
+training.random_windows = full
+"""
 
 Start = Callable[[str, Path, str], "subprocess.Popen[str]"]
 
@@ -76,105 +68,119 @@ Start = Callable[[str, Path, str], "subprocess.Popen[str]"]
 @pytest.fixture
 def start(text_file: Path, shared_programs: dict[str, str]) -> Iterator[Start]:
     """Starts a program in a process, to train 12 steps in a folder; waits until it prints a line that begins so."""
-    processes: list[subprocess.Popen[str]] = []
-    watchdogs: list[threading.Timer] = []
+    started: list[tuple[subprocess.Popen[str], threading.Timer]] = []
 
     def start(program: str, folder: Path, line: str) -> subprocess.Popen[str]:
         flags = ["--data", text_file, "--out", folder, "--steps", 12, *TINY]
         process = subprocess.Popen(
-            [sys.executable, "-c", program, *map(str, flags)],
+            [sys.executable, "-c", program + MAIN, *map(str, flags)],
             env={**os.environ, **shared_programs, "JAX_NUM_CPU_DEVICES": "8"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        processes.append(process)
-        watchdogs.append(threading.Timer(100, process.kill))
-        watchdogs[-1].start()
+        started.append((process, threading.Timer(100, process.kill)))
+        started[-1][1].start()
         assert process.stdout
         assert any(printed.startswith(line) for printed in process.stdout), "the program has ended"
         return process
 
     yield start
-    for watchdog in watchdogs:
+    for process, watchdog in started:
         watchdog.cancel()
-    for process in processes:
         process.kill()
         process.communicate()
+
+
+def resume(folder: Path, step: int, finished: Path) -> None:
+    status, out, err = run("--out", folder, "--resume")
+
+    assert status == 0, err
+    assert f"resuming at step {step}\n" in out
+    assert read_rows(folder) == read_rows(finished)
+    assert (folder / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_saves_its_last_step_and_resumes_from_it(
     number: int, finished: tuple[Path, str], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
-    windows = training.random_windows
+    # SIGINT comes before the fifth step, SIGTERM while the checkpoint of the fourth is written.
+    windows, save = training.random_windows, ocp.CheckpointManager.save
 
-    def interrupted(*arguments: Any) -> Any:
-        if arguments[-1] == 4:
-            os.kill(os.getpid(), number)
-            # `timeout` of GNU sends it twice.
-            os.kill(os.getpid(), number)
-            time.sleep(0.5)
+    def interrupt() -> None:
+        os.kill(os.getpid(), number)
+        # `timeout` of GNU sends it twice.
+        os.kill(os.getpid(), number)
+
+    def interrupted_windows(*arguments: Any) -> Any:
+        if number == signal.SIGINT and arguments[-1] == 4:
+            interrupt()
         return windows(*arguments)
 
-    monkeypatch.setattr(training, "random_windows", interrupted)
+    def interrupted_save(manager: Any, step: int, **arguments: Any) -> Any:
+        if number == signal.SIGTERM and step == 4:
+            interrupt()
+        return save(manager, step, **arguments)
+
+    monkeypatch.setattr(training, "random_windows", interrupted_windows)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", interrupted_save)
+    folder = tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     status, _, err = run("--data", text_file, "--out", folder, "--steps", 12, *TINY)
+    monkeypatch.undo()
 
     assert status == 128 + number
     assert err.splitlines()[-1] == "train_moe: interrupted at step 5, which is saved; --resume continues from there"
     assert read_rows(folder)[-1][0] == "5"
-    monkeypatch.undo()
-
-    status, out, err = run("--out", folder, "--resume")
-
-    assert status == 0, err
-    assert "resuming at step 5" in out
-    assert read_rows(folder) == read_rows(finished[0])
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    resume(folder, 5, finished[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_ends_a_compilation_at_once_and_the_folder_is_as_it_was(
-    number: int, tmp_path: Path, start: Start
-) -> None:
+def test_a_signal_ends_a_compilation_at_once_and_nothing_is_written(number: int, tmp_path: Path, start: Start) -> None:
     process = start(COMPILING, tmp_path / "run", "compiling")
 
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
 
-    assert process.returncode == 128 + number
-    assert err == "train_moe: interrupted; --resume continues from the latest checkpoint, if there is one\n"
+    assert (process.returncode, err) == (-number, "")
     assert not files_in(tmp_path / "run")
 
 
-def test_ctrl_c_while_a_checkpoint_is_written_does_not_hang(
-    finished: tuple[Path, str], tmp_path: Path, start: Start
-) -> None:
-    process = start(INTERRUPTED_WHILE_SAVING, tmp_path / "run", "step 6")
-
-    _, err = process.communicate(timeout=60)
-
-    assert process.returncode == signal.SIGINT + 128
-    assert "Traceback" not in err
-    (step,) = re.findall(r"^train_moe: interrupted at step (\d+), which is saved", err, re.MULTILINE)
-    assert (tmp_path / "run" / "checkpoints" / step).is_dir()
-    assert read_rows(tmp_path / "run") == read_rows(finished[0])[: int(step) + 2]
-
-
-def test_a_second_ctrl_c_ends_a_slow_save_and_the_checkpoint_before_is_the_latest(
-    finished: tuple[Path, str], tmp_path: Path, start: Start
+@pytest.mark.parametrize(
+    ("program", "line", "signals", "status", "message"),
+    [
+        (SAVING_SLOWLY, "saving step 8", [signal.SIGKILL], -signal.SIGKILL, ""),
+        (SAVING_SLOWLY, "saving step 8", [signal.SIGINT] * 2, 130, "train_moe: interrupted; --resume continues from"),
+        (FULL_DISK, "full", [], 2, "checkpoints: File too large; --resume continues from the latest that is there"),
+    ],
+    ids=["killed", "a second Ctrl-C", "full disk"],
+)
+def test_a_run_that_ends_while_it_saves_resumes_from_the_checkpoint_before(
+    program: str,
+    line: str,
+    signals: list[int],
+    status: int,
+    message: str,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    start: Start,
 ) -> None:
     folder = tmp_path / "run"
-    process = start(SAVING_SLOWLY, folder, "saving step 8")
+    process = start(program, folder, line)
 
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(1.5)
+    _, err = process.communicate(timeout=60)
 
-    assert process.returncode == signal.SIGINT + 128
-    assert err.endswith("\ntrain_moe: interrupted; --resume continues from the latest checkpoint, if there is one\n")
-    status, out, err = run("--out", folder, "--resume")
-    assert status == 0, err
-    assert "resuming at step 4" in out
-    assert read_rows(folder) == read_rows(finished[0])
+    assert process.returncode == status, err
+    *progress, last = err.splitlines()
+    assert message in last
+    assert all("step " in shown or not shown.strip() for shown in progress), err
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left[0] == "4"
+    assert len(left) == 2, "the checkpoint of step 8 lies there under another name"
+    resume(folder, 4, finished[0])
