@@ -88,9 +88,8 @@ def programs(settings: Settings, devices: Devices) -> Programs:
     def gradients_and_metrics(variables: Variables, batch: jax.Array) -> tuple[Variables, StepMetrics]:
         if EXPERT in axes:
             # As copies that may differ, parameters have gradients that are added up once, not in each microbatch.
-            variables = jax.tree.map_with_path(
-                lambda path, x: jax.lax.pcast(x, DATA if _is_split(path) else BOTH, to="varying"), variables
-            )
+            varying = functools.partial(jax.lax.pcast, to="varying")
+            variables = jax.tree.map_with_path(lambda path, x: varying(x, DATA if _is_split(path) else BOTH), variables)
         gradients, metrics = _local_gradients_and_metrics(model, variables, batch, mesh.size)
         add, largest = (functools.partial(reduce, axis_name=axes) for reduce in (jax.lax.psum, jax.lax.pmax))
         return _reduced(gradients, axes), metrics.combined(add, largest)
@@ -122,7 +121,7 @@ def programs(settings: Settings, devices: Devices) -> Programs:
     initialise = jax.jit(create_state, out_shardings=shardings)
     if settings.parallel == "pmap":
         # The state has no axis of devices: it is the same on all of them.
-        used = mesh.devices.ravel().tolist()
+        used = [*mesh.devices.flat]
         pmap = functools.partial(jax.pmap, axis_name=DATA, in_axes=(None, 1), out_axes=None, devices=used)
         return Programs(initialise, pmap(take_step, donate_argnums=0), pmap(held_out_loss), split, state)
     inputs = shardings, NamedSharding(mesh, P(None, BOTH))
@@ -132,10 +131,7 @@ def programs(settings: Settings, devices: Devices) -> Programs:
 
 
 def learning_rate(settings: Settings) -> optax.Schedule:
-    """Returns a short warm-up, then a constant rate, so that a run can be extended, unless it is to cool down.
-
-    The cool-down is linear (Hägele et al., https://arxiv.org/abs/2405.18392).
-    """
+    """Returns a warm-up, then a constant rate, then a linear cool-down, if any (https://arxiv.org/abs/2405.18392)."""
     rate = settings.learning_rate
     warm_up = optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS)
     if settings.cool_down == 0:

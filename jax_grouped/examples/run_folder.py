@@ -23,9 +23,6 @@ from flax.training.train_state import TrainState
 from jax_grouped.examples.loss_curve import Losses, draw, draw_load, format_losses
 from jax_grouped.examples.settings import Settings, UsageError
 
-#: Older checkpoints are deleted.
-CHECKPOINTS_KEPT = 2
-
 
 class RunFolder:
     """A folder with one run in it, or none.
@@ -57,21 +54,19 @@ class RunFolder:
                 raise UsageError(f"--out: {self.path} is in use by another process") from None
             yield
 
-    def check_new(self) -> None:
-        """Raises a UsageError if there is a run in the folder, or anything with the name of its files."""
+    def check(self, resume: bool) -> None:
+        """Raises a UsageError if there is no run to resume, or anything with the name of a file of a new run."""
+        # Not by a manager, which deletes what another process may be writing.
+        started = any(path.name.isdigit() for path in self._checkpoints_path.glob("*"))
+        if resume and not started:
+            raise UsageError(f"--resume: there is no checkpoint in {self.path}")
         names = "settings.json checkpoints loss.csv loss.png metrics.jsonl load.png tensorboard"
         for path in (self.path / name for name in names.split()):
-            if os.path.lexists(path):
+            if not resume and os.path.lexists(path):
                 raise UsageError(f"--out: {path} exists already: continue that run with --resume, or name a new folder")
 
-    def check_started(self) -> None:
-        """Raises a UsageError if there is no run in the folder that can be continued."""
-        # Not by a manager, which deletes what another process may be writing.
-        if not any(path.name.isdigit() for path in self._checkpoints_path.glob("*")):
-            raise UsageError(f"--resume: there is no checkpoint in {self.path}")
-
     def read_settings(self) -> tuple[dict[str, Any], str]:
-        """Returns the recorded settings of the run, and its `text_sha256`. Raises a UsageError if they are damaged."""
+        """Returns the recorded settings of the run, and its `text_sha256`, or raises a UsageError."""
         try:
             settings = dict(json.loads(self._settings_path.read_text()))
             return settings, settings.pop("text_sha256")
@@ -108,11 +103,8 @@ class RunFolder:
     def restore(self, like: TrainState) -> tuple[int, TrainState]:
         """Reads the latest checkpoint that can be read, with its losses and metrics, and moves later ones away.
 
-        Returns:
-            The number of steps that have been taken, and the state after them, with shapes and shardings as in `like`.
-
-        Raises:
-            UsageError: no checkpoint can be read; nothing on disk has changed.
+        Returns the number of steps that have been taken, and the state after them, with shapes and shardings as in
+        `like`; or raises a UsageError, and changes nothing on disk.
         """
         items = ocp.args.Composite(state=ocp.args.StandardRestore(like), records=ocp.args.JsonRestore())
         unreadable: dict[int, str] = {}
@@ -144,7 +136,7 @@ class RunFolder:
     def _checkpoints(self) -> ocp.CheckpointManager:
         _silence_orbax()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=CHECKPOINTS_KEPT,
+            max_to_keep=2,
             # A process that was killed while saving has left a folder that nothing else would delete.
             cleanup_tmp_directories=True,
             enable_async_checkpointing=False,
@@ -154,10 +146,7 @@ class RunFolder:
 
 @jax.jit
 def _checksum(state: TrainState) -> jax.Array:
-    """Returns the sum of all bits as integers, which does not depend on shardings.
-
-    TensorStore does not see every byte of a file that has changed.
-    """
+    """Returns the sum of all bits as integers: TensorStore does not see every byte of a file that has changed."""
     sums = [jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32) for x in jax.tree.leaves(state)]
     return jnp.sum(jnp.stack(sums), dtype=jnp.uint32)
 
@@ -170,10 +159,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _silence_orbax() -> None:
-    """Keeps what Orbax and TensorStore print about errors, beside raising them, from the output.
-
-    They do so also when arrays that have not been read or written are freed, and when the process ends.
-    """
+    """Keeps from the output what Orbax and TensorStore print about errors that they raise, also when a process ends."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

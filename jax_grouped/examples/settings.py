@@ -46,8 +46,8 @@ compute the experts' matmuls in FP8, scaled per block of 128, per expert with th
 or per block of 32.
 
 --parallel: with pmap every device has the whole model and a part of the batch. With expert it has a part of the experts
-and of the batch, and tokens travel to their experts and back. The curves are the same but for rounding, without
---capacity-factor.
+and of the batch, and tokens travel to their experts and back; groups of --expert-devices share the batch. The curves
+are the same but for rounding, without --capacity-factor, which drops rows that a device has no room for.
 """
 
 
@@ -67,9 +67,7 @@ def _option(default: Any, text: str, kind: type | None = None, choices: Iterable
 class Settings:
     """The settings of one run; each field is the option of the same name."""
 
-    data: str | None = _option(
-        None, "a file, or a folder of text files (default: Python sources of the interpreter's standard library)", str
-    )
+    data: str | None = _option(None, "a text or a folder of texts (default: Python's standard library)", str)
     out: str = _option("runs/train_moe", "the run's folder")
     resume: bool = _option(False, "continue the run in the folder --out from its latest checkpoint")
     steps: int = _option(250, "optimizer steps, counted from the start of the run")
@@ -81,9 +79,7 @@ class Settings:
     recipe: str = _option("bf16", "number formats, see above", choices=RECIPES)
     parallel: str = _option("none", "use of several devices, see above", choices=("none", "pmap", "expert"))
     devices: int | None = _option(None, "of --parallel pmap and expert (default: all that there are)", int)
-    expert_devices: int | None = _option(
-        None, "devices that the experts are split over; such groups share the batch (default: --devices)", int
-    )
+    expert_devices: int | None = _option(None, "devices that the experts are split over (default: --devices)", int)
     seed: int = _option(0, "of the parameters and the data order")
     batch: int = _option(16, "sequences per step, on all devices together")
     microbatches: int = _option(1, "parts of the batch, taken one after another; they share quantized kernels")
@@ -95,9 +91,7 @@ class Settings:
     heads: int = _option(4, "attention heads per block")
     experts: int = _option(8, "experts per block")
     top_k: int = _option(2, "experts that each token uses")
-    capacity_factor: float | None = _option(
-        None, "rows for which each device has room, in even shares; others are dropped (default: room for all)", float
-    )
+    capacity_factor: float | None = _option(None, "rows of a device, in even shares (default: room for all)", float)
     d_ff: int = _option(None, "features inside an expert (default: the multiple of 16 nearest to 4/3 * d_model)", int)
 
     def recorded(self) -> dict[str, Any]:
@@ -151,12 +145,8 @@ def parse(argv: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Set
 
 
 def _parse(argv: Sequence[str]) -> Settings:
-    parser = _Parser(
-        prog="python3 -m jax_grouped.examples.train_moe",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser("train_moe", description=_DESCRIPTION, formatter_class=raw, allow_abbrev=False)
     for field in dataclasses.fields(Settings):
         parser.add_argument(_flag(field.name), **field.metadata)
     values = vars(parser.parse_args(argv))

@@ -39,10 +39,7 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
 
     A folder's files follow one another in an order drawn from their names, so that the held-out region at the end is
     a fair sample of them and not the end of the alphabet. Hidden files and files that hold a zero byte are left out.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-        UsageError: one of the two regions would not be longer than a window of `sequence` bytes.
+    Raises a UsageError if one of the two regions is not longer than a window of `sequence` bytes.
     """
     stdlib = sysconfig.get_path("stdlib")
     if path is None:

@@ -19,11 +19,9 @@ from jax_grouped.examples.text_data import read_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, by default those of the process.
+    """Runs the program with these arguments, by default those of the process, and returns its exit status.
 
-    Returns:
-        The exit status: 0; after one line that says why, 2 for something the user can put right, 130 for Ctrl-C,
-        143 for SIGTERM.
+    It is 0; or, after one line that says why, 2 for what the user can put right, 130 for Ctrl-C and 143 for SIGTERM.
     """
     # Python's own handler waits for the end of a compilation. While a run trains, another one saves its last step.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -49,10 +47,10 @@ def _run(argv: Sequence[str]) -> int:
 
     backend = backend_name()
     folder = RunFolder(settings.out)
+    # Before the folder is made: a wrong option leaves nothing behind.
     if settings.resume:
-        folder.check_started()
+        folder.check(resume=True)
     else:
-        # Before the folder is made: a wrong option leaves nothing behind.
         corpus = read_corpus(settings.data, settings.sequence)
         devices_of(settings, jax.device_count())
     with folder.locked():
@@ -63,7 +61,7 @@ def _run(argv: Sequence[str]) -> int:
             if corpus.sha256 != text_sha256:
                 raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
         else:
-            folder.check_new()
+            folder.check(resume=False)
         run = prepare(settings, devices_of(settings, jax.device_count()))
         print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}")
         print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
@@ -75,8 +73,8 @@ def _run(argv: Sequence[str]) -> int:
         return 128 + number  # As shells report a process that a signal has ended.
     for row in folder.losses:
         if row.held_out is not None and row.step in (0, step):
-            when, bits = "after" if row.step else "before", row.held_out / math.log(2)
-            print(f"held-out loss {when}: {row.held_out:.3f} nats per byte = {bits:.3f} bits per byte")
+            when = "after" if row.step else "before"
+            print(f"held-out loss {when}: {row.held_out:.3f} nats = {row.held_out / math.log(2):.3f} bits per byte")
     if bytes_per_second is None:
         print(f"note: the run was at step {step} already; a larger --steps continues it")
     else:

@@ -98,25 +98,15 @@ def train(run: Run, corpus: Corpus, folder: RunFolder) -> tuple[int, TrainState,
     held_out = run.programs.split(even_windows(corpus.held_out, settings.sequence, HELD_OUT_BATCHES * settings.batch))
     evaluate = run.programs.held_out_loss.lower(run.programs.state, held_out).compile()
     take_step = run.step.compile()
-    if step == 0:
-        state = run.programs.initialise()
-
     first_step, seconds = step, 0.0
     losses: list[jax.Array] = []
-    events = SummaryWriter(
-        str(folder.path / "tensorboard"), purge_step=step + 1, write_to_disk=settings.log == "tensorboard"
-    )
-    bar = tqdm(
-        desc=f"step {step}/{settings.steps}",
-        initial=step * size,
-        total=settings.steps * size,
-        unit="byte",
-        unit_scale=True,
-        dynamic_ncols=True,
-    )
+    logs = settings.log == "tensorboard"
+    events = SummaryWriter(str(folder.path / "tensorboard"), purge_step=step + 1, write_to_disk=logs)
+    bar = tqdm(initial=step * size, total=settings.steps * size, unit="byte", unit_scale=True, dynamic_ncols=True)
     with _until_signal() as signals, events, bar:
         folder.write_settings(settings, corpus.sha256)
         if step == 0:
+            state = run.programs.initialise()
             rows = [Losses(0, None, float(evaluate(state, held_out)))]
             folder.add(rows, [])
             _add_events(events, rows, [])
@@ -184,7 +174,7 @@ def _add_events(events: SummaryWriter, losses: list[Losses], metrics: list[dict[
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[list[int]]:
-    """Yields a list that gets the first SIGINT or SIGTERM; a second one ends the process, which tears no file."""
+    """Yields a list that gets the first SIGINT or SIGTERM; a second one ends the process at once."""
     signals: list[int] = []
     first_time = 0.0
 
@@ -212,17 +202,15 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     model = language_model(dataclasses.replace(settings, capacity_factor=None))
 
     @jax.jit
-    def predict(variables: Any, keys: jax.Array) -> jax.Array:
-        def add(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = model.apply(variables, window[None])[0][0, -1]
-            byte = jax.random.categorical(key, logits / TEMPERATURE)
-            return jnp.append(window[1:], byte), byte
+    def predict(variables: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+        byte = jax.random.categorical(key, model.apply(variables, window[None])[0][0, -1] / TEMPERATURE)
+        return jnp.append(window[1:], byte)
 
-        return jax.lax.scan(add, jnp.asarray(prompt, jnp.int32), keys)[1]
-
-    variables = jax.device_put(state.params, jax.devices()[0])
-    text = predict(variables, jax.random.split(jax.random.key(settings.seed), settings.sample))
-    return _printable(prompt).splitlines()[-1], _printable(np.asarray(text))
+    variables, window, text = jax.device_put(state.params, jax.devices()[0]), jnp.asarray(prompt, jnp.int32), []
+    for key in jax.random.split(jax.random.key(settings.seed), settings.sample):
+        window = predict(variables, window, key)
+        text.append(window[-1])
+    return _printable(prompt).splitlines()[-1], _printable(np.array(text))
 
 
 def _printable(data: np.ndarray) -> str:

@@ -26,6 +26,13 @@ def run(*flags: object) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+def succeed(*flags: object) -> str:
+    """Returns the standard output of the program, which must end with success."""
+    status, out, err = run(*flags)
+    assert status == 0, err
+    return out
+
+
 def prepared(flags: str) -> training.Run:
     """Prepares a tiny run with these flags."""
     settings = parse([*TINY, *flags.split()])

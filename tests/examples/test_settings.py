@@ -1,16 +1,13 @@
 """The options of `train_moe`, and its errors about those that do not fit."""
 
-import errno
-import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import jax_grouped as jg
-from jax_grouped import examples
 from jax_grouped.backends.reference import gemm
 from jax_grouped.examples import parallel, settings
 from jax_grouped.examples.settings import parse
@@ -31,25 +28,16 @@ def test_options_that_do_not_fit_end_in_one_line(tmp_path: Path, monkeypatch: py
     Path("long.txt").write_text("text " * 1000)
     for flags, message in {
         "--bogus": "--bogus",
-        "--batch 2.5": "--batch",
         "--steps 0": "--steps must be at least 1 ",
-        "--seed -1": "--seed must be at least 0 ",
-        "--seed 2147483648": "--seed must be at least 0 and less than 2^31",
-        "--learning-rate nan": "--learning-rate must be a positive number",
-        "--cool-down 251": "--cool-down 251 is more than --steps 250",
-        "--recipe fp4": "--recipe",
         "--top-k 9": "--top-k 9 is more than --experts 8",
         "--heads 3": "--d-model 128 must be a multiple of 2 * --heads = 6",
         "--recipe block --d-model 24": "--recipe block needs multiples of 16 as --d-model and --d-ff",
-        "--recipe delayed --d-ff 40": "--recipe delayed needs multiples of 16 as --d-model and --d-ff",
         "--data missing.txt": "missing.txt: No such file or directory",
         "--data empty": "empty holds 0 bytes of text, --sequence 128 needs 2580",
         "--data long.txt --out long.txt": "cannot read or write long.txt: File exists",
         "--resume --out missing": "--resume: there is no checkpoint in missing",
         "--devices 2": "--devices needs --parallel",
-        "--parallel pmap --expert-devices 2": "--expert-devices needs --parallel expert",
         "--data long.txt --microbatches 3": "--batch 16 must be a multiple of --devices * --microbatches, here 1 * 3",
-        "--data long.txt --parallel pmap --devices 999": "--devices 999 is more than the ",
     }.items():
         assert_one_line(message, *flags.split())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "long.txt"], flags
@@ -89,26 +77,11 @@ def test_what_the_machine_refuses_ends_in_one_line(
     def refuse_product(*_: object, **__: object) -> None:
         raise RuntimeError("Products of blocks of 128 need a Hopper GPU, got another: use another recipe.")
 
-    def refuse_file(path: Path) -> bytes:
-        # The tests may run as root, who can read every file.
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    def refuse_start() -> None:
-        raise AssertionError  # As with JAX_PLATFORMS=cuda and no GPU.
-
     flags = ["--data", text_file, "--out", tmp_path / "run", "--recipe", "block", *TINY]
-    with monkeypatch.context() as patch:
-        patch.setattr(jg.config, "backend", "xla")
-        # Called when a product is lowered, as what finds out about GPUs is.
-        patch.setattr(gemm, "dequantize", refuse_product)
-        assert_one_line("error: Products of blocks of 128 need a Hopper GPU, got another: use another recipe.", *flags)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse_file)
-        assert_one_line(f"{text_file}: Permission denied", *flags)
-        assert_one_line(f"{text_file}: Permission denied", *flags, "--data", text_file.parent)
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "devices", refuse_start)
-        assert_one_line("JAX does not start: ", *flags)
+    monkeypatch.setattr(jg.config, "backend", "xla")
+    # Called when a product is lowered, as what finds out about GPUs is.
+    monkeypatch.setattr(gemm, "dequantize", refuse_product)
+    assert_one_line("error: Products of blocks of 128 need a Hopper GPU, got another: use another recipe.", *flags)
 
 
 def test_a_run_resumes_only_as_it_was(finished_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,27 +89,17 @@ def test_a_run_resumes_only_as_it_was(finished_copy: Path, tmp_path: Path, monke
     Path("other.txt").write_text("text " * 1000)
     for flags, message in {
         "--layer nnx": "was started with --layer linen, not nnx",
-        "--microbatches 2": "was started with --microbatches 1, not 2",
-        "--experts 8 --top-k 8": "was started with --experts 4, not 8",
-        "--recipe block": "was started with --recipe bf16, not block",
         "--data other.txt": "other.txt has changed since the run",
     }.items():
         assert_one_line(message, "--out", finished_copy, "--resume", *flags.split())
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("filelock", "flax", "matplotlib", "optax", "orbax", "tensorboardX", "tqdm"):
-        with monkeypatch.context() as patch:
-            for name in list(sys.modules):
-                if name.partition(".")[0] == module or name.startswith("jax_grouped.examples."):
-                    patch.delitem(sys.modules, name)
-                if name.startswith("jax_grouped.examples."):
-                    # An import also sets an attribute of the package, which must be undone as well.
-                    child = name.removeprefix("jax_grouped.examples.")
-                    patch.setattr(examples, child, getattr(examples, child))
-            patch.setitem(sys.modules, module, None)
-
-            assert_one_line(f"{module} is missing: python3 -m pip install 'jax_grouped[examples]'", "--data", "missing")
+    for module in ("flax", "orbax"):
+        program = f"import sys; sys.modules['{module}'] = None; from jax_grouped.examples.train_moe import main; main()"
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        message = f"{module} is missing: python3 -m pip install 'jax_grouped[examples]'"
+        assert ended.stderr == f"train_moe: error: {message}\n"
 
 
 def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> None:

@@ -1,25 +1,22 @@
 """The example `train_moe`: whole runs on tiny sizes, on one device and on several."""
 
-import itertools
 import json
 import shutil
-import struct
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from flax.training.train_state import TrainState
-from tensorboardX.proto import event_pb2
 
 from jax_grouped.examples import parallel, training
 from jax_grouped.examples.loss_curve import held_out_points, read_losses, train_points
 from jax_grouped.examples.parallel import StepMetrics, programs
 from jax_grouped.examples.settings import Devices, parse
-from tests.examples.programs import TINY, files_in, prepared, read_rows, run
+from tests.examples.programs import TINY, files_in, prepared, read_rows, succeed
 from tests.meshes import need_devices
 
 pytestmark = pytest.mark.slow
@@ -39,8 +36,8 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
     assert [step for step, _ in train_points(losses)] == [*range(1, 13)]
     assert [step for step, _ in held_out_points(losses)] == [0, 3, 6, 9, 12]
     assert losses[-1].held_out < losses[0].held_out - 1
-    assert f"held-out loss before: {losses[0].held_out:.3f} nats per byte" in out
-    assert f"held-out loss after: {losses[-1].held_out:.3f} nats per byte" in out
+    assert f"held-out loss before: {losses[0].held_out:.3f} nats" in out
+    assert f"held-out loss after: {losses[-1].held_out:.3f} nats" in out
     for name in ("loss.png", "load.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
@@ -63,78 +60,49 @@ def test_metrics_that_are_no_numbers_are_null() -> None:
     assert row == {"step": 5, "gradient_norm": None, **values}
 
 
-def test_tensorboard_gets_losses_and_metrics_and_forgets_those_after_a_checkpoint(
-    finished: tuple[Path, str], finished_copy: Path
-) -> None:
-    shown: dict[str, dict[int, float]] = {}
-    for event in itertools.chain(*map(events, (finished[0] / "tensorboard").iterdir())):
-        for value in event.summary.value:
-            shown.setdefault(value.tag, {})[event.step] = value.simple_value
-    losses = read_losses(finished[0] / "loss.csv")
-    assert shown["loss/train"] == pytest.approx(dict(train_points(losses)), abs=1e-5)
-    assert shown["loss/held_out"] == pytest.approx(dict(held_out_points(losses)), abs=1e-5)
-    for row in read_metrics(finished[0]):
-        assert shown["gradient_norm"][row["step"]] == pytest.approx(row["gradient_norm"])
-        assert shown["amax/block_0"][row["step"]] == pytest.approx(row["amax"][0])
-        assert shown["expert_load/block_0/expert_3"][row["step"]] == pytest.approx(row["expert_load"][0][3])
+def test_tensorboard_gets_losses_and_metrics(finished: tuple[Path, str]) -> None:
+    losses, metrics = read_losses(finished[0] / "loss.csv"), read_metrics(finished[0])
+    writer = mock.Mock()
 
-    shutil.rmtree(finished_copy / "checkpoints" / "12")
-    before = {*(finished_copy / "tensorboard").iterdir()}
-    status, _, err = run("--out", finished_copy, "--resume", "--log", "tensorboard")
+    training._add_events(writer, losses, metrics)
 
-    assert status == 0, err
-    (added,) = {*(finished_copy / "tensorboard").iterdir()} - before
-    starts = [event.step for event in events(added) if event.session_log.status]
-    assert starts == [9], "the run resumes after step 8"
+    shown: dict[str, list[tuple[int, float]]] = {}
+    for tag, value, step in (call.args for call in writer.add_scalar.call_args_list):
+        shown.setdefault(tag, []).append((step, value))
+    assert shown["loss/train"] == train_points(losses)
+    assert shown["loss/held_out"] == held_out_points(losses)
+    assert shown["gradient_norm"] == [(row["step"], row["gradient_norm"]) for row in metrics]
+    assert shown["amax/block_0"] == [(row["step"], row["amax"][0]) for row in metrics]
+    assert shown["expert_load/block_0/expert_3"] == [(row["step"], row["expert_load"][0][3]) for row in metrics]
+    (events,) = (finished[0] / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"loss/train") == 12
 
 
-def events(file: Path) -> Iterator[Any]:
-    """The events of a file, whose records are a length, its CRC, an event and its CRC."""
-    data = file.read_bytes()
-    while data:
-        end = 12 + struct.unpack_from("<Q", data)[0]
-        yield event_pb2.Event.FromString(data[12:end])
-        data = data[end + 4 :]
-
-
-def test_a_finished_run_writes_the_same_text_when_asked_again_and_is_not_overwritten(
-    finished: tuple[Path, str], finished_copy: Path, text_file: Path
-) -> None:
+def test_a_finished_run_writes_the_same_text_when_asked_again(finished: tuple[Path, str], finished_copy: Path) -> None:
     _, out = finished
     text = out[out.index("sample, after a held-out text that ends in ") :]
 
-    status, again, err = run("--out", finished_copy, "--resume", "--sample", 20)
+    again = succeed("--out", finished_copy, "--resume", "--sample", 20)
 
-    assert status == 0, err
     assert "the run was at step 12 already" in again
     assert again.endswith(text)
     assert len(textwrap.dedent(text.split("\n", 1)[1])) >= 20
-    assert files_in(finished_copy) == files_in(finished[0])
-
-    status, _, err = run("--data", text_file, "--out", finished_copy, "--steps", 1, *TINY)
-
-    assert status == 2
-    assert "settings.json exists already" in err
     assert files_in(finished_copy) == files_in(finished[0])
 
 
 @pytest.mark.parametrize("flags", ["", DELAYED], ids=["bf16", "delayed"])
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(flags: str, text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    status, out, err = run("--data", text_file, "--out", folder, "--steps", 6, *TINY, *flags.split())
-    assert status == 0, err
+    succeed("--data", text_file, "--out", folder, "--steps", 6, *TINY, *flags.split())
     interrupted = shutil.copytree(folder, tmp_path / "interrupted")
     shutil.rmtree(interrupted / "checkpoints" / "6")
     # A process that is killed leaves this; other files may be lost.
     (interrupted / "loss.csv.part").write_text("step,tra")
     (interrupted / "metrics.jsonl").unlink()
 
-    status, resumed_out, err = run("--out", interrupted, "--resume")
+    out = succeed("--out", interrupted, "--resume")
 
-    assert status == 0, err
-    assert "resuming at step 4\n" in resumed_out
-    (model,) = (line for line in out.splitlines() if line.startswith("model: "))
-    assert model in resumed_out
+    assert "resuming at step 4\n" in out
     assert read_rows(interrupted) == read_rows(folder)
     assert read_metrics(interrupted) == read_metrics(folder)
 
@@ -145,30 +113,16 @@ def test_a_run_goes_on_with_devices_that_are_used_otherwise(
     need_devices(4)
     folder = tmp_path / "run"
     flags = ["--parallel", "pmap", "--devices", 2, "--microbatches", 2]
-    status, out, err = run("--data", text_file, "--out", folder, "--steps", 6, *TINY, *flags)
-    assert status == 0, err
+    out = succeed("--data", text_file, "--out", folder, "--steps", 6, *TINY, *flags)
     assert "pmap over 2 devices" in out
 
     resumed = ["--parallel", "expert", "--devices", 4, "--expert-devices", 2]
-    status, out, err = run("--out", folder, "--resume", "--steps", 12, *resumed)
+    out = succeed("--out", folder, "--resume", "--steps", 12, *resumed)
 
-    assert status == 0, err
     assert "4 devices with the experts over 2" in out
     actual, expected = (read_losses(path / "loss.csv") for path in (folder, finished[0]))
     for points in (train_points, held_out_points):
         np.testing.assert_allclose(points(actual), points(expected), rtol=0.02)
-
-
-def test_pairs_without_room_are_counted() -> None:
-    need_devices(4)
-    prepare = prepared("--parallel expert --devices 4 --capacity-factor 0.5")
-    windows = np.random.default_rng(0).integers(97, 105, size=(8, 33), dtype=np.uint8)
-
-    _, metrics = after_steps(prepare, windows[None])
-
-    dropped, load = int(metrics.blocks.dropped[0]), int(np.sum(metrics.blocks.expert_load))
-    assert load == 8 * 32 * 2
-    assert dropped >= load // 2
 
 
 @pytest.mark.parametrize(
