@@ -27,7 +27,6 @@ def test_options_that_do_not_fit_end_in_one_line(tmp_path: Path, monkeypatch: py
     Path("empty").mkdir()
     Path("long.txt").write_text("text " * 1000)
     for flags, message in {
-        "--bogus": "--bogus",
         "--steps 0": "--steps must be at least 1 ",
         "--top-k 9": "--top-k 9 is more than --experts 8",
         "--heads 3": "--d-model 128 must be a multiple of 2 * --heads = 6",
