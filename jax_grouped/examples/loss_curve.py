@@ -1,16 +1,17 @@
-"""The losses of a run, as CSV and as a picture."""
+"""The losses of a run as CSV, and pictures of them and of the load of its experts."""
 
+import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from jax_grouped.examples.settings import UsageError
 
-HEADER = "step,train_loss,held_out_loss\n"
+HEADER = ["step", "train_loss", "held_out_loss"]
 
 
 class Losses(NamedTuple):
@@ -27,38 +28,21 @@ class Losses(NamedTuple):
     held_out: float | None
 
 
-def read_losses(path: Path, last_step: float = math.inf) -> list[Losses]:
-    """Returns the rows of a `loss.csv` up to a step, without half a row that an interruption has left at the end.
-
-    Raises:
-        OSError: it cannot be read.
-        UsageError: it is not a loss curve.
-    """
-    rows: list[Losses] = []
+def read_losses(path: Path) -> list[Losses]:
+    """Returns the rows of a `loss.csv`, or raises a UsageError if it is something else."""
     try:
-        header, *lines = path.read_text().split("\n")[:-1]
-        if header != HEADER.rstrip():
+        header, *rows = csv.reader(path.read_text().splitlines())
+        if header != HEADER:
             raise ValueError
-        for line in lines:
-            step, *losses = line.split(",")
-            train, held_out = (float(loss) if loss else None for loss in losses)
-            if int(step) > last_step:
-                break
-            if rows and int(step) <= rows[-1].step:
-                raise ValueError
-            rows.append(Losses(int(step), train, held_out))
-    except ValueError:
+        return [Losses(int(step), *(float(loss) if loss else None for loss in losses)) for step, *losses in rows]
+    except (TypeError, ValueError):
         raise UsageError(f"{path} is not a loss curve of this program") from None
-    return rows
 
 
-def lines_of(rows: Iterable[Losses]) -> str:
-    """Returns the lines of these rows in a `loss.csv`."""
-
-    def cell(loss: float | None) -> str:
-        return "" if loss is None else f"{loss:.6f}"
-
-    return "".join(f"{row.step},{cell(row.train)},{cell(row.held_out)}\n" for row in rows)
+def format_losses(rows: Iterable[Losses]) -> str:
+    """Returns the content of a `loss.csv`."""
+    cells = ((row.step, *("" if loss is None else f"{loss:.6f}" for loss in row[1:])) for row in rows)
+    return "".join(",".join(map(str, row)) + "\n" for row in (HEADER, *cells))
 
 
 def train_points(rows: Iterable[Losses]) -> list[tuple[int, float]]:
@@ -72,18 +56,32 @@ def held_out_points(rows: Iterable[Losses]) -> list[tuple[int, float]]:
 
 
 def draw(rows: Sequence[Losses], title: str) -> Figure:
-    """Returns a picture of the curve: a line through consecutive steps, and a dot per evaluation."""
+    """Returns a picture of the curve: a line through the steps, and a dot per evaluation."""
     # A Figure of its own, without pyplot, needs no display and leaves nothing global behind.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    # Steps without a loss are NaN, which ends a line.
-    train = np.full(rows[-1].step + 1, np.nan)
-    for step, loss in train_points(rows):
-        train[step] = loss
-    axes.plot(train, linewidth=1, label="training batch")
+    axes.plot(*np.transpose(train_points(rows)), linewidth=1, label="training batch")
     axes.plot(*np.transpose(held_out_points(rows)), "o", markersize=4, label="held out")
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title(title, fontsize="small")
     axes.grid(alpha=0.3)
     axes.legend()
+    return figure
+
+
+def draw_load(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Returns a picture of the experts' load in lines of `metrics.jsonl`, a panel per block: 1 is an even share."""
+    loads = np.array([row["expert_load"] for row in rows])  # [step, block, expert]
+    blocks, experts = loads.shape[1:]
+    shown = range(0, len(rows), math.ceil(len(rows) / 10))
+    figure = Figure(figsize=(7, 1 + 1.5 * blocks), layout="constrained")
+    for block, axes in enumerate(figure.subplots(blocks, sharex=True, squeeze=False)[:, 0]):
+        load = loads[:, block].T * experts
+        image = axes.imshow(load, aspect="auto", interpolation="nearest", vmin=0, vmax=2, cmap="coolwarm")
+        axes.set(ylabel=f"block {block}\nexpert")
+        axes.set_xticks(shown, [rows[index]["step"] for index in shown])
+        axes.locator_params(axis="y", integer=True)
+    axes.set(xlabel="step")
+    figure.colorbar(image, ax=figure.axes, label="load / even share", extend="max")
+    figure.suptitle(title, fontsize="small")
     return figure

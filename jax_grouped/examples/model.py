@@ -1,5 +1,6 @@
 """One interface to the language model in both of Flax's APIs: pure functions of its variables."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,16 +42,9 @@ def language_model(s: Settings, *, expert_axis: str | None = None, batch_axes: S
     """Returns the model of a run, for devices along these axes."""
     recipe = RECIPES[s.recipe]
     shares_kernels = recipe is not None and s.microbatches > 1
-    experts = dict(
-        num_experts=s.experts,
-        top_k=s.top_k,
-        hidden_features=s.d_ff,
-        capacity_factor=s.capacity_factor,
-        recipe=recipe,
-        cache_kernel=shares_kernels,
-        expert_axis=expert_axis,
-        batch_axes=tuple(batch_axes),
-    )
+    mixture = dict(num_experts=s.experts, top_k=s.top_k, hidden_features=s.d_ff, capacity_factor=s.capacity_factor)
+    axes = dict(expert_axis=expert_axis, batch_axes=tuple(batch_axes))
+    experts = dict(**mixture, **axes, recipe=recipe, cache_kernel=shares_kernels)
     sizes = dict(d_model=s.d_model, num_layers=s.layers, num_heads=s.heads, dtype=jnp.bfloat16, experts=experts)
     return LanguageModel(*(_linen if s.layer == "linen" else _nnx)(sizes), shares_kernels)
 
@@ -77,14 +71,12 @@ def _nnx(sizes: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     # States of delayed scaling are parameters, too, so they are taken first.
     kinds = (jg.nnx.Fp8Variable, nnx.Param, jg.nnx.KernelCacheVariable)
 
-    def create(rngs: nnx.Rngs) -> nnx.Module:
-        return moe_lm_nnx.MoELanguageModel(**sizes, rngs=rngs)
-
+    create = functools.partial(moe_lm_nnx.MoELanguageModel, **sizes)
     # The variables are put back into these.
-    graph, *states = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))), *kinds)
+    graph, *states = nnx.split(nnx.eval_shape(lambda: create(rngs=nnx.Rngs(0))), *kinds)
 
     def init(key: jax.Array) -> Variables:
-        fp8, params, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(nnx.Rngs(key)), *kinds)[1:])
+        fp8, params, _ = (nnx.to_pure_dict(state) for state in nnx.split(create(rngs=nnx.Rngs(key)), *kinds)[1:])
         return {"params": params, **({OVERWRITE_WITH_GRADIENT: fp8} if fp8 else {})}
 
     def apply(variables: Variables, tokens: jax.Array, cache: Cache = None, is_first_microbatch: Any = None) -> Any:

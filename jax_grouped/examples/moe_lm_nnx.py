@@ -15,7 +15,7 @@ from jax_grouped.examples.moe_lm import VOCABULARY, BlockMetrics, block_metrics,
 class CausalAttention(nnx.Module):
     """Multi-head attention of every position to itself and the earlier ones, `[B, S, D] -> [B, S, D]`."""
 
-    def __init__(self, features: int, num_heads: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, features: int, num_heads: int, dtype: DTypeLike, rngs: nnx.Rngs):
         heads = (num_heads, features // num_heads)
         self.qkv = nnx.LinearGeneral(features, (3, *heads), use_bias=False, dtype=dtype, rngs=rngs)
         self.out = nnx.LinearGeneral(heads, features, axis=(-2, -1), use_bias=False, dtype=dtype, rngs=rngs)
@@ -28,11 +28,11 @@ class CausalAttention(nnx.Module):
 class Block(nnx.Module):
     """Attention and a mixture of experts, each with a norm before it and added to its input."""
 
-    def __init__(self, features: int, num_heads: int, experts: jg.nnx.MoEMlp, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, features: int, num_heads: int, dtype: DTypeLike, experts: Mapping[str, Any], rngs: nnx.Rngs):
+        self.experts = jg.nnx.MoEMlp(features, **experts, dtype=dtype, rngs=rngs)
         self.attention_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.attention = CausalAttention(features, num_heads, dtype=dtype, rngs=rngs)
+        self.attention = CausalAttention(features, num_heads, dtype, rngs)
         self.experts_norm = nnx.RMSNorm(features, dtype=dtype, rngs=rngs)
-        self.experts = experts
 
     def __call__(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> tuple[jax.Array, BlockMetrics]:
         """Returns `[B, S, D]` and the block's metrics."""
@@ -47,7 +47,6 @@ class MoELanguageModel(nnx.Module):
 
     def __init__(
         self,
-        *,
         d_model: int,
         num_layers: int,
         num_heads: int,
@@ -55,13 +54,9 @@ class MoELanguageModel(nnx.Module):
         experts: Mapping[str, Any],
         rngs: nnx.Rngs,
     ):
-        def block() -> Block:
-            mlp = jg.nnx.MoEMlp(d_model, **experts, dtype=dtype, rngs=rngs)
-            return Block(d_model, num_heads, mlp, dtype=dtype, rngs=rngs)
-
         self.dtype = dtype
         self.embed = nnx.Embed(VOCABULARY, d_model, rngs=rngs)
-        self.blocks = nnx.List([block() for _ in range(num_layers)])
+        self.blocks = nnx.List([Block(d_model, num_heads, dtype, experts, rngs) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(d_model, dtype=dtype, rngs=rngs)
         self.logits = nnx.Linear(d_model, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 
@@ -72,7 +67,7 @@ class MoELanguageModel(nnx.Module):
         x = embed(tokens, self.embed.embedding[...], self.dtype)
         metrics = []
         for block in self.blocks:
-            x, of_block = block(x, is_first_microbatch)
-            metrics.append(of_block)
+            x, block_metric = block(x, is_first_microbatch)
+            metrics.append(block_metric)
         logits = self.logits(self.norm(x))
         return logits.astype(jnp.float32), jax.tree.map(lambda *each: jnp.stack(each), *metrics)

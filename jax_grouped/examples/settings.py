@@ -22,19 +22,33 @@ RECIPES: Mapping[str, Recipe | None] = {
 #: Options that may change when a run is resumed; every other one shapes the loss curve.
 CHANGEABLE = ("steps", "eval_every", "save_every", "parallel", "devices", "expert_devices")
 
-_DESCRIPTION = """\
+
+class UsageError(Exception):
+    """Something that the user can put right; its text is one line that says what."""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_DESCRIPTION = f"""\
 Train a byte-level transformer whose feed-forward layers are mixtures of experts, each a MoEMlp of jax_grouped.
 
 On a CPU the default sizes train for about a minute. The run's folder receives loss.csv and loss.png; settings.json and
 checkpoints/; metrics.jsonl, with the gradient norm and, per block, the balance loss, the load of the experts, the part
 of dropped pairs and the largest value of the tokens that go to the experts; and load.png, a picture of that load.
 A new run never overwrites an earlier one: it ends at once where one of these exists.
-Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint; --resume continues it.
+Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint. --resume continues it with its settings; only
+{", ".join(map(_flag, CHANGEABLE))} may differ.
+
+--recipe: with bf16, matmuls and activations are bfloat16; parameters, Adam, router and loss are float32. The others
+compute the experts' matmuls in FP8, scaled per block of 128, per expert with the current or the delayed largest value,
+or per block of 32.
+
+--parallel: with pmap every device has the whole model and a part of the batch. With expert it has a part of the experts
+and of the batch, and tokens travel to their experts and back; groups of --expert-devices share the batch. The curves
+are the same but for rounding, without --capacity-factor, which drops rows that a device has no room for.
 """
-
-
-class UsageError(Exception):
-    """Something that the user can put right; its text is one line that says what."""
 
 
 def _option(default: Any, text: str, kind: type | None = None, choices: Iterable[str] | None = None) -> Any:
@@ -49,65 +63,26 @@ def _option(default: Any, text: str, kind: type | None = None, choices: Iterable
     )
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of one run; each field is the option of the same name."""
 
-    data: str | None = _option(
-        None,
-        "a file, or a folder whose text files are read, hidden ones excepted "
-        "(default: the Python sources of the running interpreter's standard library)",
-        str,
-    )
+    data: str | None = _option(None, "a text or a folder of texts (default: Python's standard library)", str)
     out: str = _option("runs/train_moe", "the run's folder")
-    resume: bool = _option(
-        False,
-        "continue the run in the folder --out from its latest checkpoint, with its settings; only "
-        f"{', '.join(map(_flag, CHANGEABLE))} may differ",
-    )
+    resume: bool = _option(False, "continue the run in the folder --out from its latest checkpoint")
     steps: int = _option(250, "optimizer steps, counted from the start of the run")
     eval_every: int = _option(50, "steps between evaluations of the held-out loss")
-    log: str = _option(
-        "files",
-        "files: those above. tensorboard: the folder tensorboard/ too, with losses and metrics as events",
-        choices=("files", "tensorboard"),
-    )
+    log: str = _option("files", "tensorboard: write the folder tensorboard/ too", choices=("files", "tensorboard"))
     sample: int = _option(200, "bytes of text that the trained model writes in the end; 0 for none")
     save_every: int = _option(100, "steps between checkpoints; the last step is always saved")
-    layer: str = _option("linen", "Flax's API of the model: moe_lm.py or moe_lm_nnx.py", choices=("linen", "nnx"))
-    recipe: str = _option(
-        "bf16",
-        "number formats. bf16: matmuls and activations in bfloat16; parameters, Adam, router and loss in float32. "
-        "The others compute the experts' matmuls in FP8, scaled per block of 128, per expert with the current or the "
-        "delayed largest value, or per block of 32",
-        choices=RECIPES,
-    )
-    parallel: str = _option(
-        "none",
-        "none: one device. pmap: every device has the whole model and a part of the batch. expert: every device "
-        "has a part of the experts and of the batch, and tokens travel to their experts and back. The curves are the "
-        "same but for rounding, without --capacity-factor",
-        choices=("none", "pmap", "expert"),
-    )
+    layer: str = _option("linen", "Flax's API of the model", choices=("linen", "nnx"))
+    recipe: str = _option("bf16", "number formats, see above", choices=RECIPES)
+    parallel: str = _option("none", "use of several devices, see above", choices=("none", "pmap", "expert"))
     devices: int | None = _option(None, "of --parallel pmap and expert (default: all that there are)", int)
-    expert_devices: int | None = _option(
-        None, "devices that the experts are split over; such groups share the batch (default: --devices)", int
-    )
-    scaling: bool = _option(
-        False,
-        "after training, measure weak scaling: the speed of the same steps, without evaluation and files, on "
-        "--devices and on one device with its part of --batch and all experts; the efficiency is the first divided by "
-        "--devices times the second",
-    )
+    expert_devices: int | None = _option(None, "devices that the experts are split over (default: --devices)", int)
     seed: int = _option(0, "of the parameters and the data order")
     batch: int = _option(16, "sequences per step, on all devices together")
-    microbatches: int = _option(
-        1, "parts of the batch, taken one after another; their gradients add up, and they share quantized kernels"
-    )
+    microbatches: int = _option(1, "parts of the batch, taken one after another; they share quantized kernels")
     sequence: int = _option(128, "bytes per sequence")
     learning_rate: float = _option(None, "after the warm-up (default: 0.25 / d_model)", float)
     cool_down: int = _option(0, "last steps, over which the learning rate falls to zero; such a run cannot be extended")
@@ -116,18 +91,13 @@ class Settings:
     heads: int = _option(4, "attention heads per block")
     experts: int = _option(8, "experts per block")
     top_k: int = _option(2, "experts that each token uses")
-    capacity_factor: float | None = _option(
-        None,
-        "room for rows on each device, in multiples of an even share; pairs of a token and an expert beyond it are "
-        "dropped (default: room for all)",
-        float,
-    )
+    capacity_factor: float | None = _option(None, "rows of a device, in even shares (default: room for all)", float)
     d_ff: int = _option(None, "features inside an expert (default: the multiple of 16 nearest to 4/3 * d_model)", int)
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that a run's folder keeps, to resume with: not those of one process."""
-        of_process = ("out", "resume", "scaling", "log", "sample")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_process}
+        temporary = ("out", "resume", "log", "sample")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in temporary}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,45 +118,17 @@ def parse(argv: Sequence[str], recorded: Mapping[str, Any] | None = None) -> Set
         SystemExit: after `--help`.
     """
     settings = _parse(argv)
-    if recorded is not None:
-        settings = _resumed(argv, recorded, settings.out)
-    if recorded is not None or not settings.resume:
-        _check(_rules(settings))
-    return settings
-
-
-def _parse(argv: Iterable[str]) -> Settings:
-    parser = _Parser(
-        prog="python3 -m jax_grouped.examples.train_moe",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for field in dataclasses.fields(Settings):
-        parser.add_argument(_flag(field.name), **field.metadata)
-    values = vars(parser.parse_args([*argv]))
-    _check(_ranges(values))
-    if values["data"] is not None:
-        values["data"] = os.path.abspath(values["data"])
-    if values["d_ff"] is None:
-        # With a gate, two thirds of the usual features have as many parameters.
-        values["d_ff"] = FP8_ALIGNMENT * max(1, round(4 / 3 * values["d_model"] / FP8_ALIGNMENT))
-    if values["learning_rate"] is None:
-        # The best rate of Adam falls as the width grows (https://arxiv.org/abs/2203.03466); 0.25 suits width 128.
-        values["learning_rate"] = 0.25 / values["d_model"]
-    return Settings(**values)
-
-
-def _resumed(argv: Sequence[str], recorded: Mapping[str, Any], out: str) -> Settings:
+    if recorded is None:
+        if not settings.resume:
+            _check(settings)
+        return settings
     flags = {name: f"{_flag(name)}={value}" for name, value in recorded.items() if value is not None}
     try:
-        if _parse(flags.values()).recorded() != recorded:
+        if _parse([*flags.values()]).recorded() != recorded:
             raise UsageError("an option is missing")
     except UsageError as error:
-        raise UsageError(
-            f"--resume: settings.json in {out} is damaged or not of this program ({error}): "
-            "restore it, or start anew in another folder"
-        ) from None
+        damage = f"settings.json in {settings.out} is damaged or not of this program ({error})"
+        raise UsageError(f"--resume: {damage}: restore it, or start anew in another folder") from None
     settings = _parse([*flags.values(), *argv])
     if settings.parallel != recorded["parallel"]:
         # Devices that were chosen for another way to use them say nothing.
@@ -196,41 +138,54 @@ def _resumed(argv: Sequence[str], recorded: Mapping[str, Any], out: str) -> Sett
     free = {*CHANGEABLE, "data"} - ({"steps"} if settings.cool_down else set())
     for name, value in settings.recorded().items():
         if name not in free and value != recorded[name]:
-            raise UsageError(f"--resume: the run in {out} was started with {_flag(name)} {recorded[name]}, not {value}")
+            started = f"the run in {settings.out} was started with {_flag(name)} {recorded[name]}"
+            raise UsageError(f"--resume: {started}, not {value}")
+    _check(settings)
     return settings
 
 
-def _check(rules: Iterable[tuple[Any, str]]) -> None:
-    """Raises a UsageError with the text of the first broken rule."""
-    for broken, text in rules:
-        if broken:
+def _parse(argv: Sequence[str]) -> Settings:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser("train_moe", description=_DESCRIPTION, formatter_class=raw, allow_abbrev=False)
+    for field in dataclasses.fields(Settings):
+        parser.add_argument(_flag(field.name), **field.metadata)
+    values = vars(parser.parse_args(argv))
+    if values["data"] is not None:
+        values["data"] = os.path.abspath(values["data"])
+    if values["d_ff"] is None:
+        # With a gate, two thirds of the usual features have as many parameters.
+        values["d_ff"] = FP8_ALIGNMENT * max(1, round(4 / 3 * values["d_model"] / FP8_ALIGNMENT))
+    if values["learning_rate"] is None:
+        # The best rate of Adam falls as the width grows (https://arxiv.org/abs/2203.03466); 0.25 suits width 128.
+        values["learning_rate"] = 0.25 / max(1, values["d_model"])
+    return Settings(**values)
+
+
+def _require(rules: Iterable[tuple[bool, str]]) -> None:
+    """Raises a UsageError with the text of the first rule that does not hold."""
+    for holds, text in rules:
+        if not holds:
             raise UsageError(text)
 
 
-def _ranges(values: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:
-    for name, value in values.items():
+def _check(s: Settings) -> None:
+    """Raises a UsageError if settings are out of range or do not fit one another."""
+    for name, value in dataclasses.asdict(s).items():
         least = 0 if name in ("seed", "cool_down", "sample") else 1
-        yield type(value) is int and value < least, f"{_flag(name)} must be at least {least}, got {value}"
-        yield value == "", f"{_flag(name)} must not be empty"
-    rate, seed, room = values["learning_rate"], values["seed"], values["capacity_factor"]
-    yield seed >= 2**31, f"--seed must be at most 2147483647, got {seed}"
-    yield rate is not None and not 0 < rate < math.inf, f"--learning-rate must be a positive number, got {rate}"
-    yield room is not None and not 0 < room < math.inf, f"--capacity-factor must be a positive number, got {room}"
-
-
-def _rules(s: Settings) -> Iterable[tuple[Any, str]]:
-    yield s.top_k > s.experts, f"--top-k {s.top_k} is more than --experts {s.experts}"
-    multiple = f"--d-model {s.d_model} must be a multiple of 2 * --heads = {2 * s.heads}"
-    yield s.d_model % (2 * s.heads), f"{multiple}: rotary attention needs heads of an even size"
-    yield s.cool_down > s.steps, f"--cool-down {s.cool_down} is more than --steps {s.steps}"
-    for flag, features in (("--d-model", s.d_model), ("--d-ff", s.d_ff)):
-        multiple = f"{flag} {features} must be a multiple of {FP8_ALIGNMENT}"
-        broken = s.recipe != "bf16" and features % FP8_ALIGNMENT
-        yield broken, f"{multiple}: the FP8 matmuls of --recipe {s.recipe} need it"
-    alone, several = s.parallel == "none", "--parallel pmap or --parallel expert"
-    yield alone and s.devices not in (None, 1), f"--devices {s.devices} needs {several}"
-    yield s.parallel != "expert" and s.expert_devices, f"--expert-devices {s.expert_devices} needs --parallel expert"
-    yield alone and s.scaling, f"--scaling compares several devices with one: it needs {several}"
+        if type(value) is int and not least <= value < 2**31:
+            raise UsageError(f"{_flag(name)} must be at least {least} and less than 2^31, got {value}")
+        if type(value) is float and not 0 < value < math.inf:
+            raise UsageError(f"{_flag(name)} must be a positive number, got {value}")
+    fp8_sizes = s.recipe == "bf16" or s.d_model % FP8_ALIGNMENT == s.d_ff % FP8_ALIGNMENT == 0
+    rules = [
+        (s.top_k <= s.experts, f"--top-k {s.top_k} is more than --experts {s.experts}"),
+        (s.d_model % (2 * s.heads) == 0, f"--d-model {s.d_model} must be a multiple of 2 * --heads = {2 * s.heads}"),
+        (s.cool_down <= s.steps, f"--cool-down {s.cool_down} is more than --steps {s.steps}"),
+        (fp8_sizes, f"--recipe {s.recipe} needs multiples of {FP8_ALIGNMENT} as --d-model and --d-ff"),
+        (s.parallel != "none" or s.devices in (None, 1), "--devices needs --parallel pmap or --parallel expert"),
+        (s.parallel == "expert" or s.expert_devices is None, "--expert-devices needs --parallel expert"),
+    ]
+    _require(rules)
 
 
 class Devices(NamedTuple):
@@ -250,10 +205,10 @@ def devices_of(s: Settings, available: int) -> Devices:
     expert = s.expert_devices or (total if s.parallel == "expert" else 1)
     both = f"--devices * --microbatches, here {total} * {s.microbatches}"
     rules = [
-        (total > available, f"--devices {total} is more than the {available} that JAX sees"),
-        (total % expert, f"--devices {total} must be a multiple of --expert-devices {expert}"),
-        (s.experts % expert, f"--experts {s.experts} must be a multiple of --expert-devices, here {expert}"),
-        (s.batch % (total * s.microbatches), f"--batch {s.batch} must be a multiple of {both}"),
+        (total <= available, f"--devices {total} is more than the {available} that JAX sees"),
+        (total % expert == 0, f"--devices {total} must be a multiple of --expert-devices {expert}"),
+        (s.experts % expert == 0, f"--experts {s.experts} must be a multiple of --expert-devices, here {expert}"),
+        (s.batch % (total * s.microbatches) == 0, f"--batch {s.batch} must be a multiple of {both}"),
     ]
-    _check(rules)
+    _require(rules)
     return Devices(total, expert)

@@ -3,9 +3,9 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Set
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +39,13 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
 
     A folder's files follow one another in an order drawn from their names, so that the held-out region at the end is
     a fair sample of them and not the end of the alphabet. Hidden files and files that hold a zero byte are left out.
-    Both regions must be longer than a window of `sequence` bytes.
-
-    Raises:
-        UsageError: the path cannot be read, is not a file or a folder, or holds too little text.
+    Raises a UsageError if one of the two regions is not longer than a window of `sequence` bytes.
     """
-    try:
-        name, text = _read(path)
-    except OSError as error:
-        raise UsageError(f"--data: cannot read {error.filename or path}: {error.strerror or error}") from None
+    stdlib = sysconfig.get_path("stdlib")
+    if path is None:
+        name, text = f"the standard library in {stdlib}", _read_folder(Path(stdlib), ".py", _SKIPPED_IN_STDLIB)
+    else:
+        name, text = path, _read_folder(Path(path), "", set()) if os.path.isdir(path) else Path(path).read_bytes()
     needed = HELD_OUT_PART * (sequence + 1)
     if len(text) < needed:
         raise UsageError(f"--data: {name} holds {len(text)} bytes of text, --sequence {sequence} needs {needed}")
@@ -56,32 +54,14 @@ def read_corpus(path: str | None, sequence: int) -> Corpus:
     return Corpus(name, data[:boundary], data[boundary:], hashlib.sha256(text).hexdigest())
 
 
-def _read(path: str | None) -> tuple[str, bytes]:
-    """Returns the name and the bytes of the text at the path."""
-    if path is None:
-        stdlib = Path(sysconfig.get_path("stdlib"))
-        return f"the standard library in {stdlib}", _read_folder(stdlib, ".py", _SKIPPED_IN_STDLIB)
-    if os.path.isdir(path):
-        return path, _read_folder(Path(path), "", set())
-    if os.path.isfile(path):
-        return path, Path(path).read_bytes()
-    raise UsageError(f"--data: {path} is not a file or a folder")
+def _read_folder(root: Path, suffix: str, skipped: Set[str]) -> bytes:
+    def is_read(name: Path) -> bool:
+        hidden = any(part.startswith(".") for part in name.parts)
+        return not hidden and skipped.isdisjoint(name.parts) and (root / name).is_file()
 
-
-def _read_folder(root: Path, suffix: str, skipped: set[str]) -> bytes:
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    def files() -> Iterator[Path]:
-        for folder, subfolders, names in os.walk(root, onerror=fail):
-            subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-            yield from (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
-
-    def name_hash(file: Path) -> bytes:
-        return hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
-
-    texts = (file.read_bytes() for file in sorted(files(), key=name_hash) if file.is_file())
-    return b"".join(text for text in texts if b"\0" not in text)
+    names = filter(is_read, (file.relative_to(root) for file in root.rglob(f"*{suffix}")))
+    shuffled = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name.as_posix())).digest())
+    return b"".join(text for text in ((root / name).read_bytes() for name in shuffled) if b"\0" not in text)
 
 
 def random_windows(data: np.ndarray, sequence: int, batch: int, seed: int, step: int) -> np.ndarray:

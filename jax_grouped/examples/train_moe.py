@@ -1,119 +1,90 @@
 """Trains a byte-level mixture-of-experts language model: `python3 -m jax_grouped.examples.train_moe --help`.
 
-The modules: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`, and `sample` has it write.
-`step` is the work of one device, `parallel` divides it between devices, and `training` is the loop. `text_data` reads
-the text; `run_folder`, `loss_curve`, `metrics` and `events` keep the files of a run, `stopping` handles signals, and
-`settings` parses the command line.
+The modules: `moe_lm` and `moe_lm_nnx` are the model, behind the interface in `model`. `parallel` is a step of it on one
+device or several, and `training` is the loop. `text_data` reads the text, `run_folder` and `loss_curve` keep the files
+of a run, and `settings` parses the command line.
 """
 
-import functools
 import math
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 
 import jax_grouped as jg
-from jax_grouped.examples.settings import Settings, UsageError, devices_of, parse
-from jax_grouped.examples.stopping import InterruptionError, Stop, run_until_signal
-from jax_grouped.examples.text_data import Corpus, read_corpus
-
-if TYPE_CHECKING:
-    from jax_grouped.examples.run_folder import RunFolder
+from jax_grouped.examples.settings import UsageError, devices_of, parse
+from jax_grouped.examples.text_data import read_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program with these arguments, by default those of the process.
+    """Runs the program with these arguments, by default those of the process, and returns its exit status.
 
-    Returns:
-        The exit status: 0; after one line that says why, 2 for something the user can put right, 130 for Ctrl-C,
-        143 for SIGTERM.
+    It is 0; or, after one line that says why, 2 for what the user can put right, 130 for Ctrl-C and 143 for SIGTERM.
     """
+    # Python's own handler waits for the end of a compilation. While a run trains, another one saves its last step.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        run_until_signal(functools.partial(_run, argv))
-    except UsageError as error:
-        print(f"train_moe: error: {error}", file=sys.stderr)
-        return 2
-    except InterruptionError as interruption:
-        print(f"train_moe: {interruption}", file=sys.stderr)
-        return interruption.exit_status
-    return 0
-
-
-def _run(argv: Sequence[str] | None, stop: Stop) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    settings = parse(argv)
-    try:
-        # Slow to load, and not needed to reject a flag.
-        import jax_grouped.examples.run_folder as run_folder
-        import jax_grouped.examples.training as training
+        return _run(sys.argv[1:] if argv is None else argv)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is missing: python3 -m pip install 'jax_grouped[examples]'") from None
-    backend = training.backend_name()
+        message = f"{str(error.name).partition('.')[0]} is missing: python3 -m pip install 'jax_grouped[examples]'"
+    except UsageError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"cannot read or write {error.filename}: {error.strerror}" if error.filename else str(error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print(f"train_moe: error: {message}", file=sys.stderr)
+    return 2
 
-    folder = run_folder.RunFolder(settings.out)
+
+def _run(argv: Sequence[str]) -> int:
+    settings = parse(argv)
+    # Slow to load, and not needed to reject a flag.
+    from jax_grouped.examples.run_folder import RunFolder
+    from jax_grouped.examples.training import backend_name, prepare, sample, train
+
+    backend = backend_name()
+    folder = RunFolder(settings.out)
+    # Before the folder is made: a wrong option leaves nothing behind.
     if settings.resume:
-        # Raises where there is no run, and so nothing to lock.
-        folder.latest_step()
+        folder.check(resume=True)
     else:
-        # Before the folder is made: a wrong option leaves nothing behind.
         corpus = read_corpus(settings.data, settings.sequence)
         devices_of(settings, jax.device_count())
     with folder.locked():
         if settings.resume:
-            settings, corpus = _resumed(argv, folder)
+            recorded, text_sha256 = folder.read_settings()
+            settings = parse(argv, recorded)
+            corpus = read_corpus(settings.data, settings.sequence)
+            if corpus.sha256 != text_sha256:
+                raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
         else:
-            folder.check_empty()
-        run = training.prepare(settings, devices_of(settings, jax.device_count()))
-        print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}, {run.placement}")
+            folder.check(resume=False)
+        run = prepare(settings, devices_of(settings, jax.device_count()))
+        print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}")
         print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
         print(f"model: {run.model}")
-        print(
-            f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}", flush=True
-        )
-        trained = training.train(run, corpus, folder, stop)
-        _report(folder, settings.steps, trained.bytes_per_second)
-    if settings.sample:
-        prompt, text = training.sample(run, corpus, trained.state)
-        print(f"sample, after a held-out text that ends in {prompt!r}:")
-        print(textwrap.indent(text, "    "))
-    del trained  # Frees the state before others are made.
-    if settings.scaling:
-        scaling = training.measure_scaling(run, corpus)
-        print(
-            f"scaling: {scaling.together:,.0f} bytes per second on {scaling.devices} devices, {scaling.alone:,.0f} on "
-            f"one with its part of the batch: {100 * scaling.efficiency:.1f} % efficiency"
-        )
-
-
-def _resumed(argv: Sequence[str], folder: "RunFolder") -> tuple[Settings, Corpus]:
-    """Returns the settings and the text to continue the run in the folder with."""
-    step, (recorded, text_sha256) = folder.latest_step(), folder.recorded()
-    settings = parse(argv, recorded)
-    if settings.steps < step:
-        raise UsageError(f"--resume: the run in {folder.path} is at step {step}, past --steps {settings.steps}")
-    corpus = read_corpus(settings.data, settings.sequence)
-    if corpus.sha256 != text_sha256:
-        raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
-    return settings, corpus
-
-
-def _report(folder: "RunFolder", step: int, bytes_per_second: float | None) -> None:
-    """Prints the results of the run; `bytes_per_second` is None if it had been finished before."""
-    held_out = {row.step: row.held_out for row in folder.rows}
-    for when, evaluated in (("before", 0), ("after", step)):
-        if loss := held_out.get(evaluated):
-            print(f"held-out loss {when}: {loss:.3f} nats per byte = {loss / math.log(2):.3f} bits per byte")
+        print(f"run: {settings.steps} steps of {settings.batch} x {settings.sequence} bytes in {folder.path}")
+        step, state, bytes_per_second, number = train(run, corpus, folder)
+    if number is not None:
+        print(f"train_moe: interrupted at step {step}, which is saved; --resume continues from there", file=sys.stderr)
+        return 128 + number  # As shells report a process that a signal has ended.
+    for row in folder.losses:
+        if row.held_out is not None and row.step in (0, step):
+            when = "after" if row.step else "before"
+            print(f"held-out loss {when}: {row.held_out:.3f} nats = {row.held_out / math.log(2):.3f} bits per byte")
     if bytes_per_second is None:
         print(f"note: the run was at step {step} already; a larger --steps continues it")
     else:
         print(f"speed: {bytes_per_second:,.0f} bytes (tokens) per second")
-    print(f"curve: {folder.plot_path} and {folder.csv_path}")
-    if folder.metrics:
-        print(f"metrics: {folder.metrics_path}, and the load of the experts {folder.load_path}")
-    print(f"checkpoint: {folder.checkpoint_path(step)}")
+    print(f"files: loss.csv, loss.png, metrics.jsonl, load.png and checkpoints/{step} in {folder.path}")
+    if settings.sample:
+        prompt, text = sample(run, corpus, state)
+        print(f"sample, after a held-out text that ends in {prompt!r}:")
+        print(textwrap.indent(text, "    "))
+    return 0
 
 
 if __name__ == "__main__":

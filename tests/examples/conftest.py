@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.examples.programs import TINY, run
+from tests.examples.programs import TINY, succeed
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -19,10 +19,7 @@ def shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0,
     }
-    before = {
-        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
-        "jax_persistent_cache_min_compile_time_secs": jax.config.jax_persistent_cache_min_compile_time_secs,
-    }
+    before = {name: getattr(jax.config, name) for name in options}
     _configure(options)
     yield {name.upper(): str(value) for name, value in options.items()}
     _configure(before)
@@ -46,11 +43,8 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of 12 steps on one device, and what the run printed."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    status, out, err = run(
-        "--data", text_file, "--out", folder, "--steps", 12, *TINY, "--sample", 20, "--log", "tensorboard"
-    )
-    assert status == 0, err
-    return folder, out
+    flags = ["--steps", 12, *TINY, "--sample", 20, "--log", "tensorboard"]
+    return folder, succeed("--data", text_file, "--out", folder, *flags)
 
 
 @pytest.fixture

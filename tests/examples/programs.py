@@ -3,9 +3,7 @@
 import contextlib
 import csv
 import io
-import resource
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,6 +26,13 @@ def run(*flags: object) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+def succeed(*flags: object) -> str:
+    """Returns the standard output of the program, which must end with success."""
+    status, out, err = run(*flags)
+    assert status == 0, err
+    return out
+
+
 def prepared(flags: str) -> training.Run:
     """Prepares a tiny run with these flags."""
     settings = parse([*TINY, *flags.split()])
@@ -43,14 +48,3 @@ def files_in(folder: Path) -> dict[str, bytes]:
     """Returns the content of every file of a folder but the lock, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train_moe.lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-@contextlib.contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Makes the system refuse files longer than `size` bytes, as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

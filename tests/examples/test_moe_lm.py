@@ -64,44 +64,30 @@ def test_both_models_are_the_same_function(params: dict[str, Any], tokens: jax.A
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), metrics_of_nnx, metrics)
 
 
-def test_both_models_start_alike(params: dict[str, Any]) -> None:
-    model = nnx.jit(lambda: moe_lm_nnx.MoELanguageModel(**SIZES, rngs=nnx.Rngs(2)))()
-    of_nnx = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8() -> None:
+    for flags, types in {
+        "--recipe bf16": set(),
+        "--recipe block": {"f8_e4m3fn"},
+        "--recipe current --layer nnx": {"f8_e4m3fn", "f8_e5m2"},
+        "--recipe delayed": {"f8_e4m3fn", "f8_e5m2"},
+        "--recipe mxfp8": {"f8_e4m3fn", "f8_e8m0fnu"},
+    }.items():
+        computed = programs(parse([*flags.split(), "--layers", "2"]), Devices(1, 1))
 
-    def assert_alike(path: Any, a: jax.Array, b: jax.Array) -> None:
-        assert a.shape == b.shape, path
-        # The smallest kernel has 64 numbers, which give the deviation to about 10 %.
-        np.testing.assert_allclose(jnp.std(a), jnp.std(b), rtol=0.4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
-        np.testing.assert_allclose(jnp.mean(a), jnp.mean(b), atol=0.5 * float(jnp.std(a)) + 1e-6)
+        step = str(computed.take_step.trace(computed.state, jax.ShapeDtypeStruct((1, 2, 17), "uint8")).jaxpr)
 
-    jax.tree.map_with_path(assert_alike, as_in_nnx(params), of_nnx)
-
-
-@pytest.mark.parametrize(
-    ("flags", "types"),
-    [
-        ("--recipe bf16", set()),
-        ("--recipe block", {"f8_e4m3fn"}),
-        ("--recipe current --layer nnx", {"f8_e4m3fn", "f8_e5m2"}),
-        ("--recipe delayed", {"f8_e4m3fn", "f8_e5m2"}),
-        ("--recipe mxfp8", {"f8_e4m3fn", "f8_e8m0fnu"}),
-    ],
-)
-def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8(flags: str, types: set[str]) -> None:
-    settings = parse([*flags.split(), "--layers", "2"])
-    computed = programs(settings, Devices(1, 1))
-    batch = jax.ShapeDtypeStruct((1, 2, 17), "uint8")
-
-    step = str(computed.take_step.trace(computed.state, batch).jaxpr)
-
-    assert set(re.findall(r"f8_\w+", step)) == types
-    # Two layers, of which each has two matmuls with three products.
-    assert step.count("a=QuantizedLayout(") == (12 if types else 0)
+        assert set(re.findall(r"f8_\w+", step)) == types, flags
+        # Two layers, of which each has two matmuls with three products.
+        assert step.count("a=QuantizedLayout(") == (12 if types else 0), flags
 
 
-def test_the_parameters_are_as_many_whatever_computes_them() -> None:
-    def count(*flags: str) -> int:
-        params = programs(parse(flags), Devices(1, 1)).state.params["params"]
-        return sum(leaf.size for leaf in jax.tree.leaves(params))
+def test_both_models_start_alike_whatever_computes_them() -> None:
+    def deviations(*flags: str) -> list[float]:
+        params = (
+            programs(parse(["--layers", "1", "--d-model", "32", *flags]), Devices(1, 1)).initialise().params["params"]
+        )
+        return sorted(float(jnp.std(leaf)) for leaf in jax.tree.leaves(params))
 
-    assert count() == count("--layer", "nnx") == count("--recipe", "delayed") > 1_000_000
+    expected = deviations()
+    for flags in (["--layer", "nnx"], ["--recipe", "delayed"]):
+        np.testing.assert_allclose(deviations(*flags), expected, rtol=0.1, atol=1e-6)

@@ -1,9 +1,9 @@
-"""The folder of a run of `train_moe`: locked, full, damaged, or of somebody else."""
+"""The folder of a run of `train_moe`: interrupted, full, damaged, locked, or of somebody else."""
 
 import json
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,74 +12,144 @@ from typing import Any
 
 import pytest
 
-from jax_grouped.examples.loss_curve import Losses, read_losses
-from jax_grouped.examples.metrics import Metrics, line_of
+from jax_grouped.examples import training
 from jax_grouped.examples.run_folder import RunFolder
-from jax_grouped.examples.settings import UsageError
-from tests.examples.programs import TINY, file_size_limit, files_in, read_rows, run
+from tests.examples.programs import TINY, files_in, read_rows, run, succeed
 
 pytestmark = pytest.mark.slow
 
+#: Gets a signal while it compiles for minutes, in one call outside of Python.
+COMPILING = """
+def compile(_):
+    threading.Timer(0.5, os.kill, (os.getpid(), signals[0])).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+jax.stages.Lowered.compile = compile
+"""
+
+#: Gets signals when the checkpoint of step 8 is complete but for its name.
+SAVING = """
+rename = os.rename
+
+def interrupted(source, *rest, **options):
+    if os.path.basename(os.path.normpath(source)).startswith("8."):
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(1.5)
+    return rename(source, *rest, **options)
+
+os.rename = interrupted
+"""
+
 #: From step 6 on, files cannot be longer than 4096 bytes: the system refuses more as it does on a full disk.
 FULL_DISK = """
-import sys
-from jax_grouped.examples import training
-from jax_grouped.examples.train_moe import main
-from tests.examples.programs import file_size_limit
-
-windows, limit = training.random_windows, file_size_limit(4096)
+windows = training.random_windows
 
 def full(*arguments):
     if arguments[-1] == 5:
-        limit.__enter__()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     return windows(*arguments)
 
 training.random_windows = full
-sys.exit(main(sys.argv[1:]))
+"""
+
+PROGRAM = """
+import hashlib, os, resource, sys, threading, time
+import jax
+from jax_grouped.examples import train_moe, training
+
+signals = {signals}
+{patch}
+sys.exit(train_moe.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
-def test_a_folder_has_one_process_at_a_time(resumed: bool, finished_copy: Path, text_file: Path) -> None:
-    before = files_in(finished_copy)
-    with RunFolder(str(finished_copy)).locked():
-        flags = ["--resume"] if resumed else ["--data", text_file, *TINY]
-        status, _, err = run("--out", finished_copy, *flags)
+def resume(folder: Path, step: int, finished: Path) -> None:
+    out = succeed("--out", folder, "--resume")
 
-    assert status == 2
-    lock = finished_copy / "train_moe.lock"
-    assert err == (
-        f"train_moe: error: --out: {finished_copy} is in use by process {os.getpid()}, which has locked {lock}\n"
-    )
-    assert files_in(finished_copy) == before
+    assert f"resuming at step {step}\n" in out
+    assert read_rows(folder) == read_rows(finished)
+    assert (folder / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_room(
-    finished: tuple[Path, str], text_file: Path, tmp_path: Path, shared_programs: dict[str, str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_saves_its_last_step_and_resumes_from_it(
+    number: int, finished: tuple[Path, str], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = training.random_windows
+
+    def interrupted(*arguments: Any) -> Any:
+        if arguments[-1] == 4:
+            os.kill(os.getpid(), number)
+            # `timeout` of GNU sends it twice.
+            os.kill(os.getpid(), number)
+        return windows(*arguments)
+
+    monkeypatch.setattr(training, "random_windows", interrupted)
+    folder = tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    status, _, err = run("--data", text_file, "--out", folder, "--steps", 12, *TINY)
+    monkeypatch.undo()
+
+    assert status == 128 + number
+    assert err.splitlines()[-1] == "train_moe: interrupted at step 5, which is saved; --resume continues from there"
+    assert read_rows(folder)[-1][0] == "5"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    resume(folder, 5, finished[0])
+
+
+@pytest.mark.parametrize(
+    ("patch", "signals", "status", "message"),
+    [
+        (COMPILING, [signal.SIGINT], -signal.SIGINT, ""),
+        (COMPILING, [signal.SIGTERM], -signal.SIGTERM, ""),
+        (SAVING, [signal.SIGKILL], -signal.SIGKILL, ""),
+        (SAVING, [signal.SIGINT, signal.SIGINT], 130, "interrupted; --resume continues from the latest checkpoint"),
+        (FULL_DISK, [], 2, "checkpoints: File too large; --resume continues from the latest that is there"),
+    ],
+    ids=["Ctrl-C while compiling", "SIGTERM while compiling", "killed", "a second Ctrl-C", "full disk"],
+)
+def test_a_run_that_ends_at_once_leaves_what_was_saved_before(
+    patch: str,
+    signals: list[int],
+    status: int,
+    message: str,
+    finished: tuple[Path, str],
+    text_file: Path,
+    tmp_path: Path,
+    shared_programs: dict[str, str],
 ) -> None:
     folder = tmp_path / "run"
+    program = PROGRAM.format(patch=patch, signals=[*map(int, signals)])
     flags = ["--data", text_file, "--out", folder, "--steps", 12, *TINY]
-    full = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *map(str, flags)],
-        env={**os.environ, **shared_programs, "JAX_NUM_CPU_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, **shared_programs, "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, "-c", program, *map(str, flags)]
 
-    assert full.returncode == 2
-    *progress, error = full.stderr.splitlines()
-    assert error == (
-        f"train_moe: error: --out: cannot save a checkpoint in {folder / 'checkpoints'}: File too large; "
-        "--resume continues from the latest that is there"
-    )
-    assert all("step " in line or not line.strip() for line in progress), full.stderr
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
-    status, out, err = run("--out", folder, "--resume")
+    assert ended.returncode == status, ended.stderr
+    *progress, last = ended.stderr.splitlines() or [""]
+    assert message in last
+    assert all("byte/s" in shown or not shown.strip() for shown in progress), ended.stderr
+    if patch == COMPILING:
+        assert "\ncompiling" in ended.stdout
+        assert not files_in(folder)
+        return
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left[0] == "4"
+    assert len(left) == 2, "the checkpoint of step 8 lies there under another name"
+    resume(folder, 4, finished[0])
 
-    assert status == 0, err
-    assert "resuming at step 4" in out
-    assert read_rows(folder) == read_rows(finished[0])
+
+def test_a_folder_has_one_process_at_a_time(finished_copy: Path, text_file: Path) -> None:
+    before = files_in(finished_copy)
+    with RunFolder(str(finished_copy)).locked():
+        for flags in (["--resume"], ["--data", text_file, *TINY]):
+            status, _, err = run("--out", finished_copy, *flags)
+
+            assert (status, err) == (2, f"train_moe: error: --out: {finished_copy} is in use by another process\n")
+    assert files_in(finished_copy) == before
 
 
 def change_a_bit(checkpoint: Path) -> None:
@@ -94,30 +164,19 @@ def truncate(checkpoint: Path) -> None:
         path.write_bytes(path.read_bytes()[:100])
 
 
-def empty(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    checkpoint.mkdir()
+def forget_losses(checkpoint: Path) -> None:
+    (checkpoint / "records" / "metadata").write_text("{}")
 
 
-def replace_by_the_other(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    shutil.copytree(checkpoint.with_name("8"), checkpoint)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [change_a_bit, truncate, empty, replace_by_the_other],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("damage", [change_a_bit, truncate, forget_losses], ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_kept_and_the_one_before_is_taken(
     damage: Callable[[Path], None], finished: tuple[Path, str], finished_copy: Path
 ) -> None:
     damage(finished_copy / "checkpoints" / "12")
     damaged = files_in(finished_copy / "checkpoints" / "12")
 
-    status, out, err = run("--out", finished_copy, "--resume")
+    out = succeed("--out", finished_copy, "--resume")
 
-    assert status == 0, err
     assert "note: the checkpoint of step 12 cannot be read (" in out
     (moved,) = finished_copy.glob("unreadable-*")
     assert f") and has been moved to {moved}\n" in out
@@ -127,149 +186,51 @@ def test_a_damaged_checkpoint_is_kept_and_the_one_before_is_taken(
     assert sorted(path.name for path in (finished_copy / "checkpoints").iterdir()) == ["12", "8"]
 
 
-def test_without_a_checkpoint_that_can_be_read_nothing_changes(finished_copy: Path) -> None:
-    truncate(finished_copy / "checkpoints")
-    before = files_in(finished_copy)
+def assert_refused(folder: Path, *messages: str) -> None:
+    before = files_in(folder)
 
-    status, _, err = run("--out", finished_copy, "--resume")
-
-    assert status == 2
-    assert err.startswith(f"train_moe: error: --resume: no checkpoint in {finished_copy / 'checkpoints'} can be read (")
-    assert "of step 12: " in err
-    assert "; of step 8: " in err
-    assert err.count("\n") == 1
-    assert files_in(finished_copy) == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        None,
-        "",
-        '{"data": "/te',
-        "\udcff",
-        "[1]",
-        {"text_sha256": None},
-        {"steps": "twelve"},
-        {"steps": None},
-        {"batch": True},
-        {"layer": "haiku"},
-        {"colour": "red"},
-    ],
-    ids=str,
-)
-def test_damaged_settings_are_named_and_nothing_changes(change: Any, finished_copy: Path) -> None:
-    file = finished_copy / "settings.json"
-    if isinstance(change, dict):
-        changed = {**json.loads(file.read_text()), **change}
-        change = json.dumps({name: value for name, value in changed.items() if name != "text_sha256" or value})
-    file.unlink()
-    if change is not None:
-        file.write_text(change, errors="surrogateescape")
-    before = files_in(finished_copy)
-
-    status, _, err = run("--out", finished_copy, "--resume")
+    status, _, err = run("--out", folder, "--resume", "--steps", 15)
 
     assert status == 2
     assert err.startswith("train_moe: error: --resume: ")
-    assert "settings.json" in err
-    assert err.endswith("restore it, or start anew in another folder\n")
+    assert [message for message in messages if message not in err] == [], err
     assert err.count("\n") == 1
-    assert files_in(finished_copy) == before
+    assert files_in(folder) == before
 
 
-def test_settings_of_another_model_are_told_from_damage(finished_copy: Path) -> None:
+def test_a_folder_without_a_checkpoint_that_can_be_read_is_left_alone(finished_copy: Path) -> None:
+    checkpoints = finished_copy / "checkpoints"
+    truncate(checkpoints)
+    assert_refused(finished_copy, f"no checkpoint in {checkpoints} can be read (of step 12: ", "; of step 8: ")
+
+    for step in ("8", "12"):
+        shutil.rmtree(checkpoints / step)
+    assert_refused(finished_copy, f"there is no checkpoint in {finished_copy}\n")
+
+
+def test_damaged_settings_are_named_and_nothing_changes(finished_copy: Path) -> None:
     file = finished_copy / "settings.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "d_model": 64}))
-    before = files_in(finished_copy)
+    recorded = json.loads(file.read_text())
+    changes: list[Any] = [{"batch": "eight"}, {"batch": None}, {"layer": "haiku"}, {"colour": "red"}]
+    contents = [json.dumps({**recorded, **change}) for change in changes]
+    contents += [json.dumps({name: recorded[name] for name in recorded if name != left_out}) for left_out in recorded]
+    for content in (*contents, "", '{"data": "/te', "\udcff", "[1]"):
+        file.write_text(content, errors="surrogateescape")
+        assert_refused(finished_copy, "settings.json", "damaged", ": restore it, or start anew in another folder\n")
 
-    status, _, err = run("--out", finished_copy, "--resume")
-
-    assert status == 2
-    assert re.search(r"of step 12: it has another \S+ than the model of the settings; of step 8: ", err)
-    assert err.count("\n") == 1
-    assert files_in(finished_copy) == before
-
-
-UNEVEN = [Metrics(step, 1.0, [1.0], [[1.0] * step], [0.0], [1.0]) for step in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("loss.csv", ""),
-        ("loss.csv", "something,else\n1,2\n"),
-        ("loss.csv", None),
-        ("metrics.jsonl", "{}\n"),
-        ("metrics.jsonl", "something,else\n1,2\n"),
-        ("metrics.jsonl", "".join(map(line_of, UNEVEN))),
-        ("metrics.jsonl", None),
-    ],
-    ids=["empty", "another table", "folder", "no names", "no JSON", "other experts", "folder of metrics"],
-)
-def test_a_damaged_record_is_named_and_nothing_changes(name: str, content: str | None, finished_copy: Path) -> None:
-    what = "losses" if name == "loss.csv" else "metrics"
-    file = finished_copy / name
     file.unlink()
-    if content is None:
-        file.mkdir()
-    else:
-        file.write_text(content)
-    before = files_in(finished_copy)
-
-    status, _, err = run("--out", finished_copy, "--resume", "--steps", 15)
-
-    assert status == 2
-    assert str(file) in err
-    assert err.endswith(f"; restore it, or move it away to continue without the {what} so far\n")
-    assert err.count("\n") == 1
-    assert files_in(finished_copy) == before
+    assert_refused(finished_copy, f"{file} is missing or damaged: restore it, or start anew in another folder\n")
 
 
-@pytest.mark.parametrize("kept", [0, 5], ids=["all", "the end"])
-def test_a_curve_that_lacks_steps_goes_on(kept: int, finished: tuple[Path, str], finished_copy: Path) -> None:
-    shutil.rmtree(finished_copy / "checkpoints" / "12")
-    file = finished_copy / "loss.csv"
-    rows = file.read_text().splitlines(keepends=True)
-    file.unlink()
-    if kept:
-        file.write_text("".join(rows[: kept + 2]) + rows[kept + 2][:5])
+def test_a_new_run_is_refused_by_a_folder_that_has_its_files(text_file: Path, tmp_path: Path) -> None:
+    for name in ("settings.json", "checkpoints", "loss.csv", "load.png", "tensorboard"):
+        (tmp_path / name).symlink_to("elsewhere")
 
-    status, out, err = run("--out", finished_copy, "--resume")
+        status, out, err = run("--data", text_file, "--out", tmp_path, "--steps", 1, *TINY)
 
-    assert status == 0, err
-    assert f"note: {file} lacks {8 - kept} of the 8 steps\n" in out
-    expected = read_rows(finished[0])
-    assert read_rows(finished_copy) == [*(expected[: kept + 2] if kept else expected[:1]), *expected[10:]]
-    assert ("held-out loss before" in out) == bool(kept)
-
-
-@pytest.mark.parametrize("name", ["settings.json", "checkpoints", "loss.csv", "load.png", "tensorboard"])
-def test_a_new_run_is_refused_by_a_folder_that_has_its_files(name: str, text_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / name).symlink_to("elsewhere")
-
-    status, _, err = run("--data", text_file, "--out", tmp_path, "--steps", 1, *TINY)
-
-    assert status == 2
-    assert err == (
-        f"train_moe: error: --out: {tmp_path / name} exists already: continue that run with --resume, "
-        "or name a new folder\n"
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.txt", name, "train_moe.lock"])
-    assert os.readlink(tmp_path / name) == "elsewhere"
-
-
-def test_losses_that_do_not_fit_on_the_disk_leave_the_file_as_it_was(tmp_path: Path) -> None:
-    folder = RunFolder(str(tmp_path))
-    folder.extend([Losses(0, None, 6.0), Losses(1, 5.5, None)])
-    before = folder.csv_path.read_bytes()
-
-    with file_size_limit(len(before) + 5), pytest.raises(UsageError, match="File too large"):
-        folder.extend([Losses(2, 5.0, 4.5)])
-
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.csv"]
-    assert folder.csv_path.read_bytes() == before
-    folder.extend([Losses(2, 5.0, 4.5)])
-    assert folder.rows == read_losses(folder.csv_path)
-    assert len(folder.rows) == 3
+        assert (status, out) == (2, "")
+        exists = f"{tmp_path / name} exists already: continue that run with --resume, or name a new folder"
+        assert err == f"train_moe: error: --out: {exists}\n"
+        assert os.readlink(tmp_path / name) == "elsewhere"
+        assert {path.name for path in tmp_path.iterdir()} == {name, "train_moe.lock"}
+        (tmp_path / name).unlink()
