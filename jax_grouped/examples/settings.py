@@ -178,6 +178,7 @@ def _check(s: Settings) -> None:
             raise UsageError(f"{_flag(name)} must be a positive number, got {value}")
     fp8_sizes = s.recipe == "bf16" or s.d_model % FP8_ALIGNMENT == s.d_ff % FP8_ALIGNMENT == 0
     rules = [
+        (s.out != "", "--out must name a folder"),
         (s.top_k <= s.experts, f"--top-k {s.top_k} is more than --experts {s.experts}"),
         (s.d_model % (2 * s.heads) == 0, f"--d-model {s.d_model} must be a multiple of 2 * --heads = {2 * s.heads}"),
         (s.cool_down <= s.steps, f"--cool-down {s.cool_down} is more than --steps {s.steps}"),
