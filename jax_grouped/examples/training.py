@@ -158,8 +158,11 @@ def _metrics_row(step: int, metrics: StepMetrics) -> dict[str, Any]:
         "dropped": blocks.dropped / pairs,
         "amax": blocks.amax,
     }
-    arrays = {name: np.asarray(value, np.float64) for name, value in values.items()}
-    return {"step": step} | {name: np.where(np.isfinite(x), x, None).tolist() for name, x in arrays.items()}
+    line: dict[str, Any] = {"step": step}
+    for name, value in values.items():
+        numbers = np.asarray(value, np.float64)
+        line[name] = np.where(np.isfinite(numbers), numbers.astype(object), np.array(None, object)).tolist()
+    return line
 
 
 def _add_events(events: SummaryWriter, losses: list[Losses], metrics: list[dict[str, Any]]) -> None:
