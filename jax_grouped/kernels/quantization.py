@@ -108,9 +108,11 @@ class QuantizeSpec:
         )
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """Returns the operands after the group offset by their names; the previous results as `previous`, if given."""
-        named = dict(zip(self.given, operands, strict=False))
-        return named | {"previous": tuple(operands[len(self.given) :])} if "skip" in self.given else named
+        """Returns the operands after the group offset by name, beside `skip` the previous results as `previous`."""
+        by_name = dict(zip(self.given, operands, strict=False))
+        if "skip" in self.given:
+            by_name["previous"] = tuple(operands[len(self.given) :])
+        return by_name
 
     def rows(self, x_rows: int) -> int:
         """Returns the number of rows of the quantized array, from that of `x`."""
@@ -175,7 +177,10 @@ def quantize(
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
 ) -> tuple[QuantizeSpec, dict[str, jax.Array]]:
-    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None."""
+    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None.
+
+    Returns the results by their names, and the spec that names what is given: layouts depend on it.
+    """
     given = {name: operand for name in OPERANDS if (operand := operands.pop(name, None)) is not None}
     assert not operands
     rows = given["row_indices"].shape[0] if "row_indices" in given else None
@@ -184,7 +189,7 @@ def quantize(
         x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
     arrays = vary_alike(x, *groups, *given.values(), *previous)
     if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
-        made = [vary_alike(result, arrays[0])[0] for result in _quantize_nothing(x, *given.values(), spec=spec)]
+        made = [vary_alike(result, arrays[0])[0] for result in _quantize_nothing(x, given, spec)]
     else:
         made = bind(QUANTIZE, *arrays, spec=spec)
     return spec, dict(zip(spec.results(x.shape), made, strict=True))
@@ -274,10 +279,9 @@ def _quantize(
     return results
 
 
-def _quantize_nothing(x: jax.Array, *more: jax.Array, spec: QuantizeSpec) -> tuple[jax.Array, ...]:
+def _quantize_nothing(x: jax.Array, operands: dict[str, jax.Array], spec: QuantizeSpec) -> tuple[jax.Array, ...]:
     """Returns the results for an `x` without rows, features or groups."""
     results = {name: jnp.zeros(result.shape, result.dtype) for name, result in spec.results(x.shape).items()}
-    operands = spec.named(more)
     scaling = _Scaling(spec, results["amax"], operands.get("scale"))
     if scaling.group_scales:
         results |= {name: scaling.group_scales[1] for name in results if name.endswith("_scale")}
@@ -587,14 +591,7 @@ def _quantize_cuda(
 
 
 def _quantize_permuted_cuda(
-    x: jax.Array,
-    order: jax.Array,
-    inverse: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array,
-    *more: jax.Array,
-    spec: QuantizeSpec,
-    batch: int,
+    x: jax.Array, order: jax.Array, inverse: jax.Array, *operands: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
     """Returns the rowwise data and scales, and with given scales the largest values. Reads each token once."""
     del order
@@ -605,9 +602,7 @@ def _quantize_permuted_cuda(
     )(
         x,
         inverse,
-        group_sizes,
-        group_offset,
-        *more,
+        *operands,
         num_groups=np.int64(batch * spec.num_groups),
         given_scale="scale" in spec.given,
         pow2_scales=spec.pow2_scales,

@@ -182,7 +182,7 @@ def _backward(spec: DenseSpec, saved: Saved | SavedOnMesh, dy: Any) -> tuple[Any
     gradient = dense_on_mesh.gradients(inputs, spec, given_scales(spec, residuals.fp8_state), dy)
     # None stands for a zero gradient, even of arguments that are never None.
     weights = Weights(gradient.kernel, bias=gradient.bias, fp8_state=next_state(residuals, gradient.amax))
-    return (Inputs(gradient.x, weights, None),)  # type: ignore[arg-type]
+    return (Inputs(gradient.x, weights, None),)  # type: ignore[arg-type]  # None is the zero gradient of the groups.
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -23,7 +23,7 @@ def exchange_stacks(parts: ScaledArray, axis_name: Hashable) -> ScaledArray:
 
 
 def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout: QuantizedLayout) -> ScaledArray:
-    """Gathers a stack of kernels of which each device has a part, with whole blocks."""
+    """Gathers a stack of kernels, each axis of whose data is split over the mesh axes in `storage`, in whole blocks."""
 
     def move(x: jax.Array) -> jax.Array:
         # Scales of whole matrices, and those of MX, have fewer axes: such kernels are stored in parts by experts, or

@@ -16,7 +16,7 @@ from jax_grouped.fp8.recipes import (
     canonical_epsilon,
     canonical_fp8,
 )
-from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.activations import Activation
 from jax_grouped.kernels.primitive import bind
 from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
 from jax_grouped.kernels.rows import tokens_of
@@ -123,12 +123,11 @@ def grouped_quantize(
         amax_epsilon=canonical_epsilon(amax_epsilon),
         swizzled_scales=swizzled_scales,
         activation=activation,
+        given=() if activation_input is None else ("activation_input",),
     )
+    checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
     if activation_input is not None:
         activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
-    features = x.shape[1] if activation_input is None else activation_input.shape[1]
-    halved = activation_input is None and is_gated(activation)
-    checks.check_fp8_features("x", x.shape, features // 2 if halved else features)
     return quantize_tokens(
         x,
         Groups(sizes, jnp.zeros((1,), jnp.int32)),

@@ -70,14 +70,16 @@ def quantize_kernel(
 
     rowwise = static_bool("for_gradients", for_gradients)
     spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise)
-    operands = [] if scale is None else [checks.canonical_scale(scale, spec.num_groups)]
-    is_cached = previous is not None
+    operands, kept = {}, []
+    if scale is not None:
+        operands["scale"] = checks.canonical_scale(scale, spec.num_groups)
     if previous is not None:
         check_cache("previous", previous, "the result", kernel.shape, recipe)
         if (previous.rowwise is not None) != rowwise:
             raise ValueError("previous must have been made with the same for_gradients.")
-        operands += [checks.canonical_flag("skip", skip), *_arrays(previous)]
-    *arrays, amax = apply(_QuantizeKernel(spec, scale is not None, is_cached), kernel, *operands)
+        operands["skip"], kept = checks.canonical_flag("skip", skip), _arrays(previous)
+    spec = dataclasses.replace(spec, given=tuple(operands))
+    *arrays, amax = apply(_QuantizeKernel(spec), kernel, *operands.values(), *kept)
     tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     *row_arrays, data, scale_inv = arrays
     column = ScaledArray(data, scale_inv, None, spec.layout(tokens, columnwise=True))
@@ -95,14 +97,12 @@ class _QuantizeKernel(Operation):
     """
 
     spec: QuantizeSpec
-    has_scale: bool
-    is_cached: bool
     splittable = ("e",)
 
     @property
     def operands(self) -> tuple[str, ...]:
-        previous = ("f", *self._dimensions) if self.is_cached else ()
-        return "e k n", *["e"] * self.has_scale, *previous
+        previous = ("f", *self._dimensions) if "skip" in self.spec.given else ()
+        return "e k n", *["e"] * ("scale" in self.spec.given), *previous
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -118,9 +118,7 @@ class _QuantizeKernel(Operation):
         spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
 
         def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
-            scale, rest = (more[0], more[1:]) if self.has_scale else (None, more)
-            skip, previous = (rest[0], rest[1:]) if self.is_cached else (None, ())
-            quantized = quantize_stack(kernel, spec, previous, scale=scale, skip=skip)
+            quantized = quantize_stack(kernel, spec, **spec.named(more))
             assert quantized.columnwise is not None
             return _arrays(KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax))
 
