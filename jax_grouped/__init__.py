@@ -21,7 +21,6 @@ from jax_grouped.fp8.recipes import ScalingMode as ScalingMode
 from jax_grouped.fp8.state import Fp8State as Fp8State
 from jax_grouped.kernels import extension
 from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
-from jax_grouped.ops.autotune import autotune as autotune
 from jax_grouped.ops.dense import grouped_dense as grouped_dense
 from jax_grouped.ops.gradients import accumulate_gradients as accumulate_gradients
 from jax_grouped.ops.gradients import apply_updates as apply_updates
@@ -74,7 +73,6 @@ __all__ = [
     "ScalingMode",
     "accumulate_gradients",
     "apply_updates",
-    "autotune",
     "config",
     "grouped_dense",
     "grouped_dense_dgrad",

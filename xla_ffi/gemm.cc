@@ -28,7 +28,6 @@ struct GemmAttributes {
   Gather gathered;          // the indices of rows follow the other operands
   bool accumulate;          // an accumulator is the last operand
   bool zero_other_rows;     // rows of no group of the result, except for wgrad, become zero
-  bool autotune;
 };
 
 }  // namespace
@@ -42,7 +41,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("expected_tokens"),
                                       StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
-                                      StructMember<bool>("zero_other_rows"), StructMember<bool>("autotune"));
+                                      StructMember<bool>("zero_other_rows"));
 
 namespace jax_grouped {
 namespace {
@@ -290,7 +289,7 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer a, ffi::AnyBuffer b, S32Buf
   Groups groups{};
   GemmBuffers buffers{};
   JAX_GROUPED_RETURN_IF_ERROR(Decode(call, attributes, &problem, &groups, &buffers));
-  return ToError(kOp, PrepareGemm(device, problem, attributes.autotune));
+  return ToError(kOp, PrepareGemm(device, problem));
 }
 JAX_GROUPED_CATCH(kOp)
 

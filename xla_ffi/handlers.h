@@ -10,16 +10,15 @@ namespace jax_grouped {
 
 // Computes a grouped matmul:
 //   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, row_indices][, accumulator])
-//       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows,
-//        autotune}
+//       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows}
 //       -> (d, scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
 // Row i of an operand that is gathered is the one of index row_indices[i]; operands then have 16 bits, and there is no
 // accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
-// batch elements, one after another, and group_offset has an entry for every element. With autotune, cuBLASLt's
-// algorithms are timed once, before the first call. Without zero_other_rows, rows of no group may hold anything in d.
+// batch elements, one after another, and group_offset has an entry for every element. Without
+// zero_other_rows, rows of no group may hold anything in d.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 

@@ -6,9 +6,6 @@
 #include <mutex>
 #include <set>
 
-#include "csrc/common/status.h"
-#include "csrc/common/stopwatch.h"
-
 namespace jax_grouped {
 
 namespace ffi = ::xla::ffi;
@@ -58,19 +55,23 @@ void Record(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler* execute) {
   XLA_FFI_CallFrame call = frame;
   call.api = &api;
   call.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  const auto launch = [&] {
-    XLA_FFI_Error* error = execute(&call);
-    if (error == nullptr) return Status::Ok();
-    XLA_FFI_Error_Destroy_Args destroyed{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
-    api.XLA_FFI_Error_Destroy(&destroyed);
-    return Status::Failed("The call failed.");
-  };
-  Stopwatch stopwatch;
-  if (!stopwatch.Create().ok()) return;
-  recording = stopwatch.stream();
-  Owned<cudaGraphExec_t> graph;
-  (void)stopwatch.Record(1, launch, &graph);
+  if (cudaStreamCreateWithFlags(&recording, cudaStreamNonBlocking) == cudaSuccess) {
+    if (cudaStreamBeginCapture(recording, cudaStreamCaptureModeThreadLocal) == cudaSuccess) {
+      if (XLA_FFI_Error* error = execute(&call)) {
+        XLA_FFI_Error_Destroy_Args destroyed{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+        api.XLA_FFI_Error_Destroy(&destroyed);
+      }
+      cudaGraph_t graph = nullptr;
+      cudaGraphExec_t instance = nullptr;
+      if (cudaStreamEndCapture(recording, &graph) == cudaSuccess) {
+        if (cudaGraphInstantiate(&instance, graph, 0) == cudaSuccess) cudaGraphExecDestroy(instance);
+        cudaGraphDestroy(graph);
+      }
+    }
+    cudaStreamDestroy(recording);
+  }
   recording = nullptr;
+  (void)cudaGetLastError();  // Otherwise CUDA would report it again to the next caller.
 }
 
 }  // namespace

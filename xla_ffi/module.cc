@@ -1,15 +1,11 @@
-// The extension module jax_grouped._cuda. It exports the custom calls' handlers, and the settings and properties of
+// The extension module jax_grouped._cuda. It exports the custom calls' handlers, and what Python sets and asks of
 // cuBLASLt.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <string>
-#include <utility>
-
 #include "csrc/gemm/cublaslt/library.h"
-#include "csrc/gemm/cublaslt/tuned_algorithms.h"
 #include "csrc/gemm/gemm.h"
 #include "xla_ffi/handlers.h"
 #include "xla_ffi/loading.h"
@@ -66,8 +62,6 @@ NB_MODULE(_cuda, m) {
   m.def("state_type", &StateType);
   m.def("set_cublaslt_path", &SetCublasLtPath, nb::arg("path"));
   m.def("cublaslt_version", &CublasLtVersion);
-  m.def(
-      "set_autotune_file", [](std::string path) { TunedAlgorithms::Get().SetFile(std::move(path)); }, nb::arg("path"));
   m.def("describe_plans", &DescribePlans);
 }
 

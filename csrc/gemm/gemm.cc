@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "csrc/common/device.h"
-#include "csrc/gemm/cublaslt/autotune.h"
 #include "csrc/gemm/cublaslt/launch.h"
 #include "csrc/gemm/cublaslt/library.h"
 #include "csrc/gemm/cublaslt/plans.h"
@@ -27,26 +26,6 @@ constexpr int64_t kMostPartialTiles = 2;  // of a multiprocessor
 // Most tokens per group, on average, of the kernel for small groups. It is 1.2 to 1.7 times as fast as cuBLASLt's with
 // one token, 1 to 1.4 times with 64, and slower with 96.
 constexpr int64_t kSmallGroupTokens = 64;
-
-const char* Name(Origin origin) {
-  switch (origin) {
-    case Origin::kOwnKernel:
-      return "kernel of jax_grouped";
-    case Origin::kHeuristic:
-      return "heuristic";
-    case Origin::kNotTimed:
-      return "heuristic (could not be timed)";
-    case Origin::kTuned:
-      break;
-  }
-  return "tuned";
-}
-
-std::string Describe(const Plan& plan) {
-  const CublasLt* library = nullptr;
-  if (plan.origin == Origin::kOwnKernel || !GetCublasLt(&library).ok()) return Name(plan.origin);
-  return Describe(*library, plan.algorithm) + ", " + Name(plan.origin);
-}
 
 bool IsSm90Wgrad(const GemmProblem& problem) {
   // The kernel reads accumulators of float32 only.
@@ -98,7 +77,7 @@ Status LaunchSm90(cudaStream_t stream, int device, const GemmProblem& problem, c
 
 }  // namespace
 
-Status PrepareGemm(int device, const GemmProblem& problem, bool autotune) {
+Status PrepareGemm(int device, const GemmProblem& problem) {
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
   const Plans::Key key{device, problem};
@@ -108,8 +87,7 @@ Status PrepareGemm(int device, const GemmProblem& problem, bool autotune) {
   }
   const CublasLt* library = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));
-  JAX_GROUPED_RETURN_IF_FAILED(Plans::Get().Ensure(*library, key));
-  return autotune ? Tune(*library, key) : Status::Ok();
+  return Plans::Get().Ensure(*library, key);
 }
 
 Status EnqueueGemm(int device, cudaStream_t stream, const GemmProblem& problem, const Groups& groups,
@@ -130,7 +108,10 @@ std::vector<std::string> DescribePlans() {
   std::vector<std::string> lines;
   for (const auto& [key, plan] : Plans::Get().Copy()) {
     const auto& [device, problem] = key;
-    lines.push_back("device " + std::to_string(device) + ": " + Describe(problem) + ": " + Describe(plan));
+    const CublasLt* library = nullptr;
+    const bool is_ours = plan.handle == nullptr || !GetCublasLt(&library).ok();
+    lines.push_back("device " + std::to_string(device) + ": " + Describe(problem) + ": " +
+                    (is_ours ? "kernel of jax_grouped" : Describe(*library, plan.algorithm)));
   }
   return lines;
 }

@@ -16,12 +16,11 @@
 namespace jax_grouped {
 
 // Chooses an algorithm and keeps it for later calls with the same problem on the same device, which must be the current
-// one. The choice is the heuristic's first algorithm, or with `autotune` the fastest (autotune.h). Calls without
-// `autotune` then use the fastest, too. Graphs that have captured a call keep the algorithm that it had.
+// one. The choice is one of our own kernels, or the first algorithm of cuBLASLt's heuristic.
 //
 // A repeated call is cheap. Fails if the device does not support the product. Must not be called while the stream is
 // being captured.
-Status PrepareGemm(int device, const GemmProblem& problem, bool autotune);
+Status PrepareGemm(int device, const GemmProblem& problem);
 
 // Enqueues the product of a prepared problem: d = a b, or d += a b if it accumulates. Tokens of `d` that belong to no
 // local group become zero, or keep their value if it accumulates. May be captured.

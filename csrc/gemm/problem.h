@@ -91,8 +91,7 @@ QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups);
 // Fails unless GPUs of a compute capability support the product. The error names the alternative.
 Status CheckCapability(const GemmProblem& problem, int major, int minor);
 
-// Describes the problem in one line of text. The files of TunedAlgorithms use the text as a key: different problems
-// must have different texts, and a changed wording makes every problem be timed again.
+// Describes the problem in one line of text.
 std::string Describe(const GemmProblem& problem);
 
 }  // namespace jax_grouped

@@ -26,13 +26,11 @@ _FLAGS = {
 class _Settings:
     backend: str
     check: bool
-    autotune: bool
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
             raise ValueError(f"backend (JAX_GROUPED_BACKEND) must be one of {_BACKENDS}, got {self.backend!r}.")
-        for name in ("check", "autotune"):
-            object.__setattr__(self, name, static_bool(name, getattr(self, name)))
+        object.__setattr__(self, "check", static_bool("check", self.check))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(self).items())
@@ -45,15 +43,10 @@ _override = jax.make_user_context(default_value=None)
 @functools.cache
 def from_environment() -> _Settings:
     """Returns the settings that the process starts with, read when an operation first asks for one."""
-
-    def flag(variable: str) -> bool:
-        text = os.environ.get(variable, "").strip()
-        if text and text.lower() not in _FLAGS:
-            raise ValueError(f"{variable} must be 0 or 1, false or true, off or on, no or yes, got {text!r}.")
-        return _FLAGS[text.lower() or "0"]
-
-    backend = os.environ.get("JAX_GROUPED_BACKEND") or "auto"
-    return _Settings(backend, flag("JAX_GROUPED_CHECK"), flag("JAX_GROUPED_AUTOTUNE"))
+    check = os.environ.get("JAX_GROUPED_CHECK", "").strip()
+    if check and check.lower() not in _FLAGS:
+        raise ValueError(f"JAX_GROUPED_CHECK must be 0 or 1, false or true, off or on, no or yes, got {check!r}.")
+    return _Settings(os.environ.get("JAX_GROUPED_BACKEND") or "auto", _FLAGS[check.lower() or "0"])
 
 
 class _Setting(Generic[T]):
@@ -80,17 +73,15 @@ class Config:
     """Settings of all operations.
 
     Setting an attribute holds for the process and clears JAX's caches of compiled programs. `override` holds for a
-    `with` block in its thread. The environment variables of `check` and `autotune` are 0 or 1, false or true, off or
-    on, no or yes, in upper or lower case.
+    `with` block in its thread.
 
     Attributes:
         backend: `"auto"` picks the `cuda` backend when lowering for CUDA and the `xla` backend for any other
             platform; `"xla"` picks the `xla` backend everywhere. Initial value: `JAX_GROUPED_BACKEND`, or `"auto"`.
         check: whether `group_sizes` that are negative or reach past the rows raise an error on the host, and so does
             an `Fp8State` that something other than its gradient has changed. This costs a host callback in every
-            operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`.
-        autotune: whether matmuls on a GPU time cuBLASLt's algorithms the first time, and use the fastest from then on,
-            instead of the first that cuBLASLt names; see `jax_grouped.autotune`. Initial value: `JAX_GROUPED_AUTOTUNE`.
+            operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`, which is 0 or 1, false or true,
+            off or on, no or yes, in upper or lower case.
 
     Example:
         with jg.config.override(backend="xla", check=True):
@@ -101,7 +92,6 @@ class Config:
 
     backend = _Setting[str]()
     check = _Setting[bool]()
-    autotune = _Setting[bool]()
 
     def __init__(self) -> None:
         self._changed: _Settings | None = None
@@ -128,11 +118,9 @@ class Config:
             )
 
     @contextlib.contextmanager
-    def override(
-        self, *, backend: str | None = None, check: bool | None = None, autotune: bool | None = None
-    ) -> Iterator[None]:
+    def override(self, *, backend: str | None = None, check: bool | None = None) -> Iterator[None]:
         """Replaces the given settings inside a `with` block, in this thread."""
-        given = {"backend": backend, "check": check, "autotune": autotune}
+        given = {"backend": backend, "check": check}
         now = _override.value or self._changed or from_environment()
         with _override(dataclasses.replace(now, **{name: value for name, value in given.items() if value is not None})):
             yield

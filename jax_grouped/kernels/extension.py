@@ -1,11 +1,9 @@
 """The compiled extension: checks that it is installed and that this machine can run it, and names the remedy if not."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import os
 from pathlib import Path
 from types import ModuleType
 
@@ -136,28 +134,6 @@ def require_block_scaling() -> None:
                 f"Float8BlockScaling needs Hopper (compute capability 9.0), {device.device_kind} has "
                 f"{device.compute_capability}: use MXFP8BlockScaling."
             )
-
-
-@functools.cache
-def keep_tuned_algorithms() -> None:
-    """Tells the extension the file in which it looks up and keeps the timed algorithms."""
-    module = load()
-    # Without the file, or a home directory for it, timed algorithms last for this process only.
-    with contextlib.suppress(OSError, RuntimeError):
-        if module is not None and (path := _tuned_algorithms_path()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            module.set_autotune_file(str(path))
-
-
-def _tuned_algorithms_path() -> Path | None:
-    """Returns the file that `JAX_GROUPED_AUTOTUNE_CACHE` names, by default one in the user's cache folder.
-
-    Returns None if the variable is empty.
-    """
-    named = os.environ.get("JAX_GROUPED_AUTOTUNE_CACHE")
-    if named is not None:
-        return Path(named) if named else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_grouped" / "algorithms.tsv"
 
 
 def require_usable() -> None:

@@ -125,8 +125,6 @@ def define(
             return functools.partial(on_xla, backend=backend, batches=batches, **static)
         extension.require_usable()
         _check_batch(batches[0])
-        if getattr(static.get("spec"), "autotune", False):
-            extension.keep_tuned_algorithms()
         return lambda *args: _as_tuple(cuda(*args, batch=batches[0], **static))
 
     mlir.register_lowering(primitive, _lowering(lambda **params: functools.partial(on_xla, **params)))

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped.core.config import config
 from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, round_up
 from jax_grouped.core.varying import sum_dtype, vary_alike
 from jax_grouped.fp8.layout import QuantizedLayout
@@ -82,7 +81,6 @@ class GemmSpec:
         expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
         zero_other_rows: whether rows of no group are zero in the result of `fprop` and `dgrad`, which costs their
             writes. Otherwise they hold anything, and the permutation must have a pair for each row of a group.
-        autotune: whether to time algorithms where there is a choice; see `jax_grouped.config`.
     """
 
     product: Product
@@ -94,7 +92,6 @@ class GemmSpec:
     gathered: Literal["a", "b"] | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
-    autotune: bool = False
 
     def __post_init__(self) -> None:
         # Normalise the type, so that equal specs compare and hash alike.
@@ -169,7 +166,6 @@ def multiply(
         out = spec.out(a.shape, b.shape, *shapes[3:4])
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
-    spec = dataclasses.replace(spec, autotune=config.autotune)
     if spec.scaled or spec.gathered is not None:
         return bind(GEMM, *operands, spec=spec)[0]
     return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
@@ -319,7 +315,6 @@ def multiply_cuda(
         gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,
         zero_other_rows=spec.zero_other_rows,
-        autotune=spec.autotune,
     )[0]
     # A kernel's gradient has no other use, and is best written where the scan keeps it.
     barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"

@@ -11,16 +11,12 @@ import pytest
 import jax_grouped as jg
 from jax_grouped.core import config
 
-FLAGS = {"check": "JAX_GROUPED_CHECK", "autotune": "JAX_GROUPED_AUTOTUNE"}
-each_flag = pytest.mark.parametrize("name", FLAGS)
-
 
 def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> Any:
     monkeypatch.setenv(variable, text)
     return config.from_environment.__wrapped__()
 
 
-@each_flag
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -28,16 +24,15 @@ def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) 
         *((text, False) for text in ("0", "false", "FALSE", "off", "No", "", " ")),
     ],
 )
-def test_flags_of_the_environment(name: str, text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert getattr(from_environment(monkeypatch, FLAGS[name], text), name) is value
+def test_flags_of_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert from_environment(monkeypatch, "JAX_GROUPED_CHECK", text).check is value
 
 
-@each_flag
 @pytest.mark.parametrize("text", ["maybe", "2", "-1", "tru"])
-def test_other_flags_are_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"{FLAGS[name]} must be 0 or 1, false or true, off or on, no or yes, got {text!r}."
+def test_other_flags_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = f"JAX_GROUPED_CHECK must be 0 or 1, false or true, off or on, no or yes, got {text!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        from_environment(monkeypatch, FLAGS[name], text)
+        from_environment(monkeypatch, "JAX_GROUPED_CHECK", text)
 
 
 def test_a_bad_variable_is_an_error_of_the_first_operation() -> None:
@@ -50,33 +45,30 @@ def test_a_bad_variable_is_an_error_of_the_first_operation() -> None:
     assert program.stderr.splitlines()[-1].startswith("ValueError: JAX_GROUPED_CHECK must be 0 or 1, ")
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("chek", " Did you mean check?"), ("auto_tune", " Did you mean autotune?"), ("zzz", "")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("chek", " Did you mean check?"), ("zzz", "")])
 def test_a_misspelt_setting_is_an_error(name: str, hint: str) -> None:
-    message = f"jax_grouped.config has no attribute {name!r}; its settings are backend, check, autotune.{hint}"
+    message = f"jax_grouped.config has no attribute {name!r}; its settings are backend, check.{hint}"
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
         setattr(jg.config, name, True)
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
         getattr(jg.config, name)
 
 
-@each_flag
 @pytest.mark.parametrize("value", ["no", 1, None], ids=repr)
-def test_a_flag_is_true_or_false(name: str, value: Any) -> None:
-    message = f"^{name} must be True or False, got {re.escape(repr(value))}.$"
+def test_a_flag_is_true_or_false(value: Any) -> None:
+    message = f"^check must be True or False, got {re.escape(repr(value))}.$"
     with pytest.raises(TypeError, match=message):
-        setattr(jg.config, name, value)
+        jg.config.check = value
     if value is not None:  # None leaves a setting as it is.
-        with pytest.raises(TypeError, match=message), jg.config.override(**{name: value}):
+        with pytest.raises(TypeError, match=message), jg.config.override(check=value):
             pass
 
 
 def test_the_settings_are_printed_with_those_that_an_override_hides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("backend", "xla"), ("check", False), ("autotune", False)):
+    for name, value in (("backend", "xla"), ("check", False)):
         monkeypatch.setattr(jg.config, name, value)
-    process = "backend='xla', check=False, autotune=False"
+    process = "backend='xla', check=False"
     assert repr(jg.config) == f"<jax_grouped.config: {process}>"
     with jg.config.override(check=True):
-        shown = "backend='xla', check=True, autotune=False"
-        assert repr(jg.config) == f"<jax_grouped.config: {shown}, by override; the process has {process}>"
+        shown = "backend='xla', check=True, by override"
+        assert repr(jg.config) == f"<jax_grouped.config: {shown}; the process has {process}>"

@@ -25,11 +25,10 @@ def run(
 ) -> dict[str, Any]:
     """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
     xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
-    # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
-    # of XLA's for what surrounds the custom calls.
+    # Another process might find another of XLA's algorithms fastest for what surrounds the custom calls, which may add
+    # up in another order.
     xla_flags += " --xla_gpu_autotune_level=0"
-    settings = {"JAX_GROUPED_AUTOTUNE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment = {**os.environ, **settings, "XLA_FLAGS": xla_flags}
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": xla_flags}
     root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-m", module, str(out), str(steps), variant, *options]
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)

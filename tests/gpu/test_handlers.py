@@ -47,23 +47,7 @@ def test_algorithms_are_chosen_once_and_can_be_listed() -> None:
     lines = module.describe_plans()
     gemm()
     assert module.describe_plans() == lines
-    (line,) = [line for line in lines if "fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line]
-    assert line.endswith(", heuristic")
-
-
-def test_timed_algorithms_are_listed_as_such_and_kept() -> None:
-    def line() -> str:
-        module = extension.load()
-        assert module is not None
-        (found,) = [line for line in module.describe_plans() if "fprop bf16 -> bf16, E 4 T 32 K 16 N 40:" in line]
-        return found
-
-    shapes = dict(b=(4, 16, 40), d=(32, 40))
-    assert float(gemm(**shapes, autotune=True)[0, 0]) == 16
-    timed = line()
-    assert timed.endswith(", tuned")
-    gemm(**shapes)
-    assert line() == timed
+    assert len([line for line in lines if "fprop bf16 -> bf16, E 4 T 32 K 16 N 24: algorithm" in line]) == 1
 
 
 def test_cublaslt_is_the_copy_that_jax_loads() -> None:

@@ -62,7 +62,6 @@ def test_a_product_is_one_custom_call(product: Product, mode: str) -> None:
         "gathered": "0 : i32",
         "accumulate": "false",
         "zero_other_rows": "true",
-        "autotune": "false",
     }
 
 

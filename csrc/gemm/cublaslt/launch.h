@@ -7,8 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "csrc/common/status.h"
-#include "csrc/gemm/cublaslt/algorithms.h"
-#include "csrc/gemm/cublaslt/library.h"
+#include "csrc/gemm/cublaslt/plans.h"
 #include "csrc/gemm/problem.h"
 #include "csrc/groups/layout.h"
 

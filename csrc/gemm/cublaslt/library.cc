@@ -52,7 +52,6 @@ std::optional<Loaded> Load() {
   resolve("cublasLtCreate", &functions.Create);
   resolve("cublasLtMatmul", &functions.Matmul);
   resolve("cublasLtMatmulAlgoGetHeuristic", &functions.MatmulAlgoGetHeuristic);
-  resolve("cublasLtMatmulAlgoCheck", &functions.MatmulAlgoCheck);
   resolve("cublasLtMatmulAlgoConfigGetAttribute", &functions.MatmulAlgoConfigGetAttribute);
   resolve("cublasLtMatmulDescInit_internal", &functions.MatmulDescInit);
   resolve("cublasLtMatmulDescSetAttribute", &functions.MatmulDescSetAttribute);

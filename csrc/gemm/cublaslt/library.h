@@ -19,7 +19,6 @@ struct CublasLt {
   decltype(&::cublasLtCreate) Create;
   decltype(&::cublasLtMatmul) Matmul;
   decltype(&::cublasLtMatmulAlgoGetHeuristic) MatmulAlgoGetHeuristic;
-  decltype(&::cublasLtMatmulAlgoCheck) MatmulAlgoCheck;
   decltype(&::cublasLtMatmulAlgoConfigGetAttribute) MatmulAlgoConfigGetAttribute;
   decltype(&::cublasLtMatmulDescInit_internal) MatmulDescInit;
   decltype(&::cublasLtMatmulDescSetAttribute) MatmulDescSetAttribute;

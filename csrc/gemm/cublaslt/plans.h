@@ -5,28 +5,29 @@
 
 #include <cublasLt.h>
 
+#include <cstddef>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "csrc/common/status.h"
-#include "csrc/gemm/cublaslt/algorithms.h"
 #include "csrc/gemm/cublaslt/library.h"
 #include "csrc/gemm/problem.h"
 
 namespace jax_grouped {
 
-enum class Origin {
-  kOwnKernel,  // no cuBLASLt algorithm
-  kHeuristic,  // the first in its list
-  kNotTimed,   // the first in its list: timing the others failed
-  kTuned,      // the fastest in its list
+struct Algorithm {
+  cublasLtMatmulAlgo_t choice;
+  size_t workspace_bytes;
 };
 
+// Describes an algorithm for people: its number, tile, stages, cluster shape and workspace.
+std::string Describe(const CublasLt& library, const Algorithm& algorithm);
+
 struct Plan {
-  cublasLtHandle_t handle;
-  Algorithm algorithm;
-  Origin origin;
+  cublasLtHandle_t handle;  // null if one of our own kernels computes the problem
+  Algorithm algorithm;      // with a handle
 };
 
 // The plans of the process, shared by all threads. The lock of the plans is held for look-ups and insertions only, as
@@ -45,9 +46,6 @@ class Plans {
 
   // Adds a plan that computes the problem with one of our own kernels.
   void AddOwnKernel(const Key& key);
-
-  // Replaces the plan of a key if it has one.
-  void Replace(const Key& key, const Plan& plan);
 
   std::map<Key, Plan> Copy();
 
