@@ -1,51 +1,36 @@
+#include "csrc/bias_grad/bias_grad.h"
+
 #include <cstdint>
 
-#include "csrc/bias_grad/bias_grad.h"
-#include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 
 namespace jax_grouped {
 namespace {
 
-constexpr char kOp[] = "jax_grouped_bias_grad";
-
-ffi::Error Execute(cudaStream_t stream, ffi::AnyBuffer dy, S32Buffer group_sizes, S32Buffer group_offset,
-                   ffi::Result<F32Buffer> dbias, ffi::Result<F32Buffer> partial_sums,
-                   ffi::Result<S32Buffer> tables) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dy", dy, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kOp, "dbias", *dbias, 2));
-  const auto type = FloatType(dy.element_type());
-  if (!type) return Invalid(kOp, "dy must be bfloat16, float16 or float32.");
-  const int64_t tokens = dy.dimensions()[0];
-  const int64_t features = dy.dimensions()[1];
-  const int64_t num_groups = dbias->dimensions()[0];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kOp, "dbias's shape[1]", dbias->dimensions()[1], features));
-  if (features == 0) return Invalid(kOp, "dy must have features.");
-  Groups groups{};
-  JAX_GROUPED_RETURN_IF_ERROR(DecodeGroups(kOp, group_sizes, group_offset, num_groups, tokens, &groups));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckAtLeast(kOp, "the size of partial_sums", static_cast<int64_t>(partial_sums->element_count()),
-                   groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAtLeast(kOp, "the size of tables", static_cast<int64_t>(tables->element_count()),
-                                           GroupTable::Size(groups.num_groups) * groups.batch));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kOp, "dy", dy.untyped_data()));
-  return ToError(kOp, LaunchBiasGrad(stream, groups, dy.untyped_data(), *type, features, partial_sums->typed_data(),
-                                     tables->typed_data(), dbias->typed_data()));
+ffi::Error BiasGrad(Call& call, const ffi::Dictionary&) {
+  const Array dy = call.Operand("dy");
+  const Array sizes = call.Operand("group_sizes");
+  const Array offset = call.Operand("group_offset");
+  const Array dbias = call.Result("dbias");
+  const Array partial_sums = call.Result("partial_sums");
+  const Array tables = call.Result("tables");
+  const int64_t features = dy.Axis(1);
+  const cudaDataType_t type = call.TakeFloatType(dy);
+  call.CheckRank(dy, 2);
+  call.CheckArray(dbias, ffi::F32, {dbias.Axis(0), features});
+  call.Check(features > 0, "dy must have features");
+  const Groups groups = call.TakeGroups(sizes, offset, dbias.Axis(0), dy.Axis(0));
+  call.CheckRoom(partial_sums, ffi::F32, groups.batch * BiasGradTiles(groups.capacity, groups.num_groups) * features);
+  call.CheckRoom(tables, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));
+  call.CheckAligned({dy});
+  if (!call.Finish()) return call.Error();
+  return call.ToError(LaunchBiasGrad(call.stream, groups, dy.Data(), type, features, partial_sums.Data<float>(),
+                                     tables.Data<int32_t>(), dbias.Data<float>()));
 }
-JAX_GROUPED_CATCH(kOp)
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BiasGradExecute, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<S32Buffer>()
-                                  .Arg<S32Buffer>()
-                                  .Ret<F32Buffer>()
-                                  .Ret<F32Buffer>()
-                                  .Ret<S32Buffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAX_GROUPED_DEFINE_EXECUTE(BiasGradExecute, "jax_grouped_bias_grad", BiasGrad, ffi::Dictionary);
 
 }  // namespace jax_grouped

@@ -1,18 +1,17 @@
+#include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <string>
 
 #include "csrc/routing/count_pairs.h"
 #include "csrc/routing/group_pairs.h"
 #include "csrc/routing/route.h"
-#include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 
 namespace jax_grouped {
 namespace {
 
-// The static part of a choice of experts, apart from the shapes and types of its buffers.
+// The static part of a choice of experts, apart from the shapes and types of its arrays.
 struct RouteAttributes {
   int64_t batch;
   Score score;
@@ -20,6 +19,127 @@ struct RouteAttributes {
   int64_t expert_groups;
   int64_t top_groups;
 };
+struct GroupPairsAttributes {
+  int64_t batch;
+};
+
+// Pairs of one batch element, and twice as many indices, are counted in int32.
+constexpr int64_t kMostPairs = int64_t{1} << 30;
+
+// Returns the tokens of one batch element. Fails unless one launch can hold the elements and their pairs.
+int64_t TakeElementTokens(Call& call, int64_t batch, int64_t tokens, int64_t choices) {
+  // A launch counts blocks along its second axis with 16 bits.
+  call.CheckRange("batch", batch, 1, std::numeric_limits<uint16_t>::max());
+  if (!call.ok()) return 1;
+  call.CheckRange("the tokens that batch leaves over", tokens % batch, 0, 0);
+  call.CheckRange("the number of pairs of a batch element", tokens / batch * choices, 1, kMostPairs);
+  return std::max<int64_t>(tokens / batch, 1);
+}
+
+ffi::Error Route(Call& call, const RouteAttributes& attributes) {
+  const Array logits = call.Operand("logits");
+  const Array experts = call.Result("experts");
+  const Array weights = call.Result("weights");
+  const Array probabilities = call.Result("probabilities");
+  const Array block_counts = call.Result("block_counts");
+  const Array block_sums = call.Result("block_sums");
+  const cudaDataType_t type = call.TakeFloatType(logits);
+  const int64_t num_experts = logits.Axis(1);
+  const int64_t choices = experts.Axis(1);
+  call.CheckRank(logits, 2);
+  call.CheckRange("score", static_cast<int64_t>(attributes.score), 0, static_cast<int64_t>(Score::kSigmoid));
+  call.CheckRange("the number of experts", num_experts, 1, kMostExperts);
+  call.CheckRange("expert_groups", attributes.expert_groups, 1, kMostExpertGroups);
+  call.CheckRange("top_groups", attributes.top_groups, 1, attributes.expert_groups);
+  const int64_t tokens = TakeElementTokens(call, attributes.batch, logits.Axis(0), choices);
+  if (!call.ok()) return call.Error();
+  call.CheckRange("the experts that expert_groups leaves over", num_experts % attributes.expert_groups, 0, 0);
+  call.CheckRange("the number of choices", choices, 1,
+                  std::min<int64_t>(num_experts / attributes.expert_groups * attributes.top_groups, kMostChoices));
+  const int64_t of_blocks = attributes.batch * RoutingBlocks(tokens) * num_experts;
+  call.CheckArray(experts, ffi::S32, {logits.Axis(0), choices});
+  call.CheckArray(weights, ffi::F32, logits.Axis(0) * choices);
+  call.CheckArray(probabilities, ffi::F32, logits.Axis(0) * num_experts);
+  call.CheckArray(block_counts, ffi::S32, of_blocks);
+  call.CheckArray(block_sums, ffi::F32, of_blocks);
+  call.CheckAligned({logits, probabilities});
+  RouteBuffers buffers{};
+  if (call.OperandsLeft() > 0) {
+    const Array bias = call.Operand("the bias");
+    call.CheckArray(bias, ffi::F32, attributes.batch * num_experts);
+    call.CheckAligned({bias});
+    buffers.bias = bias.Data<float>();
+  }
+  if (!call.Finish()) return call.Error();
+  buffers.logits = logits.Data();
+  buffers.experts = experts.Data<int32_t>();
+  buffers.weights = weights.Data<float>();
+  buffers.probabilities = probabilities.Data<float>();
+  buffers.block_counts = block_counts.Data<int32_t>();
+  buffers.block_sums = block_sums.Data<float>();
+  const RouteProblem problem{tokens,
+                             static_cast<int>(num_experts),
+                             static_cast<int>(choices),
+                             static_cast<int>(attributes.batch),
+                             attributes.score,
+                             attributes.normalize_weights,
+                             static_cast<int>(attributes.expert_groups),
+                             static_cast<int>(attributes.top_groups)};
+  return call.ToError(LaunchRoute(call.stream, buffers, type, problem));
+}
+
+ffi::Error GroupPairs(Call& call, const GroupPairsAttributes& attributes) {
+  const int64_t batch = attributes.batch;
+  const Array experts = call.Operand("experts");
+  const Array order = call.Result("order");
+  const Array inverse = call.Result("inverse");
+  const Array group_sizes = call.Result("group_sizes");
+  const Array dropped = call.Result("dropped");
+  const Array expert_load = call.Result("expert_load");
+  const Array last = call.Result("the last result");
+  const int64_t choices = experts.Axis(1);
+  call.CheckArray(experts, ffi::S32, {experts.Axis(0), choices});
+  const int64_t tokens = TakeElementTokens(call, batch, experts.Axis(0), choices);
+  if (!call.ok()) return call.Error();
+  const int64_t num_experts = group_sizes.Elements() / batch;
+  const int64_t rows = order.Elements() / batch;
+  call.CheckRange("the number of experts", num_experts, 1, kMostExperts);
+  call.CheckRange("the number of rows", rows, 0, tokens * choices);
+  call.CheckArray(order, ffi::S32, batch * rows);
+  call.CheckArray(inverse, ffi::S32, batch * tokens * choices);
+  call.CheckArray(group_sizes, ffi::S32, batch * num_experts);
+  call.CheckArray(dropped, ffi::S32, batch);
+  call.CheckArray(expert_load, ffi::S32, batch * num_experts);
+  GroupPairsBuffers buffers{};
+  const int64_t of_blocks = batch * RoutingBlocks(tokens) * num_experts;
+  const bool counts = call.OperandsLeft() == 0;
+  if (counts) {
+    call.CheckArray(last, ffi::S32, of_blocks);
+    buffers.block_counts = last.Data<int32_t>();
+  } else {
+    const Array block_counts = call.Operand("block_counts");
+    const Array block_sums = call.Operand("block_sums");
+    call.CheckArray(block_counts, ffi::S32, of_blocks);
+    call.CheckArray(block_sums, ffi::F32, of_blocks);
+    call.CheckArray(last, ffi::F32, batch * num_experts);
+    buffers.block_counts = block_counts.Data<int32_t>();
+    buffers.block_sums = block_sums.Data<float>();
+    buffers.sums = last.Data<float>();
+  }
+  if (!call.Finish()) return call.Error();
+  buffers.experts = experts.Data<int32_t>();
+  buffers.order = order.Data<int32_t>();
+  buffers.inverse = inverse.Data<int32_t>();
+  buffers.group_sizes = group_sizes.Data<int32_t>();
+  buffers.dropped = dropped.Data<int32_t>();
+  buffers.expert_load = expert_load.Data<int32_t>();
+  const PairsProblem problem{tokens, choices, rows, static_cast<int>(num_experts), static_cast<int>(batch)};
+  if (counts) {
+    const Status counted = LaunchCountPairs(call.stream, buffers.experts, problem, last.Data<int32_t>());
+    if (!counted.ok()) return call.ToError(counted);
+  }
+  return call.ToError(LaunchGroupPairs(call.stream, buffers, problem));
+}
 
 }  // namespace
 }  // namespace jax_grouped
@@ -29,195 +149,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::RouteAttributes, StructMemb
                                       StructMember<::jax_grouped::Score>("score"),
                                       StructMember<bool>("normalize_weights"), StructMember<int64_t>("expert_groups"),
                                       StructMember<int64_t>("top_groups"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GroupPairsAttributes, StructMember<int64_t>("batch"));
 
 namespace jax_grouped {
-namespace {
 
-constexpr char kRoute[] = "jax_grouped_route";
-constexpr char kGroupPairs[] = "jax_grouped_group_pairs";
-
-// Pairs of one batch element, and twice as many indices, are counted in int32.
-constexpr int64_t kMostPairs = int64_t{1} << 30;
-
-template <typename Buffer>
-ffi::Error CheckSize(const char* op, const char* argument, const Buffer& buffer, int64_t size) {
-  return CheckEqual(op, std::string("the size of ") + argument, static_cast<int64_t>(buffer.element_count()), size);
-}
-
-ffi::Error CheckArray(const char* op, const char* argument, const ffi::AnyBuffer& array, ffi::DataType type,
-                      int64_t size) {
-  if (array.element_type() != type) {
-    return Invalid(op, std::string(argument) + " must be " + (type == ffi::F32 ? "float32." : "int32."));
-  }
-  return CheckSize(op, argument, array, size);
-}
-
-// Fails unless the tokens are those of `batch` elements that one launch can hold.
-ffi::Error CheckBatch(const char* op, int64_t batch, int64_t tokens) {
-  // A launch counts blocks along its second axis with 16 bits.
-  if (batch >= 1 && batch <= std::numeric_limits<uint16_t>::max() && tokens > 0 && tokens % batch == 0) {
-    return ffi::Error::Success();
-  }
-  return Invalid(op, "batch must be from 1 to 65535 and divide the number of tokens, which must not be 0, got " +
-                         std::to_string(batch) + " of " + std::to_string(tokens) + " tokens.");
-}
-
-ffi::Error CheckPairs(const char* op, int64_t pairs) {
-  return CheckRange(op, "the number of pairs of a batch element", pairs, 1, kMostPairs);
-}
-
-ffi::Error CheckExpertGroups(const RouteAttributes& attributes, int64_t num_experts, int64_t choices) {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kRoute, "expert_groups", attributes.expert_groups, 1, kMostExpertGroups));
-  if (num_experts % attributes.expert_groups != 0) {
-    return Invalid(kRoute, "expert_groups must divide the number of experts, got " +
-                               std::to_string(attributes.expert_groups) + " of " + std::to_string(num_experts) + ".");
-  }
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kRoute, "top_groups", attributes.top_groups, 1, attributes.expert_groups));
-  const int64_t usable = num_experts / attributes.expert_groups * attributes.top_groups;
-  return CheckRange(kRoute, "experts's shape[1]", choices, 1, usable < kMostChoices ? usable : kMostChoices);
-}
-
-ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::RemainingArgs bias, ffi::Result<S32Buffer> experts,
-                 ffi::Result<F32Buffer> weights, ffi::Result<F32Buffer> probabilities,
-                 ffi::Result<S32Buffer> block_counts, ffi::Result<F32Buffer> block_sums,
-                 RouteAttributes attributes) try {
-  const auto type = FloatType(logits.element_type());
-  if (!type) return Invalid(kRoute, "logits must be bfloat16, float16 or float32.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kRoute, "logits", logits, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kRoute, "experts", *experts, 2));
-  const int64_t all_tokens = logits.dimensions()[0];
-  const int64_t num_experts = logits.dimensions()[1];
-  const int64_t choices = experts->dimensions()[1];
-  const auto score = static_cast<int32_t>(attributes.score);
-  if (score < 0 || score > static_cast<int32_t>(Score::kSigmoid)) {
-    return Invalid(kRoute, "score must be 0 (softmax) or 1 (sigmoid), got " + std::to_string(score) + ".");
-  }
-  JAX_GROUPED_RETURN_IF_ERROR(CheckBatch(kRoute, attributes.batch, all_tokens));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kRoute, "logits's shape[1]", num_experts, 1, kMostExperts));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckExpertGroups(attributes, num_experts, choices));
-  const int64_t tokens = all_tokens / attributes.batch;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kRoute, tokens * choices));
-  const int64_t of_blocks = attributes.batch * RoutingBlocks(tokens) * num_experts;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kRoute, "experts", *experts, all_tokens * choices));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kRoute, "weights", *weights, all_tokens * choices));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kRoute, "probabilities", *probabilities, all_tokens * num_experts));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kRoute, "block_counts", *block_counts, of_blocks));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kRoute, "block_sums", *block_sums, of_blocks));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kRoute, "logits", logits.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kRoute, "probabilities", probabilities->untyped_data()));
-  RouteBuffers buffers{};
-  if (bias.size() > 1) {
-    return Invalid(
-        kRoute, "there must be at most one operand after logits, the bias, got " + std::to_string(bias.size()) + ".");
-  }
-  if (bias.size() == 1) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(given, bias.get<ffi::AnyBuffer>(0));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kRoute, "the bias", *given, ffi::F32, attributes.batch * num_experts));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kRoute, "the bias", given->untyped_data()));
-    buffers.bias = static_cast<const float*>(given->untyped_data());
-  }
-  buffers.logits = logits.untyped_data();
-  buffers.experts = experts->typed_data();
-  buffers.weights = weights->typed_data();
-  buffers.probabilities = probabilities->typed_data();
-  buffers.block_counts = block_counts->typed_data();
-  buffers.block_sums = block_sums->typed_data();
-  RouteProblem problem{};
-  problem.tokens = tokens;
-  problem.num_experts = static_cast<int>(num_experts);
-  problem.choices = static_cast<int>(choices);
-  problem.batch = static_cast<int>(attributes.batch);
-  problem.score = attributes.score;
-  problem.normalize_weights = attributes.normalize_weights;
-  problem.expert_groups = static_cast<int>(attributes.expert_groups);
-  problem.top_groups = static_cast<int>(attributes.top_groups);
-  return ToError(kRoute, LaunchRoute(stream, buffers, *type, problem));
-}
-JAX_GROUPED_CATCH(kRoute)
-
-ffi::Error GroupPairs(cudaStream_t stream, S32Buffer experts, ffi::RemainingArgs of_blocks,
-                      ffi::Result<S32Buffer> order, ffi::Result<S32Buffer> inverse, ffi::Result<S32Buffer> group_sizes,
-                      ffi::Result<S32Buffer> dropped, ffi::Result<S32Buffer> expert_load, AnyResult last,
-                      int64_t batch) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kGroupPairs, "experts", experts, 2));
-  const int64_t all_tokens = experts.dimensions()[0];
-  const int64_t choices = experts.dimensions()[1];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckBatch(kGroupPairs, batch, all_tokens));
-  const int64_t tokens = all_tokens / batch;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kGroupPairs, tokens * choices));
-  const auto num_experts = static_cast<int64_t>(group_sizes->element_count()) / batch;
-  const auto rows = static_cast<int64_t>(order->element_count()) / batch;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kGroupPairs, "the number of experts", num_experts, 1, kMostExperts));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kGroupPairs, "the number of rows", rows, 0, tokens * choices));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kGroupPairs, "order", *order, batch * rows));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kGroupPairs, "inverse", *inverse, all_tokens * choices));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kGroupPairs, "group_sizes", *group_sizes, batch * num_experts));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kGroupPairs, "dropped", *dropped, batch));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckSize(kGroupPairs, "expert_load", *expert_load, batch * num_experts));
-  GroupPairsBuffers buffers{};
-  buffers.experts = experts.typed_data();
-  buffers.order = order->typed_data();
-  buffers.inverse = inverse->typed_data();
-  buffers.group_sizes = group_sizes->typed_data();
-  buffers.dropped = dropped->typed_data();
-  buffers.expert_load = expert_load->typed_data();
-  PairsProblem problem{};
-  problem.tokens = tokens;
-  problem.choices = choices;
-  problem.rows = rows;
-  problem.num_experts = static_cast<int>(num_experts);
-  problem.batch = static_cast<int>(batch);
-  const int64_t of_all_blocks = batch * RoutingBlocks(tokens) * num_experts;
-  if (of_blocks.size() == 0) {
-    JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kGroupPairs, "block_counts", *last, ffi::S32, of_all_blocks));
-    auto* counts = static_cast<int32_t*>(last->untyped_data());
-    JAX_GROUPED_RETURN_IF_ERROR(ToError(kGroupPairs, LaunchCountPairs(stream, buffers.experts, problem, counts)));
-    buffers.block_counts = counts;
-  } else {
-    if (of_blocks.size() != 2) {
-      return Invalid(kGroupPairs, "block_counts and block_sums must be given together, got " +
-                                      std::to_string(of_blocks.size()) + " of the two.");
-    }
-    JAX_GROUPED_ASSIGN_OR_RETURN(counts, of_blocks.get<ffi::AnyBuffer>(0));
-    JAX_GROUPED_ASSIGN_OR_RETURN(block_sums, of_blocks.get<ffi::AnyBuffer>(1));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kGroupPairs, "block_counts", *counts, ffi::S32, of_all_blocks));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kGroupPairs, "block_sums", *block_sums, ffi::F32, of_all_blocks));
-    JAX_GROUPED_RETURN_IF_ERROR(CheckArray(kGroupPairs, "sums", *last, ffi::F32, batch * num_experts));
-    buffers.block_counts = static_cast<const int32_t*>(counts->untyped_data());
-    buffers.block_sums = static_cast<const float*>(block_sums->untyped_data());
-    buffers.sums = static_cast<float*>(last->untyped_data());
-  }
-  return ToError(kGroupPairs, LaunchGroupPairs(stream, buffers, problem));
-}
-JAX_GROUPED_CATCH(kGroupPairs)
-
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteExecute, Route,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<S32Buffer>()
-                                  .Ret<F32Buffer>()
-                                  .Ret<F32Buffer>()
-                                  .Ret<S32Buffer>()
-                                  .Ret<F32Buffer>()
-                                  .Attrs<RouteAttributes>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupPairsExecute, GroupPairs,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<S32Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<S32Buffer>()
-                                  .Ret<S32Buffer>()
-                                  .Ret<S32Buffer>()
-                                  .Ret<S32Buffer>()
-                                  .Ret<S32Buffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("batch"),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAX_GROUPED_DEFINE_EXECUTE(RouteExecute, "jax_grouped_route", Route, RouteAttributes);
+JAX_GROUPED_DEFINE_EXECUTE(GroupPairsExecute, "jax_grouped_group_pairs", GroupPairs, GroupPairsAttributes);
 
 }  // namespace jax_grouped

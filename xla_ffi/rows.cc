@@ -1,198 +1,128 @@
 #include <cstdint>
-#include <limits>
-#include <string>
 
 #include "csrc/rows/activation_grad.h"
 #include "csrc/rows/permute_rows.h"
 #include "csrc/rows/sum_rows.h"
 #include "csrc/rows/vector.h"
-#include "xla/ffi/api/ffi.h"
 #include "xla_ffi/decode.h"
-#include "xla_ffi/decode_activation.h"
 #include "xla_ffi/handlers.h"
 
 namespace jax_grouped {
 namespace {
 
-constexpr char kActivationGrad[] = "jax_grouped_activation_grad";
-constexpr char kPermuteRows[] = "jax_grouped_permute_rows";
-constexpr char kSumRows[] = "jax_grouped_sum_rows";
-
-constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
-
-// Fails unless rows of this size are whole vectors, at least one.
-ffi::Error CheckFeatures(const char* op, const std::string& array, int64_t features) {
-  if (features > 0 && features % kRowVector == 0 && features <= kLimit) return ffi::Error::Success();
-  return Invalid(op, array + "'s shape[1] must be a positive multiple of " + std::to_string(kRowVector) +
-                         " below 2^31, got " + std::to_string(features) + ".");
-}
+struct ActivationGradAttributes {
+  Activation activation;
+};
+struct PermuteRowsAttributes {
+  bool zero_tail;
+};
 
 // Fails unless there are tokens, choices and rows, no more than int32 counts. A launch has blocks for each of them.
-ffi::Error CheckPairs(const char* op, int64_t tokens, int64_t choices, int64_t rows) {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(op, "the number of tokens", tokens, 1, kLimit));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(op, "the number of choices", choices, 1, kLimit / tokens));
-  return CheckRange(op, "the number of rows", rows, 1, kLimit);
+void CheckPairs(Call& call, int64_t tokens, int64_t choices, int64_t rows) {
+  call.CheckRange("the number of tokens", tokens, 1, kMostInt32);
+  call.CheckRange("the number of choices", choices, 1, kMostInt32 / (tokens > 0 ? tokens : 1));
+  call.CheckRange("the number of rows", rows, 1, kMostInt32);
 }
 
-// Checks a [rows, features] array of the type of the input.
-ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataType type, int64_t rows,
-                      int64_t features) {
-  if (array.element_type() != type)
-    return Invalid(kActivationGrad, std::string(name) + " must have the type of the input.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, name, array, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kActivationGrad, std::string(name) + "'s shape[0]", array.dimensions()[0], rows));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kActivationGrad, std::string(name) + "'s shape[1]", array.dimensions()[1], features));
-  return CheckAlignment(kActivationGrad, name, array.untyped_data());
-}
-
-ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32Buffer weights,
-                          ffi::RemainingArgs order, AnyResult dinput, AnyResult weighted,
-                          ffi::Result<F32Buffer> inner_products, Activation activation) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, activation));
-  if (activation == Activation::kNone) return Invalid(kActivationGrad, "there must be an activation.");
-  const auto type = FloatType(input.element_type());
-  if (!type || *type == CUDA_R_32F) return Invalid(kActivationGrad, "the input must be bfloat16 or float16.");
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, "da", da, 2));
-  const int64_t rows = da.dimensions()[0];
-  const int64_t features = da.dimensions()[1];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kActivationGrad, "da's shape[0]", rows, 1, kLimit));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kActivationGrad, "da", features));
-  const int64_t in_features = IsGated(activation) ? 2 * features : features;
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("the input", input, input.element_type(), rows, in_features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, input.element_type(), rows, features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("dinput", *dinput, input.element_type(), rows, in_features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckArray("weighted", *weighted, input.element_type(), rows, features));
-  const auto num_weights = static_cast<int64_t>(weights.element_count());
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of inner_products",
-                                         static_cast<int64_t>(inner_products->element_count()), rows));
+ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes) {
+  const Array input = call.Operand("the input");
+  const Array da = call.Operand("da");
+  const Array weights = call.Operand("weights");
+  const Array dinput = call.Result("dinput");
+  const Array weighted = call.Result("weighted");
+  const Array inner_products = call.Result("inner_products");
+  const cudaDataType_t type = call.Take16BitType(input);
+  const int64_t rows = da.Axis(0);
+  const int64_t features = da.Axis(1);
+  const int64_t in_features = IsGated(attributes.activation) ? 2 * features : features;
+  call.CheckActivation(attributes.activation, Activation{1});
+  call.CheckRange("the number of rows", rows, 1, kMostInt32);
+  call.CheckFeatures(features, kRowVector);
+  call.CheckArray(input, input.Type(), {rows, in_features});
+  call.CheckArray(da, input.Type(), {rows, features});
+  call.CheckArray(dinput, input.Type(), {rows, in_features});
+  call.CheckArray(weighted, input.Type(), {rows, features});
+  call.CheckArray(inner_products, ffi::F32, rows);
+  call.CheckAligned({input, da, dinput, weighted});
   ActivationGradBuffers buffers{};
-  buffers.input = input.untyped_data();
-  buffers.da = da.untyped_data();
-  buffers.weights = weights.typed_data();
-  buffers.dinput = dinput->untyped_data();
-  buffers.weighted = weighted->untyped_data();
-  buffers.inner_products = inner_products->typed_data();
-  if (order.size() > 1) {
-    return Invalid(kActivationGrad,
-                   "there must be at most one order, got " + std::to_string(order.size()) + " of them.");
-  }
-  if (order.size() == 1) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(of_rows, order.get<ffi::AnyBuffer>(0));
-    if (of_rows->element_type() != ffi::S32) return Invalid(kActivationGrad, "order must be int32.");
-    JAX_GROUPED_RETURN_IF_ERROR(
-        CheckEqual(kActivationGrad, "the size of order", static_cast<int64_t>(of_rows->element_count()), rows));
-    buffers.order = static_cast<const int32_t*>(of_rows->untyped_data());
+  if (call.OperandsLeft() > 0) {
+    const Array order = call.Operand("order");
+    call.CheckArray(order, ffi::S32, rows);
+    call.CheckArray(weights, ffi::F32, weights.Elements());
+    buffers.order = order.Data<int32_t>();
   } else {
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of weights", num_weights, rows));
+    call.CheckArray(weights, ffi::F32, rows);
   }
-  return ToError(kActivationGrad,
-                 LaunchActivationGrad(stream, buffers, activation, *type, num_weights, rows, features));
+  if (!call.Finish()) return call.Error();
+  buffers.input = input.Data();
+  buffers.da = da.Data();
+  buffers.weights = weights.Data<float>();
+  buffers.dinput = dinput.Data();
+  buffers.weighted = weighted.Data();
+  buffers.inner_products = inner_products.Data<float>();
+  return call.ToError(
+      LaunchActivationGrad(call.stream, buffers, attributes.activation, type, weights.Elements(), rows, features));
 }
-JAX_GROUPED_CATCH(kActivationGrad)
 
-ffi::Error PermuteRows(cudaStream_t stream, ffi::AnyBuffer x, S32Buffer order, S32Buffer inverse, AnyResult rows,
-                       bool zero_tail) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "x", x, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "inverse", inverse, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kPermuteRows, "the result", *rows, 2));
-  if (rows->element_type() != x.element_type()) return Invalid(kPermuteRows, "the result must have the type of x.");
-  const int64_t tokens = x.dimensions()[0];
-  const int64_t choices = inverse.dimensions()[1];
-  const auto num_rows = static_cast<int64_t>(order.element_count());
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "inverse's shape[0]", inverse.dimensions()[0], tokens));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kPermuteRows, "the result's shape[0]", rows->dimensions()[0], num_rows));
-  JAX_GROUPED_RETURN_IF_ERROR(
-      CheckEqual(kPermuteRows, "the result's shape[1]", rows->dimensions()[1], x.dimensions()[1]));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kPermuteRows, tokens, choices, num_rows));
-  const int64_t token_bytes = static_cast<int64_t>(x.size_bytes()) / tokens;
-  if (token_bytes == 0 || token_bytes % kPermuteVectorBytes != 0 || token_bytes > kLimit) {
-    return Invalid(kPermuteRows, "the bytes of a token must be a positive multiple of " +
-                                     std::to_string(kPermuteVectorBytes) + " below 2^31, got " +
-                                     std::to_string(token_bytes) + ".");
-  }
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "x", x.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kPermuteRows, "the result", rows->untyped_data()));
-  PermuteRowsBuffers buffers{};
-  buffers.x = x.untyped_data();
-  buffers.order = order.typed_data();
-  buffers.inverse = inverse.typed_data();
-  buffers.rows = rows->untyped_data();
-  return ToError(kPermuteRows, LaunchPermuteRows(stream, buffers, tokens, static_cast<int>(choices), num_rows,
-                                                 token_bytes, zero_tail));
+ffi::Error PermuteRows(Call& call, const PermuteRowsAttributes& attributes) {
+  const Array x = call.Operand("x");
+  const Array order = call.Operand("order");
+  const Array inverse = call.Operand("inverse");
+  const Array rows = call.Result("the result");
+  const int64_t tokens = x.Axis(0);
+  const int64_t choices = inverse.Axis(1);
+  CheckPairs(call, tokens, choices, order.Elements());
+  call.CheckRank(x, 2);
+  call.CheckArray(order, ffi::S32, order.Elements());
+  call.CheckArray(inverse, ffi::S32, {tokens, choices});
+  call.CheckArray(rows, x.Type(), {order.Elements(), x.Axis(1)});
+  if (!call.Finish()) return call.Error();
+  const int64_t token_bytes = x.Bytes() / tokens;
+  call.CheckFeatures(token_bytes, kPermuteVectorBytes);
+  call.CheckAligned({x, rows});
+  if (!call.Finish()) return call.Error();
+  const PermuteRowsBuffers buffers{x.Data(), order.Data<int32_t>(), inverse.Data<int32_t>(), rows.Data()};
+  return call.ToError(LaunchPermuteRows(call.stream, buffers, tokens, static_cast<int>(choices), order.Elements(),
+                                        token_bytes, attributes.zero_tail));
 }
-JAX_GROUPED_CATCH(kPermuteRows)
 
-ffi::Error SumRows(cudaStream_t stream, ffi::AnyBuffer rows, S32Buffer inverse, ffi::RemainingArgs weights,
-                   AnyResult sums) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "rows", rows, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "inverse", inverse, 2));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kSumRows, "the result", *sums, 2));
-  const auto type = FloatType(rows.element_type());
-  if (!type || *type == CUDA_R_32F) return Invalid(kSumRows, "rows must be bfloat16 or float16.");
-  if (sums->element_type() != rows.element_type()) return Invalid(kSumRows, "the result must have the type of rows.");
-  const int64_t num_rows = rows.dimensions()[0];
-  const int64_t features = rows.dimensions()[1];
-  const int64_t tokens = inverse.dimensions()[0];
-  const int64_t choices = inverse.dimensions()[1];
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[0]", sums->dimensions()[0], tokens));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the result's shape[1]", sums->dimensions()[1], features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckPairs(kSumRows, tokens, choices, num_rows));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kSumRows, "rows", features));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "rows", rows.untyped_data()));
-  JAX_GROUPED_RETURN_IF_ERROR(CheckAlignment(kSumRows, "the result", sums->untyped_data()));
-  SumRowsBuffers buffers{};
-  buffers.rows = rows.untyped_data();
-  buffers.inverse = inverse.typed_data();
-  buffers.sums = sums->untyped_data();
-  if (weights.size() > 1) {
-    return Invalid(kSumRows, "there must be at most one array of weights, got " + std::to_string(weights.size()) + ".");
+ffi::Error SumRows(Call& call, const ffi::Dictionary&) {
+  const Array rows = call.Operand("rows");
+  const Array inverse = call.Operand("inverse");
+  const Array sums = call.Result("the result");
+  const cudaDataType_t type = call.Take16BitType(rows);
+  const int64_t features = rows.Axis(1);
+  const int64_t tokens = inverse.Axis(0);
+  const int64_t choices = inverse.Axis(1);
+  CheckPairs(call, tokens, choices, rows.Axis(0));
+  call.CheckFeatures(features, kRowVector);
+  call.CheckRank(rows, 2);
+  call.CheckArray(inverse, ffi::S32, {tokens, choices});
+  call.CheckArray(sums, rows.Type(), {tokens, features});
+  call.CheckAligned({rows, sums});
+  SumRowsBuffers buffers{rows.Data(), inverse.Data<int32_t>(), nullptr, sums.Data()};
+  if (call.OperandsLeft() > 0) {
+    const Array weights = call.Operand("weights");
+    call.CheckArray(weights, ffi::F32, tokens * choices);
+    buffers.weights = weights.Data<float>();
   }
-  if (weights.size() == 1) {
-    JAX_GROUPED_ASSIGN_OR_RETURN(of_choices, weights.get<ffi::AnyBuffer>(0));
-    if (of_choices->element_type() != ffi::F32) return Invalid(kSumRows, "weights must be float32.");
-    JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kSumRows, "the size of weights",
-                                           static_cast<int64_t>(of_choices->element_count()), tokens * choices));
-    buffers.weights = static_cast<const float*>(of_choices->untyped_data());
-  }
-  return ToError(kSumRows,
-                 LaunchSumRows(stream, buffers, *type, tokens, static_cast<int>(choices), num_rows, features));
+  if (!call.Finish()) return call.Error();
+  return call.ToError(
+      LaunchSumRows(call.stream, buffers, type, tokens, static_cast<int>(choices), rows.Axis(0), features));
 }
-JAX_GROUPED_CATCH(kSumRows)
 
 }  // namespace
+}  // namespace jax_grouped
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<F32Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<F32Buffer>()
-                                  .Attr<Activation>("activation"),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::ActivationGradAttributes,
+                                      StructMember<::jax_grouped::Activation>("activation"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::PermuteRowsAttributes, StructMember<bool>("zero_tail"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<S32Buffer>()
-                                  .Arg<S32Buffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("zero_tail"),
-                              {ffi::Traits::kCmdBufferCompatible});
+namespace jax_grouped {
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SumRowsExecute, SumRows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<S32Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAX_GROUPED_DEFINE_EXECUTE(ActivationGradExecute, "jax_grouped_activation_grad", ActivationGrad,
+                           ActivationGradAttributes);
+JAX_GROUPED_DEFINE_EXECUTE(PermuteRowsExecute, "jax_grouped_permute_rows", PermuteRows, PermuteRowsAttributes);
+JAX_GROUPED_DEFINE_EXECUTE(SumRowsExecute, "jax_grouped_sum_rows", SumRows, ffi::Dictionary);
 
 }  // namespace jax_grouped

@@ -97,14 +97,6 @@ __device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int3
   return chunk;
 }
 
-// The static properties that positions of scales depend on.
-struct ScaleLayout {
-  int64_t features;
-  bool swizzled;
-
-  __device__ int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
-};
-
 // Returns the position of a chunk of one feature in columnwise data, counted in chunks of 16 elements.
 __device__ inline int64_t ColumnDataChunk(const ScaleLayout& layout, const Chunk& chunk, int64_t feature) {
   return layout.features * chunk.Before(RowBlock::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;

@@ -159,6 +159,14 @@ struct QuantizedLayout {
   }
 };
 
+// The static properties that positions of scales depend on.
+struct ScaleLayout {
+  int64_t features;
+  bool swizzled;
+
+  JAX_GROUPED_HOST_DEVICE int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
+};
+
 // Device memory of one quantization. First come the windows of every batch element, enough for any group sizes. A
 // window has kChunksPerWindow chunks of 16 rows. Then comes the table of every element.
 constexpr int64_t kChunksPerWindow = 32;

@@ -254,15 +254,15 @@ struct ActivatedSource : ActivationArrays {
 };
 
 template <typename T>
-ActivatedSource<T> MakeActivatedSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
+ActivatedSource<T> MakeActivatedSource(const Quantization& args) {
   ActivatedSource<T> source;
-  source.x = buffers.x;
-  source.activation_input = buffers.activation_input;
-  source.row_weights = buffers.row_weights;
-  source.inner_products = buffers.inner_products;
-  source.activation = problem.activation;
-  source.backward = problem.backward;
-  source.features = problem.features;
+  source.x = args.x;
+  source.activation_input = args.activation_input;
+  source.row_weights = args.row_weights;
+  source.inner_products = args.inner_products;
+  source.activation = args.activation;
+  source.backward = args.backward;
+  source.features = args.layout.features;
   return source;
 }
 

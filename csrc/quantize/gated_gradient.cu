@@ -27,41 +27,40 @@ Status LaunchKernel(cudaStream_t stream, const GatedGradientArguments& args) {
   return LaunchEarly("Launching the quantization of a gated gradient", stream, grid, kernel, args);
 }
 
-template <ScalingMode kMode, typename Fp8>
-Status LaunchOfType(cudaStream_t stream, const GatedGradientArguments& args, const QuantizeProblem& problem) {
-  if (problem.input_type == CUDA_R_16F) return LaunchKernel<kMode, Fp8, __half>(stream, args);
-  return LaunchKernel<kMode, Fp8, __nv_bfloat16>(stream, args);
-}
-
 template <ScalingMode kMode>
-Status LaunchOfMode(cudaStream_t stream, const GatedGradientArguments& args, const QuantizeProblem& problem) {
-  if (problem.output_type == CUDA_R_8F_E4M3) return LaunchOfType<kMode, E4m3>(stream, args, problem);
-  return LaunchOfType<kMode, E5m2>(stream, args, problem);
+Status LaunchOfMode(cudaStream_t stream, const GatedGradientArguments& args, const Quantization& quantization) {
+  const bool is_half = quantization.input_type == CUDA_R_16F;
+  if (quantization.output_type == CUDA_R_8F_E4M3) {
+    return is_half ? LaunchKernel<kMode, E4m3, __half>(stream, args)
+                   : LaunchKernel<kMode, E4m3, __nv_bfloat16>(stream, args);
+  }
+  return is_half ? LaunchKernel<kMode, E5m2, __half>(stream, args)
+                 : LaunchKernel<kMode, E5m2, __nv_bfloat16>(stream, args);
 }
 
 }  // namespace
 
-bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
+bool IsGatedGradient(const Quantization& args) {
   const bool scales =
-      problem.mode == ScalingMode::kBlock1D || (problem.mode == ScalingMode::kTensor && buffers.scale != nullptr);
-  return scales && problem.backward && IsGated(problem.activation) && problem.input_type != CUDA_R_32F &&
-         problem.features % (2 * kTileColumns) == 0 && buffers.row_data != nullptr && buffers.column_data != nullptr &&
-         buffers.dbias == nullptr && buffers.skip == nullptr;
+      args.mode == ScalingMode::kBlock1D || (args.mode == ScalingMode::kTensor && args.scale != nullptr);
+  return scales && args.backward && IsGated(args.activation) && args.input_type != CUDA_R_32F &&
+         args.layout.features % (2 * kTileColumns) == 0 && args.row_data != nullptr && args.column_data != nullptr &&
+         args.dbias == nullptr && args.skip == nullptr;
 }
 
-Status LaunchGatedGradient(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& gradient) {
+Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization) {
   GatedGradientArguments args{};
-  args.gradient = gradient;
-  args.inputs = buffers.activation_input;
-  args.gradients = buffers.x;
-  args.row_weights = buffers.row_weights;
-  args.inner_products = buffers.inner_products;
-  args.activation = problem.activation;
-  args.activated_data = static_cast<uint8_t*>(buffers.activated_data);
-  args.activated_layout = {problem.features / 2, false};
-  if (problem.mode == ScalingMode::kBlock1D) return LaunchOfMode<ScalingMode::kBlock1D>(stream, args, problem);
-  return LaunchOfMode<ScalingMode::kTensor>(stream, args, problem);
+  args.gradient = quantization;
+  args.inputs = quantization.activation_input;
+  args.gradients = quantization.x;
+  args.row_weights = quantization.row_weights;
+  args.inner_products = quantization.inner_products;
+  args.activation = quantization.activation;
+  args.activated_data = quantization.activated_data;
+  args.activated_layout = {quantization.layout.features / 2, false};
+  if (quantization.mode == ScalingMode::kBlock1D)
+    return LaunchOfMode<ScalingMode::kBlock1D>(stream, args, quantization);
+  return LaunchOfMode<ScalingMode::kTensor>(stream, args, quantization);
 }
 
 }  // namespace jax_grouped

@@ -502,7 +502,7 @@ __device__ inline void ZeroOutsideRows(const GatedGradientArguments& args) {
   const int64_t features = gradient.layout.features;
   const int64_t tiles = args.ColumnTiles();
   for (int32_t element = 0; element < gradient.groups.batch; ++element) {
-    const Window& window = *gradient.WindowAt(element, 0);
+    const Window& window = *WindowAt(gradient, element, 0);
     const int64_t inside = window.groups_end - window.groups_begin;
     const int64_t outside = gradient.groups.capacity - inside;
     for (int64_t i = blockIdx.x * kWarps + Warp(); i < outside; i += static_cast<int64_t>(gridDim.x) * kWarps) {

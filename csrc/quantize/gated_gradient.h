@@ -7,18 +7,16 @@
 #include <cuda_runtime_api.h>
 
 #include "csrc/common/status.h"
-#include "csrc/quantize/pass.cuh"
 #include "csrc/quantize/quantize.h"
 
 namespace jax_grouped {
 
 // Tells whether LaunchGatedGradient takes a quantization with `activated_data`: a gated backward form with kBlock1D or
 // given scales, 16-bit inputs, a multiple of 128 gates and both orientations, without dbias or skip.
-bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buffers);
+bool IsGatedGradient(const Quantization& args);
 
 // Launches the kernel. The setup must have been launched before.
-Status LaunchGatedGradient(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& args);
+Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization);
 
 }  // namespace jax_grouped
 

@@ -12,15 +12,15 @@
 
 namespace jax_grouped {
 
-// Calls launch(source) with the source of a problem's input.
+// Calls launch(source) with the source of the input.
 template <typename Launch>
-Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
+Status WithSource(const Quantization& args, const Launch& launch) {
   const auto with_type = [&](auto number) {
     using T = decltype(number);
-    if (problem.activation != Activation::kNone) return launch(MakeActivatedSource<T>(problem, buffers));
-    return launch(MakePlainSource<T>(problem, buffers));
+    if (args.activation != Activation::kNone) return launch(MakeActivatedSource<T>(args));
+    return launch(MakePlainSource<T>(args));
   };
-  switch (problem.input_type) {
+  switch (args.input_type) {
     case CUDA_R_16BF:
       return with_type(__nv_bfloat16());
     case CUDA_R_16F:
@@ -46,27 +46,21 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
 }
 
 template <ScalingMode kMode, typename Fp8>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& args) {
+Status LaunchQuantizeTilesTo(cudaStream_t stream, const Quantization& args) {
   if constexpr (kMode == ScalingMode::kBlock1D) {
-    if (buffers.x_scale != nullptr) {
-      return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeScaledSource(problem, buffers));
-    }
+    if (args.x_scale != nullptr) return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeScaledSource(args));
   }
-  return WithSource(problem, buffers,
-                    [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
+  return WithSource(args, [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
 }
 
 template <ScalingMode kMode>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                           const QuantizeArguments& args) {
-  if (problem.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTiles<kMode, E4m3>(stream, problem, buffers, args);
-  return LaunchQuantizeTiles<kMode, E5m2>(stream, problem, buffers, args);
+Status LaunchQuantizeTiles(cudaStream_t stream, const Quantization& args) {
+  if (args.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTilesTo<kMode, E4m3>(stream, args);
+  return LaunchQuantizeTilesTo<kMode, E5m2>(stream, args);
 }
 
-#define JAX_GROUPED_QUANTIZE_MODE(keyword, mode)                                                                  \
-  keyword template Status LaunchQuantizeTiles<mode>(cudaStream_t, const QuantizeProblem&, const QuantizeBuffers&, \
-                                                    const QuantizeArguments&)
+#define JAX_GROUPED_QUANTIZE_MODE(keyword, mode) \
+  keyword template Status LaunchQuantizeTiles<mode>(cudaStream_t, const Quantization&)
 
 }  // namespace jax_grouped
 

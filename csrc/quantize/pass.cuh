@@ -70,45 +70,14 @@ __device__ void RecordAmax(int slot, const Chunk* chunks, const AmaxOf& amax_of,
   if (amax >= kTinyBits) atomicMax(group_amax + group, amax);
 }
 
-// Arguments of the kernels of one call, apart from the source.
-struct QuantizeArguments {
-  Groups groups;
-  RowBlockCounts element_row_blocks;  // room of a batch element's arrays
-  GroupTable table;                   // the first batch element's
-  Window* windows;                    // [batch, num_windows]
-  ScaleLayout layout;
-  int32_t num_windows;  // per element
-  uint32_t num_column_tiles;
-  uint32_t slab_tiles;  // tiles of columns in a slab; all of them if there is one slab
-  bool pow2_scales;
-  bool given_scale;
-  bool interleave_halves;
-  bool group_scales;  // one scale per group
-  bool single_launch;
-  float amax_epsilon;
-  const float* scale;
-  const bool* skip;  // [batch]
-  uint8_t* row_data;
-  void* row_scale;
-  uint8_t* column_data;
-  void* column_scale;
-  uint32_t* amax;  // bits of float32
-  float* partial_sums;
-  // Those of the activation's result, if its copy is made too.
-  uint32_t* activated_amax;
-  float* activated_scale;
-  const float* given_activated_scale;
+__device__ inline Window* WindowAt(const QuantizeArguments& args, int32_t element, int32_t index) {
+  return args.windows + static_cast<int64_t>(element) * args.num_windows + index;
+}
 
-  __device__ Window* WindowAt(int32_t element, int32_t index) const {
-    return windows + static_cast<int64_t>(element) * num_windows + index;
-  }
-  __device__ bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
-
-  // Returns the number of work items in one tile of columns.
-  JAX_GROUPED_HOST_DEVICE int64_t NumWorkItems() const {
-    return static_cast<int64_t>(groups.batch) * num_windows * Window::kParts;
-  }
-};
+// Returns the number of work items in one tile of columns.
+JAX_GROUPED_HOST_DEVICE inline int64_t NumWorkItems(const QuantizeArguments& args) {
+  return static_cast<int64_t>(args.groups.batch) * args.num_windows * Window::kParts;
+}
 
 // The work of one block of threads.
 struct WorkItem {
@@ -124,7 +93,7 @@ struct WorkItem {
   // has no room for.
   static dim3 Blocks(const QuantizeArguments& args) {
     const int raster_group = RasterGroup(args.single_launch);
-    const int64_t raster_groups = CeilDiv(args.NumWorkItems(), raster_group);
+    const int64_t raster_groups = CeilDiv(NumWorkItems(args), raster_group);
     const int64_t along_y = raster_groups < kMostAlongAxis ? raster_groups : kMostAlongAxis;
     const int64_t along_z =
         HasSlabs(args) ? CeilDiv(args.num_column_tiles, args.slab_tiles) : CeilDiv(raster_groups, along_y);
@@ -133,14 +102,14 @@ struct WorkItem {
 
   // Returns true if a launch has room for slabs.
   static bool CanHaveSlabs(const QuantizeArguments& args) {
-    return !args.single_launch && CeilDiv(args.NumWorkItems(), RasterGroup(false)) <= kMostAlongAxis &&
+    return !args.single_launch && CeilDiv(NumWorkItems(args), RasterGroup(false)) <= kMostAlongAxis &&
            args.num_column_tiles <= kMostAlongAxis;
   }
 
   // Returns the number of work items in all tiles of columns, with those of the last raster group that do not exist.
   JAX_GROUPED_HOST_DEVICE static uint32_t Count(const QuantizeArguments& args, uint32_t column_tiles) {
     constexpr int kRaster = RasterGroup(false);
-    return static_cast<uint32_t>(CeilDiv(args.NumWorkItems(), kRaster) * kRaster * column_tiles);
+    return static_cast<uint32_t>(CeilDiv(NumWorkItems(args), kRaster) * kRaster * column_tiles);
   }
 
   uint32_t first_column;
@@ -179,7 +148,7 @@ struct WorkItem {
   }
 
   __device__ void Find(const QuantizeArguments& args, uint32_t index) {
-    exists = index < args.NumWorkItems();
+    exists = index < NumWorkItems(args);
     part = static_cast<int>(index % Window::kParts);
     const auto window_of_all = static_cast<int32_t>(index / Window::kParts);
     element = args.groups.batch == 1 ? 0 : window_of_all / args.num_windows;

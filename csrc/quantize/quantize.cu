@@ -44,7 +44,7 @@ template <int kThreads>
 __device__ void FillWindows(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
   const auto index = static_cast<int32_t>((blockIdx.x * kThreads + threadIdx.x) / 32);
   if (index >= args.num_windows) return;
-  FillWindow(args, table, element, index, args.WindowAt(element, index));
+  FillWindow(args, table, element, index, WindowAt(args, element, index));
 }
 
 // Fills in the windows and the table of a batch element, and initialises its groups. blockIdx.y is the batch element.
@@ -128,29 +128,27 @@ __global__ void __launch_bounds__(kTileThreads)
   cudaGridDependencySynchronize();
   const WorkItem work(args, false);
   if (!work.exists || args.Skips(work.element)) return;
-  FindAmax(args, source, work, *args.WindowAt(work.element, work.window), slot_amax);
+  FindAmax(args, source, work, *WindowAt(args, work.element, work.window), slot_amax);
 }
 
-Status LaunchFindAmax(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                      const QuantizeArguments& args) {
-  return WithSource(problem, buffers, [&](const auto& source) {
+Status LaunchFindAmax(cudaStream_t stream, const Quantization& args) {
+  return WithSource(args, [&](const auto& source) {
     const auto kernel = FindAmaxKernel<std::decay_t<decltype(source)>>;
     return LaunchEarly("Launching the search for the largest values", stream, {WorkItem::Blocks(args), kTileThreads},
                        kernel, args, source);
   });
 }
 
-Status LaunchTiles(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                   const QuantizeArguments& args) {
-  switch (problem.mode) {
+Status LaunchTiles(cudaStream_t stream, const Quantization& args) {
+  switch (args.mode) {
     case ScalingMode::kTensor:
-      return LaunchQuantizeTiles<ScalingMode::kTensor>(stream, problem, buffers, args);
+      return LaunchQuantizeTiles<ScalingMode::kTensor>(stream, args);
     case ScalingMode::kBlock1D:
-      return LaunchQuantizeTiles<ScalingMode::kBlock1D>(stream, problem, buffers, args);
+      return LaunchQuantizeTiles<ScalingMode::kBlock1D>(stream, args);
     case ScalingMode::kBlock2D:
-      return LaunchQuantizeTiles<ScalingMode::kBlock2D>(stream, problem, buffers, args);
+      return LaunchQuantizeTiles<ScalingMode::kBlock2D>(stream, args);
     case ScalingMode::kMx:
-      return LaunchQuantizeTiles<ScalingMode::kMx>(stream, problem, buffers, args);
+      return LaunchQuantizeTiles<ScalingMode::kMx>(stream, args);
   }
   return Status::Failed("Quantization has no such scaling mode.");
 }
@@ -166,105 +164,88 @@ Status ChooseSingleLaunch(QuantizeArguments* args) {
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(&properties));
   args->single_launch = few_groups && all_or_none_skip &&
-                        args->NumWorkItems() * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
+                        NumWorkItems(*args) * args->num_column_tiles <= kBlocksOfSingleLaunch * properties.processors;
   return Status::Ok();
 }
 
 // Chooses the number of tiles in a slab. With slabs, rows that are gathered several times are read from memory once,
 // and from the L2 cache later: on an H200 that takes 9 to 20 % less time.
-uint32_t ChooseSlabTiles(const QuantizeBuffers& buffers, const QuantizeArguments& args) {
-  const bool repeats = buffers.row_indices != nullptr && args.groups.AllRows() >= 2 * buffers.x_rows;
+uint32_t ChooseSlabTiles(const Quantization& args) {
+  const bool repeats = args.row_indices != nullptr && args.groups.AllRows() >= 2 * args.x_rows;
   if (!repeats || !WorkItem::CanHaveSlabs(args)) return args.num_column_tiles;
-  const int64_t tile_numbers = std::max<int64_t>(buffers.x_rows / args.groups.batch, 1) * kTileColumns;
+  const int64_t tile_numbers = std::max<int64_t>(args.x_rows / args.groups.batch, 1) * kTileColumns;
   return static_cast<uint32_t>(std::clamp<int64_t>(kSlabNumbers / tile_numbers, 1, args.num_column_tiles));
 }
 
 // Launches the kernels that quantize. A single launch may be refused: under MPS, a process can have fewer SMs than its
 // device reports, and then not all blocks are resident at once. The separate launches that it replaces work with any
 // number of SMs.
-Status LaunchPasses(cudaStream_t stream, const QuantizeProblem& problem, const QuantizeBuffers& buffers,
-                    QuantizeArguments* args) {
+Status LaunchPasses(cudaStream_t stream, Quantization* args) {
   if (args->single_launch) {
-    Status launched = LaunchTiles(stream, problem, buffers, *args);
+    Status launched = LaunchTiles(stream, *args);
     if (launched.cuda_error() != cudaErrorCooperativeLaunchTooLarge) return launched;
     args->single_launch = false;
   }
-  JAX_GROUPED_RETURN_IF_FAILED(problem.output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
-                                                                     : LaunchSetUp<E5m2>(stream, *args));
-  if (args->group_scales && !args->given_scale) {
-    JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, problem, buffers, *args));
-  }
-  if (args->activated_amax != nullptr) return LaunchGatedGradient(stream, problem, buffers, *args);
-  return LaunchTiles(stream, problem, buffers, *args);
+  JAX_GROUPED_RETURN_IF_FAILED(args->output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
+                                                                   : LaunchSetUp<E5m2>(stream, *args));
+  if (args->group_scales && !args->given_scale) JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, *args));
+  return args->activated_data != nullptr ? LaunchGatedGradient(stream, *args) : LaunchTiles(stream, *args);
 }
 
 // Makes the results of a backward form, then those of the activation.
-Status LaunchBackwardAndActivation(cudaStream_t stream, const Groups& groups, QuantizeProblem problem,
-                                   const RowBlockCounts& element_row_blocks, QuantizeBuffers buffers) {
-  QuantizeBuffers backward = buffers;
+Status LaunchBackwardAndActivation(cudaStream_t stream, const Quantization& args) {
+  Quantization backward = args;
   backward.activated_data = nullptr;
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchQuantize(stream, groups, problem, element_row_blocks, backward));
-  problem.backward = false;
-  problem.output_type = CUDA_R_8F_E4M3;
-  if (IsGated(problem.activation)) problem.features /= 2;
-  QuantizeBuffers forward{};
-  forward.x = buffers.activation_input;
-  forward.x_rows = buffers.x_rows;
-  forward.scale = buffers.given_activated_scale;
-  forward.row_weights = buffers.row_weights;
-  forward.column_data = buffers.activated_data;
-  forward.column_scale = buffers.activated_scale;
-  forward.column_scale_bytes = buffers.activated_scale_bytes;
-  forward.amax = buffers.activated_amax;
-  forward.scratch = buffers.scratch;
-  return LaunchQuantize(stream, groups, problem, element_row_blocks, forward);
+  backward.activated_amax = nullptr;
+  backward.activated_scale = nullptr;
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchQuantize(stream, backward));
+  Quantization forward{};
+  forward.groups = args.groups;
+  forward.element_row_blocks = args.element_row_blocks;
+  forward.layout = args.layout;
+  if (IsGated(args.activation)) forward.layout.features /= 2;
+  forward.pow2_scales = args.pow2_scales;
+  forward.amax_epsilon = args.amax_epsilon;
+  forward.scale = args.given_activated_scale;
+  forward.column_data = args.activated_data;
+  forward.column_scale = args.activated_scale;
+  forward.column_scale_bytes = args.activated_scale_bytes;
+  forward.amax = args.activated_amax;
+  forward.mode = args.mode;
+  forward.input_type = args.input_type;
+  forward.output_type = CUDA_R_8F_E4M3;
+  forward.activation = args.activation;
+  forward.x = args.activation_input;
+  forward.x_rows = args.x_rows;
+  forward.row_weights = args.row_weights;
+  forward.scratch = args.scratch;
+  return LaunchQuantize(stream, forward);
 }
 
 }  // namespace
 
-Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
-                      const RowBlockCounts& element_row_blocks, const QuantizeBuffers& buffers) {
-  const bool activates = buffers.activated_data != nullptr;
-  if (activates && !IsGatedGradient(problem, buffers)) {
-    return LaunchBackwardAndActivation(stream, groups, problem, element_row_blocks, buffers);
-  }
-  QuantizeArguments args{};
-  args.groups = groups;
-  args.element_row_blocks = element_row_blocks;
+Status LaunchQuantize(cudaStream_t stream, Quantization args) {
+  if (args.activated_data != nullptr && !IsGatedGradient(args)) return LaunchBackwardAndActivation(stream, args);
+  const Groups& groups = args.groups;
   args.num_windows = static_cast<int32_t>(NumWindows(groups.capacity, groups.num_groups));
-  args.windows = static_cast<Window*>(buffers.scratch);
+  args.windows = static_cast<Window*>(args.scratch);
   args.table = {reinterpret_cast<int32_t*>(args.windows + static_cast<int64_t>(groups.batch) * args.num_windows),
                 groups.num_groups};
-  args.layout = {problem.features, problem.swizzled_scales};
-  args.num_column_tiles = static_cast<uint32_t>(CeilDiv(problem.features, kTileColumns));
-  args.pow2_scales = problem.pow2_scales;
-  args.given_scale = buffers.scale != nullptr;
-  args.interleave_halves = problem.backward && IsGated(problem.activation);
-  args.group_scales = problem.mode == ScalingMode::kTensor;
-  args.amax_epsilon = problem.amax_epsilon;
-  args.scale = buffers.scale;
-  args.skip = buffers.skip;
-  args.row_data = static_cast<uint8_t*>(buffers.row_data);
-  args.row_scale = buffers.row_scale;
-  args.column_data = static_cast<uint8_t*>(buffers.column_data);
-  args.column_scale = buffers.column_scale;
-  args.amax = reinterpret_cast<uint32_t*>(buffers.amax);
-  args.partial_sums = buffers.dbias != nullptr ? buffers.partial_sums : nullptr;
-  if (activates) {
-    args.activated_amax = reinterpret_cast<uint32_t*>(buffers.activated_amax);
-    args.activated_scale = static_cast<float*>(buffers.activated_scale);
-    args.given_activated_scale = buffers.given_activated_scale;
-  }
+  args.num_column_tiles = static_cast<uint32_t>(CeilDiv(args.layout.features, kTileColumns));
+  args.given_scale = args.scale != nullptr;
+  args.interleave_halves = args.backward && IsGated(args.activation);
+  args.group_scales = args.mode == ScalingMode::kTensor;
+  if (args.dbias == nullptr) args.partial_sums = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
-  args.slab_tiles = ChooseSlabTiles(buffers, args);
+  args.slab_tiles = ChooseSlabTiles(args);
 
-  if (problem.swizzled_scales) {
-    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.row_scale, buffers.row_scale_bytes, args));
-    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, buffers.column_scale, buffers.column_scale_bytes, args));
+  if (args.layout.swizzled) {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, args.row_scale, args.row_scale_bytes, args));
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, args.column_scale, args.column_scale_bytes, args));
   }
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchPasses(stream, problem, buffers, &args));
-  if (buffers.dbias == nullptr) return Status::Ok();
-  return LaunchAddTiles(stream, buffers.partial_sums, problem.features, groups, args.table, buffers.dbias);
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchPasses(stream, &args));
+  if (args.dbias == nullptr) return Status::Ok();
+  return LaunchAddTiles(stream, args.partial_sums, args.layout.features, groups, args.table, args.dbias);
 }
 
 }  // namespace jax_grouped

@@ -14,65 +14,78 @@
 
 namespace jax_grouped {
 
-// The static part of a quantization.
-struct QuantizeProblem {
+struct Window;
+
+// What the kernels of one quantization take besides the source of the input. Device memory is that of all elements of a
+// batch. Results that are not wanted are null. Those marked with * follow from the others in LaunchQuantize.
+struct QuantizeArguments {
+  Groups groups;
+  RowBlockCounts element_row_blocks;  // room of a batch element's arrays
+  GroupTable table;                   // * the first batch element's
+  Window* windows;                    // * [batch, num_windows]
+  ScaleLayout layout;                 // of the result; its features are a multiple of kFp8Alignment
+  int32_t num_windows;                // * per element
+  uint32_t num_column_tiles;          // *
+  uint32_t slab_tiles;                // * tiles of columns in a slab; all of them if there is one slab
+  bool pow2_scales;
+  bool given_scale;        // *
+  bool interleave_halves;  // *
+  bool group_scales;       // * one scale per group
+  bool single_launch;      // *
+  float amax_epsilon;
+  const float* scale;  // [num_groups]; null for current scaling
+  const bool* skip;    // [batch]; where it is true, nothing else is read and nothing is written; null without a cache
+  uint8_t* row_data;
+  void* row_scale;
+  uint8_t* column_data;
+  void* column_scale;
+  uint32_t* amax;       // [num_groups], bits of float32
+  float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias
+  // Those of the activation's result, if its columnwise copy is made too.
+  uint32_t* activated_amax;            // [num_groups], bits of float32
+  float* activated_scale;              // inverse scales
+  const float* given_activated_scale;  // [num_groups], as `scale`
+
+  JAX_GROUPED_HOST_DEVICE bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
+};
+
+// A quantization: also what only its launches and the sources of its input need.
+struct Quantization : QuantizeArguments {
   ScalingMode mode;
   cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
   cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
-  int64_t features;            // the result's, a multiple of kFp8Alignment
-  bool pow2_scales;
-  bool swizzled_scales;
-  float amax_epsilon;
-  Activation activation;  // of the input, computed in float32 before quantization
-  bool backward;          // quantize the gradient of the activation's input; x is the gradient of its result
-};
-
-// Device memory for all elements of a batch. Results that are not wanted are null. `scale` is null for current scaling,
-// and `skip` is null without a cache.
-struct QuantizeBuffers {
-  const void* x;                 // [x_rows, input features], of input_type
+  Activation activation;       // of the input, computed in float32 before quantization
+  bool backward;               // quantize the gradient of the activation's input; x is the gradient of its result
+  const void* x;               // [x_rows, input features], of input_type
+  int64_t x_rows;
   const void* activation_input;  // as x, only for a backward form
-  const float* scale;            // [num_groups]
   // [tokens], or null if `x` has the tokens in order, and x_rows is their number. Token i is then the row at
   // row_indices[i], or zeros if there is no such row. Only without an activation.
   const int32_t* row_indices;
-  int64_t x_rows;
   // Inverse scales of an FP8 `x`, or null: those of kBlock1D for a stack of groups of x_group_rows rows. Only for
   // kBlock1D without an activation.
   const float* x_scale;
   int64_t x_group_rows;
   const float* row_weights;  // [tokens], factors of the activation's result or its gradient; null for 1
-  const bool* skip;          // [batch]; where it is true, nothing else is read and nothing is written
-  void* row_data;
-  void* row_scale;
-  void* column_data;
-  void* column_scale;
   int64_t row_scale_bytes;
   int64_t column_scale_bytes;
-  float* amax;   // [num_groups]
   float* dbias;  // [num_groups, features]
   // [tokens, tiles of 128 features of x], or null: the inner products of each row of the activation's result with its
   // gradient x, without row_weights; 0 for rows of no group. Only for a backward form.
   float* inner_products;
   // The columnwise copy of the activation's result times row_weights, of e4m3, in the same mode, or null. Only for a
-  // backward form. Its features are half of the problem's with a gate, else the same.
-  void* activated_data;
-  void* activated_scale;
+  // backward form. Its features are half of the result's with a gate, else the same.
+  uint8_t* activated_data;
   int64_t activated_scale_bytes;
-  float* activated_amax;               // [num_groups]
-  const float* given_activated_scale;  // [num_groups], as `scale`
-  void* scratch;                       // QuantizeScratchBytes of an element's tokens and groups
-  float* partial_sums;                 // [blocks of 128 rows, features], scratch, only for dbias
+  void* scratch;  // QuantizeScratchBytes of an element's tokens and groups
 };
 
 // Quantizes in one pass over the input, or two passes for current scaling. With `activated_data`, a quantization that
-// the kernel of gated_gradient.h does not take needs as many again. The arrays of a batch element have room for
-// `element_row_blocks`.
+// the kernel of gated_gradient.h does not take needs as many again.
 //
 // dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,
 // then the results in order.
-Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeProblem& problem,
-                      const RowBlockCounts& element_row_blocks, const QuantizeBuffers& buffers);
+Status LaunchQuantize(cudaStream_t stream, Quantization quantization);
 
 // Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows outside
 // all groups.

@@ -115,10 +115,9 @@ struct ScaledSource {
   __device__ void ZeroInnerProduct(int64_t, int64_t) const {}
 };
 
-inline ScaledSource MakeScaledSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
-  return {MakeScaledRows(buffers.x, buffers.x_scale, problem.input_type, buffers.x_rows, problem.features,
-                         buffers.x_group_rows),
-          buffers.row_indices};
+inline ScaledSource MakeScaledSource(const Quantization& args) {
+  return {MakeScaledRows(args.x, args.x_scale, args.input_type, args.x_rows, args.layout.features, args.x_group_rows),
+          args.row_indices};
 }
 
 }  // namespace jax_grouped

@@ -245,8 +245,8 @@ struct PlainSource {
 };
 
 template <typename T>
-PlainSource<T> MakePlainSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
-  return {static_cast<const T*>(buffers.x), problem.features, buffers.row_indices, buffers.x_rows};
+PlainSource<T> MakePlainSource(const Quantization& args) {
+  return {static_cast<const T*>(args.x), args.layout.features, args.row_indices, args.x_rows};
 }
 
 }  // namespace jax_grouped

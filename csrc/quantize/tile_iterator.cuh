@@ -68,7 +68,7 @@ class TileIterator {
     }
     const uint32_t following = Take(args);
     const WorkItem work(args, index, column_tiles_);
-    const Window& window = work.exists ? *args.WindowAt(work.element, work.window) : *args.windows;
+    const Window& window = work.exists ? *WindowAt(args, work.element, work.window) : *args.windows;
     const int num_passes = window.num_passes;
     Item item{window.chunks, 0, {}, {}, work.first_column};
 #pragma unroll

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kTileThreads,
   if (!work.exists || args.Skips(work.element)) return;
   // With current scaling, the amaxes are found before the scales.
   const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
-  const Window* window = args.WindowAt(work.element, work.window);
+  const Window* window = WindowAt(args, work.element, work.window);
   [[maybe_unused]] GridBarrier barrier;
   if constexpr (kSingleLaunch) {
     __shared__ Window own_window;
