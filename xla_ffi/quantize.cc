@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "csrc/groups/layout.h"
-#include "csrc/quantize/permuted.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 

@@ -2,9 +2,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "csrc/routing/count_pairs.h"
-#include "csrc/routing/group_pairs.h"
-#include "csrc/routing/route.h"
+#include "csrc/routing/routing.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 

@@ -1,9 +1,6 @@
 #include <cstdint>
 
-#include "csrc/rows/activation_grad.h"
-#include "csrc/rows/permute_rows.h"
-#include "csrc/rows/sum_rows.h"
-#include "csrc/rows/vector.h"
+#include "csrc/rows/rows.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 

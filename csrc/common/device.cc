@@ -4,6 +4,8 @@
 
 #include <map>
 #include <mutex>
+#include <set>
+#include <utility>
 
 namespace jax_grouped {
 namespace {
@@ -37,6 +39,30 @@ Status GetDeviceProperties(DeviceProperties* properties) {
   int device = 0;
   JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
   return GetDeviceProperties(device, properties);
+}
+
+namespace {
+
+Status SetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  return Status::FromCuda(cudaFuncSetAttribute(kernel, attribute, value), "Reserving shared memory");
+}
+
+}  // namespace
+
+Status AllowSharedMemory(const void* kernel, int bytes, int carveout) {
+  static std::mutex* mutex = new std::mutex();
+  static auto* allowed = new std::set<std::pair<int, const void*>>();
+  int device = 0;
+  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(cudaGetDevice(&device), "Asking for the device"));
+  std::unique_lock<std::mutex> lock(*mutex);
+  if (allowed->count({device, kernel}) > 0) return Status::Ok();
+  // Setting them loads the kernel, which can take until the device is idle. Meanwhile other threads set the same.
+  lock.unlock();
+  JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  JAX_GROUPED_RETURN_IF_FAILED(SetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout));
+  lock.lock();
+  allowed->emplace(device, kernel);
+  return Status::Ok();
 }
 
 }  // namespace jax_grouped

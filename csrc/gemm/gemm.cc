@@ -8,11 +8,7 @@
 #include "csrc/gemm/cublaslt/launch.h"
 #include "csrc/gemm/cublaslt/library.h"
 #include "csrc/gemm/cublaslt/plans.h"
-#include "csrc/gemm/sm90/gathered_token_product.h"
-#include "csrc/gemm/sm90/gathered_wgrad.h"
-#include "csrc/gemm/sm90/small_group_product.h"
-#include "csrc/gemm/sm90/token_product.h"
-#include "csrc/gemm/sm90/wgrad.h"
+#include "csrc/gemm/sm90/products.h"
 
 namespace jax_grouped {
 namespace {

@@ -1,4 +1,4 @@
-#include "csrc/quantize/launch.cuh"
+#include "csrc/quantize/tiles.cuh"
 
 namespace jax_grouped {
 

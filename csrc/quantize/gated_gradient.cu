@@ -1,16 +1,615 @@
-#include "csrc/quantize/gated_gradient.h"
+// The kernel of gated_gradient.h. Each SM has one block, which takes one tile of up to 128 rows and 128 gates after the
+// other. All three results of a tile are computed from one copy of the inputs and are quantized from registers, while
+// the inputs of the next tile are copied to shared memory. Two kernels, one for the gradient and one for the
+// activation's result, took about 1.6 times as long on an H200.
+
+#include "csrc/quantize/pass.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
+#include "csrc/common/activation.cuh"
 #include "csrc/common/device.h"
+#include "csrc/common/fp8.cuh"
 #include "csrc/common/launch.cuh"
-#include "csrc/common/shared_memory.h"
-#include "csrc/quantize/gated_gradient.cuh"
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/layout.cuh"
+#include "csrc/quantize/activation.cuh"
+#include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
+
+// A pass in 128 columns.
+struct PassTile {
+  const Chunk* chunks;  // null after the last tile
+  int count;
+  uint32_t first_column;
+};
+
+// Iterator over the tiles of a block, in shared memory. One thread at a time uses it. Blocks take work items as they
+// become free, because some items have more passes than others. The item after the next one is taken while the next one
+// is looked up, so that a thread waits for memory once per item.
+class TileIterator {
+ public:
+  __device__ void Start(const QuantizeArguments& args, uint32_t column_tiles) {
+    column_tiles_ = column_tiles;
+    count_ = WorkItem::Count(args, column_tiles);
+    index_ = Take(args);
+    LookUp(args);
+    Advance(args);
+  }
+
+  // Returns the next tile.
+  __device__ PassTile Next(const QuantizeArguments& args) {
+    while (current_.chunks != nullptr && turn_ == current_.passes) Advance(args);
+    if (current_.chunks == nullptr) return {};
+    const int begin = current_.begins[turn_];
+    const int count = current_.ends[turn_] - begin;
+    ++turn_;
+    return {current_.chunks + begin, count, current_.first_column};
+  }
+
+ private:
+  static constexpr int kMostPasses = Window::kMostPasses / Window::kParts;
+  static_assert(kMostPasses * Window::kParts == Window::kMostPasses);
+
+  // The passes of a work item.
+  struct Item {
+    const Chunk* chunks;  // the window's; null after the last item
+    int passes;
+    int begins[kMostPasses];
+    int ends[kMostPasses];
+    uint32_t first_column;
+  };
+
+  __device__ static uint32_t Take(const QuantizeArguments& args) { return atomicAdd(&args.windows->taken, 1u); }
+
+  __device__ void Advance(const QuantizeArguments& args) {
+    current_ = next_;
+    turn_ = 0;
+    LookUp(args);
+  }
+
+  __device__ void LookUp(const QuantizeArguments& args) {
+    const uint32_t index = index_;
+    if (index >= count_) {
+      next_ = {};
+      return;
+    }
+    const uint32_t following = Take(args);
+    const WorkItem work(args, index, column_tiles_);
+    const Window& window = work.exists ? *WindowAt(args, work.element, work.window) : *args.windows;
+    const int num_passes = window.num_passes;
+    Item item{window.chunks, 0, {}, {}, work.first_column};
+#pragma unroll
+    for (int i = 0; i < kMostPasses; ++i) {
+      // Read before it is known whether the pass exists.
+      item.begins[i] = window.pass_begins[work.part + i * Window::kParts];
+      item.ends[i] = window.pass_begins[work.part + i * Window::kParts + 1];
+    }
+    if (work.exists) {
+      for (int pass = work.part; pass < num_passes; pass += Window::kParts) ++item.passes;
+    }
+    next_ = item;
+    index_ = following;
+  }
+
+  uint32_t column_tiles_;
+  uint32_t count_;
+  uint32_t index_;  // the work item that was taken last
+  Item current_;
+  int turn_;  // the passes of the current item that were returned
+  Item next_;
+};
+
+// Arguments of the kernel besides those of every quantization, whose results are those of the gradient.
+struct GatedGradientArguments {
+  QuantizeArguments gradient;
+  const void* inputs;        // [tokens, 2 gates], the gates first
+  const void* gradients;     // [tokens, gates], of the activation's result
+  const float* row_weights;  // [tokens], or null for 1
+  float* inner_products;     // [tokens, tiles of gates], or null
+  Activation activation;
+  uint8_t* activated_data;
+  ScaleLayout activated_layout;
+
+  __device__ int64_t Gates() const { return activated_layout.features; }
+  JAX_GROUPED_HOST_DEVICE uint32_t ColumnTiles() const {
+    return static_cast<uint32_t>(CeilDiv(activated_layout.features, kTileColumns));
+  }
+};
+
+// Two warps have a slot, and each lane has 8 columns of 4 successive rows.
+constexpr int kGatedThreads = 64 * kSlots;
+constexpr int kGatedRows = 4;
+constexpr int kRowParts = kBlock / kGatedRows;
+
+// The results: the gradients of the gates and of the factors, and the activation's result.
+constexpr int kGatedResults = 3;
+constexpr int kGateGradient = 0;
+constexpr int kFactorGradient = 1;
+constexpr int kActivated = 2;
+
+struct GatedShared {
+  static constexpr int kInputs = 3;  // gates, factors and gradients
+  static constexpr int kTiles = 3;   // the current one and the next two
+
+  // 8 columns of each row of a lane, for each input, and of the activation's result. Only the thread that has written
+  // them reads them, so they need no barrier.
+  uint4 staged[kInputs][kGatedRows][kGatedThreads];
+  uint4 activated[kGatedRows][2][kGatedThreads];
+  union {
+    float amax[kGatedResults][kRowParts][kTileColumns];
+    // The data of columns: for each one, 8 times 16 bytes.
+    uint4 columns[kGatedResults][kTileColumns][kSlots];
+  };
+  // The scales of the columns of each row block, at the block's first slot.
+  float scales[kGatedResults][kSlots][kTileColumns];
+  uint32_t warp_amax[2][kGatedThreads / 32];  // of the gradient, and of the activation's result
+  TileIterator walk;
+  PassTile tiles[kTiles];
+  Pass passes[kTiles];  // in a slot that does not exist: a chunk without rows
+};
+static_assert(sizeof(GatedShared) <= 227 * 1024, "more than a block can have on Hopper and Blackwell");
+
+template <ScalingMode kMode, typename Fp8, typename T>
+class GatedGradient {
+  using Pair = PairOf<float>;
+  static constexpr bool kBlockScales = kMode == ScalingMode::kBlock1D;
+  // 8 columns of the lane's rows.
+  using Patch = Pair[kGatedRows][4];
+
+ public:
+  __device__ GatedGradient(const GatedGradientArguments& args, GatedShared& shared) : args_(args), shared_(shared) {}
+
+  // Quantizes the tiles of the block. All threads of the block must call it.
+  __device__ void Run() {
+    if (threadIdx.x == 0) {
+      shared_.walk.Start(args_.gradient, args_.ColumnTiles());
+      for (int i = 0; i < 2; ++i) shared_.tiles[i] = shared_.walk.Next(args_.gradient);
+    }
+    __syncthreads();
+    for (int i = 0; i < 2; ++i) StoreChunk(i, LoadChunk(i));
+    __syncthreads();
+    if (shared_.tiles[0].chunks == nullptr) return;
+    float weight = LoadWeight(0);
+    Copy(0);
+    int current = 0;
+    int next = 1;
+    int after = 2;
+#pragma unroll 1
+    while (shared_.tiles[current].chunks != nullptr) {
+      if (threadIdx.x == kGatedThreads - 32) shared_.tiles[after] = shared_.walk.Next(args_.gradient);
+      const float next_weight = LoadWeight(next);
+      Quantize(current, weight, next, after);
+      weight = next_weight;
+      const int free = current;
+      current = next;
+      next = after;
+      after = free;
+    }
+  }
+
+ private:
+  __device__ static int Slot() { return Warp() / 2; }
+  // The part of the tile that the lane has, counted in 4 rows.
+  __device__ static int Part() { return threadIdx.x / 16; }
+  __device__ static int FirstRow() { return Part() % (kFp8Alignment / kGatedRows) * kGatedRows; }
+  __device__ static int Column() { return threadIdx.x % 16 * 8; }
+
+  __device__ const Chunk& SlotChunk(int tile) const { return shared_.passes[tile].chunks[Slot()]; }
+  __device__ bool HasSlot(int tile) const { return Slot() < shared_.tiles[tile].count; }
+
+  // Load and store a word of the slot's chunk.
+  static constexpr int kChunkWords = sizeof(Chunk) / sizeof(uint32_t);
+  __device__ uint32_t LoadChunk(int tile) const {
+    if (!HasSlot(tile) || Warp() % 2 != 0 || Lane() >= kChunkWords) return 0;
+    return reinterpret_cast<const uint32_t*>(shared_.tiles[tile].chunks + Slot())[Lane()];
+  }
+  __device__ void StoreChunk(int tile, uint32_t word) const {
+    if (Warp() % 2 != 0 || Lane() >= kChunkWords) return;
+    reinterpret_cast<uint32_t*>(&shared_.passes[tile].chunks[Slot()])[Lane()] = word;
+  }
+
+  // Returns the weight of one of the lane's 4 rows, that of number Lane() % 4. Compute passes it to the other lanes.
+  __device__ float LoadWeight(int tile) const {
+    const Chunk& chunk = SlotChunk(tile);
+    const int row = FirstRow() + Lane() % kGatedRows;
+    return args_.row_weights != nullptr && row < chunk.rows ? __ldg(args_.row_weights + chunk.first_row + row) : 1.0f;
+  }
+
+  // Starts to copy the inputs of a tile. Rows that do not exist become zeros.
+  __device__ void Copy(int tile) const {
+    const Chunk& chunk = SlotChunk(tile);
+    const int rows = chunk.rows - FirstRow();
+    const int64_t first_row = int64_t{chunk.first_row} + FirstRow();
+    const uint32_t column = shared_.tiles[tile].first_column + Column();
+    const int64_t gates = args_.Gates();
+    const T* gate = static_cast<const T*>(args_.inputs) + first_row * 2 * gates + column;
+    const T* gradient = static_cast<const T*>(args_.gradients) + first_row * gates + column;
+#pragma unroll
+    for (int i = 0; i < kGatedRows; ++i) {
+      const bool exists = i < rows;
+      CopyAsync(&shared_.staged[0][i][threadIdx.x], exists ? gate : args_.inputs, exists);
+      CopyAsync(&shared_.staged[1][i][threadIdx.x], exists ? gate + gates : args_.inputs, exists);
+      CopyAsync(&shared_.staged[2][i][threadIdx.x], exists ? gradient : args_.gradients, exists);
+      gate += 2 * gates;
+      gradient += gates;
+    }
+  }
+
+  // Quantizes a tile. Starts to copy the inputs of the next one, and loads the chunks of the one after that.
+  __device__ void Quantize(int tile, float weight, int next, int after) const {
+    const Chunk& chunk = SlotChunk(tile);
+    const uint32_t first_column = shared_.tiles[tile].first_column;
+    Patch of_gates;
+    Patch of_factors;
+    float given_gradient = 1.0f;
+    float given_activated = 1.0f;
+    if constexpr (!kBlockScales) {
+      if (HasSlot(tile)) {
+        given_gradient = args_.gradient.scale[chunk.group];
+        given_activated = args_.gradient.given_activated_scale[chunk.group];
+      }
+    }
+    WaitForCopies();
+    const uint32_t activated = Compute(chunk, first_column, weight, of_gates, of_factors);
+    Copy(next);
+    uint32_t of_rows[2 * kGatedRows];
+    const uint32_t of_gate_gradient = FindAmax(kGateGradient, of_gates, of_rows);
+    const uint32_t largest = max(of_gate_gradient, FindAmax(kFactorGradient, of_factors, of_rows + kGatedRows));
+    if (Lane() == 0) {
+      shared_.warp_amax[0][Warp()] = largest;
+      shared_.warp_amax[1][Warp()] = activated;
+    }
+    const float scale = kBlockScales ? 1.0f : ClampScale(given_gradient).scale;
+    float scales[2 * kGatedRows];
+    FindRowScales(chunk, first_column, of_rows, scale, scales);
+    WriteRows(chunk, first_column, of_gates, scales);
+    WriteRows(chunk, first_column + args_.Gates(), of_factors, scales + kGatedRows);
+    __syncthreads();
+
+    RecordAmaxes(tile);
+    const uint32_t word = LoadChunk(after);
+    if constexpr (kBlockScales) {
+      FindColumnScales(tile);
+      __syncthreads();
+    }
+    StoreChunk(after, word);
+    const float activated_scale = kBlockScales ? 1.0f : ClampScale(given_activated).scale;
+    StageColumns<Fp8>(tile, kGateGradient, of_gates, scale);
+    StageColumns<Fp8>(tile, kFactorGradient, of_factors, scale);
+    Patch of_activation;
+#pragma unroll
+    for (int i = 0; i < kGatedRows; ++i) LoadActivated(i, of_activation[i]);
+    StageColumns<E4m3>(tile, kActivated, of_activation, activated_scale);
+    __syncthreads();
+    WriteColumns(tile);
+    __syncthreads();
+  }
+
+  __device__ void StoreActivated(int row, const Pair (&pairs)[4]) const {
+    shared_.activated[row][0][threadIdx.x] = reinterpret_cast<const uint4*>(pairs)[0];
+    shared_.activated[row][1][threadIdx.x] = reinterpret_cast<const uint4*>(pairs)[1];
+  }
+  __device__ void LoadActivated(int row, Pair (&pairs)[4]) const {
+    reinterpret_cast<uint4*>(pairs)[0] = shared_.activated[row][0][threadIdx.x];
+    reinterpret_cast<uint4*>(pairs)[1] = shared_.activated[row][1][threadIdx.x];
+  }
+
+  // Computes the lane's part of the results, and writes the inner products. The activation's result goes to shared
+  // memory: there are too few registers for three results. Returns the bits of its largest value in the warp.
+  __device__ uint32_t Compute(const Chunk& chunk, uint32_t first_column, float weight, Patch& of_gates,
+                              Patch& of_factors) const {
+    float products[kGatedRows]{};
+    Pair::Largest largest[4]{};
+    WithActivation<true>(args_.activation, [&](auto constant) {
+      constexpr Activation kActivation = decltype(constant)::value;
+#pragma unroll
+      for (int i = 0; i < kGatedRows; ++i) {
+        const float row_weight = FromLane(Lane() / 16 * 16 + i, weight);
+        alignas(16) PairOf<T> inputs[GatedShared::kInputs][4];
+        alignas(16) Pair activated[4];
+#pragma unroll
+        for (int input = 0; input < GatedShared::kInputs; ++input) {
+          *reinterpret_cast<uint4*>(inputs[input]) = shared_.staged[input][i][threadIdx.x];
+        }
+        const auto compute = [&](float gate, float factor, float gradient, float* of_gate, float* of_factor,
+                                 float* result) {
+          products[i] += ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, 1.0f) * gradient;
+          *of_gate = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
+          *of_factor = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
+          *result = ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, row_weight);
+        };
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          compute(inputs[0][j].First(), inputs[1][j].First(), inputs[2][j].First(), &of_gates[i][j].values.x,
+                  &of_factors[i][j].values.x, &activated[j].values.x);
+          compute(inputs[0][j].Second(), inputs[1][j].Second(), inputs[2][j].Second(), &of_gates[i][j].values.y,
+                  &of_factors[i][j].values.y, &activated[j].values.y);
+          largest[j] = Pair::AbsMax(largest[j], activated[j]);
+        }
+        StoreActivated(i, activated);
+      }
+    });
+    if (args_.inner_products != nullptr) WriteInnerProducts(chunk, first_column, products);
+    return FindActivatedAmax(largest);
+  }
+
+  // Adds up the inner products of the lanes of each row, which each have 8 columns, and writes the sums.
+  __device__ void WriteInnerProducts(const Chunk& chunk, uint32_t first_column, float (&products)[kGatedRows]) const {
+    const int row = FirstRow() + ReduceSteps<16>(products, [](float a, float b) { return a + b; });
+    if (Lane() % (16 / kGatedRows) != 0 || row >= chunk.rows) return;
+    const int64_t of_row = (chunk.first_row + int64_t{row}) * args_.ColumnTiles();
+    args_.inner_products[of_row + first_column / kTileColumns] = products[0];
+  }
+
+  // Returns the bits of the warp's largest value.
+  __device__ static uint32_t LargestOfWarp(const Pair::Largest (&of_columns)[4]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (const Pair::Largest& of_pair : of_columns) {
+      const uint2 bits = Pair::ToFloatBits(of_pair);
+      largest = max(largest, max(bits.x, bits.y));
+    }
+    return __reduce_max_sync(kFullWarp, largest);
+  }
+
+  // Raises the largest finite absolute values of columns to those of a row, in which infinity becomes NaN.
+  __device__ static void HideInfinities(Pair (&row)[4], Pair::Largest (&of_columns)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 finite = {__uint_as_float(FiniteBits(row[j].First())), __uint_as_float(FiniteBits(row[j].Second()))};
+      of_columns[j] = Pair::Max(of_columns[j], finite);
+      row[j].values = {HideInfinity(row[j].First()), HideInfinity(row[j].Second())};
+    }
+  }
+
+  // Tells the block the largest values of a result's columns.
+  __device__ void TellAmax(int result, const Pair::Largest (&of_columns)[4]) const {
+    if constexpr (!kBlockScales) return;
+    auto* amax = reinterpret_cast<float4*>(&shared_.amax[result][Part()][Column()]);
+    amax[0] = {of_columns[0].x, of_columns[0].y, of_columns[1].x, of_columns[1].y};
+    amax[1] = {of_columns[2].x, of_columns[2].y, of_columns[3].x, of_columns[3].y};
+  }
+
+  // Finds the largest finite absolute values of rows and columns, and makes NaN of infinity. Returns the bits of the
+  // warp's largest value.
+  __device__ uint32_t FindAmax(int result, Patch& patch, uint32_t* of_rows) const {
+    Pair::Largest of_columns[4]{};
+#pragma unroll
+    for (int i = 0; i < kGatedRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) of_columns[j] = Pair::AbsMax(of_columns[j], patch[i][j]);
+      const uint2 bits = PairwiseAmax(patch[i]);
+      of_rows[i] = max(bits.x, bits.y);
+    }
+    uint32_t largest = LargestOfWarp(of_columns);
+    if (largest >= kInfinityBits) {
+#pragma unroll
+      for (Pair::Largest& of_pair : of_columns) of_pair = {};
+#pragma unroll
+      for (int i = 0; i < kGatedRows; ++i) {
+        const uint2 bits = PairwiseFiniteAmax(patch[i]);
+        of_rows[i] = max(bits.x, bits.y);
+        HideInfinities(patch[i], of_columns);
+      }
+      largest = LargestOfWarp(of_columns);
+    }
+    TellAmax(result, of_columns);
+    return largest;
+  }
+
+  // Does the same for the activation's result. `of_columns` may have values that are not finite.
+  __device__ uint32_t FindActivatedAmax(Pair::Largest (&of_columns)[4]) const {
+    uint32_t largest = LargestOfWarp(of_columns);
+    if (largest >= kInfinityBits) {
+#pragma unroll
+      for (Pair::Largest& of_pair : of_columns) of_pair = {};
+#pragma unroll 1
+      for (int i = 0; i < kGatedRows; ++i) {
+        alignas(16) Pair row[4];
+        LoadActivated(i, row);
+        HideInfinities(row, of_columns);
+        StoreActivated(i, row);
+      }
+      largest = LargestOfWarp(of_columns);
+    }
+    TellAmax(kActivated, of_columns);
+    return largest;
+  }
+
+  // Finds the scales of the rows of both gradients, and writes the inverses of scales that are not given. Lanes of a
+  // row divide the scales between them: each computes one, and passes it to the others.
+  __device__ void FindRowScales(const Chunk& chunk, uint32_t first_column, uint32_t (&amax)[2 * kGatedRows],
+                                float given, float (&scales)[2 * kGatedRows]) const {
+    if constexpr (!kBlockScales) {
+#pragma unroll
+      for (float& scale : scales) scale = given;
+    } else {
+      const QuantizeArguments& args = args_.gradient;
+      constexpr int kLanesPerScale = 16 / (2 * kGatedRows);
+      const int step = ReduceSteps<16>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
+      const Scale own = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
+      const int row = FirstRow() + step % kGatedRows;
+      if (Lane() % kLanesPerScale == 0 && row < RoundUp(chunk.rows, 4)) {
+        const auto half = static_cast<uint32_t>(step / kGatedRows * args_.Gates());
+        const auto block = static_cast<int32_t>((half + first_column) / kBlock);
+        static_cast<float*>(args.row_scale)[RowScalePosition<kMode>(args.layout, chunk, row, block)] =
+            row < chunk.rows ? own.inverse : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kGatedRows; ++i) scales[i] = FromLane(Lane() / 16 * 16 + i * kLanesPerScale, own.scale);
+    }
+  }
+
+  __device__ void WriteRows(const Chunk& chunk, int64_t first_column, const Patch& patch, const float* scales) const {
+    const int64_t features = args_.gradient.layout.features;
+    const int64_t first_row = chunk.first_row + int64_t{FirstRow()};
+    uint8_t* out = args_.gradient.row_data + first_row * features + first_column + Column();
+#pragma unroll
+    for (int i = 0; i < kGatedRows; ++i) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pairs[j] = Quantize2<Fp8>(patch[i][j].First(), patch[i][j].Second(), scales[i]);
+      if (FirstRow() + i < chunk.rows) {
+        *reinterpret_cast<uint2*>(out) = {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+      }
+      out += features;
+    }
+  }
+
+  // Raises the amaxes of groups. Two warps do it that find no scales of columns.
+  __device__ void RecordAmaxes(int tile) const {
+    constexpr int kFirstWarp = kGatedResults * kTileColumns / 32;
+    const int which = Warp() - kFirstWarp;
+    if (which != 0 && which != 1) return;
+    const auto amax_of = [&](int slot) {
+      return max(shared_.warp_amax[which][2 * slot], shared_.warp_amax[which][2 * slot + 1]);
+    };
+    RecordAmax(Lane(), shared_.passes[tile].chunks, amax_of, shared_.tiles[tile].count,
+               which == 0 ? args_.gradient.amax : args_.gradient.activated_amax);
+  }
+
+  // Finds the scales of the columns of every row block, and writes their inverses. Each thread has one column of one
+  // result.
+  __device__ void FindColumnScales(int tile) const {
+    const int result = threadIdx.x / kTileColumns;
+    if (result >= kGatedResults) return;
+    const int column = threadIdx.x % kTileColumns;
+    const QuantizeArguments& args = args_.gradient;
+    const bool is_gradient = result != kActivated;
+    const ScaleLayout& layout = is_gradient ? args.layout : args_.activated_layout;
+    auto* inverses = is_gradient ? static_cast<float*>(args.column_scale) : args.activated_scale;
+    const int64_t feature = (result == kFactorGradient ? args_.Gates() : 0) + shared_.tiles[tile].first_column + column;
+    const int count = shared_.tiles[tile].count;
+#pragma unroll 1
+    for (int first = 0; first < count;) {
+      const Chunk& chunk = shared_.passes[tile].chunks[first];
+      const int chunks = shared_.passes[tile].LastOfBlock(first) + 1 - first;
+      constexpr int kParts = kFp8Alignment / kGatedRows;
+      static_assert(kParts == 4);
+      const float* amaxes = &shared_.amax[result][first * kParts][column];
+      // Each part has its own maximum until the end, or the comparisons would wait for each other.
+      float largest[kParts]{};
+      const auto compare = [&](int i) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          largest[part] = fmaxf(largest[part], amaxes[(i * kParts + part) * kTileColumns]);
+        }
+      };
+      if (chunks == kSlots) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) compare(i);
+      } else {
+        for (int i = 0; i < chunks; ++i) compare(i);
+      }
+      const float amax = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      const Scale scale = is_gradient ? ScaleFromAmax<Fp8>(__float_as_uint(amax), args.amax_epsilon, args.pow2_scales)
+                                      : ScaleFromAmax<E4m3>(__float_as_uint(amax), args.amax_epsilon, args.pow2_scales);
+      shared_.scales[result][first][column] = scale.scale;
+      inverses[ColumnScalePosition<kMode>(layout, chunk, feature)] = scale.inverse;
+      first += chunks;
+    }
+  }
+
+  // The staged data of a column: 8 times 16 bytes, one for each slot, of 4 parts. Lanes that lie side by side have
+  // theirs in different places, or they would access the same banks.
+  __device__ static int Swizzled(int slot, int column) { return slot ^ column / 8 % kSlots; }
+  __device__ static int SwizzledPart(int part, int column) { return part ^ column / 64 * 2; }
+
+  // Quantizes the lane's part of a result along its columns into shared memory.
+  template <typename ToFp8>
+  __device__ void StageColumns(int tile, int result, const Patch& patch, float given) const {
+    const Chunk& chunk = SlotChunk(tile);
+    // The padding is zero even if a scale is NaN.
+    const int existing = chunk.rows - FirstRow();
+    const uint32_t mask = existing >= kGatedRows ? kFullWarp : existing <= 0 ? 0 : kFullWarp >> (32 - 8 * existing);
+    const int part = Part() % (kFp8Alignment / kGatedRows);
+    auto* out = reinterpret_cast<uint32_t*>(&shared_.columns[result][Column()][Swizzled(Slot(), Column())]) +
+                SwizzledPart(part, Column());
+    alignas(16) float2 scales[4];
+    if constexpr (kBlockScales) {
+      const int first = shared_.passes[tile].FirstOfBlock(Slot());
+      const auto* of_block = reinterpret_cast<const float4*>(&shared_.scales[result][first][Column()]);
+      reinterpret_cast<float4*>(scales)[0] = of_block[0];
+      reinterpret_cast<float4*>(scales)[1] = of_block[1];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 scale = kBlockScales ? scales[j] : float2{given, given};
+      const uint32_t first = Quantize2<ToFp8>(patch[0][j].First(), patch[1][j].First(), scale.x) |
+                             Quantize2<ToFp8>(patch[2][j].First(), patch[3][j].First(), scale.x) << 16;
+      const uint32_t second = Quantize2<ToFp8>(patch[0][j].Second(), patch[1][j].Second(), scale.y) |
+                              Quantize2<ToFp8>(patch[2][j].Second(), patch[3][j].Second(), scale.y) << 16;
+      constexpr int kColumnWords = kBlock / sizeof(uint32_t);
+      out[2 * j * kColumnWords] = first & mask;
+      out[(2 * j + 1) * kColumnWords] = second & mask;
+    }
+  }
+
+  // Writes the staged columns. 8 lanes write the 8 slots of a column.
+  __device__ void WriteColumns(int tile) const {
+    const int slot = threadIdx.x % kSlots;
+    if (slot >= shared_.tiles[tile].count) return;
+    const Chunk& chunk = shared_.passes[tile].chunks[slot];
+    const int per_column = chunk.PerColumn();
+    constexpr int kAtOnce = kGatedThreads / kSlots;
+    const int first = threadIdx.x / kSlots;
+    const int64_t column = shared_.tiles[tile].first_column + first;
+    auto* of_gates =
+        reinterpret_cast<uint4*>(args_.gradient.column_data) + ColumnDataChunk(args_.gradient.layout, chunk, column);
+    auto* of_activated =
+        reinterpret_cast<uint4*>(args_.activated_data) + ColumnDataChunk(args_.activated_layout, chunk, column);
+    uint4* const outs[kGatedResults] = {of_gates, of_gates + args_.Gates() * per_column, of_activated};
+#pragma unroll
+    for (int result = 0; result < kGatedResults; ++result) {
+#pragma unroll
+      for (int i = 0; i < kTileColumns / kAtOnce; ++i) {
+        static_assert(kAtOnce == 64, "the parts of every other columns read are swapped");
+        const uint4 data = shared_.columns[result][first + i * kAtOnce][Swizzled(slot, first)];
+        outs[result][static_cast<int64_t>(i * kAtOnce) * per_column] =
+            i % 2 == 0 ? data : uint4{data.z, data.w, data.x, data.y};
+      }
+    }
+  }
+
+  const GatedGradientArguments& args_;
+  GatedShared& shared_;
+};
+
+// Zeros the rows outside all groups, and their inner products. Warps divide the rows between them.
+__device__ inline void ZeroOutsideRows(const GatedGradientArguments& args) {
+  constexpr int kWarps = kGatedThreads / 32;
+  const QuantizeArguments& gradient = args.gradient;
+  const int64_t features = gradient.layout.features;
+  const int64_t tiles = args.ColumnTiles();
+  for (int32_t element = 0; element < gradient.groups.batch; ++element) {
+    const Window& window = *WindowAt(gradient, element, 0);
+    const int64_t inside = window.groups_end - window.groups_begin;
+    const int64_t outside = gradient.groups.capacity - inside;
+    for (int64_t i = blockIdx.x * kWarps + Warp(); i < outside; i += static_cast<int64_t>(gridDim.x) * kWarps) {
+      const int64_t before = window.first_row + i;
+      const int64_t row = before < window.groups_begin ? before : before + inside;
+      auto* data = reinterpret_cast<uint4*>(gradient.row_data + row * features);
+      for (int64_t vector = Lane(); vector < features / 16; vector += 32) data[vector] = uint4{};
+      if (args.inner_products == nullptr) continue;
+      for (int64_t tile = Lane(); tile < tiles; tile += 32) args.inner_products[row * tiles + tile] = 0.0f;
+    }
+  }
+}
+
+template <ScalingMode kMode, typename Fp8, typename T>
+__global__ void __launch_bounds__(kGatedThreads, 1)
+    QuantizeGatedGradient(const __grid_constant__ GatedGradientArguments args) {
+  extern __shared__ uint4 shared[];
+  cudaGridDependencySynchronize();
+  GatedGradient<kMode, Fp8, T>(args, *reinterpret_cast<GatedShared*>(shared)).Run();
+  ZeroOutsideRows(args);
+}
+
 namespace {
 
 template <ScalingMode kMode, typename Fp8, typename T>

@@ -14,8 +14,12 @@
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_PASS_CUH_
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
+#include "csrc/common/status.h"
+#include "csrc/quantize/quantize.h"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {
@@ -155,6 +159,13 @@ struct WorkItem {
     window = window_of_all - element * args.num_windows;
   }
 };
+
+// Tells whether LaunchGatedGradient takes a quantization with `activated_data`: a gated backward form with kBlock1D or
+// given scales, 16-bit inputs, a multiple of 128 gates and both orientations, without dbias or skip.
+bool IsGatedGradient(const Quantization& args);
+
+// Launches the kernel. The setup must have been launched before.
+Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization);
 
 }  // namespace jax_grouped
 

@@ -1,12 +1,10 @@
-#include "csrc/quantize/permuted.h"
+#include "csrc/quantize/quantize.h"
 
 #include <cstdint>
 
 #include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/table.cuh"
-#include "csrc/groups/zero_rows.cuh"
-#include "csrc/quantize/scaled_source.cuh"
 #include "csrc/quantize/source.cuh"
 
 namespace jax_grouped {

@@ -1,5 +1,6 @@
 // The quantization kernel. A block loads a tile of up to 128 x 128 elements into shared memory and quantizes it from
-// there. Every element is thus read once and written in either orientation.
+// there. Every element is thus read once and written in either orientation. Each scaling mode is instantiated in a file
+// of its own, so that the modes compile in parallel.
 
 #ifndef JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
 #define JAX_GROUPED_CSRC_QUANTIZE_TILES_CUH_
@@ -8,13 +9,81 @@
 
 #include <cstdint>
 
+#include "csrc/common/device.h"
+#include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/table.cuh"
-#include "csrc/quantize/columns.cuh"
-#include "csrc/quantize/rows.cuh"
-#include "csrc/quantize/set_up.cuh"
+#include "csrc/quantize/activation.cuh"
+#include "csrc/quantize/pass.cuh"
+#include "csrc/quantize/source.cuh"
+#include "csrc/quantize/tile_results.cuh"
 
 namespace jax_grouped {
+
+// Writes the results of groups without rows: their amax is 0, and their scale is the given one or that of zeros. The
+// results of other groups are overwritten later. Threads divide the groups of a batch element between them.
+template <typename Fp8>
+__device__ void InitializeGroups(const QuantizeArguments& args, int32_t element, uint32_t thread, uint32_t threads) {
+  for (int64_t i = thread; i < args.groups.num_groups; i += threads) {
+    const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
+    args.amax[group] = 0;
+    if (args.activated_amax != nullptr) args.activated_amax[group] = 0;
+    if (!args.group_scales) continue;
+    if (args.activated_scale != nullptr) {
+      args.activated_scale[group] = ClampScale(args.given_activated_scale[group]).inverse;
+    }
+    const Scale scale =
+        args.given_scale ? ClampScale(args.scale[group]) : ScaleFromAmax<Fp8>(0, args.amax_epsilon, args.pow2_scales);
+    if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[group] = scale.inverse;
+    if (args.column_scale != nullptr) static_cast<float*>(args.column_scale)[group] = scale.inverse;
+  }
+}
+
+// Fills in a window from `table`, which need not be the table in `args`. Whole warps must call it.
+__device__ inline void FillWindow(const QuantizeArguments& args, const GroupTable& table, int32_t element,
+                                  int32_t index, Window* window) {
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const int32_t* starts = table.BlocksBefore(RowBlock::k16);
+  const int32_t first = starts[0] + index * static_cast<int32_t>(kChunksPerWindow);
+
+  // Every lane has one of the window's own chunks, and one of the chunks after them.
+  const int32_t chunk = first + lane;
+  const bool exists = chunk < starts[table.num_groups];
+  const int32_t group = exists ? FindGroup(starts, 0, table.num_groups, chunk) : 0;
+  const uint32_t blocks = __ballot_sync(kFullWarp, exists && (chunk - starts[group]) % kSlots == 0);
+  const int last_block = 31 - __clz(blocks);  // -1 without blocks
+  const int32_t last_group = __shfl_sync(kFullWarp, group, max(last_block, 0));
+  const int begin = blocks == 0 ? 0 : __ffs(blocks) - 1;
+  const int end = blocks == 0 ? 0 : min(last_block + kSlots, starts[last_group + 1] - first);
+  if (exists && lane >= begin && lane < end) window->chunks[lane] = LoadChunk(table, element, group, chunk);
+  if (lane + 32 < end) window->chunks[lane + 32] = LoadChunk(table, element, last_group, chunk + 32);
+
+  int passes = 0;
+  for (int chunks_before = begin; chunks_before < end; ++passes) {
+    if (lane == 0) window->pass_begins[passes] = chunks_before;
+    // The pass ends with the last block that fits.
+    const int most = chunks_before + kSlots;
+    chunks_before = end <= most ? end : 31 - __clz(blocks & kFullWarp >> (31 - min(most, 31)));
+  }
+  if (lane > 0) return;
+  window->num_passes = passes;
+  window->taken = 0;
+  window->pass_begins[passes] = end;
+  window->groups_begin = table.FirstRow()[0];
+  window->groups_end = table.FirstRow()[table.num_groups];
+  window->first_row = static_cast<int32_t>(element * args.groups.capacity);
+  const auto outside = static_cast<int32_t>(args.groups.capacity) - (window->groups_end - window->groups_begin);
+  const int32_t per_window = outside / args.num_windows + (outside % args.num_windows > 0);
+  window->outside_begin = static_cast<int32_t>(min(static_cast<int64_t>(per_window) * index, int64_t{outside}));
+  window->outside_end = static_cast<int32_t>(min(int64_t{window->outside_begin} + per_window, int64_t{outside}));
+}
+
+// Stores a batch element's table for the sums of dbias. All threads of the block must call it.
+__device__ inline void StoreTable(const QuantizeArguments& args, const GroupTable& table, int32_t element) {
+  if (args.partial_sums == nullptr) return;
+  int32_t* copy = args.table.At(element).base;
+  for (int64_t i = threadIdx.x; i < GroupTable::Size(table.num_groups); i += blockDim.x) copy[i] = table.base[i];
+}
 
 // Returns the bits of the value that determines the scale of a slot's group: the given scale, or the group's amax.
 template <typename State>
@@ -243,6 +312,56 @@ __global__ void __launch_bounds__(kTileThreads,
     ZeroOutside(args, source, work, *window);
   }
 }
+
+// Calls launch(source) with the source of the input.
+template <typename Launch>
+Status WithSource(const Quantization& args, const Launch& launch) {
+  const auto with_type = [&](auto number) {
+    using T = decltype(number);
+    if (args.activation != Activation::kNone) return launch(MakeActivatedSource<T>(args));
+    return launch(MakePlainSource<T>(args));
+  };
+  switch (args.input_type) {
+    case CUDA_R_16BF:
+      return with_type(__nv_bfloat16());
+    case CUDA_R_16F:
+      return with_type(__half());
+    case CUDA_R_32F:
+      return with_type(float());
+    default:
+      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
+  }
+}
+
+template <ScalingMode kMode, typename Fp8, typename Source>
+Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
+  constexpr int kBytes = InputTile<typename Source::Element>::kBytes;
+  const auto kernel =
+      args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
+  constexpr char kWhat[] = "Launching the quantization";
+  const Grid grid{WorkItem::Blocks(args), kTileThreads, kBytes};
+  return args.single_launch ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
+                            : LaunchEarly(kWhat, stream, grid, kernel, args, source);
+}
+
+template <ScalingMode kMode, typename Fp8>
+Status LaunchQuantizeTilesTo(cudaStream_t stream, const Quantization& args) {
+  if constexpr (kMode == ScalingMode::kBlock1D) {
+    if (args.x_scale != nullptr) return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeScaledSource(args));
+  }
+  return WithSource(args, [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
+}
+
+template <ScalingMode kMode>
+Status LaunchQuantizeTiles(cudaStream_t stream, const Quantization& args) {
+  if (args.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTilesTo<kMode, E4m3>(stream, args);
+  return LaunchQuantizeTilesTo<kMode, E5m2>(stream, args);
+}
+
+#define JAX_GROUPED_QUANTIZE_MODE(keyword, mode) \
+  keyword template Status LaunchQuantizeTiles<mode>(cudaStream_t, const Quantization&)
 
 }  // namespace jax_grouped
 

@@ -1,4 +1,4 @@
-#include "csrc/routing/route.h"
+#include "csrc/routing/routing.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

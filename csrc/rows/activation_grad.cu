@@ -1,4 +1,4 @@
-#include "csrc/rows/activation_grad.h"
+#include "csrc/rows/rows.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-#include "csrc/rows/permute_rows.h"
+#include "csrc/rows/rows.h"
 
 #include <cstdint>
 

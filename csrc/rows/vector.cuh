@@ -6,7 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "csrc/rows/vector.h"
+#include "csrc/rows/rows.h"
 
 namespace jax_grouped {
 

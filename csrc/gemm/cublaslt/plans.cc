@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "csrc/common/device.h"
-#include "csrc/gemm/cublaslt/descriptors.h"
+#include "csrc/gemm/cublaslt/launch.h"
 
 namespace jax_grouped {
 namespace {

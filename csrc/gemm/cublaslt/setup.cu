@@ -1,4 +1,4 @@
-#include "csrc/gemm/cublaslt/setup.h"
+#include "csrc/gemm/cublaslt/launch.h"
 
 #include <cstdint>
 #include <type_traits>
@@ -6,7 +6,6 @@
 #include "csrc/common/launch.cuh"
 #include "csrc/groups/layout.cuh"
 #include "csrc/groups/table.cuh"
-#include "csrc/groups/zero_rows.cuh"
 
 namespace jax_grouped {
 namespace {

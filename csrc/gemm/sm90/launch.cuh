@@ -1,4 +1,5 @@
-// Host launches of the kernels in tile_products.cuh.
+// Host launches of the kernels in tile_products.cuh, and the setup of a product of groups of rows: the group table and,
+// for a product that reads or writes the rows of each group by tensor maps, the maps.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
@@ -14,11 +15,13 @@
 #include "csrc/common/device.h"
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/launch.cuh"
-#include "csrc/common/shared_memory.h"
 #include "csrc/common/status.h"
 #include "csrc/gemm/problem.h"
+#include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/gemm/sm90/tile_products.cuh"
+#include "csrc/groups/layout.h"
+#include "csrc/groups/table.cuh"
 
 namespace jax_grouped {
 namespace sm90 {
@@ -115,6 +118,128 @@ class ClusterLaunch {
   cudaLaunchConfig_t config_{};
   cudaLaunchAttribute attribute_{};
 };
+
+constexpr int kGroupRowsThreads = 512;
+
+struct GroupRowsSetup {
+  CUtensorMap map;    // without any group's rows yet
+  CUtensorMap* maps;  // null if the product needs none
+  void* data;
+  int64_t row_bytes;
+  RowBlockCounts element_row_blocks;
+  GroupTable table;
+  int32_t* order;         // null if the product needs none
+  int32_t* tile_counter;  // gets zero
+};
+
+// Most groups that are ordered by their rows. With more, one tile is a small part of a block's work.
+constexpr int32_t kMostOrderedGroups = 1024;
+
+// Writes the groups of one batch element in the order of their numbers of rows, the largest first, or in their own
+// order if there are many. All threads of the block must call it.
+__device__ inline void OrderGroups(const GroupTable& table, int32_t* order) {
+  __shared__ int32_t rows[kMostOrderedGroups];
+  const int32_t num_groups = table.num_groups;
+  const bool sorts = num_groups <= kMostOrderedGroups;
+  if (sorts) {
+    for (int32_t group = threadIdx.x; group < num_groups; group += kGroupRowsThreads) {
+      rows[group] = table.FirstRow()[group + 1] - table.FirstRow()[group];
+    }
+    __syncthreads();
+  }
+  for (int32_t group = threadIdx.x; group < num_groups; group += kGroupRowsThreads) {
+    int32_t before = group;
+    if (sorts) {
+      before = 0;
+#pragma unroll 8
+      for (int32_t other = 0; other < num_groups; ++other) {
+        before += rows[other] > rows[group] || (rows[other] == rows[group] && other < group) ? 1 : 0;
+      }
+    }
+    order[before] = group;
+  }
+}
+
+// Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups and describes their
+// rows. The other blocks, if there are any, zero the rows that belong to no group. Of the table's counts, writes those
+// of `Blocks`.
+template <typename Blocks>
+__global__ void __launch_bounds__(kGroupRowsThreads)
+    SetUpGroupRows(Groups batch, const __grid_constant__ GroupRowsSetup args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  cudaTriggerProgrammaticLaunchCompletion();
+  const auto element = static_cast<int32_t>(blockIdx.y);
+  if (blockIdx.x > 0) {
+    return ZeroOtherRows<kGroupRowsThreads>(batch.At(element), element, args.data, args.row_bytes);
+  }
+  if (element == 0 && threadIdx.x == 0) *args.tile_counter = 0;
+  const GroupTable table = args.table.At(element);
+  FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
+  if (args.order != nullptr) OrderGroups(table, args.order + element * batch.num_groups);
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
+  if (args.maps == nullptr || threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  map = args.map;
+#pragma unroll 1  // There are seldom more groups than maps.
+  for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
+    const int32_t row = table.FirstRow()[group];
+    // Nothing is copied for an empty group, but a map without rows would be invalid.
+    const uint32_t rows = max(table.FirstRow()[group + 1] - row, 1);
+    ReplaceRows(&map, static_cast<char*>(args.data) + row * args.row_bytes, rows);
+    args.maps[element * batch.num_groups + group] = map;
+  }
+  ReleaseTensorMaps();
+#endif
+}
+
+// The parts of the workspace: a map of each group's rows, the table of every batch element, the order of its groups,
+// and the counter of a TileScheduler.
+struct GroupRowsWorkspace {
+  CUtensorMap* maps;
+  GroupTable table;
+  int32_t* order;
+  int32_t* tile_counter;
+  int64_t bytes;
+
+  GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups) {
+    maps = static_cast<CUtensorMap*>(base);
+    table = {reinterpret_cast<int32_t*>(maps + batch * num_groups), static_cast<int32_t>(num_groups)};
+    order = table.base + batch * GroupTable::Size(num_groups);
+    tile_counter = order + batch * num_groups;
+    bytes = reinterpret_cast<const char*>(tile_counter + 1) - static_cast<char*>(base);
+  }
+
+  // Returns the most bytes that `all_groups` groups in a batch can use.
+  static int64_t MaxBytes(int64_t all_groups) {
+    // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
+    return GroupRowsWorkspace(nullptr, all_groups, 1).bytes;
+  }
+};
+
+// Launches the setup for an array, whose second dimension is the rows of all groups. Points `whole` to all its rows;
+// without it, the groups get no maps either.
+template <typename Blocks>
+Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& groups, const BoxedTensor& array,
+                       const RowBlockCounts& element_row_blocks, bool zeroes_other_rows, bool orders_groups,
+                       const GroupRowsWorkspace& workspace, CUtensorMap* whole) {
+  GroupRowsSetup setup{};
+  if (whole != nullptr) {
+    JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(array, whole));
+    setup.map = *whole;
+    setup.maps = workspace.maps;
+  }
+  setup.data = const_cast<void*>(array.base);
+  setup.row_bytes = static_cast<int64_t>(array.strides[0]);
+  setup.element_row_blocks = element_row_blocks;
+  setup.table = workspace.table;
+  if (orders_groups) setup.order = workspace.order;
+  setup.tile_counter = workspace.tile_counter;
+  const int zeroing_blocks = zeroes_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
+  const dim3 blocks(1 + zeroing_blocks, groups.batch);
+  return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);
+}
 
 }  // namespace sm90
 }  // namespace jax_grouped

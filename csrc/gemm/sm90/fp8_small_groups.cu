@@ -1,5 +1,5 @@
-// Device side of small_group_product.h. Tiles, roles and barriers are those of tile_products.cuh, with these
-// differences:
+// FP8 products of tokens with their group's weight (fprop and dgrad) where groups have few tokens. Tiles, roles and
+// barriers are those of tile_products.cuh, with these differences:
 //
 // - Reading the weights bounds the speed, so that a ring holds as many stages as fit: an SM keeps 96 KiB of weights on
 //   the way. Of the tokens, only boxes that the group has rows in are copied.
@@ -8,23 +8,27 @@
 //   exist.
 // - The producer is the only warp beside the math groups, which need no more registers than a launch gives them.
 
-#ifndef JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
-#define JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_
+#include "csrc/gemm/sm90/products.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <library_types.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
+#include "csrc/common/device.h"
+#include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/staging.cuh"
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/gemm/sm90/token_tiles.cuh"
 #include "csrc/groups/layout.h"
+#include "csrc/groups/table.cuh"
 
 namespace jax_grouped {
 namespace sm90 {
@@ -208,7 +212,28 @@ __global__ void __launch_bounds__(kSmallGroupThreads, 1)
 #endif
 }
 
+Status LaunchSmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                               const GemmBuffers& buffers) {
+  const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
+  SmallGroupArguments args{};
+  using RowBlocks = Counts<RowBlock::k4, SmallGroupTile::kRowBlock>;
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
+      "Launching the setup of a grouped product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, nullptr));
+  args.result = buffers.d;
+  args.result_type = problem.result_type;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      DescribeOperands<SmallGroupTile>(problem, groups, buffers, workspace.table, &args.operands));
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
+    const auto kernel = SmallGroupProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
+    constexpr int kSharedBytes = sizeof(SmallGroupShared);
+    JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), kSharedBytes));
+    const Grid grid{std::min(args.operands.cluster_tiles, properties.processors), kSmallGroupThreads, kSharedBytes};
+    return LaunchEarly("Launching a grouped product", stream, grid, kernel, args);
+  });
+}
+
 }  // namespace sm90
 }  // namespace jax_grouped
-
-#endif  // JAX_GROUPED_CSRC_GEMM_SM90_SMALL_GROUP_PRODUCT_KERNEL_CUH_

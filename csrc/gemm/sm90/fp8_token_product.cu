@@ -1,7 +1,7 @@
-// Device side of token_product.h. Rows are tokens, columns are features of the result, and a stage is 128 of the depth.
+// FP8 products of tokens with their group's weight (fprop and dgrad). Rows are tokens, columns are features of the
+// result, and a stage is 128 of the depth.
 
-#ifndef JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_PRODUCT_KERNEL_CUH_
-#define JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_PRODUCT_KERNEL_CUH_
+#include "csrc/gemm/sm90/products.h"
 
 #include <library_types.h>
 
@@ -9,10 +9,12 @@
 
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/staging.cuh"
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/gemm/sm90/token_tiles.cuh"
 #include "csrc/groups/layout.h"
+#include "csrc/groups/table.cuh"
 
 namespace jax_grouped {
 namespace sm90 {
@@ -133,7 +135,29 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
+static_assert(kTileTokens == kTileRows && kTileFeatures == kTileColumns, "the header tells the tiles of the kernel");
+
+int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups); }
+
+Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                          const GemmBuffers& buffers) {
+  const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
+  TokenArguments args{};
+  using RowBlocks = Counts<RowBlock::k4, TokenTile::kRowBlock>;
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
+      "Launching the setup of a grouped product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
+  args.results = workspace.maps;
+  args.result_type = problem.result_type;
+  JAX_GROUPED_RETURN_IF_FAILED(DescribeOperands<TokenTile>(problem, groups, buffers, workspace.table, &args.operands));
+  return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
+    const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
+    ClusterLaunch launch;
+    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), sizeof(Shared), stream, device,
+                                                  args.operands.cluster_tiles));
+    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a grouped product");
+  });
+}
+
 }  // namespace sm90
 }  // namespace jax_grouped
-
-#endif  // JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_PRODUCT_KERNEL_CUH_

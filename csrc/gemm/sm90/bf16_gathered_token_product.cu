@@ -1,8 +1,7 @@
-// Device side of gathered_token_product.h. Rows are tokens, columns are features of the result, and a stage is 64 of
-// the depth.
+// Products of gathered 16-bit tokens with their group's weight (fprop and dgrad). Rows are tokens, columns are features
+// of the result, and a stage is 64 of the depth.
 
-#ifndef JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_
-#define JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_
+#include "csrc/gemm/sm90/products.h"
 
 #include <library_types.h>
 
@@ -11,7 +10,9 @@
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/gathered_tiles.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
+#include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/staging.cuh"
+#include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped {
@@ -199,7 +200,38 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
+Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                                  const GemmBuffers& buffers) {
+  const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
+  const bool is_fprop = problem.product == Product::kFprop;
+  const int64_t features = ResultFeatures(problem);
+  const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredTileRows));
+  const int64_t row_pairs = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredPairRows));
+  const int64_t cluster_tiles = ClusterTiles(row_tiles, row_pairs, CeilDiv(features, GatheredTile::kColumns));
+  GatheredTokenArguments args{};
+  using RowBlocks = Counts<kGatheredTileRows, kGatheredPairRows>;
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
+      "Launching the setup of a gathered product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
+  args.results = workspace.maps;
+  args.table = workspace.table;
+  args.tokens = Gathered(problem, buffers, buffers.a, Depth(problem));
+  args.element_cluster_tiles = static_cast<int32_t>(cluster_tiles);
+  args.cluster_tiles = groups.batch * args.element_cluster_tiles;
+  args.features = static_cast<int32_t>(features);
+  args.elements_per_weight = problem.elements_per_weight;
+  args.result_type = problem.result_type;
+  const int64_t box_rows = is_fprop ? OperandBoxes<GatheredTile::kColumns, true>::kBoxRows
+                                    : OperandBoxes<GatheredTile::kColumns, false>::kBoxRows;
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
+      Boxes16(problem.b_type, buffers.b, {problem.out_features, problem.in_features, NumWeights(problem)}, box_rows),
+      &args.weights));
+  return WithGatheredTypes(problem.a_type, [&](auto number) {
+    using T = decltype(number);
+    return LaunchClusters("Launching a gathered product", stream, device, args.cluster_tiles,
+                          is_fprop ? GatheredTokenProduct<T, true> : GatheredTokenProduct<T, false>, args);
+  });
+}
+
 }  // namespace sm90
 }  // namespace jax_grouped
-
-#endif  // JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TOKEN_PRODUCT_KERNEL_CUH_

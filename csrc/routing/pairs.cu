@@ -1,9 +1,9 @@
-#include "csrc/routing/group_pairs.h"
+#include "csrc/routing/routing.h"
 
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/common/launch.cuh"
-#include "csrc/common/shared_memory.h"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/table.cuh"
 
@@ -12,6 +12,26 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+
+// blockIdx.x is the block of tokens, and blockIdx.y the batch element.
+__global__ void __launch_bounds__(kThreads)
+    CountPairs(const int32_t* __restrict__ experts, PairsProblem problem, int32_t* __restrict__ block_counts) {
+  __shared__ int32_t counts[kMostExperts];
+  for (int expert = threadIdx.x; expert < problem.num_experts; expert += kThreads) counts[expert] = 0;
+  __syncthreads();
+  const int64_t before_element = blockIdx.y * problem.tokens * problem.choices;
+  const PairRange pairs = PairsOfRoutingBlock(blockIdx.x, problem.tokens, problem.choices);
+#pragma unroll 4
+  for (int64_t pair = pairs.begin + threadIdx.x; pair < pairs.end; pair += kThreads) {
+    const int32_t expert = experts[before_element + pair];
+    if (static_cast<uint32_t>(expert) < static_cast<uint32_t>(problem.num_experts)) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+  const int64_t row = (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * problem.num_experts;
+  for (int expert = threadIdx.x; expert < problem.num_experts; expert += kThreads) {
+    block_counts[row + expert] = counts[expert];
+  }
+}
 static_assert(2 * kMostExperts <= kThreads);
 
 // Numbers by expert, in shared memory.
@@ -201,6 +221,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+
+Status LaunchCountPairs(cudaStream_t stream, const int32_t* experts, const PairsProblem& problem,
+                        int32_t* block_counts) {
+  const dim3 blocks(static_cast<unsigned>(RoutingBlocks(problem.tokens)), static_cast<unsigned>(problem.batch));
+  return Launch("Launching the counts of pairs", stream, {blocks, kThreads}, CountPairs, experts, problem,
+                block_counts);
+}
 
 Status LaunchGroupPairs(cudaStream_t stream, const GroupPairsBuffers& buffers, const PairsProblem& problem) {
   constexpr int kBytesPerExpert = kWarps * sizeof(int32_t);
