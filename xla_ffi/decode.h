@@ -159,18 +159,14 @@ class Call {
     for (size_t axis = 0; axis < shape.size(); ++axis) expected << (axis > 0 ? ", " : "") << shape.begin()[axis];
     Refuse(array, expected.str() + "]");
   }
-  void CheckArray(const Array& array, ffi::DataType type, int64_t elements) {
-    if (array.Type() == type && array.Elements() == elements) return;
+  void CheckArray(const Array& array, ffi::DataType type, int64_t elements, bool exactly = true) {
+    const bool fits = exactly ? array.Elements() == elements : array.Elements() >= elements;
+    if (array.Type() == type && fits) return;
     std::ostringstream expected;
-    expected << "must have " << elements << " elements of " << type;
+    expected << (exactly ? "must have " : "must have room for ") << elements << " elements of " << type;
     Refuse(array, expected.str());
   }
-  void CheckRoom(const Array& array, ffi::DataType type, int64_t elements) {
-    if (array.Type() == type && array.Elements() >= elements) return;
-    std::ostringstream expected;
-    expected << "must have room for " << elements << " elements of " << type;
-    Refuse(array, expected.str());
-  }
+  void CheckRoom(const Array& array, ffi::DataType type, int64_t elements) { CheckArray(array, type, elements, false); }
   // Fails unless arrays that kernels access in vectors begin on a boundary of these.
   void CheckAligned(std::initializer_list<Array> arrays, int64_t bytes = kAlignmentBytes) {
     for (const Array& array : arrays) {
@@ -179,20 +175,16 @@ class Call {
     }
   }
 
+  // Return CUDA's name of an array's type.
   cudaDataType_t TakeFloatType(const Array& array) {
-    const auto type = FloatType(array.Type());
-    if (!type) Refuse(array, "must be bfloat16, float16 or float32");
-    return type.value_or(CUDA_R_32F);
+    return TakeType(array, FloatType(array.Type()), "must be bfloat16, float16 or float32");
   }
   cudaDataType_t Take16BitType(const Array& array) {
     const auto type = FloatType(array.Type());
-    if (!type || *type == CUDA_R_32F) Refuse(array, "must be bfloat16 or float16");
-    return type.value_or(CUDA_R_16F);
+    return TakeType(array, type == CUDA_R_32F ? std::nullopt : type, "must be bfloat16 or float16");
   }
   cudaDataType_t TakeFp8Type(const Array& array) {
-    const auto type = Fp8Type(array.Type());
-    if (!type) Refuse(array, "must be float8_e4m3fn or float8_e5m2");
-    return type.value_or(CUDA_R_8F_E4M3);
+    return TakeType(array, Fp8Type(array.Type()), "must be float8_e4m3fn or float8_e5m2");
   }
 
   // Returns the groups of a call. group_offset has an entry for every batch element. `num_groups` and `tokens` are
@@ -249,6 +241,11 @@ class Call {
   }
 
  private:
+  cudaDataType_t TakeType(const Array& array, std::optional<cudaDataType_t> type, const char* expected) {
+    if (!type) Refuse(array, expected);
+    return type.value_or(CUDA_R_32F);
+  }
+
   // Fails with what an array must be and what it is.
   void Refuse(const Array& array, const std::string& expected) {
     if (!ok()) return;

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "csrc/gemm/scratch.h"
-#include "csrc/groups/layout.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 
@@ -112,10 +111,8 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
   problem.scaled = attributes.scaled;
   problem.accumulate = attributes.accumulate;
   problem.gathered = attributes.gathered;
-  if (problem.scaled) {
-    problem.a_mode = attributes.a_mode;
-    problem.b_mode = attributes.b_mode;
-  }
+  problem.a_mode = problem.scaled ? attributes.a_mode : ScalingMode{};
+  problem.b_mode = problem.scaled ? attributes.b_mode : ScalingMode{};
   const bool is_wgrad = problem.product == Product::kWgrad;
   const bool gathers = problem.gathered != Gather::kNone;
   call.CheckRange("product", static_cast<int64_t>(problem.product), 0, static_cast<int64_t>(Product::kWgrad));

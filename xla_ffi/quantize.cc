@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "csrc/groups/layout.h"
 #include "xla_ffi/decode.h"
 #include "xla_ffi/handlers.h"
 
@@ -50,6 +49,11 @@ struct DequantizeAttributes {
 void CheckStackRows(Call& call, int64_t stack_rows, const Groups& groups) {
   call.Check(stack_rows == 0 || (stack_rows > 0 && stack_rows * groups.num_groups == groups.capacity),
              "stack_rows must be 0, or the number of rows divided by the number of groups");
+}
+
+// Returns the layout of the rows of groups, without swizzled scales.
+QuantizedLayout MakeLayout(ScalingMode mode, const Groups& groups, int64_t features) {
+  return {mode, false, false, groups.batch, groups.capacity, features, groups.num_groups, 0};
 }
 
 cudaDataType_t TakeInputType(Call& call, const Array& x) {
@@ -145,13 +149,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.groups = call.TakeGroups(sizes, offset, num_groups, rows);
   if (!call.ok()) return call.Error();
   CheckStackRows(call, attributes.stack_rows, args.groups);
-  QuantizedLayout layout{};
-  layout.mode = args.mode;
+  QuantizedLayout layout = MakeLayout(args.mode, args.groups, features);
   layout.swizzled_scales = args.layout.swizzled;
-  layout.batch = args.groups.batch;
-  layout.tokens = args.groups.capacity;
-  layout.features = features;
-  layout.num_groups = args.groups.num_groups;
   layout.stack_rows = attributes.stack_rows;
   args.element_row_blocks = layout.ElementRowBlocks();
 
@@ -238,19 +237,14 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   call.CheckArray(data, data.Type(), {data.Axis(0), features});
   call.CheckAligned({x});
   call.Check(!is_fp8 || !attributes.given_scale, "FP8 tokens have scales of their own; given_scale is for others");
-  PermutedProblem problem{};
   PermutedBuffers buffers{};
-  problem.input_type = TakeInputType(call, x);
-  problem.output_type = call.TakeFp8Type(data);
+  const cudaDataType_t input_type = TakeInputType(call, x);
+  const cudaDataType_t output_type = call.TakeFp8Type(data);
   const Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups, data.Axis(0));
   if (!call.ok()) return call.Error();
   call.CheckRange("the tokens that the batch leaves over", tokens % groups.batch, 0, 0);
-  QuantizedLayout layout{};
-  layout.mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
-  layout.batch = groups.batch;
-  layout.tokens = groups.capacity;
-  layout.features = features;
-  layout.num_groups = groups.num_groups;
+  const auto mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
+  const QuantizedLayout layout = MakeLayout(mode, groups, features);
   call.CheckQuantized(layout, data, scale);
   call.CheckRoom(table, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));
   if (is_fp8) {
@@ -261,11 +255,13 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   buffers.given_scale = TakeOperand(call, attributes.given_scale, "scale", attributes.num_groups);
   buffers.amax = reinterpret_cast<uint32_t*>(TakeResult(call, attributes.given_scale, "amax", attributes.num_groups));
   if (!call.Finish()) return call.Error();
-  problem.tokens = tokens / groups.batch;
-  problem.choices = static_cast<int>(choices);
-  problem.features = features;
-  problem.pow2_scales = attributes.pow2_scales;
-  problem.amax_epsilon = attributes.amax_epsilon;
+  const PermutedProblem problem{input_type,
+                                output_type,
+                                tokens / groups.batch,
+                                static_cast<int>(choices),
+                                features,
+                                attributes.pow2_scales,
+                                attributes.amax_epsilon};
   buffers.x = x.Data();
   buffers.inverse = inverse.Data<int32_t>();
   buffers.data = data.Data<uint8_t>();
@@ -291,14 +287,9 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
   const Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups * offset.Elements(), out.Axis(0));
   if (!call.ok()) return call.Error();
   CheckStackRows(call, attributes.stack_rows, groups);
-  QuantizedLayout layout{};
-  layout.mode = attributes.mode;
+  QuantizedLayout layout = MakeLayout(attributes.mode, groups, out.Axis(1));
   layout.columnwise = attributes.columnwise;
   layout.swizzled_scales = attributes.swizzled_scales;
-  layout.batch = groups.batch;
-  layout.tokens = groups.capacity;
-  layout.features = out.Axis(1);
-  layout.num_groups = groups.num_groups;
   layout.stack_rows = attributes.stack_rows;
   call.CheckQuantized(layout, data, scale_inv);
   call.CheckRoom(table, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));

@@ -54,27 +54,28 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
   call.CheckRange("the experts that expert_groups leaves over", num_experts % attributes.expert_groups, 0, 0);
   call.CheckRange("the number of choices", choices, 1,
                   std::min<int64_t>(num_experts / attributes.expert_groups * attributes.top_groups, kMostChoices));
-  const int64_t of_blocks = attributes.batch * RoutingBlocks(tokens) * num_experts;
+  const int64_t block_entries = attributes.batch * RoutingBlocks(tokens) * num_experts;
   call.CheckArray(experts, ffi::S32, {logits.Axis(0), choices});
   call.CheckArray(weights, ffi::F32, logits.Axis(0) * choices);
   call.CheckArray(probabilities, ffi::F32, logits.Axis(0) * num_experts);
-  call.CheckArray(block_counts, ffi::S32, of_blocks);
-  call.CheckArray(block_sums, ffi::F32, of_blocks);
+  call.CheckArray(block_counts, ffi::S32, block_entries);
+  call.CheckArray(block_sums, ffi::F32, block_entries);
   call.CheckAligned({logits, probabilities});
-  RouteBuffers buffers{};
+  const float* bias = nullptr;
   if (call.OperandsLeft() > 0) {
-    const Array bias = call.Operand("the bias");
-    call.CheckArray(bias, ffi::F32, attributes.batch * num_experts);
-    call.CheckAligned({bias});
-    buffers.bias = bias.Data<float>();
+    const Array given = call.Operand("the bias");
+    call.CheckArray(given, ffi::F32, attributes.batch * num_experts);
+    call.CheckAligned({given});
+    bias = given.Data<float>();
   }
   if (!call.Finish()) return call.Error();
-  buffers.logits = logits.Data();
-  buffers.experts = experts.Data<int32_t>();
-  buffers.weights = weights.Data<float>();
-  buffers.probabilities = probabilities.Data<float>();
-  buffers.block_counts = block_counts.Data<int32_t>();
-  buffers.block_sums = block_sums.Data<float>();
+  const RouteBuffers buffers{logits.Data(),
+                             bias,
+                             experts.Data<int32_t>(),
+                             weights.Data<float>(),
+                             probabilities.Data<float>(),
+                             block_counts.Data<int32_t>(),
+                             block_sums.Data<float>()};
   const RouteProblem problem{tokens,
                              static_cast<int>(num_experts),
                              static_cast<int>(choices),
@@ -109,23 +110,20 @@ ffi::Error GroupPairs(Call& call, const GroupPairsAttributes& attributes) {
   call.CheckArray(dropped, ffi::S32, batch);
   call.CheckArray(expert_load, ffi::S32, batch * num_experts);
   GroupPairsBuffers buffers{};
-  const int64_t of_blocks = batch * RoutingBlocks(tokens) * num_experts;
+  const int64_t block_entries = batch * RoutingBlocks(tokens) * num_experts;
   const bool counts = call.OperandsLeft() == 0;
-  if (counts) {
-    call.CheckArray(last, ffi::S32, of_blocks);
-    buffers.block_counts = last.Data<int32_t>();
-  } else {
-    const Array block_counts = call.Operand("block_counts");
+  const Array block_counts = counts ? last : call.Operand("block_counts");
+  call.CheckArray(block_counts, ffi::S32, block_entries);
+  if (!counts) {
     const Array block_sums = call.Operand("block_sums");
-    call.CheckArray(block_counts, ffi::S32, of_blocks);
-    call.CheckArray(block_sums, ffi::F32, of_blocks);
+    call.CheckArray(block_sums, ffi::F32, block_entries);
     call.CheckArray(last, ffi::F32, batch * num_experts);
-    buffers.block_counts = block_counts.Data<int32_t>();
     buffers.block_sums = block_sums.Data<float>();
     buffers.sums = last.Data<float>();
   }
   if (!call.Finish()) return call.Error();
   buffers.experts = experts.Data<int32_t>();
+  buffers.block_counts = block_counts.Data<int32_t>();
   buffers.order = order.Data<int32_t>();
   buffers.inverse = inverse.Data<int32_t>();
   buffers.group_sizes = group_sizes.Data<int32_t>();

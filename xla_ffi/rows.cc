@@ -41,22 +41,16 @@ ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes
   call.CheckArray(weighted, input.Type(), {rows, features});
   call.CheckArray(inner_products, ffi::F32, rows);
   call.CheckAligned({input, da, dinput, weighted});
-  ActivationGradBuffers buffers{};
+  const int32_t* weight_indices = nullptr;
   if (call.OperandsLeft() > 0) {
     const Array order = call.Operand("order");
     call.CheckArray(order, ffi::S32, rows);
-    call.CheckArray(weights, ffi::F32, weights.Elements());
-    buffers.order = order.Data<int32_t>();
-  } else {
-    call.CheckArray(weights, ffi::F32, rows);
+    weight_indices = order.Data<int32_t>();
   }
+  call.CheckArray(weights, ffi::F32, weight_indices != nullptr ? weights.Elements() : rows);
   if (!call.Finish()) return call.Error();
-  buffers.input = input.Data();
-  buffers.da = da.Data();
-  buffers.weights = weights.Data<float>();
-  buffers.dinput = dinput.Data();
-  buffers.weighted = weighted.Data();
-  buffers.inner_products = inner_products.Data<float>();
+  const ActivationGradBuffers buffers{input.Data(),  da.Data(),       weights.Data<float>(),       weight_indices,
+                                      dinput.Data(), weighted.Data(), inner_products.Data<float>()};
   return call.ToError(
       LaunchActivationGrad(call.stream, buffers, attributes.activation, type, weights.Elements(), rows, features));
 }
@@ -73,8 +67,7 @@ ffi::Error PermuteRows(Call& call, const PermuteRowsAttributes& attributes) {
   call.CheckArray(order, ffi::S32, order.Elements());
   call.CheckArray(inverse, ffi::S32, {tokens, choices});
   call.CheckArray(rows, x.Type(), {order.Elements(), x.Axis(1)});
-  if (!call.Finish()) return call.Error();
-  const int64_t token_bytes = x.Bytes() / tokens;
+  const int64_t token_bytes = x.Bytes() / (tokens > 0 ? tokens : 1);
   call.CheckFeatures(token_bytes, kPermuteVectorBytes);
   call.CheckAligned({x, rows});
   if (!call.Finish()) return call.Error();

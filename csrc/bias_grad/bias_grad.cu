@@ -118,30 +118,6 @@ Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy,
                 static_cast<const T*>(dy), features, static_cast<uint32_t>(column_blocks), table, partial_sums);
 }
 
-// Launches SumTiles with loads of 16 bytes if every row starts on a 16-byte boundary, otherwise with loads of single
-// elements.
-template <typename T>
-Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, int64_t features,
-                      const GroupTable& table, float* partial_sums) {
-  constexpr int kVector = 16 / sizeof(T);
-  return features % kVector == 0 ? LaunchSumTiles<T, kVector>(stream, groups, dy, features, table, partial_sums)
-                                 : LaunchSumTiles<T, 1>(stream, groups, dy, features, table, partial_sums);
-}
-
-Status LaunchSumTiles(cudaStream_t stream, const Groups& groups, const void* dy, cudaDataType_t type, int64_t features,
-                      const GroupTable& table, float* partial_sums) {
-  switch (type) {
-    case CUDA_R_16BF:
-      return LaunchSumTiles<__nv_bfloat16>(stream, groups, dy, features, table, partial_sums);
-    case CUDA_R_16F:
-      return LaunchSumTiles<__half>(stream, groups, dy, features, table, partial_sums);
-    case CUDA_R_32F:
-      return LaunchSumTiles<float>(stream, groups, dy, features, table, partial_sums);
-    default:
-      return Status::Failed("The bias gradient takes bfloat16, float16 or float32.");
-  }
-}
-
 }  // namespace
 
 Status LaunchAddTiles(cudaStream_t stream, const float* partial_sums, int64_t features, const Groups& groups,
@@ -162,7 +138,13 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
   const dim3 elements(groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a bias gradient", stream, {elements, kSetupThreads},
                                       SetUpBiasGrad, groups, element_row_blocks, table));
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchSumTiles(stream, groups, dy, type, features, table, partial_sums));
+  JAX_GROUPED_RETURN_IF_FAILED(WithFloatType(type, [&](auto number) {
+    // Loads of 16 bytes if every row starts on a 16-byte boundary, otherwise of single elements.
+    using T = decltype(number);
+    constexpr int kVector = 16 / sizeof(T);
+    return features % kVector == 0 ? LaunchSumTiles<T, kVector>(stream, groups, dy, features, table, partial_sums)
+                                   : LaunchSumTiles<T, 1>(stream, groups, dy, features, table, partial_sums);
+  }));
   return LaunchAddTiles(stream, partial_sums, features, groups, table, dbias);
 }
 

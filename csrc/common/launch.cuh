@@ -4,7 +4,10 @@
 #ifndef JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_COMMON_LAUNCH_CUH_
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <library_types.h>
 
 #include <utility>
 
@@ -32,6 +35,21 @@ Status LaunchWith(cudaLaunchAttribute* attributes, unsigned num_attributes, cons
   config.attrs = attributes;
   config.numAttrs = num_attributes;
   return Status::FromCuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), what);
+}
+
+// Calls function(number) with a number of a type of 16 or 32 bits.
+template <typename Function>
+Status WithFloatType(cudaDataType_t type, const Function& function) {
+  switch (type) {
+    case CUDA_R_16BF:
+      return function(__nv_bfloat16());
+    case CUDA_R_16F:
+      return function(__half());
+    case CUDA_R_32F:
+      return function(float());
+    default:
+      return Status::Failed("Kernels take bfloat16, float16 or float32.");
+  }
 }
 
 // Launches kernel<<<grid, stream>>>(args...).

@@ -63,21 +63,8 @@ enum class RowBlock : int { k4, k16, k32, k128, k256, k512 };
 constexpr int kNumRowBlocks = 6;
 
 JAX_GROUPED_HOST_DEVICE constexpr int RowsOf(RowBlock block) {
-  switch (block) {
-    case RowBlock::k4:
-      return 4;
-    case RowBlock::k16:
-      return 16;
-    case RowBlock::k32:
-      return 32;
-    case RowBlock::k128:
-      return 128;
-    case RowBlock::k256:
-      return 256;
-    case RowBlock::k512:
-      return 512;
-  }
-  return 0;
+  constexpr int kRows[kNumRowBlocks] = {4, 16, 32, 128, 256, 512};
+  return kRows[static_cast<int>(block)];
 }
 
 struct RowBlockCounts {

@@ -34,7 +34,7 @@ struct Counts {
   int32_t count[kKinds];
 
   // Returns the row blocks of one group with `rows` rows.
-  __device__ static Counts Of(uint32_t rows) {
+  __device__ static Counts CountIn(uint32_t rows) {
     return {{static_cast<int32_t>((rows + RowsOf(kRowBlocks) - 1) / RowsOf(kRowBlocks))...}};
   }
   // Returns the row blocks for which arrays have room before a batch element.
@@ -153,7 +153,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
         if (i == run) break;
         visit(group + i, first_row, sum);
         const uint32_t end = add_rows(first_row, rows_of(sizes[i]));
-        sum = sum + Blocks::Of(end - first_row);
+        sum = sum + Blocks::CountIn(end - first_row);
         first_row = end;
       }
       return sum;

@@ -53,7 +53,7 @@ class ActivatedColumns {
       kForm == Form::kGradientOfFactor ? kActivation == Activation::kClampedSiluMul : IsGated(kActivation);
 
  public:
-  static constexpr Activation kOf = kActivation;
+  static constexpr Activation kColumnActivation = kActivation;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
   // Starts at row `first` of the chunk.
@@ -154,7 +154,7 @@ struct ActivatedSource : ActivationArrays {
       if (columns.Has(kFp8Alignment)) {
         // The loads of two rows of SwiGLU are issued before the first use. With 32-bit numbers, or with other
         // activations, registers would be spilled.
-        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kOf == Activation::kSiluMul;
+        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kColumnActivation == Activation::kSiluMul;
         constexpr int kCount = kTwo ? 2 : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {

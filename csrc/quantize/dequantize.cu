@@ -132,40 +132,26 @@ __global__ void __launch_bounds__(kThreads)
   ZeroOutside<kColumns<kColumnwise>>(args, element * args.tokens, table, index, count, column, out);
 }
 
-template <ScalingMode kMode, bool kColumnwise, typename Fp8, typename Out>
-Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out) {
+template <ScalingMode kMode, bool kColumnwise>
+Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args,
+                    cudaDataType_t input_type, void* out, cudaDataType_t output_type) {
   const int64_t chunks = CeilDiv(layout.ElementRowBlocks(kFp8Alignment), kWarps);
   const int64_t column_tiles = CeilDiv(layout.features, kColumns<kColumnwise>);
   const dim3 blocks(static_cast<unsigned>(chunks * column_tiles), static_cast<unsigned>(layout.batch));
-  return Launch("Launching the dequantization", stream, {blocks, kThreads}, Dequantize<kMode, kColumnwise, Fp8, Out>,
-                args, static_cast<Out*>(out), static_cast<uint32_t>(column_tiles));
-}
-
-template <ScalingMode kMode, bool kColumnwise, typename Fp8>
-Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args, void* out,
-                    cudaDataType_t output_type) {
-  switch (output_type) {
-    case CUDA_R_16BF:
-      return LaunchKernel<kMode, kColumnwise, Fp8, __nv_bfloat16>(stream, layout, args, out);
-    case CUDA_R_16F:
-      return LaunchKernel<kMode, kColumnwise, Fp8, __half>(stream, layout, args, out);
-    case CUDA_R_32F:
-      return LaunchKernel<kMode, kColumnwise, Fp8, float>(stream, layout, args, out);
-    default:
-      return Status::Failed("Dequantization gives bfloat16, float16 or float32.");
-  }
+  return WithFloatType(output_type, [&](auto number) {
+    using Out = decltype(number);
+    const auto kernel = input_type == CUDA_R_8F_E4M3 ? Dequantize<kMode, kColumnwise, E4m3, Out>
+                                                     : Dequantize<kMode, kColumnwise, E5m2, Out>;
+    return Launch("Launching the dequantization", stream, {blocks, kThreads}, kernel, args, static_cast<Out*>(out),
+                  static_cast<uint32_t>(column_tiles));
+  });
 }
 
 template <ScalingMode kMode>
 Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const DequantizeArguments& args,
                     cudaDataType_t input_type, void* out, cudaDataType_t output_type) {
-  const bool e4m3 = input_type == CUDA_R_8F_E4M3;
-  if (layout.columnwise) {
-    return e4m3 ? LaunchKernel<kMode, true, E4m3>(stream, layout, args, out, output_type)
-                : LaunchKernel<kMode, true, E5m2>(stream, layout, args, out, output_type);
-  }
-  return e4m3 ? LaunchKernel<kMode, false, E4m3>(stream, layout, args, out, output_type)
-              : LaunchKernel<kMode, false, E5m2>(stream, layout, args, out, output_type);
+  return layout.columnwise ? LaunchKernel<kMode, true>(stream, layout, args, input_type, out, output_type)
+                           : LaunchKernel<kMode, false>(stream, layout, args, input_type, out, output_type);
 }
 
 }  // namespace

@@ -244,8 +244,8 @@ class GatedGradient {
   __device__ void Quantize(int tile, float weight, int next, int after) const {
     const Chunk& chunk = SlotChunk(tile);
     const uint32_t first_column = shared_.tiles[tile].first_column;
-    Patch of_gates;
-    Patch of_factors;
+    Patch gate_gradients;
+    Patch factor_gradients;
     float given_gradient = 1.0f;
     float given_activated = 1.0f;
     if constexpr (!kBlockScales) {
@@ -255,20 +255,20 @@ class GatedGradient {
       }
     }
     WaitForCopies();
-    const uint32_t activated = Compute(chunk, first_column, weight, of_gates, of_factors);
+    const uint32_t activated = Compute(chunk, first_column, weight, gate_gradients, factor_gradients);
     Copy(next);
-    uint32_t of_rows[2 * kGatedRows];
-    const uint32_t of_gate_gradient = FindAmax(kGateGradient, of_gates, of_rows);
-    const uint32_t largest = max(of_gate_gradient, FindAmax(kFactorGradient, of_factors, of_rows + kGatedRows));
+    uint32_t row_amax[2 * kGatedRows];
+    const uint32_t gate_amax = FindAmax(kGateGradient, gate_gradients, row_amax);
+    const uint32_t largest = max(gate_amax, FindAmax(kFactorGradient, factor_gradients, row_amax + kGatedRows));
     if (Lane() == 0) {
       shared_.warp_amax[0][Warp()] = largest;
       shared_.warp_amax[1][Warp()] = activated;
     }
     const float scale = kBlockScales ? 1.0f : ClampScale(given_gradient).scale;
     float scales[2 * kGatedRows];
-    FindRowScales(chunk, first_column, of_rows, scale, scales);
-    WriteRows(chunk, first_column, of_gates, scales);
-    WriteRows(chunk, first_column + args_.Gates(), of_factors, scales + kGatedRows);
+    FindRowScales(chunk, first_column, row_amax, scale, scales);
+    WriteRows(chunk, first_column, gate_gradients, scales);
+    WriteRows(chunk, first_column + args_.Gates(), factor_gradients, scales + kGatedRows);
     __syncthreads();
 
     RecordAmaxes(tile);
@@ -279,12 +279,12 @@ class GatedGradient {
     }
     StoreChunk(after, word);
     const float activated_scale = kBlockScales ? 1.0f : ClampScale(given_activated).scale;
-    StageColumns<Fp8>(tile, kGateGradient, of_gates, scale);
-    StageColumns<Fp8>(tile, kFactorGradient, of_factors, scale);
-    Patch of_activation;
+    StageColumns<Fp8>(tile, kGateGradient, gate_gradients, scale);
+    StageColumns<Fp8>(tile, kFactorGradient, factor_gradients, scale);
+    Patch activated_patch;
 #pragma unroll
-    for (int i = 0; i < kGatedRows; ++i) LoadActivated(i, of_activation[i]);
-    StageColumns<E4m3>(tile, kActivated, of_activation, activated_scale);
+    for (int i = 0; i < kGatedRows; ++i) LoadActivated(i, activated_patch[i]);
+    StageColumns<E4m3>(tile, kActivated, activated_patch, activated_scale);
     __syncthreads();
     WriteColumns(tile);
     __syncthreads();
@@ -301,8 +301,8 @@ class GatedGradient {
 
   // Computes the lane's part of the results, and writes the inner products. The activation's result goes to shared
   // memory: there are too few registers for three results. Returns the bits of its largest value in the warp.
-  __device__ uint32_t Compute(const Chunk& chunk, uint32_t first_column, float weight, Patch& of_gates,
-                              Patch& of_factors) const {
+  __device__ uint32_t Compute(const Chunk& chunk, uint32_t first_column, float weight, Patch& gate_gradients,
+                              Patch& factor_gradients) const {
     float products[kGatedRows]{};
     Pair::Largest largest[4]{};
     WithActivation<true>(args_.activation, [&](auto constant) {
@@ -316,19 +316,19 @@ class GatedGradient {
         for (int input = 0; input < GatedShared::kInputs; ++input) {
           *reinterpret_cast<uint4*>(inputs[input]) = shared_.staged[input][i][threadIdx.x];
         }
-        const auto compute = [&](float gate, float factor, float gradient, float* of_gate, float* of_factor,
+        const auto compute = [&](float gate, float factor, float gradient, float* gate_gradient, float* factor_gradient,
                                  float* result) {
           products[i] += ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, 1.0f) * gradient;
-          *of_gate = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
-          *of_factor = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
+          *gate_gradient = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
+          *factor_gradient = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
           *result = ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, row_weight);
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          compute(inputs[0][j].First(), inputs[1][j].First(), inputs[2][j].First(), &of_gates[i][j].values.x,
-                  &of_factors[i][j].values.x, &activated[j].values.x);
-          compute(inputs[0][j].Second(), inputs[1][j].Second(), inputs[2][j].Second(), &of_gates[i][j].values.y,
-                  &of_factors[i][j].values.y, &activated[j].values.y);
+          compute(inputs[0][j].First(), inputs[1][j].First(), inputs[2][j].First(), &gate_gradients[i][j].values.x,
+                  &factor_gradients[i][j].values.x, &activated[j].values.x);
+          compute(inputs[0][j].Second(), inputs[1][j].Second(), inputs[2][j].Second(), &gate_gradients[i][j].values.y,
+                  &factor_gradients[i][j].values.y, &activated[j].values.y);
           largest[j] = Pair::AbsMax(largest[j], activated[j]);
         }
         StoreActivated(i, activated);
@@ -342,82 +342,82 @@ class GatedGradient {
   __device__ void WriteInnerProducts(const Chunk& chunk, uint32_t first_column, float (&products)[kGatedRows]) const {
     const int row = FirstRow() + ReduceSteps<16>(products, [](float a, float b) { return a + b; });
     if (Lane() % (16 / kGatedRows) != 0 || row >= chunk.rows) return;
-    const int64_t of_row = (chunk.first_row + int64_t{row}) * args_.ColumnTiles();
-    args_.inner_products[of_row + first_column / kTileColumns] = products[0];
+    const int64_t first_product = (chunk.first_row + int64_t{row}) * args_.ColumnTiles();
+    args_.inner_products[first_product + first_column / kTileColumns] = products[0];
   }
 
   // Returns the bits of the warp's largest value.
-  __device__ static uint32_t LargestOfWarp(const Pair::Largest (&of_columns)[4]) {
+  __device__ static uint32_t LargestOfWarp(const Pair::Largest (&column_amax)[4]) {
     uint32_t largest = 0;
 #pragma unroll
-    for (const Pair::Largest& of_pair : of_columns) {
-      const uint2 bits = Pair::ToFloatBits(of_pair);
+    for (const Pair::Largest& pair_amax : column_amax) {
+      const uint2 bits = Pair::ToFloatBits(pair_amax);
       largest = max(largest, max(bits.x, bits.y));
     }
     return __reduce_max_sync(kFullWarp, largest);
   }
 
   // Raises the largest finite absolute values of columns to those of a row, in which infinity becomes NaN.
-  __device__ static void HideInfinities(Pair (&row)[4], Pair::Largest (&of_columns)[4]) {
+  __device__ static void HideInfinities(Pair (&row)[4], Pair::Largest (&column_amax)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 finite = {__uint_as_float(FiniteBits(row[j].First())), __uint_as_float(FiniteBits(row[j].Second()))};
-      of_columns[j] = Pair::Max(of_columns[j], finite);
+      column_amax[j] = Pair::Max(column_amax[j], finite);
       row[j].values = {HideInfinity(row[j].First()), HideInfinity(row[j].Second())};
     }
   }
 
   // Tells the block the largest values of a result's columns.
-  __device__ void TellAmax(int result, const Pair::Largest (&of_columns)[4]) const {
+  __device__ void TellAmax(int result, const Pair::Largest (&column_amax)[4]) const {
     if constexpr (!kBlockScales) return;
     auto* amax = reinterpret_cast<float4*>(&shared_.amax[result][Part()][Column()]);
-    amax[0] = {of_columns[0].x, of_columns[0].y, of_columns[1].x, of_columns[1].y};
-    amax[1] = {of_columns[2].x, of_columns[2].y, of_columns[3].x, of_columns[3].y};
+    amax[0] = {column_amax[0].x, column_amax[0].y, column_amax[1].x, column_amax[1].y};
+    amax[1] = {column_amax[2].x, column_amax[2].y, column_amax[3].x, column_amax[3].y};
   }
 
   // Finds the largest finite absolute values of rows and columns, and makes NaN of infinity. Returns the bits of the
   // warp's largest value.
-  __device__ uint32_t FindAmax(int result, Patch& patch, uint32_t* of_rows) const {
-    Pair::Largest of_columns[4]{};
+  __device__ uint32_t FindAmax(int result, Patch& patch, uint32_t* row_amax) const {
+    Pair::Largest column_amax[4]{};
 #pragma unroll
     for (int i = 0; i < kGatedRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) of_columns[j] = Pair::AbsMax(of_columns[j], patch[i][j]);
+      for (int j = 0; j < 4; ++j) column_amax[j] = Pair::AbsMax(column_amax[j], patch[i][j]);
       const uint2 bits = PairwiseAmax(patch[i]);
-      of_rows[i] = max(bits.x, bits.y);
+      row_amax[i] = max(bits.x, bits.y);
     }
-    uint32_t largest = LargestOfWarp(of_columns);
+    uint32_t largest = LargestOfWarp(column_amax);
     if (largest >= kInfinityBits) {
 #pragma unroll
-      for (Pair::Largest& of_pair : of_columns) of_pair = {};
+      for (Pair::Largest& pair_amax : column_amax) pair_amax = {};
 #pragma unroll
       for (int i = 0; i < kGatedRows; ++i) {
         const uint2 bits = PairwiseFiniteAmax(patch[i]);
-        of_rows[i] = max(bits.x, bits.y);
-        HideInfinities(patch[i], of_columns);
+        row_amax[i] = max(bits.x, bits.y);
+        HideInfinities(patch[i], column_amax);
       }
-      largest = LargestOfWarp(of_columns);
+      largest = LargestOfWarp(column_amax);
     }
-    TellAmax(result, of_columns);
+    TellAmax(result, column_amax);
     return largest;
   }
 
-  // Does the same for the activation's result. `of_columns` may have values that are not finite.
-  __device__ uint32_t FindActivatedAmax(Pair::Largest (&of_columns)[4]) const {
-    uint32_t largest = LargestOfWarp(of_columns);
+  // Does the same for the activation's result. `column_amax` may have values that are not finite.
+  __device__ uint32_t FindActivatedAmax(Pair::Largest (&column_amax)[4]) const {
+    uint32_t largest = LargestOfWarp(column_amax);
     if (largest >= kInfinityBits) {
 #pragma unroll
-      for (Pair::Largest& of_pair : of_columns) of_pair = {};
+      for (Pair::Largest& pair_amax : column_amax) pair_amax = {};
 #pragma unroll 1
       for (int i = 0; i < kGatedRows; ++i) {
         alignas(16) Pair row[4];
         LoadActivated(i, row);
-        HideInfinities(row, of_columns);
+        HideInfinities(row, column_amax);
         StoreActivated(i, row);
       }
-      largest = LargestOfWarp(of_columns);
+      largest = LargestOfWarp(column_amax);
     }
-    TellAmax(kActivated, of_columns);
+    TellAmax(kActivated, column_amax);
     return largest;
   }
 
@@ -533,9 +533,9 @@ class GatedGradient {
     alignas(16) float2 scales[4];
     if constexpr (kBlockScales) {
       const int first = shared_.passes[tile].FirstOfBlock(Slot());
-      const auto* of_block = reinterpret_cast<const float4*>(&shared_.scales[result][first][Column()]);
-      reinterpret_cast<float4*>(scales)[0] = of_block[0];
-      reinterpret_cast<float4*>(scales)[1] = of_block[1];
+      const auto* block_scales = reinterpret_cast<const float4*>(&shared_.scales[result][first][Column()]);
+      reinterpret_cast<float4*>(scales)[0] = block_scales[0];
+      reinterpret_cast<float4*>(scales)[1] = block_scales[1];
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -559,11 +559,11 @@ class GatedGradient {
     constexpr int kAtOnce = kGatedThreads / kSlots;
     const int first = threadIdx.x / kSlots;
     const int64_t column = shared_.tiles[tile].first_column + first;
-    auto* of_gates =
+    auto* gate_gradients =
         reinterpret_cast<uint4*>(args_.gradient.column_data) + ColumnDataChunk(args_.gradient.layout, chunk, column);
-    auto* of_activated =
+    auto* activated_columns =
         reinterpret_cast<uint4*>(args_.activated_data) + ColumnDataChunk(args_.activated_layout, chunk, column);
-    uint4* const outs[kGatedResults] = {of_gates, of_gates + args_.Gates() * per_column, of_activated};
+    uint4* const outs[kGatedResults] = {gate_gradients, gate_gradients + args_.Gates() * per_column, activated_columns};
 #pragma unroll
     for (int result = 0; result < kGatedResults; ++result) {
 #pragma unroll

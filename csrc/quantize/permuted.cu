@@ -149,12 +149,12 @@ struct Columns {
     return finite;
   }
 
-  // Quantizes the columns of each step with the scale of_step(step).
-  template <typename Fp8, typename OfStep>
-  __device__ void Quantize(bool finite, const OfStep& of_step, uint2 (&data)[kSteps]) const {
+  // Quantizes the columns of each step with the scale scale_at(step).
+  template <typename Fp8, typename ScaleAt>
+  __device__ void Quantize(bool finite, const ScaleAt& scale_at, uint2 (&data)[kSteps]) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const float scale = of_step(step);
+      const float scale = scale_at(step);
       data[step] = finite ? QuantizeStep<Fp8, false>(step, scale) : QuantizeStep<Fp8, true>(step, scale);
     }
   }
@@ -215,11 +215,11 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
       args.buffers.scale[position] = scale.inverse;
     }
   }
-  const auto of_step = [&](int step) {
+  const auto scale_at = [&](int step) {
     return __shfl_sync(kFullWarp, scale.scale, Lane() / kBlockLanes * kBlockLanes + step * kOwners);
   };
   uint2 data[Columns<T>::kSteps];
-  columns.template Quantize<Fp8>(finite, of_step, data);
+  columns.template Quantize<Fp8>(finite, scale_at, data);
   for (int choice = 0; choice < choices; ++choice) {
     const int32_t row = FromLane(choice, own.row);
     if (row >= 0) StoreRow(args, row, begin + Lane() * kLaneColumns, data);
@@ -230,8 +230,8 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
 // atomic operation.
 __device__ void RecordTokenAmax(const PermutedArguments& args, const Destination& own, uint32_t amax) {
   if (own.row < 0 || amax < kTinyBits) return;
-  uint32_t* of_group = args.buffers.amax + own.scale;
-  if (__ldcg(of_group) < amax) atomicMax(of_group, amax);
+  uint32_t* group_amax = args.buffers.amax + own.scale;
+  if (__ldcg(group_amax) < amax) atomicMax(group_amax, amax);
 }
 
 // Quantizes one token per warp. Tokens that have scales are read as bfloat16. With kGivenScales, there is one per
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
       uint32_t amax[kSteps];
       const bool finite = columns.FindAmax(amax);
       if constexpr (kGivenScales) {
-        for (const uint32_t of_step : amax) largest = max(largest, of_step);
+        for (const uint32_t step_amax : amax) largest = max(largest, step_amax);
         WriteGroupScaled<Fp8>(args, columns, finite, own, choices, first);
       } else {
         WriteBlockScaled<Fp8>(args, columns, finite, amax, own, choices, begin);
@@ -279,12 +279,6 @@ Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const Permu
                                                     : QuantizePermuted<T, E5m2, kScaled, kGivenScales>;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
   return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
-}
-
-template <typename T>
-Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
-  if (args.buffers.given_scale != nullptr) return LaunchOfType<T, false, true>(stream, output_type, args);
-  return LaunchOfType<T, false, false>(stream, output_type, args);
 }
 
 }  // namespace
@@ -309,16 +303,11 @@ Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const P
   JAX_GROUPED_RETURN_IF_FAILED(
       Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
   if (buffers.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true, false>(stream, problem.output_type, args);
-  switch (problem.input_type) {
-    case CUDA_R_16BF:
-      return LaunchOfType<__nv_bfloat16>(stream, problem.output_type, args);
-    case CUDA_R_16F:
-      return LaunchOfType<__half>(stream, problem.output_type, args);
-    case CUDA_R_32F:
-      return LaunchOfType<float>(stream, problem.output_type, args);
-    default:
-      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
-  }
+  return WithFloatType(problem.input_type, [&](auto number) {
+    using T = decltype(number);
+    return buffers.given_scale != nullptr ? LaunchOfType<T, false, true>(stream, problem.output_type, args)
+                                          : LaunchOfType<T, false, false>(stream, problem.output_type, args);
+  });
 }
 
 }  // namespace jax_grouped

@@ -262,8 +262,8 @@ class ColumnQuantizer {
     return columns;
   }
 
-  __device__ void FindSlot(Columns* of_slot) const {
-    Columns& columns = *of_slot;
+  __device__ void FindSlot(Columns* slot_columns) const {
+    Columns& columns = *slot_columns;
     const Chunk& chunk = state_.exchange.pass.chunks[columns.slot];
     columns.rows = chunk.rows;
     columns.first = columns.first_of_block = state_.exchange.pass.FirstOfBlock(columns.slot);

@@ -316,21 +316,11 @@ __global__ void __launch_bounds__(kTileThreads,
 // Calls launch(source) with the source of the input.
 template <typename Launch>
 Status WithSource(const Quantization& args, const Launch& launch) {
-  const auto with_type = [&](auto number) {
+  return WithFloatType(args.input_type, [&](auto number) {
     using T = decltype(number);
     if (args.activation != Activation::kNone) return launch(MakeActivatedSource<T>(args));
     return launch(MakePlainSource<T>(args));
-  };
-  switch (args.input_type) {
-    case CUDA_R_16BF:
-      return with_type(__nv_bfloat16());
-    case CUDA_R_16F:
-      return with_type(__half());
-    case CUDA_R_32F:
-      return with_type(float());
-    default:
-      return Status::Failed("Quantization takes bfloat16, float16 or float32.");
-  }
+  });
 }
 
 template <ScalingMode kMode, typename Fp8, typename Source>

@@ -67,11 +67,11 @@ __device__ void AddBlockCounts(const int32_t* block_counts, int num_experts, Exp
 // Returns the greatest length at which all groups fit into the rows, or the largest integer if they fit uncut. One warp
 // calls it.
 __device__ int32_t LongestGroup(const int32_t* lengths, int num_experts, uint32_t rows) {
-  constexpr int kOfLane = kMostExperts / 32;
-  uint32_t own[kOfLane];
+  constexpr int kLaneExperts = kMostExperts / 32;
+  uint32_t own[kLaneExperts];
   uint32_t sum = 0;
 #pragma unroll
-  for (int i = 0; i < kOfLane; ++i) {
+  for (int i = 0; i < kLaneExperts; ++i) {
     const int expert = Lane() + 32 * i;
     own[i] = expert < num_experts ? lengths[expert] : 0;
     sum += own[i];
@@ -84,7 +84,7 @@ __device__ int32_t LongestGroup(const int32_t* lengths, int num_experts, uint32_
     uint32_t whole = 0;
     uint32_t cut = 0;
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kLaneExperts; ++i) {
       whole += own[i] <= longest ? own[i] : 0;
       cut += own[i] > longest;
     }
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   const int own_warp = Uniform(Warp());
   const int64_t pairs = problem.tokens * problem.choices;
   const int64_t element = blockIdx.y;
-  const int64_t of_blocks = element * gridDim.x * num_experts;
+  const int64_t first_count = element * gridDim.x * num_experts;
   const int32_t* experts = buffers.experts + element * pairs;
   int32_t* inverse = buffers.inverse + element * pairs;
   int32_t* order = buffers.order + element * problem.rows;
@@ -161,12 +161,12 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) longest = INT32_MAX;
   __syncthreads();
 
-  const PairRange of_block = PairsOfRoutingBlock(blockIdx.x, problem.tokens, problem.choices);
-  const int64_t of_warp = RoundUp(CeilDiv(of_block.end - of_block.begin, kWarps), 32);
-  PairRange own{of_block.begin + own_warp * of_warp, 0};
-  own.end = min(own.begin + of_warp, of_block.end);
+  const PairRange block_pairs = PairsOfRoutingBlock(blockIdx.x, problem.tokens, problem.choices);
+  const int64_t warp_pairs = RoundUp(CeilDiv(block_pairs.end - block_pairs.begin, kWarps), 32);
+  PairRange own{block_pairs.begin + own_warp * warp_pairs, 0};
+  own.end = min(own.begin + warp_pairs, block_pairs.end);
   int32_t* own_counts = warp_counts + own_warp * num_experts;
-  AddBlockCounts(buffers.block_counts + of_blocks, num_experts, &counts);
+  AddBlockCounts(buffers.block_counts + first_count, num_experts, &counts);
   ForEachPair(experts, own, num_experts, [&](int64_t, int32_t expert) {
     if (expert >= 0) atomicAdd(&own_counts[expert], 1);
   });
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
     if (thread == 0) buffers.dropped[element] = static_cast<int32_t>(pairs) - used.all;
   }
   if (buffers.sums != nullptr) {
-    AddBlockSums(buffers.block_sums + of_blocks, num_experts, buffers.sums + element * num_experts);
+    AddBlockSums(buffers.block_sums + first_count, num_experts, buffers.sums + element * num_experts);
   }
 }
 

@@ -370,16 +370,7 @@ Status Launch(cudaStream_t stream, const RouteBuffers& buffers, const RouteProbl
 }  // namespace
 
 Status LaunchRoute(cudaStream_t stream, const RouteBuffers& buffers, cudaDataType_t type, const RouteProblem& problem) {
-  switch (type) {
-    case CUDA_R_16BF:
-      return Launch<__nv_bfloat16>(stream, buffers, problem);
-    case CUDA_R_16F:
-      return Launch<__half>(stream, buffers, problem);
-    case CUDA_R_32F:
-      return Launch<float>(stream, buffers, problem);
-    default:
-      return Status::Failed("The choice of experts takes bfloat16, float16 or float32.");
-  }
+  return WithFloatType(type, [&](auto number) { return Launch<decltype(number)>(stream, buffers, problem); });
 }
 
 }  // namespace jax_grouped

@@ -13,19 +13,15 @@ namespace {
 constexpr char kSoname[] = "libcublasLt.so.13";
 
 std::mutex path_mutex;
-
-std::string& Path() {
-  static std::string* path = new std::string();
-  return *path;
-}
+std::string& path = *new std::string();
 
 // Opens the library. A copy that is already in the process is the one that JAX uses; a second copy would have its own
 // state.
 void* OpenLibrary() {
   if (void* loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
   std::lock_guard<std::mutex> lock(path_mutex);
-  if (!Path().empty()) {
-    if (void* found = dlopen(Path().c_str(), RTLD_NOW)) return found;
+  if (!path.empty()) {
+    if (void* found = dlopen(path.c_str(), RTLD_NOW)) return found;
   }
   return dlopen(kSoname, RTLD_NOW);
 }
@@ -80,9 +76,9 @@ Status CublasLt::Check(cublasStatus_t status, const char* what) const {
 
 std::string CublasLt::Version() const { return VersionString(GetVersion()); }
 
-void SetCublasLtPath(std::string path) {
+void SetCublasLtPath(std::string new_path) {
   std::lock_guard<std::mutex> lock(path_mutex);
-  Path() = std::move(path);
+  path = std::move(new_path);
 }
 
 size_t CublasLtVersion() { return LoadedOnce() ? LoadedOnce()->functions.GetVersion() : 0; }

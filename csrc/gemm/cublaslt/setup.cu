@@ -1,4 +1,4 @@
-#include "csrc/gemm/cublaslt/launch.h"
+#include "csrc/gemm/cublaslt/products.h"
 
 #include <cstdint>
 #include <type_traits>

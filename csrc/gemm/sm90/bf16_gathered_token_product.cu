@@ -194,8 +194,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
-  RunGatheringBlock(
-      shared, [&] { ProduceGatheredTokens<kWeightTransposed>(args, shared); },
+  SetUpGatheringBlock(shared);
+  RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
+      [&] { ProduceGatheredTokens<kWeightTransposed>(args, shared); },
       [&](const ThreadPosition& position) { MultiplyGatheredTokens<T, kWeightTransposed>(args, shared, position); });
 #endif
 }
@@ -228,7 +229,7 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
       &args.weights));
   return WithGatheredTypes(problem.a_type, [&](auto number) {
     using T = decltype(number);
-    return LaunchClusters("Launching a gathered product", stream, device, args.cluster_tiles,
+    return LaunchClusters("Launching a gathered product", stream, device, sizeof(GatheredShared), args.cluster_tiles,
                           is_fprop ? GatheredTokenProduct<T, true> : GatheredTokenProduct<T, false>, args);
   });
 }

@@ -186,8 +186,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
-  RunGatheringBlock(
-      shared, [&] { ProduceGatheredWgrad(args, shared); },
+  SetUpGatheringBlock(shared);
+  RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
+      [&] { ProduceGatheredWgrad(args, shared); },
       [&](const ThreadPosition& position) { MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position); });
 #endif
 }
@@ -226,8 +227,8 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
       EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups(), box_rows), &args.dweight));
   return WithGatheredTypes(problem.a_type, [&](auto number) {
     using T = decltype(number);
-    return LaunchClusters("Launching a gathered weight gradient", stream, device, args.cluster_tiles,
-                          gathers_x ? GatheredWgrad<T, false> : GatheredWgrad<T, true>, args);
+    return LaunchClusters("Launching a gathered weight gradient", stream, device, sizeof(GatheredShared),
+                          args.cluster_tiles, gathers_x ? GatheredWgrad<T, false> : GatheredWgrad<T, true>, args);
   });
 }
 

@@ -122,16 +122,12 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
   SetUpBlock<kMode>(shared);
-  if (threadIdx.x >= kMathThreads) {
-    if (BecomeProducer()) ProduceTokens<kMode>(args.operands, shared);
-  } else {
-    const ThreadPosition position = BecomeMathThread<kMathRegisters>();
+  const auto produce = [&] {
+    if (LeadsProducer()) ProduceTokens<kMode>(args.operands, shared);
+  };
+  RunBlock<kProducerRegisters, kMathRegisters>(produce, [&](const ThreadPosition& position) {
     MultiplyTokens<TokenType, WeightType, kMode>(args, shared, position);
-    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
-    // arrive.
-    WaitForReads<0>();
-  }
-  EndBlock();
+  });
 #endif
 }
 
@@ -152,10 +148,8 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   JAX_GROUPED_RETURN_IF_FAILED(DescribeOperands<TokenTile>(problem, groups, buffers, workspace.table, &args.operands));
   return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
     const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
-    ClusterLaunch launch;
-    JAX_GROUPED_RETURN_IF_FAILED(launch.Configure(reinterpret_cast<const void*>(kernel), sizeof(Shared), stream, device,
-                                                  args.operands.cluster_tiles));
-    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a grouped product");
+    return LaunchClusters("Launching a grouped product", stream, device, sizeof(Shared), args.operands.cluster_tiles,
+                          kernel, args);
   });
 }
 

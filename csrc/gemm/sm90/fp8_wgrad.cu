@@ -301,16 +301,11 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
   SetUpBlock<kMode>(shared);
-  if (threadIdx.x >= kMathThreads) {
-    if (BecomeProducer()) ProduceWgrad<kMode>(args, shared);
-  } else {
-    const ThreadPosition position = BecomeMathThread<kMathRegisters>();
-    MultiplyWgrad<XType, DyType, kMode>(args, shared, position);
-    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
-    // arrive.
-    WaitForReads<0>();
-  }
-  EndBlock();
+  const auto produce = [&] {
+    if (LeadsProducer()) ProduceWgrad<kMode>(args, shared);
+  };
+  RunBlock<kProducerRegisters, kMathRegisters>(
+      produce, [&](const ThreadPosition& position) { MultiplyWgrad<XType, DyType, kMode>(args, shared, position); });
 #endif
 }
 
@@ -331,57 +326,32 @@ struct WgradSetup {
 // Finds the groups of a batch element in each block and describes their operands.
 __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kMapsAtOnce = 256;
-  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
   if (element == 0 && threadIdx.x == 0) *args.tile_counter = 0;
   const GroupTable table = args.table.At(element);
   FillGroupTable<kSetupThreads, Counts<RowBlock::k16, RowBlock::k128>>(batch, element, args.element_row_blocks, table);
-  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
-  if (threadIdx.x >= min(kMapsAtOnce, 2 * batch.num_groups)) return;
-  CUtensorMap& map = maps[threadIdx.x];
   const int operand = threadIdx.x % 2;
-  map = args.maps[operand];
-#pragma unroll 1  // There are seldom more groups than maps.
-  for (int32_t group = threadIdx.x / 2; group < batch.num_groups; group += kMapsAtOnce / 2) {
-    const int32_t chunk = table.BlocksBefore(RowBlock::k16)[group];
-    const int32_t chunks = table.BlocksBefore(RowBlock::k16)[group + 1] - chunk;
-    // Nothing is read for an empty group, but a map without columns would be invalid.
-    const uint32_t tokens = max(chunks, 1) * kFp8Alignment;
-    const int64_t first = static_cast<int64_t>(args.features[operand]) * chunk * kFp8Alignment;
-    ReplaceMatrix(&map, args.data[operand] + first, tokens, tokens);
-    const int32_t index = element * batch.num_groups + group;
-    *(operand == 0 ? args.group_maps.X(index) : args.group_maps.Dy(index)) = map;
-  }
-  ReleaseTensorMaps();
+  WriteMaps(args.maps[operand], args.group_maps.X(element * batch.num_groups), 2 * batch.num_groups,
+            [&](CUtensorMap* map, int32_t index) {
+              const int32_t group = index / 2;
+              const int32_t chunk = table.BlocksBefore(RowBlock::k16)[group];
+              const int32_t chunks = table.BlocksBefore(RowBlock::k16)[group + 1] - chunk;
+              // Nothing is read for an empty group, but a map without columns would be invalid.
+              const uint32_t tokens = max(chunks, 1) * kFp8Alignment;
+              const int64_t first = static_cast<int64_t>(args.features[operand]) * chunk * kFp8Alignment;
+              ReplaceMatrix(map, args.data[operand] + first, tokens, tokens);
+            });
 #endif
 }
 
-struct Workspace {
-  GroupMaps maps;
-  GroupTable table;
-  int32_t* tile_counter;
-  int64_t bytes;
-
-  Workspace(void* base, int64_t batch, int64_t num_groups) {
-    maps = {static_cast<CUtensorMap*>(base)};
-    table = {reinterpret_cast<int32_t*>(maps.base + 2 * batch * num_groups), static_cast<int32_t>(num_groups)};
-    tile_counter = table.base + batch * GroupTable::Size(num_groups);
-    bytes = reinterpret_cast<const char*>(tile_counter + 1) - static_cast<char*>(base);
-  }
-};
-
 }  // namespace
 
-int64_t MaxWgradWorkspaceBytes(int64_t all_groups) {
-  // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
-  return Workspace(nullptr, all_groups, 1).bytes;
-}
+int64_t MaxWgradWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups, 2); }
 
 Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers) {
-  const Workspace workspace(buffers.workspace, groups.batch, groups.num_groups);
+  const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups, 2);
   const auto in_features = static_cast<int32_t>(problem.in_features);
   const auto out_features = static_cast<int32_t>(problem.out_features);
   WgradSetup setup{};
@@ -391,7 +361,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   setup.features[1] = out_features;
   setup.element_row_blocks = LayoutOfA(problem, groups).ElementRowBlocks();
   setup.table = workspace.table;
-  setup.group_maps = workspace.maps;
+  setup.group_maps = {workspace.maps};
   setup.tile_counter = workspace.tile_counter;
   // The maps have the smallest number of tokens until the groups are known.
   JAX_GROUPED_RETURN_IF_FAILED(
@@ -404,7 +374,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
 
   const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
   WgradArguments args{};
-  args.maps = workspace.maps;
+  args.maps = {workspace.maps};
   args.table = workspace.table;
   args.cluster_tiles = groups.AllGroups() * static_cast<int32_t>(group_tiles);
   args.tile_counter = workspace.tile_counter;
@@ -418,10 +388,8 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
       EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups(), Fragment::kRows), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
     const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
-    ClusterLaunch launch;
-    JAX_GROUPED_RETURN_IF_FAILED(
-        launch.Configure(reinterpret_cast<const void*>(kernel), sizeof(Shared), stream, device, args.cluster_tiles));
-    return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), "Launching a weight gradient");
+    return LaunchClusters("Launching a weight gradient", stream, device, sizeof(Shared), args.cluster_tiles, kernel,
+                          args);
   });
 }
 

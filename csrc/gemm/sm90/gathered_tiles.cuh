@@ -32,7 +32,7 @@
 
 #include "csrc/common/status.h"
 #include "csrc/common/warp.cuh"
-#include "csrc/gemm/problem.h"
+#include "csrc/gemm/gemm.h"
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/staging.cuh"
@@ -227,27 +227,6 @@ __device__ __forceinline__ void SetUpGatheringBlock(const GatheredAddresses& sha
   cudaGridDependencySynchronize();
 }
 
-// Runs a block: calls `produce` in the threads of the producer, and `multiply` in those of the math groups with their
-// position. Whole clusters of kThreads must call it.
-template <typename Produce, typename Multiply>
-__device__ __forceinline__ void RunGatheringBlock(const GatheredAddresses& shared, const Produce& produce,
-                                                  const Multiply& multiply) {
-  SetUpGatheringBlock(shared);
-  if (threadIdx.x >= kMathThreads) {
-    ReleaseRegisters<GatheredTile::kProducerRegisters>();
-    produce();
-  } else {
-    multiply(BecomeMathThread<GatheredTile::kMathRegisters>());
-    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
-    // arrive.
-    WaitForReads<0>();
-  }
-  EndBlock();
-}
-
-// Returns true in the warp of the producer that finds tiles and uses the TMA.
-__device__ __forceinline__ bool LeadsProducer() { return Uniform(Warp()) == kMathThreads / 32; }
-
 // Releases a stage whose products this warp group has finished, in both blocks of the cluster: both copy to it.
 __device__ __forceinline__ void ReleaseFromWarp(uint32_t empty) {
   if (const int lane = Lane(); lane < kCluster) ArriveAt(empty, lane);
@@ -344,15 +323,6 @@ inline GatheredRows Gathered(const GemmProblem& problem, const GemmBuffers& buff
 template <typename Launch>
 Status WithGatheredTypes(cudaDataType_t type, const Launch& launch) {
   return type == CUDA_R_16BF ? launch(__nv_bfloat16()) : launch(__half());
-}
-
-template <typename Arguments>
-Status LaunchClusters(const char* what, cudaStream_t stream, int device, int32_t cluster_tiles,
-                      void (*kernel)(Arguments), const Arguments& args) {
-  ClusterLaunch launch;
-  JAX_GROUPED_RETURN_IF_FAILED(
-      launch.Configure(reinterpret_cast<const void*>(kernel), sizeof(GatheredShared), stream, device, cluster_tiles));
-  return Status::FromCuda(cudaLaunchKernelEx(launch.config(), kernel, args), what);
 }
 
 }  // namespace sm90

@@ -16,7 +16,7 @@
 #include "csrc/common/fp8.cuh"
 #include "csrc/common/launch.cuh"
 #include "csrc/common/status.h"
-#include "csrc/gemm/problem.h"
+#include "csrc/gemm/gemm.h"
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/gemm/sm90/tile_products.cuh"
@@ -93,31 +93,17 @@ Status WithTypes(const GemmProblem& problem, const Launch& launch) {
   return with_mode(E4m3(), E4m3());
 }
 
-// A launch on all SMs, or on fewer if there are fewer tiles than clusters. The kernel starts early and waits for its
-// setup in SetUpBlock.
-class ClusterLaunch {
- public:
-  // `shared_bytes` is the kernel's dynamic shared memory, and `tiles` the number of cluster tiles.
-  Status Configure(const void* kernel, int shared_bytes, cudaStream_t stream, int device, int32_t tiles) {
-    DeviceProperties properties;
-    JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
-    JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(kernel, shared_bytes));
-    config_.gridDim = dim3(std::min(tiles, properties.processors / kCluster) * kCluster);
-    config_.blockDim = dim3(kThreads);
-    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config_.stream = stream;
-    attribute_ = EarlyLaunch();
-    config_.attrs = &attribute_;
-    config_.numAttrs = 1;
-    return Status::Ok();
-  }
-
-  const cudaLaunchConfig_t* config() const { return &config_; }
-
- private:
-  cudaLaunchConfig_t config_{};
-  cudaLaunchAttribute attribute_{};
-};
+// Launches a kernel with `shared_bytes` of dynamic shared memory on all SMs, or on fewer if there are fewer cluster
+// tiles than clusters. The kernel starts early and waits for its setup in SetUpBlock.
+template <typename Arguments>
+Status LaunchClusters(const char* what, cudaStream_t stream, int device, int shared_bytes, int32_t tiles,
+                      void (*kernel)(Arguments), const Arguments& args) {
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
+  JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), shared_bytes));
+  const dim3 blocks(std::min(tiles, properties.processors / kCluster) * kCluster);
+  return LaunchEarly(what, stream, {blocks, kThreads, shared_bytes}, kernel, args);
+}
 
 constexpr int kGroupRowsThreads = 512;
 
@@ -160,6 +146,29 @@ __device__ inline void OrderGroups(const GroupTable& table, int32_t* order) {
   }
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Writes `count` tensor maps: copies of `own`, which may differ between threads of odd and even index, after
+// change(map, index). All threads of the block must call it.
+template <typename Change>
+__device__ __forceinline__ void WriteMaps(const CUtensorMap& own, CUtensorMap* to, int32_t count,
+                                          const Change& change) {
+  constexpr int kMapsAtOnce = 256;
+  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
+  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
+  if (threadIdx.x >= min(kMapsAtOnce, count)) return;
+  CUtensorMap& map = maps[threadIdx.x];
+  map = own;
+#pragma unroll 1  // There are seldom more maps than these.
+  for (int32_t index = threadIdx.x; index < count; index += kMapsAtOnce) {
+    change(&map, index);
+    to[index] = map;
+  }
+  ReleaseTensorMaps();
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
 // Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups and describes their
 // rows. The other blocks, if there are any, zero the rows that belong to no group. Of the table's counts, writes those
 // of `Blocks`.
@@ -167,8 +176,6 @@ template <typename Blocks>
 __global__ void __launch_bounds__(kGroupRowsThreads)
     SetUpGroupRows(Groups batch, const __grid_constant__ GroupRowsSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kMapsAtOnce = 256;
-  __shared__ alignas(128) CUtensorMap maps[kMapsAtOnce];
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
@@ -178,43 +185,38 @@ __global__ void __launch_bounds__(kGroupRowsThreads)
   const GroupTable table = args.table.At(element);
   FillGroupTable<kGroupRowsThreads, Blocks>(batch, element, args.element_row_blocks, table);
   if (args.order != nullptr) OrderGroups(table, args.order + element * batch.num_groups);
-  // Threads that copy maps serialise, because all maps begin at the same shared-memory bank.
-  if (args.maps == nullptr || threadIdx.x >= min(kMapsAtOnce, batch.num_groups)) return;
-  CUtensorMap& map = maps[threadIdx.x];
-  map = args.map;
-#pragma unroll 1  // There are seldom more groups than maps.
-  for (int32_t group = threadIdx.x; group < batch.num_groups; group += kMapsAtOnce) {
+  if (args.maps == nullptr) return;
+  WriteMaps(args.map, args.maps + element * batch.num_groups, batch.num_groups, [&](CUtensorMap* map, int32_t group) {
     const int32_t row = table.FirstRow()[group];
     // Nothing is copied for an empty group, but a map without rows would be invalid.
     const uint32_t rows = max(table.FirstRow()[group + 1] - row, 1);
-    ReplaceRows(&map, static_cast<char*>(args.data) + row * args.row_bytes, rows);
-    args.maps[element * batch.num_groups + group] = map;
-  }
-  ReleaseTensorMaps();
+    ReplaceRows(map, static_cast<char*>(args.data) + row * args.row_bytes, rows);
+  });
 #endif
 }
 
-// The parts of the workspace: a map of each group's rows, the table of every batch element, the order of its groups,
-// and the counter of a TileScheduler.
+// The parts of the workspace: a map of each group's rows, or maps of both operands of a weight gradient, the table of
+// every batch element, the counter of a TileScheduler and, beside one map, the order of the groups.
 struct GroupRowsWorkspace {
   CUtensorMap* maps;
   GroupTable table;
-  int32_t* order;
   int32_t* tile_counter;
+  int32_t* order;
   int64_t bytes;
 
-  GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups) {
+  GroupRowsWorkspace(void* base, int64_t batch, int64_t num_groups, int maps_per_group = 1) {
     maps = static_cast<CUtensorMap*>(base);
-    table = {reinterpret_cast<int32_t*>(maps + batch * num_groups), static_cast<int32_t>(num_groups)};
-    order = table.base + batch * GroupTable::Size(num_groups);
-    tile_counter = order + batch * num_groups;
-    bytes = reinterpret_cast<const char*>(tile_counter + 1) - static_cast<char*>(base);
+    table = {reinterpret_cast<int32_t*>(maps + maps_per_group * batch * num_groups), static_cast<int32_t>(num_groups)};
+    tile_counter = table.base + batch * GroupTable::Size(num_groups);
+    order = tile_counter + 1;
+    const int32_t* end = order + (maps_per_group == 1 ? batch * num_groups : 0);
+    bytes = reinterpret_cast<const char*>(end) - static_cast<char*>(base);
   }
 
   // Returns the most bytes that `all_groups` groups in a batch can use.
-  static int64_t MaxBytes(int64_t all_groups) {
+  static int64_t MaxBytes(int64_t all_groups, int maps_per_group = 1) {
     // Every batch element has a table, whose arrays are padded. Elements of one group each have the most tables.
-    return GroupRowsWorkspace(nullptr, all_groups, 1).bytes;
+    return GroupRowsWorkspace(nullptr, all_groups, 1, maps_per_group).bytes;
   }
 };
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "csrc/common/status.h"
-#include "csrc/gemm/problem.h"
+#include "csrc/gemm/gemm.h"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped {

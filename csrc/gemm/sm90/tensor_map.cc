@@ -6,41 +6,24 @@
 
 namespace jax_grouped {
 namespace sm90 {
-namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// Finds the driver's function through the runtime. Linking the driver would make the module fail to load on a machine
-// without one.
-Status FindEncode(Encode* encode) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  constexpr unsigned int kFirstVersion = 12000;
-  JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found),
-      "Looking for cuTensorMapEncodeTiled"));
-  if (found != cudaDriverEntryPointSuccess) {
-    return Status::Failed("The GPU driver has no tensor maps; CUDA 13 needs driver 580 or newer.");
-  }
-  *encode = reinterpret_cast<Encode>(function);
-  return Status::Ok();
-}
-
-// Points `encode` to the driver's function. Looks for the function once, but again after a failure.
-Status GetEncode(Encode* encode) {
-  static std::atomic<Encode> known{nullptr};
-  *encode = known.load();
-  if (*encode != nullptr) return Status::Ok();
-  JAX_GROUPED_RETURN_IF_FAILED(FindEncode(encode));
-  known.store(*encode);
-  return Status::Ok();
-}
-
-}  // namespace
 
 Status EncodeTensorMap(const BoxedTensor& tensor, CUtensorMap* map) {
-  Encode encode = nullptr;
-  JAX_GROUPED_RETURN_IF_FAILED(GetEncode(&encode));
+  // The driver's function is found through the runtime, once, but again after a failure. Linking the driver would make
+  // the module fail to load on a machine without one.
+  static std::atomic<void*> known{nullptr};
+  void* function = known.load();
+  if (function == nullptr) {
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    constexpr unsigned int kFirstVersion = 12000;
+    JAX_GROUPED_RETURN_IF_FAILED(Status::FromCuda(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &found),
+        "Looking for cuTensorMapEncodeTiled"));
+    if (found != cudaDriverEntryPointSuccess) {
+      return Status::Failed("The GPU driver has no tensor maps; CUDA 13 needs driver 580 or newer.");
+    }
+    known.store(function);
+  }
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   const std::vector<cuuint32_t> steps(tensor.sizes.size(), 1);
   const CUresult result =
       encode(map, tensor.type, static_cast<cuuint32_t>(tensor.sizes.size()), const_cast<void*>(tensor.base),

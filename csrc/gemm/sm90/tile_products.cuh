@@ -403,11 +403,8 @@ __device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
   cudaGridDependencySynchronize();
 }
 
-// Reduces the registers of the warps that do not multiply. Returns true if this warp is the producer.
-__device__ __forceinline__ bool BecomeProducer() {
-  ReleaseRegisters<kProducerRegisters>();
-  return Uniform(Warp()) == kMathThreads / 32;
-}
+// Returns true in the warp of the producer that finds tiles and uses the TMA.
+__device__ __forceinline__ bool LeadsProducer() { return Uniform(Warp()) == kMathThreads / 32; }
 
 // Returns a math thread's position in a tile.
 __device__ __forceinline__ ThreadPosition MathThreadPosition() {
@@ -415,15 +412,21 @@ __device__ __forceinline__ ThreadPosition MathThreadPosition() {
                         static_cast<int>(threadIdx.x) % 32};
 }
 
-// Gives math threads more registers. Returns the thread's position in a tile.
-template <int kRegisters>
-__device__ __forceinline__ ThreadPosition BecomeMathThread() {
-  AcquireRegisters<kRegisters>();
-  return MathThreadPosition();
-}
-
-// Ends a block. No block may end while another block of its cluster still copies to it or arrives at its barriers.
-__device__ __forceinline__ void EndBlock() {
+// Runs a block whose barriers are set up: calls `produce` in the warps that do not multiply, which release registers,
+// and `multiply` in those of the math groups, with their position. Whole clusters of kThreads must call it.
+template <int kProducerRegisters, int kMathRegisters, typename Produce, typename Multiply>
+__device__ __forceinline__ void RunBlock(const Produce& produce, const Multiply& multiply) {
+  if (threadIdx.x >= kMathThreads) {
+    ReleaseRegisters<kProducerRegisters>();
+    produce();
+  } else {
+    AcquireRegisters<kMathRegisters>();
+    multiply(MathThreadPosition());
+    // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
+    // arrive.
+    WaitForReads<0>();
+  }
+  // No block may end while another block of its cluster still copies to it or arrives at its barriers.
   __syncwarp();
   SynchronizeCluster();
 }

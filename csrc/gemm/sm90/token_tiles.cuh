@@ -9,7 +9,7 @@
 
 #include "csrc/common/status.h"
 #include "csrc/common/warp.cuh"
-#include "csrc/gemm/problem.h"
+#include "csrc/gemm/gemm.h"
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/tensor_map.h"
@@ -178,9 +178,9 @@ __device__ __forceinline__ void AddBlock(uint32_t tokens, uint32_t weights, uint
   StartProduct<TokenType, WeightType>(tokens, weights, product);
   float scale[2] = {1.0f, 1.0f};
   if constexpr (kMode == ScalingMode::kBlock1D) {
-    const float of_weights = LoadShared(weight_scale);
-    scale[0] = MultiplyScales(LoadShared(token_scale), of_weights);
-    scale[1] = MultiplyScales(LoadShared(token_scale + 8 * sizeof(float)), of_weights);
+    const float factor = LoadShared(weight_scale);
+    scale[0] = MultiplyScales(LoadShared(token_scale), factor);
+    scale[1] = MultiplyScales(LoadShared(token_scale + 8 * sizeof(float)), factor);
   }
   WaitForProducts();
   Pin(product);

@@ -1,22 +1,66 @@
-// One grouped matmul through cuBLASLt: the setup that makes its arguments on the device from the group sizes, its
-// descriptors and its launch.
+// Grouped matmuls through cuBLASLt: the algorithm that each problem has on each device, the setup that makes a
+// product's arguments on the device from the group sizes, and its launch.
 
-#ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_LAUNCH_H_
-#define JAX_GROUPED_CSRC_GEMM_CUBLASLT_LAUNCH_H_
+#ifndef JAX_GROUPED_CSRC_GEMM_CUBLASLT_PRODUCTS_H_
+#define JAX_GROUPED_CSRC_GEMM_CUBLASLT_PRODUCTS_H_
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
 
 #include "csrc/common/status.h"
 #include "csrc/gemm/cublaslt/library.h"
-#include "csrc/gemm/cublaslt/plans.h"
-#include "csrc/gemm/problem.h"
+#include "csrc/gemm/gemm.h"
 #include "csrc/gemm/scratch.h"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped {
+
+struct Algorithm {
+  cublasLtMatmulAlgo_t choice;
+  size_t workspace_bytes;
+};
+
+// Describes an algorithm for people: its number, tile, stages, cluster shape and workspace.
+std::string Describe(const CublasLt& library, const Algorithm& algorithm);
+
+struct Plan {
+  cublasLtHandle_t handle;  // null if one of our own kernels computes the problem
+  Algorithm algorithm;      // with a handle
+};
+
+// The plans of the process, shared by all threads. The lock of the plans is held for look-ups and insertions only, as
+// launches look them up. Making one can take until the device is idle.
+class Plans {
+ public:
+  using Key = std::pair<int, GemmProblem>;  // the device and the problem on it
+
+  static Plans& Get();
+
+  bool Find(const Key& key, Plan* plan);
+
+  // Adds a plan with the heuristic's first algorithm unless the key has a plan. Fails if the device does not support
+  // the product.
+  Status Ensure(const CublasLt& library, const Key& key);
+
+  // Adds a plan that computes the problem with one of our own kernels.
+  void AddOwnKernel(const Key& key);
+
+  std::map<Key, Plan> Copy();
+
+ private:
+  std::mutex adding_;  // Held while a handle or a plan is made.
+  // Handles live as long as the process: the driver may be gone before a destructor runs.
+  std::map<int, cublasLtHandle_t> handles_;
+  std::mutex mutex_;
+  std::map<Key, Plan> plans_;
+};
 
 // One of the matrices A, B and D, for all groups. It is column-major with `rows` rows, as cuBLASLt sees it.
 struct Operand {
@@ -57,21 +101,6 @@ struct GemmSetup {
 // sizes and scalars (alpha = 1, beta) of every local group of the batch, and the pointers to its scales.
 Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, const GemmSetup& setup, const GemmScratch& scratch);
 
-// Returns the size of one element of an operand or result.
-int32_t ElementBytes(cudaDataType_t type);
-
-// The problem's matrices as cuBLASLt sees them. cuBLASLt's matrices are column-major, so each of ours appears
-// transposed. The product of row-major matrices is computed as d^T = b^T a^T.
-struct ColumnMajor {
-  Operand a;
-  Operand b;
-  Operand d;
-  cublasOperation_t transpose_a;
-  cublasOperation_t transpose_b;
-};
-
-ColumnMajor ToColumnMajor(const GemmProblem& problem, const GemmBuffers& buffers);
-
 // The descriptors of one call. They hold addresses in the call's scratch memory, so every call makes its own.
 struct Descriptors {
   cublasLtMatmulDescOpaque_t matmul;
@@ -80,8 +109,8 @@ struct Descriptors {
   cublasLtMatrixLayoutOpaque_t d;
 };
 
-Status InitDescriptors(const CublasLt& library, const GemmProblem& problem, const ColumnMajor& operands,
-                       const GemmScratch& scratch, Descriptors* descriptors);
+Status InitDescriptors(const CublasLt& library, const GemmProblem& problem, const GemmScratch& scratch,
+                       Descriptors* descriptors);
 
 // Enqueues the product with the given algorithm, as EnqueueGemm describes. May be captured.
 Status LaunchCublasLt(const CublasLt& library, cublasLtHandle_t handle, const Algorithm& algorithm, cudaStream_t stream,
@@ -89,4 +118,4 @@ Status LaunchCublasLt(const CublasLt& library, cublasLtHandle_t handle, const Al
 
 }  // namespace jax_grouped
 
-#endif  // JAX_GROUPED_CSRC_GEMM_CUBLASLT_LAUNCH_H_
+#endif  // JAX_GROUPED_CSRC_GEMM_CUBLASLT_PRODUCTS_H_

@@ -1,0 +1,271 @@
+#include "csrc/rows/rows.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "csrc/common/activation.cuh"
+#include "csrc/common/launch.cuh"
+#include "csrc/common/warp.cuh"
+#include "csrc/groups/layout.h"
+
+namespace jax_grouped {
+namespace {
+
+constexpr int kWarps = 8;
+
+__device__ float2 ToFloats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ float2 ToFloats(__half2 pair) { return __half22float2(pair); }
+__device__ void Round(float2 values, __nv_bfloat162* pair) { *pair = __float22bfloat162_rn(values); }
+__device__ void Round(float2 values, __half2* pair) { *pair = __float22half2_rn(values); }
+
+template <typename Pair>
+struct alignas(16) Vector {
+  Pair pairs[kRowVector / 2];
+
+  __device__ static Vector Load(const Pair* from) {
+    const uint4 bits = __ldg(reinterpret_cast<const uint4*>(from));
+    return reinterpret_cast<const Vector&>(bits);
+  }
+  __device__ void Store(Pair* to) const { *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4&>(*this); }
+};
+
+// Vectors of a thread, which it loads before it stores the first. A warp copies this many bytes of one token.
+constexpr int kLoads = 4;
+constexpr int kVectorsPerWarp = 32 * kLoads;
+
+// One part of a token per warp, and then, if there are more warps, zeros for one part of a row that has no pair.
+// Neighboring warps have parts of the same token. Blocks are short: a collective that is to run meanwhile starts when
+// blocks end.
+__global__ void __launch_bounds__(32 * kWarps)
+    PermuteRows(const uint4* __restrict__ x, const int32_t* __restrict__ order, const int32_t* __restrict__ inverse,
+                uint4* __restrict__ rows, int64_t tokens, int choices, int64_t num_rows, int vectors, int parts) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  const int64_t token = warp / parts;
+  const int first = static_cast<int>(warp % parts) * kVectorsPerWarp + Lane();
+  uint4 loaded[kLoads] = {};
+  const auto store = [&](int64_t row) {
+    uint4* to = rows + row * vectors;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int vector = first + 32 * i;
+      if (vector < vectors) to[vector] = loaded[i];
+    }
+  };
+  if (const int64_t row = token - tokens; row >= 0) {
+    if (row < num_rows && (order[row] < 0 || order[row] >= tokens * choices)) store(row);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int vector = first + 32 * i;
+    if (vector < vectors) loaded[i] = __ldg(x + token * vectors + vector);
+  }
+  for (int choice = 0; choice < choices; ++choice) {
+    const int64_t row = inverse[token * choices + choice];
+    if (row >= 0 && row < num_rows) store(row);
+  }
+}
+
+// Blocks of a processor, so that its loads in flight cover the latency of memory.
+constexpr int kSumBlocks = 4;
+// Vectors of a thread. A warp sums this many features of one token.
+constexpr int kSumVectors = 2;
+constexpr int kFeaturesPerWarp = 32 * kSumVectors * kRowVector;
+
+// One part of a token's features per warp. Neighboring warps have parts of the same token.
+template <typename Pair, bool kWeighted>
+__global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
+    SumRows(const Pair* __restrict__ rows, const int32_t* __restrict__ inverse, const float* __restrict__ weights,
+            Pair* __restrict__ sums, int64_t tokens, int choices, int64_t num_rows, int pairs, int parts) {
+  constexpr int kPairs = kRowVector / 2;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  const int64_t token = warp / parts;
+  if (token >= tokens) return;
+  const int first = static_cast<int>(warp % parts) * (kFeaturesPerWarp / 2) + Lane() * kPairs;
+  float2 totals[kSumVectors][kPairs] = {};
+  for (int chunk = 0; chunk < choices; chunk += 32) {
+    // A choice per lane.
+    const int choice = chunk + Lane();
+    int32_t row = -1;
+    float weight = 1.0f;
+    if (choice < choices) {
+      row = inverse[token * choices + choice];
+      if constexpr (kWeighted) weight = weights[token * choices + choice];
+    }
+    uint32_t present = __ballot_sync(kFullWarp, row >= 0 && row < num_rows);
+    const int count = __popc(present);
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const int lane = __ffs(static_cast<int>(present)) - 1;
+      present &= present - 1;
+      const Pair* from = rows + static_cast<int64_t>(FromLane(lane, row)) * pairs;
+      const float factor = kWeighted ? FromLane(lane, weight) : 1.0f;
+      Vector<Pair> loaded[kSumVectors];
+#pragma unroll
+      for (int v = 0; v < kSumVectors; ++v) {
+        const int pair = first + v * 32 * kPairs;
+        loaded[v] = pair < pairs ? Vector<Pair>::Load(from + pair) : Vector<Pair>{};
+      }
+#pragma unroll
+      for (int v = 0; v < kSumVectors; ++v) {
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const float2 values = ToFloats(loaded[v].pairs[j]);
+          totals[v][j].x += kWeighted ? values.x * factor : values.x;
+          totals[v][j].y += kWeighted ? values.y * factor : values.y;
+        }
+      }
+    }
+  }
+  Pair* to = sums + token * pairs;
+#pragma unroll
+  for (int v = 0; v < kSumVectors; ++v) {
+    const int pair = first + v * 32 * kPairs;
+    if (pair >= pairs) continue;
+    Vector<Pair> rounded;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) Round(totals[v][j], &rounded.pairs[j]);
+    rounded.Store(to + pair);
+  }
+}
+
+template <typename Pair>
+Status LaunchSumRowsOf(cudaStream_t stream, const SumRowsBuffers& buffers, int64_t tokens, int choices, int64_t rows,
+                       int64_t features) {
+  const int64_t parts = CeilDiv(features, kFeaturesPerWarp);
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(tokens * parts, kWarps)));
+  return Launch("Launching the sums of rows", stream, {blocks, 32 * kWarps},
+                buffers.weights == nullptr ? SumRows<Pair, false> : SumRows<Pair, true>,
+                static_cast<const Pair*>(buffers.rows), buffers.inverse, buffers.weights,
+                static_cast<Pair*>(buffers.sums), tokens, choices, rows, static_cast<int>(features / 2),
+                static_cast<int>(parts));
+}
+
+// One feature of a row in the results.
+struct Feature {
+  float dgate;  // the gradient of the input itself, if it has no gate
+  float dfactor;
+  float weighted;
+};
+
+// Adds the feature's part of the inner product.
+template <Activation kActivation>
+__device__ Feature ComputeFeature(float gate, float factor, float da, float weight, float* product) {
+  const float activated = Activate<kActivation>(gate);
+  const float multiplier = Factor<kActivation>(factor);
+  const float a = activated * multiplier;
+  const float gradient = weight * da;
+  *product += a * da;
+  return {ActivationGradient<kActivation>(gate, gradient * multiplier),
+          FactorGradient<kActivation>(factor, gradient * activated), weight * a};
+}
+
+template <typename Pair, Activation kActivation>
+__global__ void __launch_bounds__(32 * kWarps)
+    ActivationGrad(const Pair* __restrict__ all_input, const Pair* __restrict__ all_da,
+                   const float* __restrict__ weights, const int32_t* __restrict__ order, Pair* __restrict__ all_dinput,
+                   Pair* __restrict__ all_weighted, float* __restrict__ inner_products, int64_t num_weights,
+                   int64_t rows, int pairs) {
+  constexpr bool kGated = IsGated(kActivation);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  if (row >= rows) return;
+  const int64_t weight_index = order == nullptr ? row : order[row];
+  if (weight_index < 0 || weight_index >= num_weights) return;
+  const int64_t input_pairs = kGated ? int64_t{2} * pairs : pairs;
+  const Pair* input = all_input + row * input_pairs;
+  Pair* dinput = all_dinput + row * input_pairs;
+  const Pair* das = all_da + row * pairs;
+  Pair* weighteds = all_weighted + row * pairs;
+  const float weight = weights[weight_index];
+  constexpr int kPairs = kRowVector / 2;
+  float product = 0.0f;
+#pragma unroll 2
+  for (int i = Lane() * kPairs; i < pairs; i += 32 * kPairs) {
+    const auto gate = Vector<Pair>::Load(input + i);
+    const auto da = Vector<Pair>::Load(das + i);
+    Vector<Pair> factor;
+    if constexpr (kGated) factor = Vector<Pair>::Load(input + pairs + i);
+    Vector<Pair> dgate;
+    Vector<Pair> dfactor;
+    Vector<Pair> weighted;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const float2 g = ToFloats(gate.pairs[j]);
+      const float2 f = kGated ? ToFloats(factor.pairs[j]) : make_float2(1.0f, 1.0f);
+      const float2 d = ToFloats(da.pairs[j]);
+      const Feature first = ComputeFeature<kActivation>(g.x, f.x, d.x, weight, &product);
+      const Feature second = ComputeFeature<kActivation>(g.y, f.y, d.y, weight, &product);
+      Round({first.dgate, second.dgate}, &dgate.pairs[j]);
+      if constexpr (kGated) Round({first.dfactor, second.dfactor}, &dfactor.pairs[j]);
+      Round({first.weighted, second.weighted}, &weighted.pairs[j]);
+    }
+    dgate.Store(dinput + i);
+    if constexpr (kGated) dfactor.Store(dinput + pairs + i);
+    weighted.Store(weighteds + i);
+  }
+  product = WarpSum(product);
+  if (Lane() == 0) inner_products[row] = product;
+}
+
+template <typename Pair>
+auto KernelOf(Activation activation) {
+  switch (activation) {
+    case Activation::kGelu:
+      return ActivationGrad<Pair, Activation::kGelu>;
+    case Activation::kRelu:
+      return ActivationGrad<Pair, Activation::kRelu>;
+    case Activation::kReluSquared:
+      return ActivationGrad<Pair, Activation::kReluSquared>;
+    case Activation::kSiluMul:
+      return ActivationGrad<Pair, Activation::kSiluMul>;
+    case Activation::kGeluMul:
+      return ActivationGrad<Pair, Activation::kGeluMul>;
+    case Activation::kClampedSiluMul:
+      return ActivationGrad<Pair, Activation::kClampedSiluMul>;
+    case Activation::kNone:
+    case Activation::kSilu:
+      break;
+  }
+  return ActivationGrad<Pair, Activation::kSilu>;
+}
+
+template <typename Pair>
+Status LaunchActivationGradOf(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+                              int64_t num_weights, int64_t rows, int64_t features) {
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(rows, kWarps)));
+  return Launch("Launching the gradient of an activation", stream, {blocks, 32 * kWarps}, KernelOf<Pair>(activation),
+                static_cast<const Pair*>(buffers.input), static_cast<const Pair*>(buffers.da), buffers.weights,
+                buffers.order, static_cast<Pair*>(buffers.dinput), static_cast<Pair*>(buffers.weighted),
+                buffers.inner_products, num_weights, rows, static_cast<int>(features / 2));
+}
+
+}  // namespace
+
+Status LaunchPermuteRows(cudaStream_t stream, const PermuteRowsBuffers& buffers, int64_t tokens, int choices,
+                         int64_t rows, int64_t token_bytes, bool zero_tail) {
+  const int64_t vectors = token_bytes / kPermuteVectorBytes;
+  const int64_t parts = CeilDiv(vectors, kVectorsPerWarp);
+  const int64_t blocks = CeilDiv((tokens + (zero_tail ? rows : 0)) * parts, kWarps);
+  return Launch("Launching the copies of tokens", stream, {dim3(static_cast<unsigned>(blocks)), 32 * kWarps},
+                PermuteRows, static_cast<const uint4*>(buffers.x), buffers.order, buffers.inverse,
+                static_cast<uint4*>(buffers.rows), tokens, choices, rows, static_cast<int>(vectors),
+                static_cast<int>(parts));
+}
+
+Status LaunchSumRows(cudaStream_t stream, const SumRowsBuffers& buffers, cudaDataType_t type, int64_t tokens,
+                     int choices, int64_t rows, int64_t features) {
+  if (type == CUDA_R_16F) return LaunchSumRowsOf<__half2>(stream, buffers, tokens, choices, rows, features);
+  return LaunchSumRowsOf<__nv_bfloat162>(stream, buffers, tokens, choices, rows, features);
+}
+
+Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+                            cudaDataType_t type, int64_t num_weights, int64_t rows, int64_t features) {
+  if (type == CUDA_R_16F) {
+    return LaunchActivationGradOf<__half2>(stream, buffers, activation, num_weights, rows, features);
+  }
+  return LaunchActivationGradOf<__nv_bfloat162>(stream, buffers, activation, num_weights, rows, features);
+}
+
+}  // namespace jax_grouped
