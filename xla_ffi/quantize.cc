@@ -204,7 +204,7 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.partial_sums = partial_sums.Data<float>();
 
   const auto num_previous = static_cast<int64_t>(previous.size());
-  if (attributes.cached) call.CheckRange("the number of previous results", num_previous, num_results, num_results);
+  call.Check(!attributes.cached || num_previous == num_results, "every result needs a previous one");
   for (int64_t i = 0; i < num_previous && call.ok(); ++i) {
     const Array result = call.ResultAt(i);
     call.CheckArray(previous[i], result.Type(), result.Elements());
@@ -242,7 +242,7 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   const cudaDataType_t output_type = call.TakeFp8Type(data);
   const Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups, data.Axis(0));
   if (!call.ok()) return call.Error();
-  call.CheckRange("the tokens that the batch leaves over", tokens % groups.batch, 0, 0);
+  call.Check(tokens % groups.batch == 0, "the batch must divide the number of tokens");
   const auto mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
   const QuantizedLayout layout = MakeLayout(mode, groups, features);
   call.CheckQuantized(layout, data, scale);

@@ -29,7 +29,7 @@ int64_t TakeElementTokens(Call& call, int64_t batch, int64_t tokens, int64_t cho
   // A launch counts blocks along its second axis with 16 bits.
   call.CheckRange("batch", batch, 1, std::numeric_limits<uint16_t>::max());
   if (!call.ok()) return 1;
-  call.CheckRange("the tokens that batch leaves over", tokens % batch, 0, 0);
+  call.Check(tokens % batch == 0, "batch must divide the number of tokens");
   call.CheckRange("the number of pairs of a batch element", tokens / batch * choices, 1, kMostPairs);
   return std::max<int64_t>(tokens / batch, 1);
 }
@@ -51,7 +51,7 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
   call.CheckRange("top_groups", attributes.top_groups, 1, attributes.expert_groups);
   const int64_t tokens = TakeElementTokens(call, attributes.batch, logits.Axis(0), choices);
   if (!call.ok()) return call.Error();
-  call.CheckRange("the experts that expert_groups leaves over", num_experts % attributes.expert_groups, 0, 0);
+  call.Check(num_experts % attributes.expert_groups == 0, "expert_groups must divide the number of experts");
   call.CheckRange("the number of choices", choices, 1,
                   std::min<int64_t>(num_experts / attributes.expert_groups * attributes.top_groups, kMostChoices));
   const int64_t block_entries = attributes.batch * RoutingBlocks(tokens) * num_experts;

@@ -68,7 +68,8 @@ ffi::Error PermuteRows(Call& call, const PermuteRowsAttributes& attributes) {
   call.CheckArray(inverse, ffi::S32, {tokens, choices});
   call.CheckArray(rows, x.Type(), {order.Elements(), x.Axis(1)});
   const int64_t token_bytes = x.Bytes() / (tokens > 0 ? tokens : 1);
-  call.CheckFeatures(token_bytes, kPermuteVectorBytes);
+  call.Check(token_bytes > 0 && token_bytes % kPermuteVectorBytes == 0 && token_bytes <= kMostInt32,
+             "the bytes of a token must be a positive multiple of 16 below 2^31");
   call.CheckAligned({x, rows});
   if (!call.Finish()) return call.Error();
   const PermuteRowsBuffers buffers{x.Data(), order.Data<int32_t>(), inverse.Data<int32_t>(), rows.Data()};
