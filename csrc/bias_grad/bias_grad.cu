@@ -12,7 +12,6 @@
 namespace jax_grouped {
 namespace {
 
-constexpr int kSetupThreads = 512;
 constexpr int kColumnThreads = 32;
 constexpr int kLanes = 8;
 constexpr int kSumThreads = 128;
@@ -20,13 +19,6 @@ constexpr int kSumThreads = 128;
 // The row blocks of the group table that are tiles.
 constexpr RowBlock kTileRowBlock = RowBlock::k128;
 static_assert(RowsOf(kTileRowBlock) == kBiasGradRows);
-
-// Fills in the table of a batch element in each block.
-__global__ void __launch_bounds__(kSetupThreads)
-    SetUpBiasGrad(Groups batch, const __grid_constant__ RowBlockCounts element_row_blocks, GroupTable table) {
-  const auto element = static_cast<int32_t>(blockIdx.x);
-  FillGroupTable<kSetupThreads, Counts<kTileRowBlock>>(batch, element, element_row_blocks, table.At(element));
-}
 
 __device__ float ToFloat(float x) { return x; }
 __device__ float ToFloat(__half x) { return __half2float(x); }
@@ -135,9 +127,8 @@ Status LaunchBiasGrad(cudaStream_t stream, const Groups& groups, const void* dy,
   RowBlockCounts element_row_blocks{};
   element_row_blocks.count[static_cast<int>(kTileRowBlock)] =
       static_cast<int32_t>(BiasGradTiles(groups.capacity, groups.num_groups));
-  const dim3 elements(groups.batch);
-  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a bias gradient", stream, {elements, kSetupThreads},
-                                      SetUpBiasGrad, groups, element_row_blocks, table));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchTables<Counts<kTileRowBlock>>("Launching the setup of a bias gradient", stream,
+                                                                   groups, element_row_blocks, table));
   JAX_GROUPED_RETURN_IF_FAILED(WithFloatType(type, [&](auto number) {
     // Loads of 16 bytes if every row starts on a 16-byte boundary, otherwise of single elements.
     using T = decltype(number);

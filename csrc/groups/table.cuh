@@ -8,6 +8,7 @@
 #include <cub/block/block_scan.cuh>
 #include <cub/warp/warp_scan.cuh>
 
+#include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/layout.cuh"
 
@@ -183,6 +184,24 @@ __device__ void FillGroupTable(const Groups& batch, int32_t element, const RowBl
     FillGroupTableTogether<FirstWarp, Blocks>(batch, element, element_row_blocks, table);
   }
   __syncthreads();
+}
+
+constexpr int kTableThreads = 512;
+
+// Fills in the table of one batch element per block.
+template <typename Blocks>
+__global__ void __launch_bounds__(kTableThreads)
+    SetUpTables(Groups batch, const __grid_constant__ RowBlockCounts element_row_blocks, GroupTable tables) {
+  const auto element = static_cast<int32_t>(blockIdx.x);
+  FillGroupTable<kTableThreads, Blocks>(batch, element, element_row_blocks, tables.At(element));
+}
+
+// Launches the setup of kernels that need nothing but the tables of all batch elements. `tables` is the first one.
+template <typename Blocks>
+Status LaunchTables(const char* what, cudaStream_t stream, const Groups& groups,
+                    const RowBlockCounts& element_row_blocks, const GroupTable& tables) {
+  return Launch(what, stream, {dim3(groups.batch), kTableThreads}, SetUpTables<Blocks>, groups, element_row_blocks,
+                tables);
 }
 
 // Zeros bytes [begin, end), in words of 16 bytes, with all blocks except the first.

@@ -14,18 +14,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSetUpThreads = 512;
 // Columns per warp. Rowwise data has 16 columns per lane, with 8 lanes to a row. Columnwise data has one column per
 // lane.
 template <bool kColumnwise>
 constexpr int kColumns = kColumnwise ? 32 : 8 * 16;
-
-// Fills in the group table of one batch element per block.
-__global__ void __launch_bounds__(kSetUpThreads)
-    SetUp(Groups batch, RowBlockCounts element_row_blocks, GroupTable table) {
-  const auto element = static_cast<int32_t>(blockIdx.x);
-  FillGroupTable<kSetUpThreads, AllRowBlocks>(batch, element, element_row_blocks, table.At(element));
-}
 
 struct DequantizeArguments {
   GroupTable table;  // the first batch element's
@@ -164,9 +156,8 @@ Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const Quantiz
                                  {layout.features, layout.swizzled_scales},
                                  static_cast<const uint8_t*>(data),
                                  scale_inv};
-  const dim3 elements(groups.batch);
-  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a dequantization", stream, {elements, kSetUpThreads},
-                                      SetUp, groups, layout.ElementRowBlocks(), args.table));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchTables<AllRowBlocks>("Launching the setup of a dequantization", stream, groups,
+                                                          layout.ElementRowBlocks(), args.table));
   switch (layout.mode) {
     case ScalingMode::kTensor:
       return LaunchKernel<ScalingMode::kTensor>(stream, layout, args, input_type, out, output_type);

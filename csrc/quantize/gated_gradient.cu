@@ -1,7 +1,8 @@
-// The kernel of gated_gradient.h. Each SM has one block, which takes one tile of up to 128 rows and 128 gates after the
-// other. All three results of a tile are computed from one copy of the inputs and are quantized from registers, while
-// the inputs of the next tile are copied to shared memory. Two kernels, one for the gradient and one for the
-// activation's result, took about 1.6 times as long on an H200.
+// The backward pass of a gated activation, quantized: the gradient of the activation's input in both orientations, and
+// the columns of the activation's result. Each SM has one block, which takes one tile of up to 128 rows and 128 gates
+// after the other. All three results of a tile are computed from one copy of the inputs and are quantized from
+// registers, while the inputs of the next tile are copied to shared memory. Two kernels, one for the gradient and one
+// for the activation's result, took about 1.6 times as long on an H200.
 
 #include "csrc/quantize/pass.cuh"
 

@@ -18,7 +18,6 @@
 
 #include <cstdint>
 
-#include "csrc/common/status.h"
 #include "csrc/quantize/quantize.h"
 #include "csrc/quantize/source.cuh"
 
@@ -160,11 +159,11 @@ struct WorkItem {
   }
 };
 
-// Tells whether LaunchGatedGradient takes a quantization with `activated_data`: a gated backward form with kBlock1D or
-// given scales, 16-bit inputs, a multiple of 128 gates and both orientations, without dbias or skip.
+// Tells whether the kernel of gated_gradient.cu takes a quantization with `activated_data`: a gated backward form with
+// kBlock1D or given scales, 16-bit inputs, a multiple of 128 gates and both orientations, without dbias or skip.
 bool IsGatedGradient(const Quantization& args);
 
-// Launches the kernel. The setup must have been launched before.
+// Launches that kernel. The setup must have been launched before.
 Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization);
 
 }  // namespace jax_grouped

@@ -81,7 +81,7 @@ struct Quantization : QuantizeArguments {
 };
 
 // Quantizes in one pass over the input, or two passes for current scaling. With `activated_data`, a quantization that
-// the kernel of gated_gradient.h does not take needs as many again.
+// the kernel of gated_gradient.cu does not take needs as many again.
 //
 // dbias is summed in float32 in a fixed order: 16 rows in order, then these sums pairwise within 128 rows of a group,
 // then the results in order.
