@@ -95,7 +95,7 @@ class Call {
   }
   // Returns a result by its index without taking it.
   Array ResultAt(int64_t index) const {
-    const auto result = results_.get<ffi::AnyBuffer>(index);
+    auto result = results_.get<ffi::AnyBuffer>(index);  // not const: old headers of XLA have no const access
     return {"a result", result.has_value() ? std::optional(**result) : std::nullopt};
   }
   int64_t OperandsLeft() const { return static_cast<int64_t>(operands_.size()) - next_operand_; }
