@@ -23,14 +23,13 @@ from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.moe.experts import grouped_mlp
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
-from jax_grouped.moe.mlp import grouped_mlp
 from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
-from jax_grouped.ops.dense import stacklevel_of_user
+from jax_grouped.ops.dense import DenseResiduals, stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize_kernel import quantize_kernel
-from jax_grouped.ops.residuals import DenseResiduals
 from jax_grouped.ops.split import grouped_dense_fwd
 
 Initializer = Callable[..., Any]

@@ -19,7 +19,7 @@ from jax_grouped.kernels import extension
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
-from jax_grouped.kernels.rows import permute_cuda, permute_xla, tokens_of
+from jax_grouped.kernels.rows import permute, permute_cuda, permute_xla, tokens_of
 from jax_grouped.kernels.tiles import grouped_product
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -148,6 +148,13 @@ class Gathered(NamedTuple):
     def astype(self, dtype: DTypeLike) -> "Gathered":
         """Returns the rows in another type."""
         return self._replace(x=self.x.astype(dtype))
+
+    def copied_unless_fast(self, product: Product, features: int, *, zero_tail: bool) -> "Gathered | jax.Array":
+        """Returns the rows for work beside which they can be copied, if the product would take longer to gather them.
+
+        `features` are those that the product has besides those of the rows.
+        """
+        return self if _gathers_fast(product, features) else permute(*self, zero_tail=zero_tail)
 
 
 def multiply(
@@ -332,7 +339,7 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 
-def gathers_fast(product: Product, features: int) -> bool:
+def _gathers_fast(product: Product, features: int) -> bool:
     """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them.
 
     A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
@@ -346,8 +353,8 @@ def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
     if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
         return False
     if spec.product == "wgrad":
-        return gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
-    return gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
+        return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
+    return _gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
 
 
 def _multiply_unreadable(

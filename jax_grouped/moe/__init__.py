@@ -17,12 +17,12 @@ from jax_grouped.moe.exchange import Exchange as Exchange
 from jax_grouped.moe.exchange import plan_exchange as plan_exchange
 from jax_grouped.moe.exchange import return_rows as return_rows
 from jax_grouped.moe.exchange import send_rows as send_rows
+from jax_grouped.moe.experts import grouped_mlp as grouped_mlp
 from jax_grouped.moe.huggingface import from_huggingface as from_huggingface
 from jax_grouped.moe.huggingface import huggingface_options as huggingface_options
 from jax_grouped.moe.huggingface import to_huggingface as to_huggingface
 from jax_grouped.moe.layer import MoEMetrics as MoEMetrics
 from jax_grouped.moe.layer import moe_mlp as moe_mlp
-from jax_grouped.moe.mlp import grouped_mlp as grouped_mlp
 from jax_grouped.moe.permutation import Permutation as Permutation
 from jax_grouped.moe.permutation import group_by_expert as group_by_expert
 from jax_grouped.moe.permutation import permute as permute

@@ -3,15 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.kernels.product import Gathered
+from jax_grouped.kernels.rows import sum_of_choices
 from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacked_rows
+from jax_grouped.ops.dense import PendingWgrad
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
+from jax_grouped.ops.inputs import DenseSpec
 from jax_grouped.ops.quantize import grouped_dequantize
+from jax_grouped.ops.rows import sum_rows
 
 #: Rows of all devices, as they were sent.
 Received = jax.Array | ScaledArray
@@ -19,27 +25,56 @@ Received = jax.Array | ScaledArray
 
 @dataclasses.dataclass(frozen=True)
 class TokenGather:
-    """A gather over a mesh axis of `D` devices.
+    """A gather over a mesh axis of `D` devices. Without an axis the tokens are here, and stay.
+
+    XLA runs one collective at a time, and other work during it. A method with `while` in its name returns what it is
+    given with a barrier, which decides what that work is.
 
     Attributes:
-        axis_name: the mesh axis.
+        axis_name: the mesh axis, or None.
         wire: the form in which tokens and sums travel.
     """
 
-    axis_name: Hashable
-    wire: Wire
+    axis_name: Hashable | None = None
+    wire: Wire = dataclasses.field(default_factory=Wire)
 
     def tokens(self, x: jax.Array) -> Received:
         """Gathers `[T, C]` to `[D T, C]` for the forward pass."""
         return self._gather(x, self.wire.tokens)
 
-    def dresults(self, dy: jax.Array) -> Received:
-        """Gathers gradients of results, as `tokens` does tokens."""
-        return self._gather(dy, self.wire.dresults)
+    def tokens_while(self, x: Any, received: Received | None, *others: Any) -> tuple[Any, ...]:
+        """Returns the tokens of all devices, and others that do not wait for them."""
+        if self.axis_name is None:
+            return x, *others
+        return jax.lax.optimization_barrier((received, *others))
 
-    def routing_weights(self, weights: jax.Array) -> jax.Array:
+    def dresults_while(self, dy: jax.Array, tokens: Any, spec: DenseSpec) -> tuple[Any, Any]:
+        """Gathers gradients of results, as `tokens` does tokens, and returns the rows that are made meanwhile."""
+        if self.axis_name is None:
+            return dy, tokens
+        if isinstance(tokens, Gathered):
+            tokens = tokens.copied_unless_fast("wgrad", spec.kernel.shape[2], zero_tail=spec.zero_other_rows)
+        return jax.lax.optimization_barrier((self._gather(dy, self.wire.dresults), tokens))
+
+    def dtokens_while(
+        self, drows: jax.Array, dweights: Any, inverse: jax.Array, pending: PendingWgrad
+    ) -> tuple[jax.Array, Any, PendingWgrad]:
+        """Returns the gradients of tokens and routing weights, from those of rows and of the weights of all devices.
+
+        The gradients of weights travel during dgrad, and those of tokens during wgrad.
+        """
+        if self.axis_name is None:
+            return sum_of_choices(drows, inverse).astype(drows.dtype), dweights, pending
+        dweights = summed(self._return(dweights, None))
+        drows, dweights = jax.lax.optimization_barrier((drows, dweights))
+        parts = sum_rows(drows, inverse)
+        parts, (x, dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
+        dx = summed(self._return(parts, self.wire.dtokens)).astype(parts.dtype)
+        return dx, dweights, dataclasses.replace(pending, x=x, dy=dy)
+
+    def routing_weights(self, weights: Any) -> Any:
         """Gathers routing weights: `[T, k]` to `[D T, k]`."""
-        return jax.lax.all_gather(weights, self.axis_name, tiled=True)
+        return weights if self.axis_name is None else jax.lax.all_gather(weights, self.axis_name, tiled=True)
 
     def device_chunks(self, tokens: jax.Array, count: int) -> list[jax.Array]:
         """Splits `[D T, C]` into arrays that have a part of each device's tokens."""
@@ -54,14 +89,6 @@ class TokenGather:
     def results(self, parts: jax.Array) -> Received:
         """Sends each device what this one has for its tokens: `[D T, C]` to `[D, T, C]`, the parts from all devices."""
         return self._return(parts, self.wire.results)
-
-    def dtokens(self, parts: jax.Array) -> Received:
-        """Sends each device its tokens' gradients, as `results` does sums."""
-        return self._return(parts, self.wire.dtokens)
-
-    def routing_weight_gradients(self, parts: jax.Array) -> Received:
-        """Sends each device the gradients of its tokens' routing weights: `[D T, k]` to `[D, T, k]`."""
-        return self._return(parts, None)
 
     def _gather(self, x: jax.Array, form: RowForm | None) -> Received:
         if form is None or 0 in x.shape:

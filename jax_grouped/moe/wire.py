@@ -40,16 +40,16 @@ class Wire(NamedTuple):
         dresults, dtokens: gradients, in the backward pass.
     """
 
-    tokens: RowForm | None
-    results: RowForm | None
-    dresults: RowForm | None
-    dtokens: RowForm | None
+    tokens: RowForm | None = None
+    results: RowForm | None = None
+    dresults: RowForm | None = None
+    dtokens: RowForm | None = None
 
     @classmethod
     def make(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
         """Returns FP8 forms, if the recipe scales blocks by powers of two."""
         if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
-            return cls(None, None, None, None)
+            return cls()
         forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
         return cls(
             tokens=forward if dispatch else None,

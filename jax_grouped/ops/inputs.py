@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.quantize_kernel import check_cache, scaling_options
+
+T = TypeVar("T")
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -89,22 +91,6 @@ def flat_weights(weights: Weights) -> Weights:
     return weights._replace(bias=flat(weights.bias, 1), **flattened)
 
 
-class Inputs(NamedTuple):
-    """The arrays of one `grouped_dense`.
-
-    Attributes:
-        x: `[T, K]` tokens.
-        weights: the weights that the tokens are multiplied by.
-        groups: the tokens of each of the weights.
-        row_indices: `int32[R]`, with a recipe only: the tokens are the rows `x[row_indices]` instead.
-    """
-
-    x: jax.Array
-    weights: Weights
-    groups: Groups
-    row_indices: jax.Array | None = None
-
-
 class Partitions(NamedTuple):
     """Specs of the types of plain arrays, which are sharded over mesh axes of type `Explicit` only.
 
@@ -115,12 +101,6 @@ class Partitions(NamedTuple):
     kernel: PartitionSpec | None = None
     bias: PartitionSpec | None = None
     out: PartitionSpec | None = None
-
-    @classmethod
-    def read(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, out: PartitionSpec | None) -> Self:
-        """Returns the specs of these arrays' types, and that of the result."""
-        spec_of_bias = None if bias is None else jax.typeof(bias).sharding.spec
-        return cls(jax.typeof(x).sharding.spec, jax.typeof(kernel).sharding.spec, spec_of_bias, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,31 +132,30 @@ class DenseSpec:
         """`G`, the number of local kernels."""
         return self.kernel.shape[0]
 
-    @property
-    def out_shape(self) -> tuple[int, int]:
-        """Shape of the result."""
-        return (self.tokens, self.kernel.shape[2])
-
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
         """Returns the spec of one of the three products."""
-        options: dict[str, Any] = dict(expected_tokens=self.expected_tokens, zero_other_rows=self.zero_other_rows)
-        return GemmSpec(product, self.num_groups, out_dtype, self.precision, **options)
+        return GemmSpec(
+            product,
+            self.num_groups,
+            out_dtype,
+            self.precision,
+            expected_tokens=self.expected_tokens,
+            zero_other_rows=self.zero_other_rows,
+        )
 
-    def x_spec(self, *, rowwise: bool = True, columnwise: bool = True, **options: Any) -> QuantizeSpec:
-        """Returns the quantization of the tokens, with these options of `QuantizeSpec`."""
+    def x_spec(self, *, rowwise: bool = True, columnwise: bool = True) -> QuantizeSpec:
+        """Returns the quantization of the tokens."""
         assert self.recipe is not None
-        orientations = dict(rowwise=rowwise, columnwise=columnwise)
-        return self._token_spec(self.recipe.fwd_dtype, activation=self.input_activation, **orientations, **options)
+        return self._token_spec(
+            self.recipe.fwd_dtype, activation=self.input_activation, rowwise=rowwise, columnwise=columnwise
+        )
 
     def dy_spec(self, **options: Any) -> QuantizeSpec:
         """Returns the quantization of the gradient of the result, with these options of `QuantizeSpec`."""
         assert self.recipe is not None
+        dbias = self.bias_dtype is not None
         return self._token_spec(
-            self.recipe.grad_dtype,
-            columnwise=True,
-            dbias=self.bias_dtype is not None,
-            activation=self.output_activation,
-            **options,
+            self.recipe.grad_dtype, columnwise=True, dbias=dbias, activation=self.output_activation, **options
         )
 
     def _token_spec(self, dtype: DTypeLike, **options: Any) -> QuantizeSpec:
@@ -194,7 +173,7 @@ def canonical_inputs(
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> tuple[Inputs, DenseSpec]:
+) -> tuple[tuple[jax.Array, Weights, Groups], DenseSpec]:
     """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
 
     All returned arrays but kernel and state vary over the same mesh axes: every axis over which any of them varied.
@@ -202,10 +181,13 @@ def canonical_inputs(
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    partitions = Partitions.read(
-        x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding, x, weights.kernel)
+    partitions = Partitions(
+        x=jax.typeof(x).sharding.spec,
+        kernel=jax.typeof(weights.kernel).sharding.spec,
+        bias=None if weights.bias is None else jax.typeof(weights.bias).sharding.spec,
+        out=checks.canonical_out_spec(out_sharding, x, weights.kernel),
     )
-    return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)
+    return vary_inputs((x, weights, groups)), dataclasses.replace(spec, partitions=partitions)
 
 
 def canonical_weights(
@@ -254,21 +236,29 @@ def canonical_weights(
     return Weights(kernel, bias, cache, state, accumulator), spec
 
 
-def vary_inputs(*inputs: Inputs, more: Any = ()) -> tuple[Any, ...]:
-    """Returns the inputs, and `more` if there is any, varying alike: over every mesh axis over which any array varies.
+def vary_inputs(arrays: T) -> T:
+    """Returns a tuple of arrays and `Weights` that vary alike: over every mesh axis over which any array varies.
 
     Kernels and states stay as they are: the rules for their gradients combine those of the devices.
     """
-    arrays, structure = jax.tree.flatten((inputs, more))
-    for one in inputs:
-        if one.weights.dkernel_accumulator is not None:
-            _check_varying(one.weights.kernel, arrays)
-    varying, more = jax.tree.unflatten(structure, vary_alike(*arrays))
-    kept = (
-        new._replace(weights=new.weights._replace(kernel=old.weights.kernel, fp8_state=old.weights.fp8_state))
-        for new, old in zip(varying, inputs, strict=True)
-    )
-    return (*kept, *more)
+    leaves, structure = jax.tree.flatten(arrays)
+    varying = jax.tree.unflatten(structure, vary_alike(*leaves))
+
+    def keep(old: Any, new: Any) -> Any:
+        if not isinstance(old, Weights):
+            return new
+        missing = frozenset().union(*map(varying_axes, leaves)) - varying_axes(old.kernel)
+        if old.dkernel_accumulator is not None and missing:
+            # The kernel's gradient would be summed over these axes, and the accumulator with it.
+            raise ValueError(
+                f"With dkernel_accumulator kernel {old.kernel.shape} must vary over the mesh axes "
+                f"{sorted(missing, key=str)} as others do, or the accumulator is summed over them too: use "
+                "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
+                "microbatch."
+            )
+        return new._replace(kernel=old.kernel, fp8_state=old.fp8_state)
+
+    return jax.tree.map(keep, arrays, varying, is_leaf=lambda node: isinstance(node, Weights))
 
 
 def _check_recipe(
@@ -315,17 +305,3 @@ def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Se
     if accumulator.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise TypeError(f"dkernel_accumulator must be {names} for this kernel, got {accumulator.dtype.name}.")
-
-
-def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
-    """Raises if an array varies over a mesh axis over which the kernel does not.
-
-    The kernel's gradient would then be summed over that axis, and the accumulator with it.
-    """
-    if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
-        raise ValueError(
-            f"With dkernel_accumulator kernel {kernel.shape} must vary over the mesh axes "
-            f"{sorted(missing, key=str)} as others do, or the accumulator is summed over them too: use "
-            "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
-            "microbatch."
-        )

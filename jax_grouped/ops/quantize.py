@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,18 @@ from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, Quan
 from jax_grouped.kernels.rows import tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
+
+
+class Oriented(NamedTuple):
+    """An operand in the orientations that products read, None for one that is not made, and its statistics.
+
+    With a recipe, an orientation is a `ScaledArray`; otherwise both are the array itself.
+    """
+
+    rowwise: Any
+    columnwise: Any
+    amax: jax.Array | None = None
+    dbias: jax.Array | None = None
 
 
 def grouped_quantize(
@@ -128,7 +141,7 @@ def grouped_quantize(
     checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
     if activation_input is not None:
         activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
-    return quantize_tokens(
+    quantized = quantize_tokens(
         x,
         Groups(sizes, jnp.zeros((1,), jnp.int32)),
         spec,
@@ -136,6 +149,8 @@ def grouped_quantize(
         scale=None if scale is None else checks.canonical_scale(scale, spec.num_groups),
         activation_input=activation_input,
     )
+    assert quantized.amax is not None
+    return GroupedQuantized(quantized.rowwise, quantized.columnwise, quantized.amax, quantized.dbias)
 
 
 def _as_tokens(
@@ -156,7 +171,7 @@ def quantize_tokens(
     spec: QuantizeSpec,
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
-) -> GroupedQuantized:
+) -> Oriented:
     """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, with those of `OPERANDS` that are not None."""
     data, x_scale = _data_and_scale(x)
     spec, results = quantize(data, groups, spec, previous, x_scale=x_scale, **operands)
@@ -170,7 +185,7 @@ def _data_and_scale(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | 
 
 def quantize_with_activation(
     x: jax.Array, groups: Groups, spec: QuantizeSpec, **operands: jax.Array | None
-) -> tuple[GroupedQuantized, GroupedQuantized, jax.Array]:
+) -> tuple[Oriented, Oriented, jax.Array]:
     """Returns the result of `quantize_tokens`, the columnwise copy of the activation's result, and inner products."""
     spec, results = quantize(x, groups, spec, (), **operands)
     names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
@@ -185,7 +200,7 @@ def quantize_with_activation(
 
 def _scaled_arrays(
     results: dict[str, jax.Array], x_shape: tuple[int, ...], groups: Groups, spec: QuantizeSpec
-) -> GroupedQuantized:
+) -> Oriented:
     """Returns the results with their layouts."""
     sizes = groups.sizes if spec.stack_rows is None else None
 
@@ -195,7 +210,7 @@ def _scaled_arrays(
         layout = spec.layout(x_shape, columnwise=columnwise)
         return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
 
-    return GroupedQuantized(
+    return Oriented(
         rowwise=scaled_array("row", columnwise=False),
         columnwise=scaled_array("column", columnwise=True),
         amax=results["amax"],
@@ -230,7 +245,6 @@ def quantize_permuted(
     arrays = vary_alike(data, order, inverse, *groups, *given.values())
     if 0 in (*data.shape, *order.shape, spec.num_groups):
         made = quantize_tokens(x, groups, spec, row_indices=tokens_of(order, inverse), scale=scale)
-        assert made.rowwise is not None
         return made.rowwise, None if scale is None else made.amax
     spec = dataclasses.replace(spec, given=tuple(given), gathered_rows=order.shape[0])
     rows, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *arrays, spec=spec)
@@ -240,7 +254,7 @@ def quantize_permuted(
 
 def quantize_stack(
     kernel: jax.Array, spec: QuantizeSpec, previous: Sequence[jax.Array] = (), **operands: jax.Array | None
-) -> GroupedQuantized:
+) -> Oriented:
     """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
     _, _, x, sizes = _as_tokens(kernel, None)
     return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec, previous, **operands)

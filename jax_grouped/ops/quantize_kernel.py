@@ -15,7 +15,7 @@ from jax_grouped.fp8.recipes import DelayedScaling, MXFP8BlockScaling, Recipe, S
 from jax_grouped.kernels.partition import Local, Operation, Result, Split, apply
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
-from jax_grouped.ops.quantize import quantize_stack
+from jax_grouped.ops.quantize import Oriented, quantize_stack
 
 
 def quantize_kernel(
@@ -118,14 +118,12 @@ class _QuantizeKernel(Operation):
         spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
 
         def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
-            quantized = quantize_stack(kernel, spec, **spec.named(more))
-            assert quantized.columnwise is not None
-            return _arrays(KernelCache(quantized.rowwise, quantized.columnwise, quantized.amax))
+            return _arrays(quantize_stack(kernel, spec, **spec.named(more)))
 
         return run
 
 
-def _arrays(cache: KernelCache) -> list[jax.Array]:
+def _arrays(cache: KernelCache | Oriented) -> list[Any]:
     """Returns the arrays of a cache, in the order of the operation's results."""
     orientations = (scaled for scaled in (cache.rowwise, cache.columnwise) if scaled is not None)
     return [*itertools.chain.from_iterable((scaled.data, scaled.scale_inv) for scaled in orientations), cache.amax]

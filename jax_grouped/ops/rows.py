@@ -87,10 +87,7 @@ def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, zero_tail: 
     Returns:
         `[R, C]`.
     """
-    operands = vary_alike(x, order, inverse)
-    if 0 in (*x.shape, *order.shape):
-        return kernel.permute_xla(*operands)
-    return bind(kernel.PERMUTE_ROWS, *operands, zero_tail=zero_tail)[0]
+    return kernel.permute(x, order, inverse, zero_tail=zero_tail)
 
 
 @permute_rows.defjvp

@@ -20,7 +20,7 @@ from benchmarks.memory import compile_for_h200, h200s, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.moe import mlp
+from jax_grouped.moe import experts
 from jax_grouped.ops import rows
 from jax_grouped.ops.routing import route_and_group
 from tests.programs import struct
@@ -284,7 +284,7 @@ def test_memory_beside_arguments_and_results() -> None:
 def test_an_mlp_without_a_recipe_keeps_less_than_with_the_derivative_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["dsv3 up"]
     ours = memory.planned_bytes(shape, "four MLPs", "bf16")
-    monkeypatch.setattr(mlp, "activate", rows.activate.__wrapped__)
+    monkeypatch.setattr(experts, "activate", rows.activate.__wrapped__)
     of_jax = memory.planned_bytes(shape, "four MLPs", "bf16")
 
     # JAX's derivative keeps 22 bytes of each number between the products, ours 6.
