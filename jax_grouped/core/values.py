@@ -29,7 +29,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 def static_size(name: str, value: Any, *, least: int = 0) -> int:
     """Converts a size that shapes depend on to an int."""
     try:
-        if _is_bool(value):
+        if isinstance(value, bool | np.bool_):
             raise TypeError
         size = operator.index(value)
     except TypeError:

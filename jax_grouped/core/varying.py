@@ -53,11 +53,9 @@ def in_reverse_mode(name: str, arrays: Any) -> Any:
 
     JAX itself refuses forward mode of a `jax.custom_vjp` function, without a name.
     """
-
-    def marked(x: jax.Array) -> jax.Array:
-        return _same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(marked, arrays)
+    leaves, structure = jax.tree.flatten(arrays)
+    marked = [_same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+    return jax.tree.unflatten(structure, marked)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -111,13 +109,14 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     all devices' gradients, as with every operation of JAX. The sum is in the type of the array: mark small parameters
     in their `sum_dtype`, and leave kernels to the rules that compute their gradients.
     """
-    axes = frozenset().union(*(varying_axes(x) for x in arrays))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_axes(x), key=str))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return tuple(vary(x) for x in arrays)
+    own = [varying_axes(x) for x in arrays]
+    axes = frozenset().union(*own)
+    return tuple(
+        [
+            jax.lax.pcast(x, tuple(sorted(axes - known, key=str)), to="varying") if axes - known else x
+            for x, known in zip(arrays, own, strict=True)
+        ]
+    )
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -97,28 +96,24 @@ class QuantizedLayout:
         """Flat regions, or one region per group of a stack."""
         if self.mode == ScalingMode.TENSOR:
             return (self.num_groups,)
-        if self.stack_rows is None:
-            return (math.prod(self._region(self.row_blocks)),)
-        rows = self.stack_rows
-        return (self.num_groups, *self._region(lambda height: -(-rows // height)))
-
-    def _region(self, blocks: Callable[[int], int]) -> tuple[int, ...]:
-        """Returns the shape of a group's region; `blocks(h)` is the number of row blocks of `h` rows in the group."""
+        stacked = self.stack_rows is not None
+        blocks = dataclasses.replace(self, num_groups=1).row_blocks if stacked else self.row_blocks
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
-                return self._feature_blocks, 4 * blocks(4)
+                region: tuple[int, ...] = (self._feature_blocks, 4 * blocks(4))
             case ScalingMode.BLOCK_1D, True:
-                return blocks(128), self.features
+                region = blocks(128), self.features
             case ScalingMode.BLOCK_2D, False:
-                return blocks(128), round_up(self._feature_blocks, 4)
+                region = blocks(128), round_up(self._feature_blocks, 4)
             case ScalingMode.BLOCK_2D, True:
-                return self._feature_blocks, 4 * blocks(512)
+                region = self._feature_blocks, 4 * blocks(512)
             case _ if self.swizzled_scales:
-                return (512 * self._feature_blocks * blocks(128),)
+                region = (512 * self._feature_blocks * blocks(128),)
             case _, False:
-                return 16 * blocks(16), -(-self.features // MX_BLOCK)
+                region = 16 * blocks(16), -(-self.features // MX_BLOCK)
             case _:
-                return self.features, blocks(32)
+                region = self.features, blocks(32)
+        return (self.num_groups, *region) if stacked else (math.prod(region),)
 
     @property
     def _feature_blocks(self) -> int:

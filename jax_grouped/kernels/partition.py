@@ -16,6 +16,7 @@ of all this.
 """
 
 import abc
+import collections
 import dataclasses
 import functools
 import itertools
@@ -132,7 +133,7 @@ class Operation(abc.ABC):
 
     def whole(self, *arrays: jax.Array) -> list[jax.Array]:
         """Returns the results of one device that has everything."""
-        return list(self.local(dict.fromkeys(self.dimensions, Split()))(*arrays))
+        return list(self.local(collections.defaultdict(Split))(*arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,10 +401,10 @@ def _with_devices(mesh: Any, arrays: Sequence[jax.Array]) -> Any:
 
 def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:
     """Returns the mesh of the arrays, or the one that is set, if the type of any operand or result is sharded."""
-    specs = [*(aval.sharding.spec for aval in avals), *(spec for spec in like if spec is not None)]
-    if not any(axes is not None for spec in specs for axes in spec):
+    specs = [*[aval.sharding.spec for aval in avals], *[spec for spec in like if spec is not None]]
+    if not {*itertools.chain(*specs)} - {None}:
         return None
-    meshes = *(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()
+    meshes = *[aval.sharding.mesh for aval in avals], jax.sharding.get_abstract_mesh()
     return next((mesh for mesh in meshes if {*mesh.axis_types} == {AxisType.Explicit}), None)
 
 

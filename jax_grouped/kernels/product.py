@@ -1,6 +1,7 @@
 """Grouped products: the three of a layer, of operands of any type."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -100,11 +101,6 @@ class GemmSpec:
         # Normalise the type, so that equal specs compare and hash alike.
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
 
-    @property
-    def scaled(self) -> bool:
-        """True if the operands are quantized."""
-        return self.a is not None
-
     def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
         if self.gathered == "a":
@@ -130,7 +126,7 @@ class GemmSpec:
         """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
             return ()
-        return (1, 5) if self.scaled else (1,)
+        return (1, 5) if self.a is not None else (1,)
 
 
 class Gathered(NamedTuple):
@@ -168,16 +164,16 @@ def multiply(
 ) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result."""
     permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
-    a, b = (operand.x if isinstance(operand, Gathered) else operand for operand in (a, b))
+    a, b = [operand.x if isinstance(operand, Gathered) else operand for operand in (a, b)]
     accumulators = () if accumulator is None else (accumulator,)
     operands = vary_alike(a, b, *groups, *scales, *permutation, *accumulators)
     shapes = [array.shape for array in (a, b, groups.sizes, *permutation)]
-    if spec.num_groups == 0 or any(0 in shape for shape in shapes):
+    if 0 in (spec.num_groups, *itertools.chain(*shapes)):
         out = spec.out(a.shape, b.shape, *shapes[3:4])
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
     spec = dataclasses.replace(spec, autotune=config.autotune)
-    if spec.scaled or spec.gathered is not None:
+    if spec.a is not None or spec.gathered is not None:
         return bind(GEMM, *operands, spec=spec)[0]
     return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
 
@@ -297,7 +293,7 @@ def multiply_cuda(
             return _multiply_unreadable(*operands, spec=spec, batch=batch)
         # The shapes of unquantized operands hold the rows of all batch elements.
         out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(
-            a.shape, b.shape, *(row_indices.shape for row_indices in more if spec.gathered)
+            a.shape, b.shape, *[row_indices.shape for row_indices in more if spec.gathered]
         )
     else:
         if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
@@ -307,7 +303,7 @@ def multiply_cuda(
         out = batched(spec.out(a.shape, b.shape), batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    accumulate = spec.gathered is None and len(more) > (2 if spec.scaled else 0)
+    accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
     weights = (out if spec.product == "wgrad" else b).shape[0]
     product = jax.ffi.ffi_call(
         "jax_grouped_gemm",
@@ -316,7 +312,7 @@ def multiply_cuda(
     )(
         *operands,
         product=np.int32(_PRODUCTS.index(spec.product)),
-        scaled=spec.scaled,
+        scaled=spec.a is not None,
         a_mode=np.int32(MODES.index(spec.a.mode) if spec.a else 0),
         b_mode=np.int32(MODES.index(spec.b.mode) if spec.b else 0),
         # The shape of columnwise tokens does not give the number of tokens.
@@ -507,7 +503,7 @@ def scratch_bytes(batch: int, num_groups: int) -> int:
 #: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
 GEMM = define(
     "gemm",
-    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *(x.shape for x in more[:1] if spec.gathered))],
+    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *[x.shape for x in more[:1] if spec.gathered])],
     multiply_xla,
     multiply_cuda,
     shares_weights=True,

@@ -104,7 +104,7 @@ class QuantizeSpec:
             dbias=False,
             inner_products=False,
             activated=False,
-            given=tuple(name for name in self.given if name in ("scale", "row_weights")),
+            given=tuple([name for name in self.given if name in ("scale", "row_weights")]),
         )
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
@@ -661,7 +661,8 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
     positions = {name: i for i, name in enumerate(("x", "group_sizes", "group_offset", *spec.given))}
-    if all(name.startswith("activated") for name in names):
+    sides = {name.partition("_")[0] for name in names}
+    if sides == {"activated"}:
         # The forward form of what `activated` adds reads no gradient.
         positions["x"] = positions["activation_input"]
         if "scale" in spec.given:
@@ -669,18 +670,18 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
         spec = spec.forward()
         made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
     else:
-        rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
+        rowwise, columnwise = "row" in sides, "column" in sides
         if not rowwise and not columnwise:
             rowwise, columnwise = spec.rowwise, not spec.rowwise
         sums = {name: name in names for name in ("dbias", "inner_products")}
-        activated = any(name.startswith("activated") for name in names)
-        given = tuple(name for name in spec.given if name != "activated_scale" or activated)
+        activated = "activated" in sides
+        given = tuple([name for name in spec.given if name != "activated_scale" or activated])
         spec = dataclasses.replace(
             spec, rowwise=rowwise, columnwise=columnwise, activated=activated, given=given, **sums
         )
         made = [results[name] for name in spec.results(shape)]
     kept = [positions[name] for name in ("x", "group_sizes", "group_offset", *spec.given)]
-    params = {**equation.params, "spec": spec, "batches": tuple(equation.params["batches"][i] for i in kept)}
+    params = {**equation.params, "spec": spec, "batches": tuple([equation.params["batches"][i] for i in kept])}
     reduced = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
     return [i in kept for i in range(len(equation.invars))], reduced
 

@@ -34,7 +34,6 @@ from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
 from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops import checks
-from jax_grouped.ops.bias import add_bias
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import (
     CHECKPOINT_NAMES,
@@ -54,6 +53,7 @@ from jax_grouped.ops.dense import (
     weights_gradient,
     zero_gradient,
 )
+from jax_grouped.ops.gemm import add_bias
 from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.quantize import Oriented, quantize_permuted, quantize_with_activation
 from jax_grouped.ops.rows import activate, activation_grad, sum_rows
@@ -127,7 +127,8 @@ def grouped_mlp(
         return checkpoint_name(y, OUTPUT_NAME)
 
     groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
-    y = apply_rule(_experts, vary_inputs(ExpertsArrays(x, gate_up, down, RowMap(groups))), spec, "grouped_mlp")
+    arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
+    y = apply_rule(_experts, arrays, spec, "grouped_mlp")
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -178,7 +179,7 @@ def routed_mlp(
         up=dataclasses.replace(spec.up, **others),
         down=dataclasses.replace(spec.down, bias_dtype=None, **others),
     )
-    arrays = vary_inputs(ExpertsArrays(x, gate_up, down._replace(bias=None), row_map, shared))
+    arrays = ExpertsArrays(*vary_inputs(x, gate_up, down._replace(bias=None), row_map, shared))
     return apply_rule(_experts, arrays._replace(received=received), spec, "moe_mlp").astype(x.dtype)
 
 
@@ -198,7 +199,7 @@ def weighted_mlp(
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
     groups = checks.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     spec = spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
-    arrays = vary_inputs(ExpertsArrays(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
+    arrays = ExpertsArrays(*vary_inputs(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
     weighted = apply_rule(_experts, arrays, spec, "moe_mlp")
     if down.bias is not None:
         zeros, bias, *varying_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
@@ -403,7 +404,7 @@ def _quantized_once(x: Any, row_map: RowMap, spec: ExpertsSpec, up: Weights) -> 
     scales = given_scales(spec.up, up.fp8_state)
     if recipe.token_mode != ScalingMode.BLOCK_1D and not scales:
         return None
-    row_spec = spec.up.x_spec(columnwise=False)
+    row_spec = spec.up.quantization()
     rowwise, amax = quantize_permuted(x, row_map.groups, order, inverse, scales.get("input"), spec=row_spec)
     return Oriented(rowwise, None, amax)
 
@@ -473,7 +474,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         gradient, weighted, dweights = quantize_with_activation(
             dactivated,
             groups,
-            spec.up.dy_spec(inner_products=True, activated=True),
+            spec.up.quantization(for_gradient=True, inner_products=True, activated=True),
             scale=up_scales.get("output_grad"),
             activation_input=hidden,
             row_weights=row_map.row_weights(),

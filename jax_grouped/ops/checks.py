@@ -58,17 +58,15 @@ def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
 
 
 def check_kernel(
-    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
+    name: str,
+    kernel: jax.Array | jax.ShapeDtypeStruct,
+    tokens_name: str,
+    tokens: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    may_be_narrow: bool = False,
 ) -> None:
-    """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
-    check_dtype(f"{name}'s type", kernel.dtype)
-    check_kernel_shape(name, kernel, tokens_name, tokens)
-
-
-def check_kernel_shape(
-    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
-) -> None:
-    """Raises unless `kernel` is `[G, K, N]` with the `K` of the tokens."""
+    """Raises unless `kernel` is `[G, K, N]` of a supported type with the `K` of the tokens."""
+    (check_kernel_type if may_be_narrow else check_dtype)(f"{name}'s type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
     if kernel.shape[1] != tokens.shape[1]:
@@ -76,14 +74,6 @@ def check_kernel_shape(
             f"{name}.shape[1] must equal {tokens_name}.shape[1] (K), "
             f"got {name} {kernel.shape} and {tokens_name} {tokens.shape}."
         )
-
-
-def check_bias(bias: jax.Array, kernel: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises unless `bias` is the `[G, N]` of the kernel's `[G, K, N]`."""
-    check_dtype("bias's type", bias.dtype)
-    expected = (kernel.shape[0], kernel.shape[2])
-    if bias.shape != expected:
-        raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
 
 
 def canonical_groups(
@@ -95,35 +85,31 @@ def canonical_groups(
 ) -> Groups:
     """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`."""
     num_groups = kernel.shape[0]
-    group_sizes = _checked_sizes(group_sizes)
-    if group_offset is None and group_sizes.shape[0] != num_groups:
+    sizes = canonical_sizes_of(group_sizes, capacity)
+    total = sizes.shape[0]
+    if group_offset is None and total != num_groups:
         raise ValueError(
             f"group_sizes must have one entry per group of {kernel_name}, which holds {num_groups}, "
-            f"got {group_sizes.shape[0]} (a longer one needs group_offset)."
+            f"got {total} (a longer one needs group_offset)."
         )
-    if group_sizes.shape[0] < num_groups:
-        raise ValueError(
-            f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {group_sizes.shape[0]}."
-        )
-    return Groups(_canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0]))
+    if total < num_groups:
+        raise ValueError(f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {total}.")
+    if group_offset is None:
+        return Groups(sizes, jnp.zeros((1,), jnp.int32))
+    offset = integers("group_offset", group_offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
+    return Groups(sizes, as_int32(offset.reshape(1), -total, total))
 
 
 def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
     """Converts `group_sizes` to `int32[G]`."""
-    return _canonical_sizes(_checked_sizes(group_sizes), capacity)
-
-
-def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
     sizes = integers("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
-    return sizes
-
-
-def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     if config.check:
-        _check_values(group_sizes, capacity)
-    return as_int32(group_sizes, 0, capacity)
+        _check_values(sizes, capacity)
+    return as_int32(sizes, 0, capacity)
 
 
 def integers(name: str, values: GroupSizes) -> jax.Array:
@@ -154,15 +140,6 @@ def _host_integers(name: str, values: GroupSizes) -> jax.Array:
         limits = np.iinfo(np.int32)
         array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
     return jnp.asarray(array)
-
-
-def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
-    if group_offset is None:
-        return jnp.zeros((1,), jnp.int32)
-    offset = integers("group_offset", group_offset)
-    if offset.shape not in ((), (1,)):
-        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
-    return as_int32(offset.reshape(1), -total, total)
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:

@@ -41,10 +41,9 @@ from jax_grouped.kernels.partition import (
     own_groups,
 )
 from jax_grouped.kernels.product import RESULTS, part_dtype
-from jax_grouped.ops.bias import add_bias, bias_grad
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gather import gather_kernels
-from jax_grouped.ops.gemm import Operand, gemm, gradient_type
+from jax_grouped.ops.gemm import Operand, add_bias, bias_grad, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_inputs
 from jax_grouped.ops.quantize import Oriented, quantize_stack, quantize_tokens
 from jax_grouped.ops.quantize_kernel import cache_dimensions, check_for_gradients, kernel_spec
@@ -217,7 +216,7 @@ Arrays = tuple[jax.Array, Weights, Groups]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(arrays: Arrays, spec: DenseSpec) -> jax.Array:
-    if is_on_mesh(arrays[0], arrays[1], spec):
+    if spec.recipe is not None and is_on_mesh(arrays[0], arrays[1], spec):
         return _run_on_mesh(arrays, spec)[0]
     return run(arrays, spec, for_gradients=False)[0]
 
@@ -246,14 +245,14 @@ def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], d
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def run(arrays: Arrays, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, DenseResiduals]:
-    """Returns the result, and the residuals, of which the quantized operands are there only if `for_gradients`."""
+def run(arrays: Arrays, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, Any]:
+    """Returns the result, and the `DenseResiduals` if `for_gradients`."""
     x, weights, groups = arrays
     scales = given_scales(spec, weights.fp8_state)
     tokens = quantized_tokens(x, groups, spec, scales, columnwise=for_gradients)
     kernels = quantized_kernels(weights, spec, scales, rowwise=for_gradients)
     y = fprop(tokens, kernels, groups, spec, weights.bias)
-    return y, make_residuals(tokens, kernels, groups, spec, weights.fp8_state)
+    return y, make_residuals(tokens, kernels, groups, spec, weights.fp8_state) if for_gradients else None
 
 
 def primal_values(primals: Any) -> Any:
@@ -261,23 +260,19 @@ def primal_values(primals: Any) -> Any:
 
     Warns if a kernel is differentiated without its state: nothing would then update the state.
     """
-
-    def is_differentiated(tree: Any) -> bool:
-        return any(primal.perturbed for primal in jax.tree.leaves(tree))
-
     for weights in primals:
-        if (
-            isinstance(weights, Weights)
-            and weights.fp8_state is not None
-            and is_differentiated(weights.kernel)
-            and not is_differentiated(weights.fp8_state)
-        ):
+        if not isinstance(weights, Weights) or weights.fp8_state is None:
+            continue
+        state_leaves: Any = jax.tree.leaves(weights.fp8_state)
+        kernel: Any = weights.kernel
+        if kernel.perturbed and not any(leaf.perturbed for leaf in state_leaves):
             warnings.warn(
                 "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in "
                 "linen all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
                 stacklevel=stacklevel_of_user(),
             )
-    return jax.tree.map(lambda primal: primal.value, primals)
+    leaves, structure = jax.tree.flatten(primals)
+    return jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
 
 
 def stacklevel_of_user() -> int:
@@ -340,7 +335,7 @@ def quantized_tokens(
     """
     if spec.recipe is None:
         return Oriented(x, x)
-    x_spec = spec.x_spec(rowwise=rowwise, columnwise=columnwise)
+    x_spec = spec.quantization(rowwise=rowwise, columnwise=columnwise)
     return quantize_tokens(x, groups, x_spec, row_indices=row_indices, scale=scales.get("input"))
 
 
@@ -395,7 +390,7 @@ def quantized_gradient(
         return quantize_tokens(
             dy,
             groups,
-            spec.dy_spec(),
+            spec.quantization(for_gradient=True),
             row_indices=row_indices,
             scale=scales.get("output_grad"),
             activation_input=activation_input,
@@ -403,7 +398,7 @@ def quantized_gradient(
     assert not isinstance(dy, ScaledArray)
     dbias = None
     if spec.bias_dtype is not None:
-        dbias = bias_grad(dy, groups, spec.num_groups, jnp.dtype(spec.bias_dtype), spec.partitions.bias)
+        dbias = bias_grad(dy, groups, spec.kernel.shape[0], jnp.dtype(spec.bias_dtype), spec.partitions.bias)
     dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
     return Oriented(dy, dy, dbias=dbias)
 
@@ -467,18 +462,17 @@ def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8S
 
 def named(residuals: DenseResiduals) -> DenseResiduals:
     """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`."""
-
-    def name(value: Any, name: str) -> Any:
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
-
     if residuals.spec.recipe is None:
         return residuals
     x_name, kernel_name, _ = CHECKPOINT_NAMES
     # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
     amax = residuals.amax
     if amax is not None:
-        amax = {"input": name(amax["input"], x_name), "kernel": name(amax["kernel"], kernel_name)}
-    x, kernel = name(residuals.x, x_name), name(residuals.kernel, kernel_name)
+        amax = {
+            "input": checkpoint_name(amax["input"], x_name),
+            "kernel": checkpoint_name(amax["kernel"], kernel_name),
+        }
+    x, kernel = checkpoint_name(residuals.x, x_name), checkpoint_name(residuals.kernel, kernel_name)
     return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,6 @@ from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.quantize_kernel import check_cache, scaling_options
-
-T = TypeVar("T")
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -83,12 +81,12 @@ def arrays_like_kernel(weights: Weights) -> dict[str, jax.Array]:
 
 def flat_weights(weights: Weights) -> Weights:
     """Returns weights whose features are one axis: those of parameters `[E, K, ...]` and `[E, ...]`."""
-
-    def flat(x: Any, leading: int) -> Any:
-        return x if x is None or x.ndim <= leading + 1 else x.reshape(*x.shape[:leading], -1)
-
-    flattened = {name: flat(array, 2) for name, array in arrays_like_kernel(weights).items()}
-    return weights._replace(bias=flat(weights.bias, 1), **flattened)
+    changed: dict[str, Any] = {
+        name: x.reshape(*x.shape[:2], -1) for name, x in arrays_like_kernel(weights).items() if x.ndim > 3
+    }
+    if weights.bias is not None and weights.bias.ndim > 2:
+        changed["bias"] = weights.bias.reshape(weights.bias.shape[0], -1)
+    return weights._replace(**changed) if changed else weights
 
 
 class Partitions(NamedTuple):
@@ -127,40 +125,31 @@ class DenseSpec:
     kernel_axes: frozenset[Hashable] = frozenset()
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
-    @property
-    def num_groups(self) -> int:
-        """`G`, the number of local kernels."""
-        return self.kernel.shape[0]
-
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
         """Returns the spec of one of the three products."""
         return GemmSpec(
             product,
-            self.num_groups,
+            self.kernel.shape[0],
             out_dtype,
             self.precision,
             expected_tokens=self.expected_tokens,
             zero_other_rows=self.zero_other_rows,
         )
 
-    def x_spec(self, *, rowwise: bool = True, columnwise: bool = True) -> QuantizeSpec:
-        """Returns the quantization of the tokens."""
-        assert self.recipe is not None
-        return self._token_spec(
-            self.recipe.fwd_dtype, activation=self.input_activation, rowwise=rowwise, columnwise=columnwise
+    def quantization(self, *, for_gradient: bool = False, **options: Any) -> QuantizeSpec:
+        """Returns the quantization of the tokens, or of the gradient of the result, with options of `QuantizeSpec`."""
+        recipe = self.recipe
+        assert recipe is not None
+        if for_gradient:
+            options |= dict(columnwise=True, dbias=self.bias_dtype is not None)
+        return QuantizeSpec(
+            recipe.token_mode,
+            recipe.grad_dtype if for_gradient else recipe.fwd_dtype,
+            self.kernel.shape[0],
+            activation=self.output_activation if for_gradient else self.input_activation,
+            **options,
+            **scaling_options(recipe),
         )
-
-    def dy_spec(self, **options: Any) -> QuantizeSpec:
-        """Returns the quantization of the gradient of the result, with these options of `QuantizeSpec`."""
-        assert self.recipe is not None
-        dbias = self.bias_dtype is not None
-        return self._token_spec(
-            self.recipe.grad_dtype, columnwise=True, dbias=dbias, activation=self.output_activation, **options
-        )
-
-    def _token_spec(self, dtype: DTypeLike, **options: Any) -> QuantizeSpec:
-        assert self.recipe is not None
-        return QuantizeSpec(self.recipe.token_mode, dtype, self.num_groups, **options, **scaling_options(self.recipe))
 
 
 def canonical_inputs(
@@ -187,7 +176,7 @@ def canonical_inputs(
         bias=None if weights.bias is None else jax.typeof(weights.bias).sharding.spec,
         out=checks.canonical_out_spec(out_sharding, x, weights.kernel),
     )
-    return vary_inputs((x, weights, groups)), dataclasses.replace(spec, partitions=partitions)
+    return vary_inputs(x, weights, groups), dataclasses.replace(spec, partitions=partitions)
 
 
 def canonical_weights(
@@ -212,13 +201,17 @@ def canonical_weights(
     out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
     checks.check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
-        if isinstance(bias, Recipe) or is_recipe_class(bias):
+        given: Any = bias
+        if isinstance(given, Recipe) or (isinstance(given, type) and is_recipe_class(given)):
             raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
-        checks.check_bias(bias, whole)
+        checks.check_dtype("bias's type", bias.dtype)
+        if bias.shape != (expected := (whole.shape[0], whole.shape[2])):
+            raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
         bias = bias.astype(sum_dtype(bias.dtype))
-    _check_recipe(recipe, x, name, kernel, cache, precision)
-    check_state(state, recipe, whole.shape[0])
+    if recipe is not None or cache is not None or state is not None:
+        _check_recipe(recipe, x, name, kernel, cache, precision)
+        check_state(state, recipe, whole.shape[0])
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
@@ -236,17 +229,16 @@ def canonical_weights(
     return Weights(kernel, bias, cache, state, accumulator), spec
 
 
-def vary_inputs(arrays: T) -> T:
-    """Returns a tuple of arrays and `Weights` that vary alike: over every mesh axis over which any array varies.
+def vary_inputs(*inputs: Any) -> Any:
+    """Returns arrays, trees and `Weights` that vary alike: over every mesh axis over which any array varies.
 
     Kernels and states stay as they are: the rules for their gradients combine those of the devices.
     """
-    leaves, structure = jax.tree.flatten(arrays)
-    varying = jax.tree.unflatten(structure, vary_alike(*leaves))
-
-    def keep(old: Any, new: Any) -> Any:
+    leaves, structure = jax.tree.flatten(inputs)
+    varying = list(jax.tree.unflatten(structure, vary_alike(*leaves)))
+    for i, old in enumerate(inputs):
         if not isinstance(old, Weights):
-            return new
+            continue
         missing = frozenset().union(*map(varying_axes, leaves)) - varying_axes(old.kernel)
         if old.dkernel_accumulator is not None and missing:
             # The kernel's gradient would be summed over these axes, and the accumulator with it.
@@ -256,9 +248,8 @@ def vary_inputs(arrays: T) -> T:
                 "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
                 "microbatch."
             )
-        return new._replace(kernel=old.kernel, fp8_state=old.fp8_state)
-
-    return jax.tree.map(keep, arrays, varying, is_leaf=lambda node: isinstance(node, Weights))
+        varying[i] = varying[i]._replace(kernel=old.kernel, fp8_state=old.fp8_state)
+    return tuple(varying)
 
 
 def _check_recipe(

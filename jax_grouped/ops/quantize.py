@@ -123,7 +123,13 @@ def grouped_quantize(
             raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
         row_indices = checks.canonical_row_indices(row_indices, x.shape[0])
 
-    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
+    if group_sizes is None:
+        num_groups, stack_rows, features = x.shape
+        x, sizes = x.reshape(num_groups * stack_rows, features), stack_sizes(num_groups, stack_rows)
+    else:
+        capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
+        sizes, stack_rows = checks.canonical_sizes_of(group_sizes, capacity), None
+        num_groups = sizes.shape[0]
     spec = QuantizeSpec(
         mode,
         canonical_fp8("dtype", dtype),
@@ -153,18 +159,6 @@ def grouped_quantize(
     return GroupedQuantized(quantized.rowwise, quantized.columnwise, quantized.amax, quantized.dbias)
 
 
-def _as_tokens(
-    x: jax.Array, group_sizes: GroupSizes | None, row_indices: jax.Array | None = None
-) -> tuple[int, int | None, jax.Array, jax.Array]:
-    """Returns the number of groups, the rows of each if `x` is a stack, `x` as tokens, and `int32` group sizes."""
-    if group_sizes is not None:
-        capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
-        sizes = checks.canonical_sizes_of(group_sizes, capacity)
-        return sizes.shape[0], None, x, sizes
-    groups, rows, features = x.shape
-    return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
-
-
 def quantize_tokens(
     x: jax.Array | ScaledArray,
     groups: Groups,
@@ -173,14 +167,9 @@ def quantize_tokens(
     **operands: jax.Array | None,
 ) -> Oriented:
     """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, with those of `OPERANDS` that are not None."""
-    data, x_scale = _data_and_scale(x)
+    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
     spec, results = quantize(data, groups, spec, previous, x_scale=x_scale, **operands)
     return _scaled_arrays(results, data.shape, groups, spec)
-
-
-def _data_and_scale(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the data `[T, C]`, and the scales if there are any."""
-    return (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
 
 
 def quantize_with_activation(
@@ -203,19 +192,18 @@ def _scaled_arrays(
 ) -> Oriented:
     """Returns the results with their layouts."""
     sizes = groups.sizes if spec.stack_rows is None else None
-
-    def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
-        if f"{name}_data" not in results:
-            return None
-        layout = spec.layout(x_shape, columnwise=columnwise)
-        return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
-
-    return Oriented(
-        rowwise=scaled_array("row", columnwise=False),
-        columnwise=scaled_array("column", columnwise=True),
-        amax=results["amax"],
-        dbias=results.get("dbias"),
-    )
+    row, column = [
+        ScaledArray(
+            results[f"{side}_data"],
+            results[f"{side}_scale"],
+            sizes,
+            spec.layout(x_shape, columnwise=side == "column"),
+        )
+        if f"{side}_data" in results
+        else None
+        for side in ("row", "column")
+    ]
+    return Oriented(row, column, results["amax"], results.get("dbias"))
 
 
 def quantize_permuted(
@@ -239,7 +227,7 @@ def quantize_permuted(
         scale: `float32[G]`, the given scales, for an `x` of tokens.
         spec: rowwise alone: of `BLOCK_1D`, or of `TENSOR` with given scales.
     """
-    data, x_scale = _data_and_scale(x)
+    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
     operands = {"x_scale": x_scale, "scale": scale}
     given = {name: operand for name, operand in operands.items() if operand is not None}
     arrays = vary_alike(data, order, inverse, *groups, *given.values())
@@ -256,8 +244,9 @@ def quantize_stack(
     kernel: jax.Array, spec: QuantizeSpec, previous: Sequence[jax.Array] = (), **operands: jax.Array | None
 ) -> Oriented:
     """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
-    _, _, x, sizes = _as_tokens(kernel, None)
-    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec, previous, **operands)
+    groups, rows, features = kernel.shape
+    stack = Groups(stack_sizes(groups, rows), jnp.zeros((1,), jnp.int32))
+    return quantize_tokens(kernel.reshape(groups * rows, features), stack, spec, previous, **operands)
 
 
 def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
