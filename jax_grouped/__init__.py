@@ -33,7 +33,7 @@ from jax_grouped.ops.gradients import overwrite_with_gradient as overwrite_with_
 from jax_grouped.ops.gradients import reduce_gradients as reduce_gradients
 from jax_grouped.ops.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.ops.quantize import grouped_quantize as grouped_quantize
-from jax_grouped.ops.quantize_kernel import quantize_kernel as quantize_kernel
+from jax_grouped.ops.quantize import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
 from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
 from jax_grouped.ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot

@@ -29,7 +29,7 @@ from jax_grouped.moe.on_mesh import MoEAxes
 from jax_grouped.ops import checks
 from jax_grouped.ops.dense import DenseResiduals, stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
-from jax_grouped.ops.quantize_kernel import quantize_kernel
+from jax_grouped.ops.quantize import quantize_kernel
 from jax_grouped.ops.split import grouped_dense_fwd
 
 Initializer = Callable[..., Any]

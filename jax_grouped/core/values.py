@@ -80,10 +80,7 @@ def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def promoted_type(*values: Any) -> np.dtype:
-    """Returns the type that arrays or types have in common by JAX's usual promotion, also where that is set to strict.
-
-    The operations take mixed types as `jax.lax.ragged_dot` does, which no setting of promotion concerns.
-    """
+    """Returns the common type of arrays or types by JAX's usual promotion, also where that is set to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*values)
 

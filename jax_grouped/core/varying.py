@@ -49,10 +49,7 @@ batching.defvectorized(_TANGENT)
 
 
 def in_reverse_mode(name: str, arrays: Any) -> Any:
-    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`.
-
-    JAX itself refuses forward mode of a `jax.custom_vjp` function, without a name.
-    """
+    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`, unlike JAX's own."""
     leaves, structure = jax.tree.flatten(arrays)
     marked = [_same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
     return jax.tree.unflatten(structure, marked)
@@ -70,10 +67,7 @@ def _same_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
 
 
 def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable, name: str = "grouped_dense") -> Any:
-    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, wherever it is called.
-
-    `name` is that of the function for users.
-    """
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, for users called `name`."""
     arrays = in_reverse_mode(name, arrays)
     try:
         return rule(arrays, spec)

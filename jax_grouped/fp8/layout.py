@@ -23,10 +23,7 @@ MX_BLOCK = 32
 
 
 def feature_grain(mode: ScalingMode) -> int:
-    """Returns the number of features of which a part of an array has a multiple, if its scales are those of the whole.
-
-    The part is then aligned as well.
-    """
+    """Returns the multiple of features that an aligned part has, if its scales are those of the whole."""
     return {ScalingMode.TENSOR: FP8_ALIGNMENT, ScalingMode.MX: MX_BLOCK}.get(mode, BLOCK)
 
 
@@ -120,15 +117,7 @@ class QuantizedLayout:
         return -(-self.features // BLOCK)
 
     def row_scales(self, positions: RowPositions) -> jax.Array:
-        """Returns the positions of the scales of rowwise data in the flat array.
-
-        Args:
-            positions: positions of some rows.
-
-        Returns:
-            `int32[n, blocks]`, a position for every block of a row. A block has 32 elements with `MX`, 128 otherwise.
-            With `TENSOR` there is one column.
-        """
+        """Returns the positions of the scales of rowwise data: `int32[n, blocks]`, or one with `TENSOR`."""
         positions = positions.as_column()
         block = jnp.arange(self.blocks(self.features), dtype=jnp.int32)
         match self.mode:
@@ -149,11 +138,7 @@ class QuantizedLayout:
                 return block.shape[0] * (16 * positions.before(16) + positions.row) + block
 
     def column_scales(self, positions: RowPositions) -> jax.Array:
-        """Returns the positions of the scales of columnwise data in the flat array.
-
-        The blocks are those that hold the given rows. There is one for every feature (`int32[n, C]`), or for every 128
-        features with `BLOCK_2D`. Otherwise as `row_scales`.
-        """
+        """Returns the positions of the scales of columnwise data: `int32[n, C]`, or one per 128 features."""
         positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         match self.mode:
@@ -177,24 +162,14 @@ class QuantizedLayout:
                 )
 
     def column_data(self, positions: RowPositions) -> tuple[jax.Array, jax.Array]:
-        """Returns the positions of every feature of some rows in columnwise data.
-
-        A position is the index of a chunk of 16 elements, `int32[n, C]`, and the index of the element in it.
-        """
+        """Returns the chunk of 16 elements of each feature of some rows, `int32[n, C]`, and the index in it."""
         positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         chunk = quotient(positions.row, FP8_ALIGNMENT) + feature * positions.row_blocks(FP8_ALIGNMENT)
         return self.features * positions.before(FP8_ALIGNMENT) + chunk, remainder(positions.row, FP8_ALIGNMENT)
 
     def column_source(self, chunks: RowPositions) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the source of every element of columnwise data.
-
-        Args:
-            chunks: positions of all row blocks of 16 rows.
-
-        Returns:
-            The rows, `int32[chunks, C, 16]`, the features, `int32[chunks, C, 1]`, and a mask of rows that exist.
-        """
+        """Returns the row of each element `[chunks, C, 16]`, its feature `[chunks, C, 1]`, and which rows exist."""
         # A group of `n` chunks has `C * n` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
         count = jnp.maximum(chunks.row_blocks(FP8_ALIGNMENT), 1)[:, None]
         index = quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features

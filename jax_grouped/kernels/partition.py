@@ -374,10 +374,7 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
 
 
 def lie_on_mesh(*arrays: jax.Array, like: Sequence[PartitionSpec | None] = ()) -> bool:
-    """Tells whether an operation on the arrays can be split: JAX knows one mesh, and XLA or the types do the rest.
-
-    The types are those of the arrays, and of results that are sharded as `like` says.
-    """
+    """Tells whether an operation on the arrays, with results like these, can be split: JAX knows one mesh."""
     avals = [*map(jax.typeof, arrays)]
     return _explicit_mesh_of(avals, like) is not None or _auto_mesh_of(avals) is not None
 

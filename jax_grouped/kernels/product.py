@@ -146,10 +146,7 @@ class Gathered(NamedTuple):
         return self._replace(x=self.x.astype(dtype))
 
     def copied_unless_fast(self, product: Product, features: int, *, zero_tail: bool) -> "Gathered | jax.Array":
-        """Returns the rows for work beside which they can be copied, if the product would take longer to gather them.
-
-        `features` are those that the product has besides those of the rows.
-        """
+        """Returns the rows, copied if the product, with this many more features, would take longer to gather them."""
         return self if _gathers_fast(product, features) else permute(*self, zero_tail=zero_tail)
 
 
@@ -336,10 +333,7 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
 
 
 def _gathers_fast(product: Product, features: int) -> bool:
-    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them.
-
-    A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
-    """
+    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them."""
     return features <= (_MOST_GATHERED_WGRAD_FEATURES if product == "wgrad" else _MOST_GATHERED_FEATURES)
 
 

@@ -177,10 +177,7 @@ def quantize(
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
 ) -> tuple[QuantizeSpec, dict[str, jax.Array]]:
-    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None.
-
-    Returns the results by their names, and the spec that names what is given: layouts depend on it.
-    """
+    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None. The spec that is returned names them."""
     given = {name: operand for name in OPERANDS if (operand := operands.pop(name, None)) is not None}
     assert not operands
     rows = given["row_indices"].shape[0] if "row_indices" in given else None

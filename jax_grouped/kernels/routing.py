@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.core.capacity import fit_to_capacity
-from jax_grouped.core.groups import as_int32, count_not_above
+from jax_grouped.core.groups import as_int32, count_not_above, fit_to_capacity
 from jax_grouped.kernels.primitive import batched, define
 
 #: Function from a router's logits to scores.

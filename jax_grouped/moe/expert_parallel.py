@@ -17,8 +17,8 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.moe.drops import DropBy, group_in_room
 from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
+from jax_grouped.moe.gathers import TokenGather
 from jax_grouped.moe.permutation import Permutation, permute
-from jax_grouped.moe.token_gather import TokenGather
 from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 
 #: Way in which tokens reach the devices of their experts.

@@ -30,9 +30,8 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.partition import axes_of
 from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.rows import gather, sum_of_choices, tokens_of
+from jax_grouped.moe.gathers import Received, TokenGather, WeightGather, restored, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
-from jax_grouped.moe.token_gather import Received, TokenGather, restored, summed
-from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import (
@@ -133,10 +132,7 @@ def grouped_mlp(
 
 
 def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> PartitionSpec:
-    """Returns the spec of the type of the activation's input: tokens as those of `x`, features as those of `gate_up`.
-
-    Features stay whole if their axes split the tokens too, or do not divide the `F` features of each half.
-    """
+    """Returns the spec of the activation's input: features as those of `gate_up` if axes are free and divide `F`."""
     x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up).sharding
     axes = axes_of(kernel_sharding, 2)
     parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
@@ -159,11 +155,7 @@ def routed_mlp(
     received: Received | None = None,
     weight_gather: WeightGather | None = None,
 ) -> jax.Array:
-    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
-
-    With `token_gather`, the permutation is one of the tokens of all devices. Each token gets the sum of its results on
-    all devices, of which each rounds its part to the type of `x`.
-    """
+    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`."""
     order, inverse = permutation.order, permutation.inverse
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
@@ -410,10 +402,7 @@ def _quantized_once(x: Any, row_map: RowMap, spec: ExpertsSpec, up: Weights) -> 
 
 
 def _sums(row_map: RowMap, rows: jax.Array, spec: ExpertsSpec) -> jax.Array:
-    """Returns the sums for the tokens of this device, in float32.
-
-    Those of several devices are made in two chunks, so that the first one travels while the second one is summed.
-    """
+    """Returns the sums for this device's tokens, in float32; one chunk travels while the next one is summed."""
     gather = spec.token_gather
     if gather.axis_name is None or row_map.inverse is None or row_map.weights is None:
         return row_map.combined(rows)

@@ -20,10 +20,10 @@ from jax_grouped.moe.expert_parallel import (
     mlp_of_gathered_tokens,
 )
 from jax_grouped.moe.experts import as_weights, check_shapes, routed_mlp
+from jax_grouped.moe.gathers import WeightGather
 from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, check_pairs
 from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, load_balancing_loss, route_arguments
-from jax_grouped.moe.weight_gather import WeightGather
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
 from jax_grouped.ops.dense import OUTPUT_NAME

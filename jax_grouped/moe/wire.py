@@ -20,8 +20,7 @@ from jax_grouped.kernels.quantization import QuantizeSpec, spread
 from jax_grouped.kernels.rows import sum_of_choices
 from jax_grouped.moe.exchange import Exchange, move_rows, move_rows_back, return_rows, send_rows
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
-from jax_grouped.ops.quantize import quantize_stack
-from jax_grouped.ops.quantize_kernel import scaling_options
+from jax_grouped.ops.quantize import quantize_stack, scaling_options
 from jax_grouped.ops.rows import permute_rows
 
 
@@ -57,11 +56,6 @@ class Wire(NamedTuple):
             dresults=backward if dispatch else None,
             dtokens=backward if combine else None,
         )
-
-
-def quantize_rows(x: jax.Array, form: RowForm) -> ScaledArray:
-    """Quantizes rows `[T, C]` rowwise, as a stack of one."""
-    return quantize_stacked_rows(x[None], form)
 
 
 def quantize_stacked_rows(x: jax.Array, form: RowForm) -> ScaledArray:
@@ -127,7 +121,7 @@ def _summed(rows: jax.Array, permutation: Permutation, exchange: Exchange, form:
 
 def _words(x: jax.Array, form: RowForm) -> jax.Array:
     """Quantizes rows `[T, C]` to `int32[T, C / 4 + blocks]`: their numbers, then their scales."""
-    quantized = quantize_rows(x, form)
+    quantized = quantize_stacked_rows(x[None], form)
     tokens, features = x.shape
     numbers = jax.lax.bitcast_convert_type(quantized.data.reshape(tokens, features // 4, 4), jnp.int32)
     scales = jax.lax.bitcast_convert_type(quantized.scale_inv[0, :, :tokens].T, jnp.int32)

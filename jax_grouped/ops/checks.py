@@ -189,22 +189,6 @@ def _check_values(group_sizes: jax.Array, capacity: int) -> None:
         check(group_sizes)
 
 
-def check_quantizable(name: str, x: jax.Array, group_sizes: GroupSizes | None) -> None:
-    """Raises unless `x` is `[T, C]` with group sizes, or `[E, K, C]` without, of a supported type."""
-    check_dtype(f"{name}'s type", x.dtype)
-    if group_sizes is None and x.ndim != 3:
-        raise ValueError(f"{name} must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
-    if group_sizes is not None and x.ndim != 2:
-        raise ValueError(f"{name} must have shape [T, C] where group_sizes is given, got {x.shape}.")
-
-
-def check_stack(name: str, kernel: jax.Array) -> None:
-    """Raises unless `kernel` is a `[E, K, N]` array of a supported type."""
-    check_dtype(f"{name}'s type", kernel.dtype)
-    if kernel.ndim != 3:
-        raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
-
-
 def canonical_out_spec(
     out_sharding: NamedSharding | PartitionSpec | None, *operands: jax.Array
 ) -> PartitionSpec | None:
@@ -296,14 +280,6 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
     if scale.shape != (num_groups,):
         raise ValueError(f"scale must have one entry per group, shape ({num_groups},), got {scale.shape}.")
     return scale
-
-
-def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
-    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none."""
-    indices = integers("row_indices", row_indices)
-    if indices.ndim != 1:
-        raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
-    return as_int32(indices, -1, rows)
 
 
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:

@@ -45,8 +45,14 @@ from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.gather import gather_kernels
 from jax_grouped.ops.gemm import Operand, add_bias, bias_grad, gemm, gradient_type
 from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_inputs
-from jax_grouped.ops.quantize import Oriented, quantize_stack, quantize_tokens
-from jax_grouped.ops.quantize_kernel import cache_dimensions, check_for_gradients, kernel_spec
+from jax_grouped.ops.quantize import (
+    Oriented,
+    cache_dimensions,
+    check_for_gradients,
+    kernel_spec,
+    quantize_stack,
+    quantize_tokens,
+)
 
 #: Names of the residuals: the quantized tokens and kernels, and the input of the activation of
 #: `jax_grouped.moe.grouped_mlp`. Pass them to `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. An
@@ -329,10 +335,7 @@ def quantized_tokens(
     columnwise: bool = True,
     row_indices: jax.Array | None = None,
 ) -> Oriented:
-    """Returns the tokens as the products read them. `row_indices` are those of `grouped_quantize`.
-
-    With block scaling, the tokens may be a stack that is quantized already.
-    """
+    """Returns the tokens, which may be a stack of quantized blocks, as the products read them."""
     if spec.recipe is None:
         return Oriented(x, x)
     x_spec = spec.quantization(rowwise=rowwise, columnwise=columnwise)
@@ -381,11 +384,7 @@ def quantized_gradient(
     activation_input: jax.Array | None = None,
     row_indices: jax.Array | None = None,
 ) -> Oriented:
-    """Returns the gradient of the result as dgrad and wgrad read it, and the sums of its rows for a bias.
-
-    If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activation_input` is
-    the product's result. `row_indices` are those of `jax_grouped.grouped_quantize`.
-    """
+    """Returns the gradient of the result, or of its activation, as dgrad and wgrad read it, and the bias's gradient."""
     if spec.recipe is not None:
         return quantize_tokens(
             dy,

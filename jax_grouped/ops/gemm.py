@@ -166,10 +166,7 @@ class _AddBias(Operation):
 def bias_grad(
     dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None = None
 ) -> jax.Array:
-    """Returns the sum of each group's rows, accumulated in float32: `[T, N] -> [num_groups, N]`.
-
-    It is differentiable any number of times. Over mesh axes of type `Explicit`, its type is sharded as `out_spec` says.
-    """
+    """Returns the sum of each group's rows, accumulated in float32, differentiable: `[T, N] -> [num_groups, N]`."""
     return bias_gradient(dy, groups, num_groups, dtype, out_spec)
 
 

@@ -22,7 +22,7 @@ from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.quantize_kernel import check_cache, scaling_options
+from jax_grouped.ops.quantize import check_cache, scaling_options
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -90,10 +90,7 @@ def flat_weights(weights: Weights) -> Weights:
 
 
 class Partitions(NamedTuple):
-    """Specs of the types of plain arrays, which are sharded over mesh axes of type `Explicit` only.
-
-    `out` is what the caller asks for; None if the other types determine it.
-    """
+    """Specs of the types of plain arrays, sharded over `Explicit` mesh axes only; `out` is what the caller asks for."""
 
     x: PartitionSpec | None = None
     kernel: PartitionSpec | None = None

@@ -1,4 +1,9 @@
-"""Gather of the tokens of all devices of a mesh axis, and the return of the sums that each device makes for them."""
+"""Gathers of a layer: of the tokens of all devices of a mesh axis, and of weights that they store in parts (FSDP).
+
+Without an axis a gather does nothing. XLA runs one collective at a time, and other work during it: the methods have the
+optimization barriers that decide which work that is. A caller must use all that a method returns in place of what it
+gave, or XLA removes the barrier.
+"""
 
 import dataclasses
 import functools
@@ -9,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_grouped.core.varying import axis_size, sum_dtype
 from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.rows import sum_of_choices
-from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_rows, quantize_stacked_rows
-from jax_grouped.ops.dense import PendingWgrad
+from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_stacked_rows
+from jax_grouped.ops.dense import DenseResiduals, PendingWgrad, given_scales, quantized_kernels
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
-from jax_grouped.ops.inputs import DenseSpec
-from jax_grouped.ops.quantize import grouped_dequantize
+from jax_grouped.ops.inputs import DenseSpec, Weights
+from jax_grouped.ops.quantize import Oriented, check_for_gradients, grouped_dequantize
 from jax_grouped.ops.rows import sum_rows
 
 #: Rows of all devices, as they were sent.
@@ -25,10 +32,7 @@ Received = jax.Array | ScaledArray
 
 @dataclasses.dataclass(frozen=True)
 class TokenGather:
-    """A gather over a mesh axis of `D` devices. Without an axis the tokens are here, and stay.
-
-    XLA runs one collective at a time, and other work during it. A method with `while` in its name returns what it is
-    given with a barrier, which decides what that work is.
+    """A gather of tokens over a mesh axis of `D` devices, and the return of the sums that each device makes for them.
 
     Attributes:
         axis_name: the mesh axis, or None.
@@ -93,7 +97,7 @@ class TokenGather:
     def _gather(self, x: jax.Array, form: RowForm | None) -> Received:
         if form is None or 0 in x.shape:
             return jax.lax.all_gather(x, self.axis_name, tiled=True)
-        return gather_stack(quantize_rows(x, form), self.axis_name)
+        return gather_stack(quantize_stacked_rows(x[None], form), self.axis_name)
 
     def _return(self, parts: jax.Array, form: RowForm | None) -> Received:
         devices = jax.lax.axis_size(self.axis_name)
@@ -120,3 +124,61 @@ def restored(received: Received, dtype: DTypeLike) -> jax.Array:
     if not isinstance(received, ScaledArray):
         return received
     return grouped_dequantize(received, dtype).reshape(-1, received.layout.features)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGather:
+    """A gather over a mesh axis whose devices have different tokens, and each `E / D` of `E` weight matrices.
+
+    Each device quantizes its own part. A pass gathers the one orientation that it reads, and only parts wait for the
+    backward pass. XLA would start the gathers of all weights before the first product, so one waits for another array.
+
+    Attributes:
+        axis_name: the mesh axis, of `D` devices, or None.
+    """
+
+    axis_name: Hashable | None = None
+
+    @property
+    def parts(self) -> int:
+        """Number of devices of the axis."""
+        return 1 if self.axis_name is None else axis_size(self.axis_name)
+
+    def with_biases(self, weights: Weights) -> Weights:
+        """Gathers the biases of all devices, in the type in which their gradients are summed."""
+        if weights.bias is None or self.axis_name is None:
+            return weights
+        bias = weights.bias.astype(sum_dtype(weights.bias.dtype))
+        return weights._replace(bias=jax.lax.all_gather(bias, self.axis_name, tiled=True))
+
+    def for_fprop(self, weights: Weights, spec: DenseSpec, after: Any, *, rowwise: bool) -> tuple[Oriented, Any]:
+        """Gathers the kernels that fprop reads. Those that dgrad reads, made if `rowwise`, stay this device's part."""
+        state = weights.fp8_state
+        if self.axis_name is not None and state is not None:
+            state = part_of_state(state, self.axis_name, weights.kernel.shape[0])
+        own = quantized_kernels(weights, spec, given_scales(spec, state), rowwise=rowwise)
+        if self.axis_name is None:
+            return own, after
+        if state is not None:
+            assert own.amax is not None
+            own = own._replace(amax=jax.lax.all_gather(own.amax, self.axis_name, tiled=True))
+        columnwise, after = self._gathered(own.columnwise, after)
+        return own._replace(columnwise=columnwise), after
+
+    def for_dgrad(
+        self, up: DenseResiduals, down: DenseResiduals, dy: jax.Array
+    ) -> tuple[DenseResiduals, DenseResiduals, jax.Array]:
+        """Gathers the kernels of `down` once `dy` is there, and during its products those of `up`. Returns `dy` too."""
+        if self.axis_name is None:
+            return up, down, dy
+        for residuals in (up, down):
+            check_for_gradients(residuals.kernel)
+        down_kernel, dy = self._gathered(down.kernel, dy)
+        up_kernel, down_kernel = self._gathered(up.kernel, down_kernel)
+        return dataclasses.replace(up, kernel=up_kernel), dataclasses.replace(down, kernel=down_kernel), dy
+
+    def _gathered(self, kernel: Any, after: Any) -> tuple[Any, Any]:
+        kernel, after = jax.lax.optimization_barrier((kernel, after))
+        if isinstance(kernel, ScaledArray):
+            return gather_stack(kernel, self.axis_name), after
+        return jax.lax.all_gather(kernel, self.axis_name, tiled=True), after
