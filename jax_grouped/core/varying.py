@@ -84,10 +84,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
 
 
 def is_tracked(axis_name: Hashable) -> bool:
-    """Tells whether JAX tracks which values vary over the axis: inside `jax.shard_map` with its checks on.
-
-    There the transpose of a sum over the axis is the identity. Elsewhere, also under `jax.pmap`, it is a sum again.
-    """
+    """Tells whether JAX tracks what varies over the axis: then the transpose of a sum over it is the identity."""
     return axis_name in varying_axes(jax.lax.axis_index(axis_name))
 
 

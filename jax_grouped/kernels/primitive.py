@@ -75,9 +75,18 @@ def define(
             jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
             for x, count in zip(operands, batches, strict=True)
         ]
-        structs = [batched(result, batches[0]) for result in results(*slices, **static)]
-        if batches[0] != 1:
-            _refuse_large_batches(batches[0], *operands, *structs)
+        structs = [
+            jax.ShapeDtypeStruct((batches[0] * result.shape[0], *result.shape[1:]), result.dtype)
+            for result in results(*slices, **static)
+        ]
+        for aval in (*operands, *structs) if batches[0] != 1 else ():
+            # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
+            counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
+            if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
+                raise ValueError(
+                    f"jax.vmap over {batches[0]} calls of jax_grouped makes one with {aval.shape[0]} rows or groups, "
+                    "which must be fewer than 2^31: use jax.vmap over fewer, or jax.lax.map."
+                )
         first, mesh = operands[0], operands[0].sharding.mesh
         shardings = [NamedSharding(mesh, PartitionSpec(*(None,) * len(struct.shape))) for struct in structs]
         return [
@@ -164,7 +173,13 @@ def define(
     ) -> tuple[list[jax.Array], list[int]]:
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         if size == 0:
-            return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
+            slices = [
+                jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+                for x, axis in zip(args, axes, strict=True)
+            ]
+            structs = jax.eval_shape(functools.partial(primitive.bind, batches=batches, **params), *slices)
+            empty = [jnp.zeros((0, *struct.shape), struct.dtype) for struct in structs]
+            return [vary_alike(result, args[0])[0] for result in empty], [0] * len(empty)
         weights = params["spec"].weight_operands if shares_weights else ()
         # Data and scales of weights must have one batch size: share both or neither.
         shared = all(axes[i] is None and batches[i] == 1 for i in weights)
@@ -231,27 +246,3 @@ def _fold(x: jax.Array) -> jax.Array:
 def _unfold(x: jax.Array, batch: int) -> jax.Array:
     """Reshapes `[B * L, ...] -> [B, L, ...]`."""
     return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
-
-
-def _nothing(
-    function: Callable[..., list[jax.Array]], args: Sequence[jax.Array], axes: Sequence[int | None]
-) -> tuple[list[jax.Array], list[int]]:
-    """Returns the results of an empty batch, and their batch axes."""
-    slices = [
-        jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-        for x, axis in zip(args, axes, strict=True)
-    ]
-    results = [jnp.zeros((0, *result.shape), result.dtype) for result in jax.eval_shape(function, *slices)]
-    return [vary_alike(result, args[0])[0] for result in results], [0] * len(results)
-
-
-def _refuse_large_batches(batch: int, *avals: Any) -> None:
-    """Raises if the batch has more rows or groups than int32 can count."""
-    for aval in avals:
-        # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
-        counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
-        if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
-            raise ValueError(
-                f"jax.vmap over {batch} calls of jax_grouped makes one with {aval.shape[0]} rows or groups, which must "
-                "be fewer than 2^31: use jax.vmap over fewer, or jax.lax.map."
-            )

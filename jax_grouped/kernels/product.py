@@ -423,11 +423,8 @@ def _multiply_narrow(
 
 
 def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first.
-
-    Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
-    6 for three.
-    """
+    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first."""
+    # Only the products of parts `i` and `j` with `i + j` below the number of parts matter.
     count = _parts(precision)
     a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
     pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)

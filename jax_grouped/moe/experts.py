@@ -294,10 +294,7 @@ class RowMap(NamedTuple):
         return sums if self.bias is None else sums + self.weighted_bias(self.bias, self.weights)
 
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
-        """Returns the sum of each token's biases times these weights, `float32[T, N]`.
-
-        A bias is the same for all rows of an expert, so it need not be added to each of them.
-        """
+        """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""
         assert self.inverse is not None
         ends = jnp.cumsum(self.groups.sizes, dtype=jnp.int32)
         expert = count_not_above(ends, self.inverse)

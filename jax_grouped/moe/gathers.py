@@ -32,12 +32,7 @@ Received = jax.Array | ScaledArray
 
 @dataclasses.dataclass(frozen=True)
 class TokenGather:
-    """A gather of tokens over a mesh axis of `D` devices, and the return of the sums that each device makes for them.
-
-    Attributes:
-        axis_name: the mesh axis, or None.
-        wire: the form in which tokens and sums travel.
-    """
+    """A gather of tokens over a mesh axis of `D` devices, and the return of the sums that each makes for them."""
 
     axis_name: Hashable | None = None
     wire: Wire = dataclasses.field(default_factory=Wire)
@@ -63,10 +58,7 @@ class TokenGather:
     def dtokens_while(
         self, drows: jax.Array, dweights: Any, inverse: jax.Array, pending: PendingWgrad
     ) -> tuple[jax.Array, Any, PendingWgrad]:
-        """Returns the gradients of tokens and routing weights, from those of rows and of the weights of all devices.
-
-        The gradients of weights travel during dgrad, and those of tokens during wgrad.
-        """
+        """Returns gradients of tokens, which travel during wgrad, and of routing weights, which travel during dgrad."""
         if self.axis_name is None:
             return sum_of_choices(drows, inverse).astype(drows.dtype), dweights, pending
         dweights = summed(self._return(dweights, None))
@@ -108,10 +100,7 @@ class TokenGather:
 
 
 def summed(parts: Received) -> jax.Array:
-    """Sums over the devices in float32: `[D, T, C]` to `[T, C]`.
-
-    `jax.lax.psum_scatter` would send as many bytes, but sum in the type of the parts.
-    """
+    """Sums over the devices in float32, as `jax.lax.psum_scatter` would not: `[D, T, C]` to `[T, C]`."""
     if isinstance(parts, ScaledArray):
         tokens = parts.data.shape[1]
         scales = jnp.swapaxes(parts.scale_inv, 1, 2)[:, :tokens]

@@ -32,12 +32,7 @@ class RowForm(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Forms in which rows travel; None for rows that travel in their own type.
-
-    Attributes:
-        tokens, results: in the forward pass.
-        dresults, dtokens: gradients, in the backward pass.
-    """
+    """Forms in which tokens and results travel, and their gradients back; None for rows in their own type."""
 
     tokens: RowForm | None = None
     results: RowForm | None = None

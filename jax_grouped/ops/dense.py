@@ -297,11 +297,7 @@ def zero_gradient(residuals: DenseResiduals, accumulator: jax.Array | None) -> W
 def weights_gradient(
     pending: PendingWgrad, accumulator: jax.Array | None, stored_over: Hashable | None = None
 ) -> Weights:
-    """Returns the gradient of the weights, summed over devices that have the same kernels but other tokens.
-
-    The sum of kernels is rounded once. The devices of the mesh axis `stored_over`, if there is one, have equal parts of
-    the kernels, and get those of the sum.
-    """
+    """Returns the weights' gradient, summed over devices with the same kernels, or with parts stored over an axis."""
     spec = pending.spec
     axes = added_axes(spec.kernel_axes, pending.x, pending.dy, pending.groups)
     if stored_over is None and not axes:
@@ -436,11 +432,8 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: DTypeLike
 def make_residuals(
     tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, state: Fp8State | None
 ) -> DenseResiduals:
-    """Returns the residuals of the backward pass from the operands of `fprop`.
-
-    They are those for the gradients of all inputs, even if some inputs have no gradient. JAX uses one structure for all
-    calls of a program that `jax.jit` or `jax.checkpoint` has traced. It removes unread residuals before it compiles.
-    """
+    """Returns the residuals from the operands of `fprop`, for the gradients of all inputs."""
+    # JAX uses one structure for all calls of a traced program, and removes unread residuals before it compiles.
     amax = None
     if state is not None:
         assert tokens.amax is not None

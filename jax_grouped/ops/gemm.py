@@ -64,11 +64,7 @@ def _rows(operand: jax.Array | Gathered) -> jax.Array:
 
 
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
-    """Returns the type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
-
-    It is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
-    with float16 operands a float32 gradient is multiplied in float32.
-    """
+    """Returns the type of products with a gradient: that of operands, or float32 if float16 lacks its range."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 
 

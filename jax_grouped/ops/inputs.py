@@ -160,10 +160,7 @@ def canonical_inputs(
     precision: jax.lax.PrecisionLike,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> tuple[tuple[jax.Array, Weights, Groups], DenseSpec]:
-    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
-
-    All returned arrays but kernel and state vary over the same mesh axes: every axis over which any of them varied.
-    """
+    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them, to arrays that vary alike."""
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
@@ -171,7 +168,7 @@ def canonical_inputs(
         x=jax.typeof(x).sharding.spec,
         kernel=jax.typeof(weights.kernel).sharding.spec,
         bias=None if weights.bias is None else jax.typeof(weights.bias).sharding.spec,
-        out=checks.canonical_out_spec(out_sharding, x, weights.kernel),
+        out=None if out_sharding is None else checks.canonical_out_spec(out_sharding, x, weights.kernel),
     )
     return vary_inputs(x, weights, groups), dataclasses.replace(spec, partitions=partitions)
 

@@ -225,18 +225,7 @@ def quantize_permuted(
     *,
     spec: QuantizeSpec,
 ) -> tuple[ScaledArray, jax.Array | None]:
-    """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Reads each token once.
-
-    With given scales, the second result is the largest absolute value of each group, `float32[G]`, else None.
-
-    Args:
-        x: `[T, C]` tokens, or a stack, as in `quantize_tokens`.
-        groups: the groups of the `R` rows.
-        order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
-        inverse: `int32[T, k]`, the row of each pair, likewise.
-        scale: `float32[G]`, the given scales, for an `x` of tokens.
-        spec: rowwise alone: of `BLOCK_1D`, or of `TENSOR` with given scales.
-    """
+    """Returns the rowwise copy of the rows of a permutation, reading each token once, and amax if scales are given."""
     data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
     operands = {"x_scale": x_scale, "scale": scale}
     given = {name: operand for name, operand in operands.items() if operand is not None}
