@@ -352,6 +352,7 @@ def _run(arrays: ExpertsArrays, spec: ExpertsSpec, *, for_gradients: bool) -> tu
     x, up, down, row_map, shared, received = arrays
     groups, keeps = row_map.groups, for_gradients and row_map.weights is None
     kernels, _ = spec.weight_gather.for_fprop(up, spec.up, None, rowwise=for_gradients)
+    # Kernels that a gather or a quantization makes are made while the tokens travel.
     is_made = spec.weight_gather.axis_name is not None or not (spec.up.recipe is None or up.kernel_cache is not None)
     x, made, shared = spec.token_gather.tokens_while(x, received, kernels if is_made else None, shared)
     kernels = kernels if made is None else made
