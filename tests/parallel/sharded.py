@@ -99,11 +99,16 @@ CASES = {
 #: Largest error where only sums have another order. Tensor cores of Hopper keep about 14 bits of a sum of FP8 products.
 BOUND = 1e-5 if jax.default_backend() == "cpu" else 1e-4
 RECIPES = {
+    None: (None, 1e-5),
     "block": (jg.Float8BlockScaling(), BOUND),
     "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
     "delayed": (jg.DelayedScaling(amax_history_len=4), BOUND),
     "mxfp8": (jg.MXFP8BlockScaling(), BOUND),
 }
+
+
+def initial_state(name: str | None) -> jg.Fp8State | None:
+    return jg.Fp8State.initial(RECIPES["delayed"][0], GROUPS) if name == "delayed" else None
 
 
 def step_in_fp8(
@@ -132,6 +137,31 @@ def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
     shapes = (TOKENS, features), (GROUPS, features, 512), (GROUPS, 512), (TOKENS, 512)
     x, *others = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     return x.at[int(SIZES.sum()) :].set(jnp.nan), *others
+
+
+@functools.cache
+def on_one_device(name: str | None) -> Callable[..., Any]:
+    """Jits the step of a recipe once."""
+    return jax.jit(functools.partial(step_in_fp8, RECIPES[name][0]))
+
+
+def check_step(
+    mesh: Mesh,
+    name: str | None,
+    specs: tuple[P, ...],
+    *more: Any,
+    cache_spec: P = WHOLE,
+    out_sharding: P | None = None,
+    features: int = 256,
+) -> tuple[Any, Any]:
+    """Compares a step with one device's; `more` is an accumulator and a cache. Returns its program and results."""
+    arrays = *operands_of_fp8(features), initial_state(name), *more
+    sharded = [put(mesh, *pair) for pair in zip(arrays, (*specs, WHOLE, WHOLE, cache_spec), strict=False)]
+    step = functools.partial(step_in_fp8, RECIPES[name][0], out_sharding=out_sharding)
+    compiled = jax.jit(step).lower(*sharded).compile()
+    results = compiled(*sharded)
+    assert_close(results, on_one_device(name)(*arrays), RECIPES[name][1])
+    return compiled, results
 
 
 def assert_close(got: Any, expected: Any, bound: float) -> None:

@@ -12,29 +12,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import TYPES, mesh_of, typed_mesh
+from tests.meshes import mesh_of, typed_mesh
 from tests.parallel import programs
 from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
 from tests.parallel.sharded import assert_rounded_once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    ("api", "axes", "remat"),
+    ("kind", "api", "axes", "remat"),
     [
-        ("linen", dict(data=2, expert=2), False),
-        ("nnx", dict(data=2, expert=2), True),
-        ("nnx", dict(expert=2), False),
-        ("nnx", dict(feature=4), False),
-        ("linen", dict(data=2, expert=2, feature=2), True),
-        ("linen", dict(expert=8), False),
-        ("linen", dict(expert=2, stored_features=2), False),
-        ("linen", dict(expert=2, fsdp=2), False),
-        ("linen", dict(fsdp=2), False),
-        ("linen", dict(expert=4, fsdp=2), False),
-        ("nnx", dict(data=2, fsdp=4), True),
-        ("nnx", dict(fsdp=2, expert=2, feature=2), False),
+        ("auto", "nnx", dict(feature=4), False),
+        ("auto", "linen", dict(data=2, expert=2, feature=2), True),
+        ("auto", "linen", dict(expert=8), False),
+        ("auto", "linen", dict(expert=2, stored_features=2), False),
+        ("auto", "nnx", dict(fsdp=2, expert=2, feature=2), False),
+        ("explicit", "nnx", dict(data=2, expert=2), True),
+        ("explicit", "linen", dict(expert=2, feature=2), False),
+        ("explicit", "linen", dict(expert=2, stored_features=2), False),
+        ("explicit", "linen", dict(expert=4, fsdp=2), False),
+        ("explicit", "nnx", dict(data=2, fsdp=4), True),
     ],
     ids=str,
 )
@@ -48,10 +45,9 @@ def test_training_is_that_of_one_device(backend: str, kind: str, api: str, axes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_training_with_delayed_scaling_is_that_of_one_device(backend: str, kind: str) -> None:
+def test_training_with_delayed_scaling_is_that_of_one_device(backend: str) -> None:
     axes, options, steps = dict(data=2, expert=2, feature=2), dict(recipe=DELAYED, use_bias=False), 3
-    mesh = typed_mesh(kind, axes)
+    mesh = typed_mesh("explicit", axes)
 
     got = programs.under_jit(programs.model("nnx", axes, **options), mesh).run(steps)
 
@@ -80,9 +76,8 @@ def gathered_shapes(compiled: Any) -> list[tuple[int, ...]]:
     return [tuple(map(int, shape.split(","))) for shape in found]
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+def test_tokens_travel_between_experts_and_kernels_do_not() -> None:
+    mesh = typed_mesh("explicit", dict(data=2, expert=2))
     x, logits, gate_up, down = arrays()
     placed = [put(mesh, of, ("data", "expert")) for of in (x, logits)] + [
         put(mesh, of, "expert") for of in (gate_up, down)
@@ -103,11 +98,14 @@ def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
         assert gradient.sharding.is_equivalent_to(argument.sharding, argument.ndim)
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    "recipe",
-    [jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()],
-    ids=lambda recipe: type(recipe).__name__,
+    ("kind", "recipe"),
+    [
+        ("auto", jg.Float8BlockScaling()),
+        ("explicit", jg.Float8CurrentScaling()),
+        ("auto", jg.MXFP8BlockScaling()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_each_device_quantizes_its_own_kernels(backend: str, kind: str, recipe: jg.Recipe) -> None:
     if backend == "cuda" and isinstance(recipe, jg.MXFP8BlockScaling):
@@ -127,10 +125,9 @@ def test_each_device_quantizes_its_own_kernels(backend: str, kind: str, recipe: 
     jax.tree.map(np.testing.assert_array_equal, compiled(*placed), expected)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kind: str) -> None:
+def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str) -> None:
     del backend
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    mesh = typed_mesh("explicit", dict(data=2, expert=2))
     options = dict(**SIZES, recipe=jg.Float8BlockScaling(), cache_kernel=True)
     split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
     x = arrays()[0]
@@ -152,15 +149,14 @@ def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kin
         np.testing.assert_allclose(got, of_one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(
-    ("axes", "recipe"),
+    ("where", "axes", "recipe"),
     [
-        (dict(data=8), None),
-        (dict(fsdp=8), BLOCK),
-        (dict(data=2, expert=2, fsdp=2), None),
-        (dict(data=2, expert=4), BLOCK),
-        (dict(data=4, feature=2), None),
+        ("auto", dict(data=8), None),
+        ("explicit", dict(fsdp=8), BLOCK),
+        ("shard_map", dict(data=2, expert=2, fsdp=2), None),
+        ("auto", dict(data=2, expert=4), BLOCK),
+        ("explicit", dict(data=4, feature=2), None),
     ],
     ids=str,
 )
@@ -201,8 +197,11 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     assert_rounded_once(lambda parameters: jax.jit(run)(placed(parameters), *of_tokens), parameters)
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), DELAYED], ids=["block", "delayed"])
+@pytest.mark.parametrize(
+    ("where", "recipe"),
+    [("auto", BLOCK), ("explicit", DELAYED), ("shard_map", BLOCK)],
+    ids=["auto", "explicit", "manual"],
+)
 def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, recipe: jg.Recipe) -> None:
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", dict(expert=2, fsdp=2))
     tokens = P(("expert", "fsdp"))
@@ -331,9 +330,8 @@ def test_axes_that_split_two_things_are_refused() -> None:
         jg.moe.moe_mlp(x, *others[:2], accumulating, top_k=1, batch_axes="data")
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+def test_sequences_can_be_split_and_a_scale_traced() -> None:
+    mesh = typed_mesh("explicit", dict(data=2, expert=2))
     options = dict(**SIZES, precision="highest")
     split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
     x = arrays()[0].reshape(8, 8, K)
@@ -350,9 +348,8 @@ def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device() -> None:
+    mesh = typed_mesh("auto", dict(data=2, expert=2))
     options = dict(
         **SIZES,
         precision="highest",

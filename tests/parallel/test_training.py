@@ -22,8 +22,6 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "axes", "remat"),
     [
-        ("linen", dict(data=4), True),
-        ("nnx", dict(feature=4), False),
         ("linen", dict(expert=8), False),
         ("nnx", dict(expert=2, feature=2), False),
         ("nnx", dict(expert=2, stored_features=2), True),
@@ -51,16 +49,16 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(
-    ("axes", "is_manual"),
+    ("recipe", "axes", "is_manual"),
     [
-        (dict(expert=4), True),
-        (dict(data=2, expert=2), False),
-        (dict(fsdp=2, expert=2), True),
-        (dict(expert=2, feature=2), False),
+        ("block", dict(expert=4), True),
+        ("current", dict(fsdp=2, expert=2), True),
+        ("delayed", dict(expert=2, feature=2), False),
+        ("mxfp8", dict(data=2, expert=2), False),
+        ("block", dict(fsdp=2, expert=2), False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", RECIPES)
 def test_training_in_fp8_is_that_of_one_device(
     backend: str, recipe: str, axes: dict[str, int], is_manual: bool
 ) -> None:
@@ -95,7 +93,7 @@ def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, fsdp=2), dict(fsdp=2)], ids=str)
+@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, fsdp=2)], ids=str)
 def test_states_are_those_of_one_device_however_experts_are_split(backend: str, axes: dict[str, int]) -> None:
     options, steps = dict(recipe=DELAYED, use_bias=False), 3
     mesh = mesh_of(axes)
@@ -202,11 +200,10 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
     np.testing.assert_array_equal(crowded_y[~kept], (x + crowded["params"]["embed"]["bias"])[~kept])
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_a_step_for_gpus_stays_on_them(api: str) -> None:
+def test_a_step_for_gpus_stays_on_them() -> None:
     axes = dict(expert=4)
     training = programs.sharded(
-        programs.model(api, axes, methods=("gather",), recipe=BLOCK, use_bias=False), mesh_of(axes)
+        programs.model("nnx", axes, methods=("gather",), recipe=BLOCK, use_bias=False), mesh_of(axes)
     )
     step = training.step.trace(*training.start, training.place(programs.batches(1)[0]))
 
