@@ -1,7 +1,7 @@
 """Code shared by the tests of quantization: inputs that hide nothing, and the comparison of every specified byte."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -32,10 +32,13 @@ each_type = pytest.mark.parametrize("dtype", FP8_TYPES)
 T = TypeVar("T")
 
 
-def some(backend: str, choices: Sequence[T], index: int) -> Sequence[T]:
-    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns one choice, by the
-    index: every other one would cost a second of compilation, and shares its code with this one."""
-    return choices if backend == "cuda" else [choices[index % len(choices)]]
+def some(backend: str, choices: Iterable[T], index: int, count: int = 1) -> Sequence[T]:
+    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns `count`, from the
+    index on: every other one would cost a second of compilation, and shares its code with these."""
+    choices = list(choices)
+    if backend == "cuda":
+        return choices
+    return [choices[(index + i * len(choices) // count) % len(choices)] for i in range(count)]
 
 
 def tokens(

@@ -1,5 +1,6 @@
 """Operations on rows without groups: gradients of activations against float64, copies and sums of rows."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests import quantize_oracle
 from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
 from tests.programs import custom_calls, lowered, struct
+
+DTYPES = "bfloat16", "float16", "float32"
 
 
 def arrays(rows: int, features: int, dtype: str, activation: str = "silu_mul") -> tuple[jax.Array, ...]:
@@ -53,25 +56,24 @@ def assert_near(label: str, got: jax.Array, expected: Expected, dtype: jax.typin
     assert not off.size, f"{label} {got.shape} differs first at {off[0]}"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @each_activation
-def test_gradients_of_activations(backend: str, activation: str, dtype: str) -> None:
-    shapes = [(37, 264), (9, 1536), (1, 8), (5, 12)]
-    for shape in some(backend, shapes, ACTIVATIONS.index(activation) + len(dtype)):
+def test_gradients_of_activations(backend: str, activation: str) -> None:
+    forms = itertools.product([(37, 264), (9, 1536), (1, 8), (5, 12)], DTYPES)
+    for shape, dtype in some(backend, forms, 5 * ACTIVATIONS.index(activation), count=2):
         check_gradient(activation, *arrays(*shape, dtype, activation))
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (3, 0)], ids=str)
-def test_gradients_of_nothing(backend: str, shape: tuple[int, int]) -> None:
-    check_gradient("silu_mul", *arrays(*shape, "bfloat16"))
+def test_gradients_of_nothing(backend: str) -> None:
+    for shape in ((0, 16), (3, 0)):
+        check_gradient("silu_mul", *arrays(*shape, "bfloat16"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_numbers_at_the_limit_of_clamping_have_a_gradient_and_those_beyond_have_none(backend: str, dtype: str) -> None:
-    x = jnp.asarray(edges_of_clamping(dtype))
-    rows, features = x.shape[0], x.shape[1] // 2
+def test_numbers_at_the_limit_of_clamping_have_a_gradient_and_those_beyond_have_none(backend: str) -> None:
+    for dtype in some(backend, DTYPES, 0, count=2):
+        x = jnp.asarray(edges_of_clamping(dtype))
+        rows, features = x.shape[0], x.shape[1] // 2
 
-    check_gradient("clamped_silu_mul", x, jnp.ones((rows, features), dtype), jnp.linspace(0.5, 2, rows))
+        check_gradient("clamped_silu_mul", x, jnp.ones((rows, features), dtype), jnp.linspace(0.5, 2, rows))
 
 
 @each_activation
@@ -88,8 +90,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation
     assert not np.isfinite(inner_products[1])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("axis", [None, 0], ids=["alone", "vmap"])
+@pytest.mark.parametrize(("axis", "dtype"), [(None, "bfloat16"), (0, "float32"), (0, "bfloat16")])
 def test_rows_take_the_weights_of_their_pairs(backend: str, axis: int | None, dtype: str) -> None:
     x, da, weights = arrays(30, 16, dtype)
     orders = jnp.stack([permutation(15, 2, 30)[0], jax.random.permutation(jax.random.key(0), 40)[:30] - 5])
@@ -140,26 +141,15 @@ def test_vmap_and_higher_derivatives(backend: str, activation: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
-def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits(dtype: str, features: int, calls: int) -> None:
-    for activation in ("silu_mul", "relu"):
+def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits() -> None:
+    forms = ("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)
+    for activation, (dtype, features, calls) in itertools.product(("silu_mul", "relu"), forms):
         x = struct((4, 2 * features if is_gated(activation) else features), dtype)
         operands = (x, struct((4, features), dtype), struct((4,), "float32"))
 
         text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), *operands)
 
         assert len(custom_calls(text, "jax_grouped_activation_grad")) == calls
-
-
-def test_the_custom_call_gets_the_number_of_its_activation() -> None:
-    in_order = ["silu", "gelu", "relu", "relu_squared", "silu_mul", "gelu_mul", "clamped_silu_mul"]
-    for number, activation in enumerate(in_order, 1):
-        x, da = struct((4, 32 if is_gated(activation) else 16)), struct((4, 16))
-
-        text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), x, da, struct((4,), "float32"))
-
-        (call,) = custom_calls(text, "jax_grouped_activation_grad")
-        assert f"activation = {number} : i32" in call
 
 
 def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -172,30 +162,33 @@ def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Ar
     return jnp.asarray(order), jnp.asarray(inverse.reshape(tokens, choices))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [63, 40, 100], ids=["all", "dropped", "tail"])
 @pytest.mark.parametrize("features", [8, 264, 2056, 3])
-def test_tokens_are_copied(backend: str, features: int, rows: int, dtype: str) -> None:
-    x = jax.random.normal(jax.random.key(features), (21, features)).astype(dtype).at[4].set(jnp.nan)
-    order, inverse = permutation(21, 3, rows)
+def test_tokens_are_copied(backend: str, features: int) -> None:
+    # All pairs have a row, some are dropped, or rows are left.
+    for rows, dtype in some(backend, itertools.product((63, 40, 100), ("bfloat16", "float32")), features // 3, count=2):
+        x = jax.random.normal(jax.random.key(features), (21, features)).astype(dtype).at[4].set(jnp.nan)
+        order, inverse = permutation(21, 3, rows)
 
-    got = permute_rows(x, order, inverse)
+        got = permute_rows(x, order, inverse)
 
-    exist = np.asarray(order) < 63
-    expected = np.where(exist[:, None], np.asarray(x, np.float32)[np.where(exist, order, 0) // 3], 0)
-    np.testing.assert_array_equal(got.astype(jnp.float32), expected)
-    with_any_tail = permute_rows(x, order, inverse, zero_tail=False)
-    np.testing.assert_array_equal(with_any_tail.astype(jnp.float32)[exist], expected[exist])
-
-
-@pytest.mark.parametrize(("tokens", "rows", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])
-def test_copies_of_nothing(backend: str, tokens: int, rows: int, features: int) -> None:
-    got = permute_rows(jnp.ones((tokens, features)), *permutation(tokens, 2, rows))
-
-    np.testing.assert_array_equal(got, jnp.full((rows, features), tokens > 0, jnp.float32))
+        exist = np.asarray(order) < 63
+        expected = np.where(exist[:, None], np.asarray(x, np.float32)[np.where(exist, order, 0) // 3], 0)
+        np.testing.assert_array_equal(got.astype(jnp.float32), expected)
+        with_any_tail = permute_rows(x, order, inverse, zero_tail=False)
+        np.testing.assert_array_equal(with_any_tail.astype(jnp.float32)[exist], expected[exist])
 
 
-@pytest.mark.parametrize("rows", [20, 13, 26], ids=["all", "dropped", "tail"])
+NOTHING = (0, 4, 16), (4, 0, 16), (4, 5, 0)
+
+
+def test_copies_of_nothing(backend: str) -> None:
+    for tokens, rows, features in NOTHING:
+        got = permute_rows(jnp.ones((tokens, features)), *permutation(tokens, 2, rows))
+
+        np.testing.assert_array_equal(got, jnp.full((rows, features), tokens > 0, jnp.float32))
+
+
+@pytest.mark.parametrize("rows", [13, 26], ids=["dropped", "tail"])
 def test_copies_under_vmap_and_their_derivatives(backend: str, rows: int) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 10, 8))
     orders, inverses = (jnp.stack([of, of[::-1], of]) for of in permutation(10, 2, rows))
@@ -212,11 +205,11 @@ def test_copies_under_vmap_and_their_derivatives(backend: str, rows: int) -> Non
     np.testing.assert_allclose(gradient, copies[:, None] * 3 * x[0] ** 2, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("features", "calls"), [(8, 1), (12, 0)])
-def test_one_kernel_for_copies_of_whole_vectors(features: int, calls: int) -> None:
-    text = lowered(permute_rows, struct((4, features)), struct((6,), "int32"), struct((4, 2), "int32"))
+def test_one_kernel_for_copies_of_whole_vectors() -> None:
+    for features, calls in ((8, 1), (12, 0)):
+        text = lowered(permute_rows, struct((4, features)), struct((6,), "int32"), struct((4, 2), "int32"))
 
-    assert len(custom_calls(text, "jax_grouped_permute_rows")) == calls
+        assert len(custom_calls(text, "jax_grouped_permute_rows")) == calls
 
 
 def expected_sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> np.ndarray:
@@ -229,10 +222,13 @@ def expected_sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None
     return terms.sum(axis=1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize(("features", "choices"), [(8, 1), (264, 3), (2056, 8), (1024, 40), (3, 2)])
-def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int, weighted: bool, dtype: str) -> None:
+def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int) -> None:
+    for weighted, dtype in some(backend, itertools.product((False, True), DTYPES), choices, count=2):
+        check_sums(features, choices, weighted, dtype)
+
+
+def check_sums(features: int, choices: int, weighted: bool, dtype: str) -> None:
     keys = jax.random.split(jax.random.key(features), 2)
     # Half of the pairs have a row, and one token has none.
     inverse = permutation(21, choices, 21 * choices // 2)[1].at[3].set(-1)
@@ -259,11 +255,11 @@ def test_numbers_of_a_sum_that_are_not_finite_stay_in_their_tokens(backend: str)
     np.testing.assert_array_equal(np.argwhere(np.isinf(sums)), [[2, 0]])
 
 
-@pytest.mark.parametrize(("rows", "tokens", "features"), [(0, 4, 16), (4, 0, 16), (4, 5, 0)])
-def test_sums_of_nothing(backend: str, rows: int, tokens: int, features: int) -> None:
-    got = sum_rows(jnp.ones((rows, features), jnp.bfloat16), jnp.full((tokens, 2), rows, jnp.int32))
+def test_sums_of_nothing(backend: str) -> None:
+    for rows, tokens, features in NOTHING:
+        got = sum_rows(jnp.ones((rows, features), jnp.bfloat16), jnp.full((tokens, 2), rows, jnp.int32))
 
-    np.testing.assert_array_equal(got, jnp.zeros((tokens, features)))
+        np.testing.assert_array_equal(got, jnp.zeros((tokens, features)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -291,8 +287,8 @@ def test_sums_under_vmap_and_their_derivatives(backend: str, dtype: str) -> None
     np.testing.assert_allclose(dweights, of_choices, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
-def test_one_kernel_for_sums_of_rows_of_16_bits(dtype: str, features: int, calls: int) -> None:
-    text = lowered(sum_rows, struct((6, features), dtype), struct((4, 2), "int32"), struct((4, 2), "float32"))
+def test_one_kernel_for_sums_of_rows_of_16_bits() -> None:
+    for dtype, features, calls in (("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)):
+        text = lowered(sum_rows, struct((6, features), dtype), struct((4, 2), "int32"), struct((4, 2), "float32"))
 
-    assert len(custom_calls(text, "jax_grouped_sum_rows")) == calls
+        assert len(custom_calls(text, "jax_grouped_sum_rows")) == calls

@@ -49,14 +49,12 @@ def test_derivatives_of_first_and_second_order_match_differences() -> None:
     check_grads(loss, (jnp.nan_to_num(x), kernel, bias), order=2, modes=["rev"], atol=0.1, rtol=0.1)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))],
-    ids=["jit", "remat", "jit of remat"],
-)
-def test_gradient_survives(transform: Callable) -> None:
-    transformed = jax.grad(transform(loss), argnums=(0, 1, 2))
-    assert_trees_close(transformed(*operands()), GRADIENT(*operands()))
+def test_gradient_survives() -> None:
+    policy = jax.checkpoint_policies.nothing_saveable
+    value_and_gradients = jax.value_and_grad(jax.jit(jax.checkpoint(loss, policy=policy)), argnums=(0, 1, 2))
+    value, gradients = jax.jit(value_and_gradients)(*operands())
+    assert_trees_close(value, loss(*operands()))
+    assert_trees_close(gradients, GRADIENT(*operands()))
 
 
 def mlp(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -87,12 +85,6 @@ def test_calls_of_one_layer_may_differ_in_what_has_a_gradient(transform: Callabl
 
     # JAX traces the transformed layer once.
     assert_trees_close(gradient(transform(layer)), gradient(layer))
-
-
-def test_value_and_grad_gives_both() -> None:
-    value, gradient = jax.jit(jax.value_and_grad(loss))(*operands())
-    assert_trees_close(value, loss(*operands()))
-    assert_trees_close(gradient, GRADIENT(*operands())[0])
 
 
 def test_scan_over_microbatches_adds_gradients() -> None:
@@ -126,8 +118,8 @@ def test_eval_shape_and_ahead_of_time_compilation() -> None:
     assert_trees_close(jax.jit(dense).lower(*operands()).compile()(*operands()), dense(*operands()))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> None:
+def test_shard_map_sums_the_gradients_of_replicated_kernels() -> None:
+    devices = min(4, jax.device_count())
     mesh = data_mesh(devices)
     xs = jnp.concatenate([operands(seed)[0] for seed in range(devices)])
     sizes = jnp.tile(SIZES, devices)
@@ -145,14 +137,13 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
 
 
-@pytest.mark.parametrize("of", [jg.ragged_dot, jg.grouped_dense], ids=["ragged_dot", "grouped_dense"])
-def test_shard_map_has_the_second_derivatives_of_replicated_kernels(of: Callable[..., jax.Array]) -> None:
+def test_shard_map_has_the_second_derivatives_of_replicated_kernels() -> None:
     devices = 4
     xs = jnp.stack([operands(seed)[0] for seed in range(devices)])
     kernel = operands()[1]
 
     def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(of(x, kernel, SIZES, precision="highest")))
+        return jnp.sum(jnp.sin(jg.grouped_dense(x, kernel, SIZES, precision="highest")))
 
     def squares(xs: jax.Array, kernel: jax.Array) -> jax.Array:
         dkernel = jax.grad(lambda kernel: sum(value(x, kernel) for x in xs))(kernel)
@@ -202,8 +193,7 @@ def test_pmap_runs_every_device_on_its_own_tokens() -> None:
     assert_trees_close(got, jnp.broadcast_to(expected, got.shape), 1e-4)
 
 
-@pytest.mark.parametrize("rhs", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("lhs", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("lhs", "rhs"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
 def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str) -> None:
     x, kernel = operands()[0].astype(lhs), operands()[1].astype(rhs)
 
@@ -221,12 +211,9 @@ def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str
 
 
 FORWARD = {
-    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
-    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
     "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
     "jacfwd": lambda f, x: jax.jacfwd(f)(x),
-    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
 }
 
