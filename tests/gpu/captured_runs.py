@@ -15,14 +15,7 @@ from tests.gpu.replays import CAPTURED, first_difference
 EVERYTHING = CAPTURED["xla_gpu_enable_command_buffer"]
 
 
-def run(
-    commands: str,
-    out: pathlib.Path,
-    steps: int,
-    variant: str,
-    *options: str,
-    module: str = "tests.gpu.captured_steps",
-) -> dict[str, Any]:
+def run(commands: str, out: pathlib.Path, steps: int, variant: str, *options: str) -> dict[str, Any]:
     """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
     xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
     # Another process might find another algorithm fastest, which may add up in another order: one of cuBLASLt's, or one
@@ -31,7 +24,7 @@ def run(
     settings = {"JAX_GROUPED_AUTOTUNE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment = {**os.environ, **settings, "XLA_FLAGS": xla_flags}
     root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", module, str(out), str(steps), variant, *options]
+    command = [sys.executable, "-m", "tests.gpu.captured_steps", str(out), str(steps), variant, *options]
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())

@@ -1,6 +1,6 @@
 """Sharded products and layers on two GPUs, beside the results of one."""
 
-import functools
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -20,15 +20,12 @@ from tests.parallel.sharded import (
     RECIPES,
     WHOLE,
     assert_close,
+    check_step,
     operands_of_fp8,
     put,
-    step_in_fp8,
 )
 
 pytestmark = pytest.mark.gpu
-
-#: Two devices add up in another order, and tensor cores keep fewer digits of sums in FP8 than float32 has.
-BOUNDS = {name: (recipe, max(bound, 1e-4)) for name, (recipe, bound) in RECIPES.items()}
 
 
 def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
@@ -38,24 +35,22 @@ def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
     return jax.make_mesh((*sizes,), ("data", "model"), axis_types=(type_,) * 2, devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("name", [None, *RECIPES])
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit], ids=lambda type_: type_.name)
-@pytest.mark.parametrize("axis", ["data", "model"])
-@pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
+#: Every case along both axes and with both types of them, and with every recipe.
+STEPS = itertools.product(
+    ["tokens and features out", "tokens and features in", "tokens and experts"],
+    ["data", "model"],
+    [AxisType.Auto, AxisType.Explicit],
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "axis", "type_", "name"), [(*step, [*RECIPES][i % len(RECIPES)]) for i, step in enumerate(STEPS)], ids=str
+)
 def test_steps_agree_with_those_of_one_gpu(case: str, axis: str, type_: AxisType, name: str | None) -> None:
-    recipe, bound = BOUNDS[name] if name else (None, 1e-5)
-    mesh = mesh_of_two(axis, type_)
-    specs, results, _ = CASES[case]
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    out = results[0] if type_ == AxisType.Explicit else None
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    specs, (out, *_), _ = CASES[case]
+    out_sharding = out if type_ == AxisType.Explicit else None
 
-    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=out))
-    got = [step(*sharded, put(mesh, state, WHOLE)) for _ in range(2)]
-
-    assert_close(got[0], jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
-    assert_close(got[1], got[0], 0)
+    check_step(mesh_of_two(axis, type_), name, specs, out_sharding=out_sharding, again=True)
 
 
 @pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling(), jg.DelayedScaling()], ids=repr)

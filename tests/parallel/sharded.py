@@ -153,14 +153,20 @@ def check_step(
     cache_spec: P = WHOLE,
     out_sharding: P | None = None,
     features: int = 256,
+    again: bool = False,
 ) -> tuple[Any, Any]:
-    """Compares a step with one device's; `more` is an accumulator and a cache. Returns its program and results."""
+    """Compares a step with one device's; `more` is an accumulator and a cache. Returns its program and results.
+
+    `again` compares a second run with the first one.
+    """
     arrays = *operands_of_fp8(features), initial_state(name), *more
     sharded = [put(mesh, *pair) for pair in zip(arrays, (*specs, WHOLE, WHOLE, cache_spec), strict=False)]
     step = functools.partial(step_in_fp8, RECIPES[name][0], out_sharding=out_sharding)
     compiled = jax.jit(step).lower(*sharded).compile()
     results = compiled(*sharded)
     assert_close(results, on_one_device(name)(*arrays), RECIPES[name][1])
+    if again:
+        assert_close(compiled(*sharded), results, 0)
     return compiled, results
 
 
