@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_grouped.core import groups
-from jax_grouped.kernels import primitive, product
 from tests import oracle
 
 pytestmark = pytest.mark.slow
@@ -63,10 +62,3 @@ def test_sizes_of_any_integer_type_become_int32_without_wrapping(
     got = groups.as_int32(jnp.array(values, dtype), 0, 10)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 5, 1025])
-def test_scratch_holds_every_array_at_a_16_byte_boundary(num_groups: int) -> None:
-    size = product.scratch_bytes(1, num_groups)
-    assert size % 16 == 0
-    assert size >= 5 * 8 * num_groups + 9 * 4 * num_groups + 8 + 4 * primitive.group_table_size(num_groups)

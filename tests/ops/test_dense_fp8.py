@@ -189,7 +189,7 @@ def test_exported_programs_give_the_same_result(backend: str) -> None:
 def test_arrays_without_elements(backend: str, tokens: int, K: int, N: int, groups: int) -> None:
     x, kernel, bias = np.ones((tokens, K)), np.ones((groups, K, N)), np.zeros((groups, N))
     sizes = np.array([1, 2])[:groups]
-    for recipe in some(backend, [BLOCK, CURRENT], tokens + K):
+    for recipe in some(backend, [BLOCK, CURRENT], tokens):
         step = jax.jit(functools.partial(forward_and_backward, recipe))
         y, dx, dkernel, dbias = step(x, kernel, bias, np.ones((tokens, N)), sizes)
         assert (y.shape, dx.shape, dkernel.shape) == ((tokens, N), x.shape, kernel.shape)
@@ -202,8 +202,9 @@ def test_checked_group_sizes_raise() -> None:
         jg.grouped_dense(jnp.ones((6, 16)), jnp.ones((2, 16, 16)), jnp.array([4, 3]), recipe=BLOCK)
 
 
-@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), jg.Float8CurrentScaling()], ids=["block", "current"])
-@pytest.mark.parametrize("shape", [shapes.SHAPES["dsv3 up"], shapes.SHAPES["qwen3"]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    ("shape", "recipe"), [(shapes.SHAPES["dsv3 up"], BLOCK), (shapes.SHAPES["qwen3"], CURRENT)], ids=["dsv3", "qwen3"]
+)
 def test_residuals_take_half_of_what_they_take_in_bf16(shape: shapes.Shape, recipe: Any) -> None:
     def residual_bytes(recipe: Any) -> int:
         def forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> Any:

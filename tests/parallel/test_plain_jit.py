@@ -22,15 +22,9 @@ from tests.parallel.sharded import assert_rounded_once
 @pytest.mark.parametrize(
     ("kind", "api", "axes", "remat"),
     [
-        ("auto", "nnx", dict(feature=4), False),
         ("auto", "linen", dict(data=2, expert=2, feature=2), True),
-        ("auto", "linen", dict(expert=8), False),
-        ("auto", "linen", dict(expert=2, stored_features=2), False),
         ("auto", "nnx", dict(fsdp=2, expert=2, feature=2), False),
-        ("explicit", "nnx", dict(data=2, expert=2), True),
-        ("explicit", "linen", dict(expert=2, feature=2), False),
         ("explicit", "linen", dict(expert=2, stored_features=2), False),
-        ("explicit", "linen", dict(expert=4, fsdp=2), False),
         ("explicit", "nnx", dict(data=2, fsdp=4), True),
     ],
     ids=str,
@@ -152,11 +146,9 @@ def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str) -> 
 @pytest.mark.parametrize(
     ("where", "axes", "recipe"),
     [
-        ("auto", dict(data=8), None),
-        ("explicit", dict(fsdp=8), BLOCK),
-        ("shard_map", dict(data=2, expert=2, fsdp=2), None),
         ("auto", dict(data=2, expert=4), BLOCK),
         ("explicit", dict(data=4, feature=2), None),
+        ("shard_map", dict(data=2, expert=2, fsdp=2), None),
     ],
     ids=str,
 )
@@ -197,11 +189,7 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     assert_rounded_once(lambda parameters: jax.jit(run)(placed(parameters), *of_tokens), parameters)
 
 
-@pytest.mark.parametrize(
-    ("where", "recipe"),
-    [("auto", BLOCK), ("explicit", DELAYED), ("shard_map", BLOCK)],
-    ids=["auto", "explicit", "manual"],
-)
+@pytest.mark.parametrize(("where", "recipe"), [("explicit", DELAYED), ("shard_map", BLOCK)], ids=["explicit", "manual"])
 def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, recipe: jg.Recipe) -> None:
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", dict(expert=2, fsdp=2))
     tokens = P(("expert", "fsdp"))

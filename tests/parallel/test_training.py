@@ -20,18 +20,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("api", "axes", "remat"),
+    ("api", "axes", "methods", "remat"),
     [
-        ("linen", dict(expert=8), False),
-        ("nnx", dict(expert=2, feature=2), False),
-        ("nnx", dict(expert=2, stored_features=2), True),
-        ("linen", dict(fsdp=2, expert=2), True),
+        ("linen", dict(expert=8), ("gather", "padded"), False),
+        ("nnx", dict(expert=2, feature=2), ("padded", "gather"), False),
+        ("nnx", dict(expert=2, stored_features=2), ("gather", "padded"), True),
+        ("linen", dict(fsdp=2, expert=2), ("gather", "padded"), True),
     ],
     ids=str,
 )
-def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: dict[str, int], remat: bool) -> None:
+def test_sharded_training_is_that_of_one_device(
+    backend: str, api: str, axes: dict[str, int], methods: tuple[str, str], remat: bool
+) -> None:
     mesh = mesh_of(axes)
-    model = programs.model(api, axes, remat=remat)
+    model = programs.model(api, axes, methods=methods, remat=remat)
 
     got = programs.sharded(model, mesh).run()
 
@@ -55,7 +57,6 @@ RECIPES = {
         ("current", dict(fsdp=2, expert=2), True),
         ("delayed", dict(expert=2, feature=2), False),
         ("mxfp8", dict(data=2, expert=2), False),
-        ("block", dict(fsdp=2, expert=2), False),
     ],
     ids=str,
 )
@@ -73,16 +74,6 @@ def test_training_in_fp8_is_that_of_one_device(
     assert_close(got, expected, tolerance[backend])
 
 
-def test_training_with_exchanged_rows_is_that_of_one_device(backend: str) -> None:
-    axes = dict(expert=2, feature=2)
-    mesh = mesh_of(axes)
-    model = programs.model("nnx", axes, methods=("padded", "gather"))
-
-    got = programs.sharded(model, mesh).run()
-
-    assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
-
-
 def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     # As many as split the batch evenly.
     devices = 2 ** (jax.device_count().bit_length() - 1)
@@ -93,9 +84,8 @@ def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, fsdp=2)], ids=str)
-def test_states_are_those_of_one_device_however_experts_are_split(backend: str, axes: dict[str, int]) -> None:
-    options, steps = dict(recipe=DELAYED, use_bias=False), 3
+def test_states_are_those_of_one_device_however_experts_are_split(backend: str) -> None:
+    axes, options, steps = dict(expert=2, fsdp=2), dict(recipe=DELAYED, use_bias=False), 3
     mesh = mesh_of(axes)
     model = programs.model("linen", axes, **options)
 
