@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from benchmarks import shapes
 from tests import oracle, quantize_oracle
-from tests.exports import exported
 from tests.meshes import data_mesh
 from tests.ops.dense_cases import BLOCK, CURRENT, SHAPE, SIZES, assert_close, operands
 from tests.ops.quantize_cases import assert_same_trees, some
@@ -174,27 +173,16 @@ def test_expert_shards_with_group_offset_add_up_to_the_whole(backend: str) -> No
     assert_close((*added, *(jnp.concatenate([half[i] for half in halves]) for i in (2, 3))), whole)
 
 
-def test_exported_programs_give_the_same_result(backend: str) -> None:
-    x, kernel, bias, dy = operands()
-    for name in some(backend, ["block", "current", "mxfp8"], 0):
-
-        def step(x: jax.Array, kernel: jax.Array, sizes: jax.Array, name: str = name) -> jax.Array:
-            return jg.grouped_dense(x, kernel, sizes, bias, recipe=RECIPES[name])
-
-        got = exported(step, x, kernel, SIZES)(x, kernel, SIZES)
-        assert_close((got,), jitted(backend, name)(x, kernel, bias, dy, SIZES)[:1])
-
-
-@pytest.mark.parametrize(("tokens", "K", "N", "groups"), [(0, 16, 32, 2), (6, 0, 32, 2), (6, 16, 0, 2), (6, 16, 32, 0)])
-def test_arrays_without_elements(backend: str, tokens: int, K: int, N: int, groups: int) -> None:
-    x, kernel, bias = np.ones((tokens, K)), np.ones((groups, K, N)), np.zeros((groups, N))
-    sizes = np.array([1, 2])[:groups]
-    for recipe in some(backend, [BLOCK, CURRENT], tokens):
-        step = jax.jit(functools.partial(forward_and_backward, recipe))
-        y, dx, dkernel, dbias = step(x, kernel, bias, np.ones((tokens, N)), sizes)
-        assert (y.shape, dx.shape, dkernel.shape) == ((tokens, N), x.shape, kernel.shape)
-        assert dbias.shape == bias.shape
-        assert not any(np.any(array) for array in (y, dx, dkernel))
+def test_arrays_without_elements(backend: str) -> None:
+    for tokens, K, N, groups in ((0, 16, 32, 2), (6, 0, 32, 2), (6, 16, 0, 2), (6, 16, 32, 0)):
+        x, kernel, bias = np.ones((tokens, K)), np.ones((groups, K, N)), np.zeros((groups, N))
+        sizes = np.array([1, 2])[:groups]
+        for recipe in some(backend, [BLOCK, CURRENT], tokens + K // 16):
+            step = jax.jit(functools.partial(forward_and_backward, recipe))
+            y, dx, dkernel, dbias = step(x, kernel, bias, np.ones((tokens, N)), sizes)
+            assert (y.shape, dx.shape, dkernel.shape) == ((tokens, N), x.shape, kernel.shape)
+            assert dbias.shape == bias.shape
+            assert not any(np.any(array) for array in (y, dx, dkernel))
 
 
 def test_checked_group_sizes_raise() -> None:

@@ -83,8 +83,8 @@ def test_no_preset_as_the_default_matters_without_float32() -> None:
     for recipe, dtype in ((None, jnp.bfloat16), (jg.Float8BlockScaling(), jnp.float32)):
         function = functools.partial(gradients, recipe, dtype)
         expected = lowered(function, *operands)
-        for preset in jax.lax.DotAlgorithmPreset:
-            with jax.default_matmul_precision(preset.name):
+        for preset in [preset.name for preset in jax.lax.DotAlgorithmPreset][1:]:
+            with jax.default_matmul_precision(preset):
                 assert lowered(function, *operands) == expected, preset
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,28 +41,23 @@ def test_relu_and_its_square_are_exact(backend: str, activation: str, backward: 
     rng = np.random.default_rng(1)
     dy = rng.standard_normal((SHAPE.tokens, SHAPE.K), np.float32)
     dy[rng.random(dy.shape) < 0.02] = np.inf
-    modes = some(backend, MODES, 2 * EXACT.index(activation) + backward)
     # Without the rowwise copy, others of the kernel's steps find the largest values.
-    orientations = some(backend, [True, False], 0)
-    for mode, rowwise, (name, x) in itertools.product(modes, orientations, awkward_values().items()):
+    forms = some(backend, itertools.product(MODES, [True, False]), 4 * EXACT.index(activation) + 2 * backward)
+    for (mode, rowwise), (name, x) in itertools.product(forms, awkward_values().items()):
         if backward:
             exact = quantize_oracle.activation_grad(activation, dy, x)
-            arguments = dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x))
         else:
             exact = quantize_oracle.activation(activation, x)
-            arguments = dict(x=jnp.asarray(x))
         with np.errstate(over="ignore"):
             values = exact.astype(np.float32)
-        got = jg.grouped_quantize(
-            **arguments,
-            group_sizes=jnp.asarray(AWKWARD_SIZES),
-            mode=mode,
-            rowwise=rowwise,
-            columnwise=True,
-            activation=activation,
-        )
+        options = dict(rowwise=rowwise, columnwise=True, activation=activation)
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=AWKWARD_SIZES, mode=mode, **options)
         expected = quantize_oracle.quantize(values, AWKWARD_SIZES, mode)
         assert_quantized(f"{mode}, {name}, rowwise {rowwise},", got, expected)
+
+
+def arguments(backward: bool, dy: np.ndarray, x: np.ndarray) -> dict[str, jax.Array]:
+    return dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x)) if backward else dict(x=jnp.asarray(x))
 
 
 def assert_close(
@@ -120,15 +116,14 @@ def test_activations_are_quantized_and_summed(backend: str, activation: str, bac
     for mode in some(backend, modes, ACTIVATIONS.index(activation) + backward):
         pow2_scales = mode == ScalingMode.BLOCK_1D
         got = jg.grouped_quantize(
-            jnp.asarray(dy if backward else x),
-            jnp.asarray(sizes),
-            mode,
+            **arguments(backward, dy, x),
+            group_sizes=jnp.asarray(sizes),
+            mode=mode,
             dtype=dtype,
             columnwise=True,
             pow2_scales=pow2_scales,
             dbias=True,
             activation=activation,
-            activation_input=jnp.asarray(x) if backward else None,
         )
         for name, copy in (("rowwise", got.rowwise), ("columnwise", got.columnwise)):
             assert_close(f"{mode}, {name}", copy, expected, sizes, dtype, pow2_scales)
@@ -149,14 +144,8 @@ def test_activations_of_16_bit_types_are_computed_in_float32(backend: str, activ
     for dtype in some(backend, ["bfloat16", "float16"], ACTIVATIONS.index(activation) + backward):
         x = tokens(dataclasses.replace(shape, K=160) if is_gated(activation) else shape, sizes, dtype, magnitude=4.0)
         dy = tokens(shape, sizes, dtype, magnitude=4.0, seed=1)
-        got = jg.grouped_quantize(
-            jnp.asarray(dy if backward else x),
-            jnp.asarray(sizes),
-            ScalingMode.BLOCK_2D,
-            columnwise=True,
-            activation=activation,
-            activation_input=jnp.asarray(x) if backward else None,
-        )
+        options = dict(mode=ScalingMode.BLOCK_2D, columnwise=True, activation=activation)
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=jnp.asarray(sizes), **options)
         without = [without_tail(array, sizes) for array in (dy, x)]
         expected = Expected.backward(activation, *without) if backward else Expected.forward(activation, without[1])
         for copy in (got.rowwise, got.columnwise):
@@ -182,18 +171,11 @@ def test_what_is_clamped_has_no_gradient_and_the_limit_has_one(backend: str, bac
         dy = np.ones((x.shape[0], x.shape[1] // 2), x.dtype)
         if backward:
             expected = quantize_oracle.activation_grad("clamped_silu_mul", dy, x)
-            arguments = dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x))
         else:
             expected = quantize_oracle.activation("clamped_silu_mul", x)
-            arguments = dict(x=jnp.asarray(x))
 
-        got = jg.grouped_quantize(
-            **arguments,
-            group_sizes=jnp.array([len(x)]),
-            mode=ScalingMode.BLOCK_1D,
-            columnwise=True,
-            activation="clamped_silu_mul",
-        )
+        options = dict(mode=ScalingMode.BLOCK_1D, columnwise=True, activation="clamped_silu_mul")
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=jnp.array([len(x)]), **options)
 
         for copy in (got.rowwise, got.columnwise):
             numbers = np.asarray(jg.grouped_dequantize(copy))

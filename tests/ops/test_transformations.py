@@ -99,23 +99,10 @@ def test_scan_over_microbatches_adds_gradients() -> None:
     assert_trees_close(got, sum(GRADIENT(x, kernel, bias)[1] for x in xs))
 
 
-def test_donated_tokens_give_the_same_result() -> None:
-    x, kernel, bias = operands()
-    expected = dense(x, kernel, bias)
-    step = jax.jit(lambda x, kernel: jg.ragged_dot(x, kernel, SIZES, precision="highest")[:, :IN], donate_argnums=0)
-    assert_trees_close(step(jnp.array(x), kernel) + 0, (expected - dense(x, 0 * kernel, bias))[:, :IN], 1e-4)
-
-
 def test_disabled_jit_gives_the_same_result() -> None:
     with jax.disable_jit():
         y = dense(*operands())
     assert_trees_close(y, dense(*operands()))
-
-
-def test_eval_shape_and_ahead_of_time_compilation() -> None:
-    shape = jax.eval_shape(dense, *operands())
-    assert (shape.shape, shape.dtype) == ((TOKENS, OUT), jnp.float32)
-    assert_trees_close(jax.jit(dense).lower(*operands()).compile()(*operands()), dense(*operands()))
 
 
 def test_shard_map_sums_the_gradients_of_replicated_kernels() -> None:
