@@ -120,24 +120,6 @@ def test_ragged_dot_has_the_types_of_jax(backend: str) -> None:
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
-def test_ragged_dot_and_its_gradients_equal_those_of_jax(backend: str) -> None:
-    shape = shapes.SHAPES["aligned"]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradients(function, x, kernel, dy, sizes) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(lambda x, kernel: function(x, kernel, sizes, precision="highest"), x, kernel)
-        return y, *vjp(dy)
-
-    for skew in ("equal", "lognormal", "tail", "empty_adjacent"):
-        sizes = shapes.group_sizes(shape, skew)
-        at = random_operands(shape, sizes, tail=0.0)
-        results = (
-            gradients(function, at.x, at.kernel, at.dy, sizes) for function in (jg.ragged_dot, jax.lax.ragged_dot)
-        )
-        for got, expected in zip(*results, strict=True):
-            assert oracle.relative_error(got, np.asarray(expected, np.float64)) < 1e-5, skew
-
-
 def test_float32_inputs_keep_more_than_bfloat16_would(backend: str) -> None:
     shape = shapes.SHAPES["aligned"]
     sizes = shapes.group_sizes(shape, "equal")
