@@ -106,6 +106,19 @@ def test_accumulators_of_odd_features_and_other_types(backend: str) -> None:
         np.testing.assert_array_equal(dkernel[:, 0, 0].astype(jnp.float32), [2.5, 4.5])
 
 
+def test_sums_may_lie_elsewhere_than_their_accumulators(backend: str) -> None:
+    # Results of a loop are parts of an array, which the accumulators are not.
+    accumulators = jax.random.normal(jax.random.key(0), (2, SHAPE.num_groups, SHAPE.K, SHAPE.N))
+    for name in some(backend, ["none", "block"], 0):
+        at, dy = arguments(name), jnp.asarray(operands()[3])
+        add = functools.partial(_gradient, RECIPES[name], at["kernel"], at["x"], dy)
+
+        sums = jax.jit(lambda accumulators, add=add: jax.lax.map(add, accumulators))(accumulators)
+
+        gradient = add(jnp.zeros_like(accumulators[0]))
+        assert_close(tuple(sums), tuple(accumulator + gradient for accumulator in accumulators), 1e-5)
+
+
 def test_microbatches_add_up_in_a_loop(backend: str) -> None:
     at = arguments("block")
     cache = jg.quantize_kernel(at["kernel"], BLOCK)
