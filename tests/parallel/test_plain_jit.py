@@ -391,3 +391,19 @@ def test_arrays_without_a_sharding_are_split_over_the_mesh_that_is_set() -> None
 
     assert "all-to-all" in compiled.as_text()
     np.testing.assert_allclose(compiled(x, logits, *kernels), result(x, logits, *kernels), rtol=1e-5, atol=1e-4)
+
+
+def test_experts_are_split_without_the_name_of_an_axis() -> None:
+    mesh = mesh_of(dict(data=2, expert=2))
+    x, logits, *kernels = arrays()
+    placed = [put(mesh, array, "data") for array in (x, logits)] + [put(mesh, kernel, "expert") for kernel in kernels]
+
+    def step(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> Any:
+            y, _ = jg.moe.moe_mlp(*arrays, top_k=TOP_K, precision="highest")
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+
+    got, expected = jax.jit(step)(*placed), jax.jit(step)(x, logits, *kernels)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, expected)
