@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped import config
@@ -96,6 +97,25 @@ def assert_kernels_close(got: np.ndarray, expected: np.ndarray, tolerance: float
     for group in range(got.shape[0]):
         error = relative_error(got[group], expected[group])
         assert error <= tolerance, f"group {group}: relative error {error:.3g} > {tolerance:.3g}"
+
+
+def assert_trees_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compares all numbers of two trees, in float32."""
+
+    def compare(got: Any, expected: Any) -> None:
+        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(compare, got, expected)
+
+
+def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the order and the inverse of a permutation of all pairs, which drops pairs or has a tail."""
+    pairs = np.random.default_rng(rows).permutation(tokens * choices).astype(np.int32)[:rows]
+    order, inverse = np.full(rows, tokens * choices, np.int32), np.full(tokens * choices, rows, np.int32)
+    order[: pairs.size] = pairs
+    inverse[pairs] = np.arange(pairs.size)
+    return jnp.asarray(order), jnp.asarray(inverse.reshape(tokens, choices))
 
 
 def fp8_tolerance(out_dtype: str = "float32") -> float:

@@ -19,7 +19,7 @@ from jax_grouped.kernels import quantization
 from jax_grouped.kernels.activations import is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
-from tests import quantize_oracle
+from tests import oracle, quantize_oracle
 from tests.ops.quantize_cases import ACTIVATIONS, INPUT_TYPES, as_bytes, assert_quantized, each_activation, some
 from tests.programs import custom_calls, lowered
 
@@ -60,15 +60,6 @@ def test_gathered_rows_have_the_bits_of_written_rows(backend: str, dtype: str) -
         assert_gathered(got, x, indices, SIZES, mode, scale=None if scale is None else np.asarray(scale))
 
 
-def permutation(rows: int, choices: int = 2) -> tuple[jax.Array, jax.Array]:
-    """Returns the order and the inverse of a permutation, which drops pairs or has a tail."""
-    pairs = np.random.default_rng(rows).permutation(choices * TOKENS).astype(np.int32)[:rows]
-    order, inverse = np.full(rows, choices * TOKENS, np.int32), np.full(choices * TOKENS, rows, np.int32)
-    order[: pairs.size] = pairs
-    inverse[pairs] = np.arange(pairs.size)
-    return jnp.asarray(order), jnp.asarray(inverse.reshape(TOKENS, choices))
-
-
 def block_spec(dtype: str = "float8_e4m3fn", **options: Any) -> QuantizeSpec:
     return QuantizeSpec(ScalingMode.BLOCK_1D, dtype, SIZES.shape[0], **options)
 
@@ -103,7 +94,7 @@ def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str
     for rows in some(backend, (180, 170, 210), [*INPUT_TYPES].index(dtype)):  # All, some dropped, and a tail.
         fp8, pow2_scales = ("float8_e5m2", True) if rows == 170 else ("float8_e4m3fn", False)
         spec = block_spec(fp8, pow2_scales=pow2_scales)
-        assert_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), permutation(rows), spec)
+        assert_permuted(x, Groups(sizes, jnp.zeros(1, jnp.int32)), oracle.permutation(TOKENS, 2, rows), spec)
 
 
 def test_a_quantized_stack_is_quantized_again_as_its_values(backend: str) -> None:
@@ -116,7 +107,7 @@ def check_stack(fp8: str) -> None:
     stack = jnp.where(jnp.isinf(tokens()), 3, tokens()).reshape(2, TOKENS // 2, FEATURES)
     scaled = jg.grouped_quantize(stack, None, ScalingMode.BLOCK_1D, dtype=fp8, pow2_scales=True).rowwise
     values = jg.grouped_dequantize(scaled, jnp.bfloat16).reshape(TOKENS, FEATURES)
-    order, inverse = permutation(170)
+    order, inverse = oracle.permutation(TOKENS, 2, 170)
     sizes = Groups(jnp.array([110, 0, 1, 50]), jnp.zeros(1, jnp.int32))
     spec = block_spec(pow2_scales=True, columnwise=True)
 
@@ -159,7 +150,7 @@ def test_quantized_stacks_under_vmap(backend: str) -> None:
 
 @pytest.mark.parametrize("mode", [ScalingMode.BLOCK_1D, ScalingMode.TENSOR])
 def test_tokens_quantized_once_under_vmap(backend: str, mode: ScalingMode) -> None:
-    order, inverse = permutation(180)
+    order, inverse = oracle.permutation(TOKENS, 2, 180)
     spec, scale = (block_spec(), None) if mode == ScalingMode.BLOCK_1D else (tensor_spec(), 2.0 ** jnp.arange(4))
 
     def quantize(x: jax.Array, sizes: jax.Array) -> Any:
@@ -176,13 +167,13 @@ def test_tokens_read_once_with_given_scales(backend: str) -> None:
 
 def check_given_scales(x: jax.Array) -> None:
     groups, scale = Groups(jnp.array([110, 0, 1, 50]), jnp.array([0])), jnp.array([0.5, 2.0, jnp.inf, 1e4])
-    assert_permuted(x, groups, permutation(170), tensor_spec(), scale)
+    assert_permuted(x, groups, oracle.permutation(TOKENS, 2, 170), tensor_spec(), scale)
     groups, scale = Groups(jnp.array([20, 60, 30, 1, 50]), jnp.array([1])), jnp.array([jnp.nan, 0.0, 2.0, 1e4])
-    assert_permuted(x, groups, permutation(170), tensor_spec("float8_e5m2"), scale)
+    assert_permuted(x, groups, oracle.permutation(TOKENS, 2, 170), tensor_spec("float8_e5m2"), scale)
 
 
 def test_tokens_read_once_with_more_choices_than_a_warp_has_lanes(backend: str) -> None:
-    pairs = permutation(40 * TOKENS, choices=40)
+    pairs = oracle.permutation(TOKENS, 40, 40 * TOKENS)
     groups = Groups(jnp.array([1300, 1, 900, 1399]), jnp.zeros(1, jnp.int32))
     assert_permuted(tokens(), groups, pairs, block_spec())
     assert_permuted(tokens(), groups, pairs, tensor_spec(), jnp.array([0.5, 2.0, 1.0, 1e4]))

@@ -13,6 +13,7 @@ from jax import export
 
 import jax_grouped as jg
 from tests.ops.quantize_cases import some
+from tests.oracle import assert_trees_close
 from tests.programs import custom_calls, lowered, products, struct, types
 from tests.refusals import assert_refused
 
@@ -88,10 +89,6 @@ each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
-
-
 def gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     return jax.grad(lambda lhs, rhs: jnp.sum(jnp.sin(function(lhs, rhs))), argnums=(0, 1))
 
@@ -112,13 +109,13 @@ def test_results_are_those_of_jax(backend: str, case: Case) -> None:
     got, expected = jax.jit(case.run)(lhs, rhs), case.run_jax(lhs, rhs)
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
-    assert_close(got, expected)
+    assert_trees_close(got, expected)
 
 
 @each_case
 def test_gradients_are_those_of_a_dense_sum(backend: str, case: Case) -> None:
     got, expected = (second_and_first_gradients(function)(*case.operands()) for function in (case.run, case.dense))
-    assert_close(got, expected, 1e-4)
+    assert_trees_close(got, expected, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_vmap_gives_the_results_of_each(backend: str, name: str, axes: tuple[int
         lhs, rhs, sizes = (
             arrays[0] if axis is None else arrays[i] for arrays, axis in zip(operands, axes, strict=True)
         )
-        assert_close(got[i], dataclasses.replace(form, sizes=sizes).run_jax(lhs, rhs))
+        assert_trees_close(got[i], dataclasses.replace(form, sizes=sizes).run_jax(lhs, rhs))
 
 
 def test_types_are_those_of_jax(backend: str) -> None:
@@ -163,7 +160,7 @@ def test_types_are_those_of_jax(backend: str) -> None:
             operands = [array.astype(dtype) for array, dtype in zip(form.operands(), given, strict=True)]
             got, expected = (run(*operands, preferred_element_type=preferred) for run in (form.run, form.run_jax))
             assert got.dtype == expected.dtype, (given, preferred)
-            assert_close(got.astype(jnp.float32), expected.astype(jnp.float32), 2e-2)
+            assert_trees_close(got.astype(jnp.float32), expected.astype(jnp.float32), 2e-2)
 
 
 @each_form
@@ -193,7 +190,7 @@ def test_group_offset_selects_groups_of_a_longer_list(backend: str, name: str) -
         index = np.arange(3) - offset
         index = np.where((index == 0) | (index == 1), index, 2)
         expected = case.run_jax(lhs, jnp.take(held, index, axis, mode="fill", fill_value=0))
-        assert_close(run(lhs, held, group_offset=offset), expected)
+        assert_trees_close(run(lhs, held, group_offset=offset), expected)
 
 
 OPERANDS = {
@@ -288,14 +285,14 @@ def test_a_number_of_rows_can_be_left_open(form: Case, platform: str) -> None:
     exported = export.export(jax.jit(form.run), platforms=[platform], disabled_checks=checks)(*arguments)
     if platform == "cpu":
         operands = jax.device_put(form.operands(), jax.devices("cpu")[0])
-        assert_close(exported.call(*operands), form.dense(*operands))
+        assert_trees_close(exported.call(*operands), form.dense(*operands))
 
 
 def test_a_program_may_replace_the_function_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     case = FORMS["dgrad"]
     expected = case.run_jax(*case.operands())
     monkeypatch.setattr(jax.lax, "ragged_dot_general", jg.ragged_dot_general)
-    assert_close(case.run_jax(*case.operands()), expected)
+    assert_trees_close(case.run_jax(*case.operands()), expected)
 
 
 def test_what_does_not_fit_is_named() -> None:

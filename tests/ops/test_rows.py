@@ -14,6 +14,7 @@ from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_ro
 from tests import quantize_oracle
 from tests.activations import by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
+from tests.oracle import permutation
 from tests.programs import custom_calls, lowered, struct
 
 DTYPES = "bfloat16", "float16", "float32"
@@ -150,16 +151,6 @@ def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits() -> None:
         text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), *operands)
 
         assert len(custom_calls(text, "jax_grouped_activation_grad")) == calls
-
-
-def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the order and the inverse of a permutation that drops pairs or has a tail."""
-    pairs = np.random.default_rng(rows).permutation(tokens * choices).astype(np.int32)
-    order, inverse = np.full(rows, pairs.size, np.int32), np.full(pairs.size, rows, np.int32)
-    kept = min(rows, pairs.size)
-    order[:kept] = pairs[:kept]
-    inverse[pairs[:kept]] = np.arange(kept)
-    return jnp.asarray(order), jnp.asarray(inverse.reshape(tokens, choices))
 
 
 @pytest.mark.parametrize("features", [8, 264, 2056, 3])

@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 
 import jax_grouped as jg
 from tests.meshes import data_mesh
+from tests.oracle import assert_trees_close
 
 GROUPS, TOKENS, IN, OUT = 5, 48, 16, 24
 SIZES = jnp.array([7, 0, 21, 1, 13])
@@ -34,10 +35,6 @@ def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array = S
 
 def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array = SIZES) -> jax.Array:
     return jnp.sum(jnp.sin(dense(x, kernel, bias, sizes)))
-
-
-def assert_trees_close(got: object, expected: object, tolerance: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
 
 
 GRADIENT = jax.grad(loss, argnums=(0, 1, 2))

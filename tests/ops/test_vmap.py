@@ -13,6 +13,7 @@ from benchmarks import shapes
 from jax_grouped import ScalingMode
 from tests import quantize_oracle
 from tests.ops.quantize_cases import MODES, SHAPE, assert_quantized, assert_same_trees, each_mode, some, tokens
+from tests.oracle import assert_trees_close
 from tests.quantize_oracle import assert_same_bits
 
 BATCH, TOKENS, IN, OUT = 3, 24, 16, 8
@@ -50,14 +51,6 @@ def forward_and_backward(
     return y, *vjp(dy)
 
 
-def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    def compare(got: jax.Array, expected: jax.Array) -> None:
-        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
-        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(compare, got, expected)
-
-
 def stacked(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
@@ -84,7 +77,7 @@ def test_grouped_dense_and_its_gradients(mapped: str) -> None:
     ]
     batch = [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(arrays, axes, strict=True)]
     got = jax.jit(jax.vmap(forward_and_backward, axes))(*batch)
-    assert_close(got, stacked(expected))
+    assert_trees_close(got, stacked(expected))
     y, dx, *_ = got
     for i, sizes in enumerate(SIZES if axes[4] is not None else SIZES[[0] * BATCH]):
         assert not np.any(y[i, sizes.sum() :])
@@ -102,7 +95,7 @@ def test_nested_vmap_with_kernels_of_the_outer_and_of_the_inner_one(kernel_axes:
     for i, j in np.ndindex(2, 3):
         own = kernel[0 if outer is None else i, 0 if inner is None else j]
         expected = jg.ragged_dot(x[i, j].astype(jnp.bfloat16), own.astype(jnp.bfloat16), SIZES[j])
-        assert_close(got[i, j], expected, 2e-2)
+        assert_trees_close(got[i, j], expected, 2e-2)
 
 
 def test_gradients_of_a_shared_kernel_add_up_in_a_scan() -> None:
@@ -120,7 +113,7 @@ def test_gradients_of_a_shared_kernel_add_up_in_a_scan() -> None:
     got, _ = jax.jit(lambda: jax.lax.scan(step, jnp.zeros_like(kernel), jnp.array([1.0, 2.0])))()
     gradient = jax.jit(jax.grad(loss))
     each = [gradient(kernel, factor * x[i], sizes[i], offset[i]) for factor in (1.0, 2.0) for i in range(BATCH)]
-    assert_close(got, sum(each), 1e-4)
+    assert_trees_close(got, sum(each), 1e-4)
 
 
 @pytest.mark.parametrize("size", [0, 1])
