@@ -168,8 +168,8 @@ def _block_amax(values: np.ndarray, rows: int, features: int) -> np.ndarray:
     """Returns every block's largest finite absolute value. Last blocks may be partial. An empty group is one block."""
     if values.shape[0] == 0:
         return np.zeros((1 if rows == 0 else 0, -(-values.shape[1] // features)), np.float32)
-    of_rows = np.maximum.reduceat(_magnitude(values), range(0, values.shape[0], rows), axis=0)
-    return np.maximum.reduceat(of_rows, range(0, values.shape[1], features), axis=1)
+    row_amax = np.maximum.reduceat(_magnitude(values), range(0, values.shape[0], rows), axis=0)
+    return np.maximum.reduceat(row_amax, range(0, values.shape[1], features), axis=1)
 
 
 def _spread(per_block: np.ndarray, rows: int, features: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -323,8 +323,8 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
         x = flush(x).astype(np.float64)
         if name not in _GATED:
             return _FUNCTIONS[name].value(x)
-        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
-        return of_gate.value(gate) * of_factor.value(factor)
+        (gate_function, factor_function), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
+        return gate_function.value(gate) * factor_function.value(factor)
 
 
 def activation_grad(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -333,9 +333,9 @@ def activation_grad(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
         dy, x = flush(dy).astype(np.float64), flush(x).astype(np.float64)
         if name not in _GATED:
             return _FUNCTIONS[name].gradient(dy, x)
-        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
+        (gate_function, factor_function), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
         halves = (
-            of_gate.gradient(dy * of_factor.value(factor), gate),
-            of_factor.gradient(dy * of_gate.value(gate), factor),
+            gate_function.gradient(dy * factor_function.value(factor), gate),
+            factor_function.gradient(dy * gate_function.value(gate), factor),
         )
         return np.concatenate(halves, axis=-1)

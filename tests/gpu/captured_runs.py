@@ -50,5 +50,5 @@ def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:
     """Describes the difference of the first steps, as many as both runs have; empty if there is none."""
     assert run["names"] == expected["names"]
     steps = min(len(run["digests"]), len(expected["digests"]))
-    got, other = (np.array(of["digests"][:steps]) for of in (run, expected))
+    got, other = (np.array(one["digests"][:steps]) for one in (run, expected))
     return first_difference(got, other, run["names"])

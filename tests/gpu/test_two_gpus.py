@@ -62,25 +62,25 @@ def test_a_stack_of_layers_trains_as_on_one_gpu(recipe: jg.Recipe | None) -> Non
     variables = [layer.init(jax.random.key(i), x, sizes) for i, layer in enumerate(layers)]
 
     def loss(variables: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-        for layer, of in zip(layers, variables, strict=True):
-            x = layer.apply(of, x, sizes)
+        for layer, own in zip(layers, variables, strict=True):
+            x = layer.apply(own, x, sizes)
         return jnp.mean((x - targets) ** 2)
 
     @jax.jit
     def step(variables: Any, x: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(variables, x, targets)
-        next_states = [{**of, "params": None} for of in gradients]
+        next_states = [{**gradient, "params": None} for gradient in gradients]
         params = [
-            jax.tree.map(lambda p, g: p - 0.1 * g, of["params"], gradient["params"])
-            for of, gradient in zip(variables, gradients, strict=True)
+            jax.tree.map(lambda p, g: p - 0.1 * g, own["params"], gradient["params"])
+            for own, gradient in zip(variables, gradients, strict=True)
         ]
-        return [{**state, "params": of} for state, of in zip(next_states, params, strict=True)], value
+        return [{**state, "params": new} for state, new in zip(next_states, params, strict=True)], value
 
     tokens = NamedSharding(mesh, P("data"))
     one, two = variables, put(mesh, variables, WHOLE)
     for _ in range(4):
         one, expected = step(one, x, targets)
-        two, value = step(two, *(jax.device_put(of, tokens) for of in (x, targets)))
+        two, value = step(two, *(jax.device_put(array, tokens) for array in (x, targets)))
         assert_close(value, expected, 1e-4)
 
 

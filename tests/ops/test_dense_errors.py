@@ -38,7 +38,7 @@ def test_grouped_dense_refuses() -> None:
     no_recipe = "recipe must be a recipe such as Float8BlockScaling(), or None, got "
     same = "kernel_cache must be of the same shape and recipe as kernel: "
     kernel = jnp.ones((2, 32, 48))
-    of_delayed = jax.eval_shape(lambda k: jg.quantize_kernel(k, DELAYED, scale=jnp.ones(2)), kernel)
+    delayed_cache = jax.eval_shape(lambda k: jg.quantize_kernel(k, DELAYED, scale=jnp.ones(2)), kernel)
     refused: dict[str, dict[str, Any]] = {
         f"{no_recipe}'fp8'.": dict(recipe="fp8"),
         f"{no_recipe}the class DelayedScaling: pass DelayedScaling().": dict(recipe=jg.DelayedScaling),
@@ -78,7 +78,7 @@ def test_grouped_dense_refuses() -> None:
         "kernel_cache must be a KernelCache, got int.": dict(kernel_cache=3),
         same: dict(kernel_cache=CACHE),
         f"{same}recipe must be Float8CurrentScaling, got DelayedScaling.": dict(
-            recipe=CURRENT, kernel_cache=of_delayed
+            recipe=CURRENT, kernel_cache=delayed_cache
         ),
     }
     given = dict(x=jnp.ones((6, 32)), kernel=kernel, group_sizes=jnp.array([2, 3]), recipe=BLOCK)

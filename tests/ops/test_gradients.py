@@ -16,7 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fp32_max_grad
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.ops import gradients as of_next_values
+from jax_grouped.ops import gradients as next_values
 from tests.layers.pure import APIS, layer, tokens
 from tests.meshes import data_mesh
 from tests.ops.quantize_cases import assert_same_trees
@@ -56,7 +56,7 @@ def expected_of(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
 
 
 def test_the_name_of_the_collection_is_that_of_flax() -> None:
-    assert of_next_values.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
+    assert next_values.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
 
 
 def test_accumulation_adds_gradients_and_takes_the_larger_next_values() -> None:
@@ -90,7 +90,9 @@ def test_devices_without_checks_round_means_of_bfloat16_once() -> None:
     sharded = jax.shard_map(reduced, mesh=data_mesh(3), in_specs=P("data"), out_specs=P(), check_vma=False)
     program = jax.jit(sharded).lower(gradients)
 
-    assert_same_trees(program.compile()(gradients), tuple(jnp.array([of], jnp.bfloat16) for of in (65 / 192, 65 / 64)))
+    assert_same_trees(
+        program.compile()(gradients), tuple(jnp.array([mean], jnp.bfloat16) for mean in (65 / 192, 65 / 64))
+    )
     assert set(re.findall(r"stablehlo.add .* : tensor<(\w+)>", program.as_text())) == {"f32"}
 
 

@@ -303,9 +303,9 @@ def check_last_group(mode: ScalingMode, rows: int, features: int) -> None:
     assert np.all(how_many(got.columnwise.data, before, number) == rows)
     columnwise = slice_of(got.columnwise.data, before, expected.columnwise.data.size)
     assert_same_bits("columnwise", columnwise, expected.columnwise.data)
-    for copy, of_last in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
+    for copy, last_copy in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
         numbers = slice_of(jg.grouped_dequantize(copy, jnp.bfloat16), rows, 200)
-        assert_same_bits("dequantized", numbers, of_last.dequantized.astype(ml_dtypes.bfloat16))
+        assert_same_bits("dequantized", numbers, last_copy.dequantized.astype(ml_dtypes.bfloat16))
 
 
 @each_mode

@@ -113,7 +113,7 @@ def assert_same(backend: str, label: str, got: Any, expected: Any, sizes: jax.Ar
             np.testing.assert_allclose(*scales, rtol=0 if backend == "cuda" else 1, err_msg=label)
             if copy.group_sizes.shape != (copy.layout.num_groups,):
                 continue  # Copies of some of the groups cannot be dequantized.
-            numbers = [np.asarray(jg.grouped_dequantize(of)) for of in (copy, wanted)]
+            numbers = [np.asarray(jg.grouped_dequantize(array)) for array in (copy, wanted)]
             same = np.isclose(*numbers, rtol=tolerance, atol=0, equal_nan=True)
             assert np.mean(~same) <= differing, label
 
@@ -206,8 +206,8 @@ def test_vmap_is_one_call(backend: str) -> None:
         got = jax.vmap(lambda operands, sizes, spec=spec: quantize(operands, spec, sizes))(batch, sizes)
 
         for i in range(2):
-            of_element, element = (jax.tree.map(operator.itemgetter(i), of) for of in (got, batch))
-            assert_same(backend, f"{mode}, {i}", of_element, quantize(element, spec, sizes[i]), sizes[i])
+            element_results, element = (jax.tree.map(operator.itemgetter(i), array) for array in (got, batch))
+            assert_same(backend, f"{mode}, {i}", element_results, quantize(element, spec, sizes[i]), sizes[i])
 
 
 def test_without_rows(backend: str) -> None:

@@ -42,7 +42,7 @@ class Case:
 
     def operands(self, seed: int = 0, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
         keys = jax.random.split(jax.random.key(seed))
-        return tuple(jax.random.normal(*of, dtype) for of in zip(keys, (self.lhs, self.rhs), strict=True))
+        return tuple(jax.random.normal(*pair, dtype) for pair in zip(keys, (self.lhs, self.rhs), strict=True))
 
     def run(self, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         return jg.ragged_dot_general(lhs, rhs, self.sizes, self.dims, **{"precision": "highest"} | options)
@@ -94,11 +94,11 @@ def gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def second_and_first_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def of_first(lhs: jax.Array, rhs: jax.Array) -> Any:
+    def sines(lhs: jax.Array, rhs: jax.Array) -> Any:
         first = gradients(function)(lhs, rhs)
         return sum(jnp.sum(jnp.sin(gradient)) for gradient in first), first
 
-    return jax.jit(jax.grad(of_first, argnums=(0, 1), has_aux=True))
+    return jax.jit(jax.grad(sines, argnums=(0, 1), has_aux=True))
 
 
 @each_case
@@ -206,7 +206,7 @@ def test_each_form_is_one_product_of_operands_as_they_are(name: str) -> None:
     (call,) = custom_calls(text)
     assert products(call) == [name]
     operands, _ = types(call)
-    assert operands[:2] == ["x".join([*map(str, of.shape), "bf16"]) for of in OPERANDS[name]]
+    assert operands[:2] == ["x".join([*map(str, array.shape), "bf16"]) for array in OPERANDS[name]]
     assert "stablehlo.transpose" not in text
     assert "transpose" not in str(jax.make_jaxpr(FORMS[name].run)(*OPERANDS[name]))
 

@@ -193,14 +193,15 @@ def test_the_loss_and_the_gradient_of_sigmoids_that_float32_rounds_to_zero(backe
     logits, spec = jnp.asarray(FAR_BELOW[:5]), RouteSpec(3, "sigmoid", normalize_weights=True)
     experts = route(logits, None, spec).experts
 
-    def of_logarithms(logits: jax.Array) -> jax.Array:
+    def by_logarithms(logits: jax.Array) -> jax.Array:
         logarithms = jax.nn.log_sigmoid(logits)
         probabilities = jax.nn.softmax(logarithms)
         weights = jax.nn.softmax(jnp.take_along_axis(logarithms, experts, axis=1))
         return mixed(weights, probabilities, jnp.sum(probabilities, axis=0))
 
     got, expected = (
-        jax.jit(jax.value_and_grad(of))(logits) for of in (functools.partial(outputs, spec=spec), of_logarithms)
+        jax.jit(jax.value_and_grad(function))(logits)
+        for function in (functools.partial(outputs, spec=spec), by_logarithms)
     )
 
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)

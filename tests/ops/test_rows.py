@@ -95,20 +95,20 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation
 def test_rows_take_the_weights_of_their_pairs(backend: str, axis: int | None, dtype: str) -> None:
     x, da, weights = arrays(30, 16, dtype)
     orders = jnp.stack([permutation(15, 2, 30)[0], jax.random.permutation(jax.random.key(0), 40)[:30] - 5])
-    operands = [jnp.stack([of, -of]) for of in (x, da, weights)]
+    operands = [jnp.stack([array, -array]) for array in (x, da, weights)]
 
     def gradient(x: jax.Array, da: jax.Array, weights: jax.Array, order: jax.Array) -> tuple[jax.Array, ...]:
         return activation_grad(x, da, weights, "silu_mul", order)
 
-    of_batch = None if axis is None else jax.vmap(gradient)(*operands, orders)
+    batch_results = None if axis is None else jax.vmap(gradient)(*operands, orders)
     for i in range(2):
-        one = [of[i] for of in operands]
+        one = [array[i] for array in operands]
         order = np.asarray(orders[i])
         exist = (order >= 0) & (order < 30)
-        got = gradient(*one, orders[i]) if of_batch is None else [of[i] for of in of_batch]
+        got = gradient(*one, orders[i]) if batch_results is None else [array[i] for array in batch_results]
         expected = activation_grad(*one[:2], one[2][np.where(exist, order, 0)], "silu_mul")
-        for results, of_rows in zip(got, expected, strict=True):
-            np.testing.assert_array_equal(results[exist], of_rows[exist])
+        for results, wanted in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(results[exist], wanted[exist])
 
 
 @each_activation
@@ -118,8 +118,8 @@ def test_derivatives_of_activations_are_those_of_jax(activation: str) -> None:
     def loss(activate: Callable[..., jax.Array]) -> Any:
         return lambda x: jnp.sum(jnp.sin(activate(x, activation) * weights[:, None]) * da)
 
-    for derivative in (lambda of: of, jax.grad, lambda of: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(of)(x))))):
-        got, expected = (derivative(loss(of))(x) for of in (activate, by_jax))
+    for derivative in (lambda f: f, jax.grad, lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x))))):
+        got, expected = (derivative(loss(function))(x) for function in (activate, by_jax))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits() -> None:
         x = struct((4, 2 * features if is_gated(activation) else features), dtype)
         operands = (x, struct((4, features), dtype), struct((4,), "float32"))
 
-        text = lowered(lambda *operands, of=activation: activation_grad(*operands, of), *operands)
+        text = lowered(lambda *operands, name=activation: activation_grad(*operands, name), *operands)
 
         assert len(custom_calls(text, "jax_grouped_activation_grad")) == calls
 
@@ -182,10 +182,10 @@ def test_copies_of_nothing(backend: str) -> None:
 @pytest.mark.parametrize("rows", [13, 26], ids=["dropped", "tail"])
 def test_copies_under_vmap_and_their_derivatives(backend: str, rows: int) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 10, 8))
-    orders, inverses = (jnp.stack([of, of[::-1], of]) for of in permutation(10, 2, rows))
+    orders, inverses = (jnp.stack([array, array[::-1], array]) for array in permutation(10, 2, rows))
     inverses = inverses.at[1].set(jnp.where(inverses[0] < rows, rows - 1 - inverses[0], rows))
     for x_axis, axis in ((0, 0), (0, None), (None, 0)):
-        arguments = x if x_axis == 0 else x[0], *(of if axis == 0 else of[0] for of in (orders, inverses))
+        arguments = x if x_axis == 0 else x[0], *(array if axis == 0 else array[0] for array in (orders, inverses))
         got = jax.vmap(permute_rows, (x_axis, axis, axis))(*arguments)
         for i in range(3):
             one = i * (axis == 0)
@@ -266,16 +266,16 @@ def test_sums_under_vmap_and_their_derivatives(backend: str, dtype: str) -> None
         (jax.vmap(sum_rows, (None, 0, None))(rows[0], inverses, weights[0]), (rows[:1], inverses, weights[:1])),
     ):
         for i in range(3):
-            np.testing.assert_array_equal(got[i], sum_rows(*(of[i % len(of)] for of in arguments)))
+            np.testing.assert_array_equal(got[i], sum_rows(*(array[i % len(array)] for array in arguments)))
 
-    gradients = jax.grad(lambda *of: jnp.sum(sum_rows(of[0], inverse, of[1]).astype(jnp.float32)), (0, 1))
+    gradients = jax.grad(lambda *arrays: jnp.sum(sum_rows(arrays[0], inverse, arrays[1]).astype(jnp.float32)), (0, 1))
     drows, dweights = gradients(rows[0], weights[0])
     exists = np.asarray(inverse) < 13
-    of_rows = np.asarray(weights[0])[exists][np.argsort(np.asarray(inverse)[exists])]
+    row_weights = np.asarray(weights[0])[exists][np.argsort(np.asarray(inverse)[exists])]
     spacing = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(drows, np.float64), np.tile(of_rows[:, None], 8), rtol=spacing)
-    of_choices = np.where(exists, np.asarray(rows[0], np.float64).sum(axis=1)[np.where(exists, inverse, 0)], 0)
-    np.testing.assert_allclose(dweights, of_choices, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(drows, np.float64), np.tile(row_weights[:, None], 8), rtol=spacing)
+    expected_dweights = np.where(exists, np.asarray(rows[0], np.float64).sum(axis=1)[np.where(exists, inverse, 0)], 0)
+    np.testing.assert_allclose(dweights, expected_dweights, rtol=1e-5, atol=1e-5)
 
 
 def test_one_kernel_for_sums_of_rows_of_16_bits() -> None:

@@ -63,9 +63,9 @@ def test_a_rule_of_ones_own_gives_the_bits_of_grouped_dense(backend: str, recipe
         y, pull_back = jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=recipe), x, kernel)
         return y, *pull_back(dy)
 
-    for got, of_dense in zip(own(x, kernel, dy), expected(x, kernel, dy), strict=True):
+    for got, dense_result in zip(own(x, kernel, dy), expected(x, kernel, dy), strict=True):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(got, of_dense)
+        np.testing.assert_array_equal(got, dense_result)
     # The result is not that of nothing.
     np.testing.assert_allclose(own(x, kernel, dy)[0], jg.ragged_dot(x, kernel, SIZES), rtol=0.2, atol=3)
 

@@ -182,7 +182,7 @@ def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str
     x, kernel = operands()[0].astype(lhs), operands()[1].astype(rhs)
 
     def gradients(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull_back = jax.vjp(lambda *of: jg.ragged_dot(*of, SIZES), x, kernel)
+        y, pull_back = jax.vjp(lambda *operands: jg.ragged_dot(*operands, SIZES), x, kernel)
         return y, *pull_back(y)
 
     expected = jax.jit(gradients)(x, kernel)
@@ -190,7 +190,7 @@ def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str
         got = jax.jit(gradients)(x, kernel)
         result_type = jax.eval_shape(jax.lax.ragged_dot, x, kernel, SIZES).dtype
 
-    assert [of.dtype for of in got] == [result_type, x.dtype, kernel.dtype]
+    assert [array.dtype for array in got] == [result_type, x.dtype, kernel.dtype]
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 

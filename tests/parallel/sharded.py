@@ -178,8 +178,8 @@ def assert_close(got: Any, expected: Any, bound: float) -> None:
 def assert_rounded_once(gradients: Callable[[Any], Any], parameters: Any) -> None:
     """Asserts that bfloat16 parameters have the gradients of the same numbers in float32, rounded."""
 
-    def of(dtype: Any) -> Any:
+    def computed(dtype: Any) -> Any:
         return gradients(jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), parameters))
 
-    got, expected = of(jnp.bfloat16), of(jnp.float32)
+    got, expected = computed(jnp.bfloat16), computed(jnp.float32)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16), strict=True), got, expected)

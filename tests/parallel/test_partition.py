@@ -94,10 +94,10 @@ def test_weights_that_are_stored_in_parts_are_gathered_and_their_gradients_scatt
     x, kernel, _, dy = operands()
 
     def step(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        def of_tokens(array: jax.Array) -> jax.Array:
+        def on_tokens(array: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P("data")))
 
-        y, pull_back = jax.vjp(lambda x, kernel: of_tokens(product(of_tokens(x), kernel)), x, kernel)
+        y, pull_back = jax.vjp(lambda x, kernel: on_tokens(product(on_tokens(x), kernel)), x, kernel)
         dx, dkernel = pull_back(dy)
         return y, dx, jax.lax.with_sharding_constraint(dkernel, NamedSharding(mesh, spec))
 
@@ -159,7 +159,7 @@ def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: s
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", {"data": 8})
     options: dict[str, Any] = {}
     x, kernel, bias, dy = operands_of_fp8()
-    tokens = [put(mesh, jnp.nan_to_num(of).astype(jnp.bfloat16), DATA) for of in (x, dy)]
+    tokens = [put(mesh, jnp.nan_to_num(array).astype(jnp.bfloat16), DATA) for array in (x, dy)]
     parameters = dict(kernel=kernel, bias=bias)
     if where != "shard_map":
         options = dict(out_sharding=DATA if where == "explicit" else None)
@@ -177,14 +177,14 @@ def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: s
         specs = WHOLE, DATA, DATA, DATA
         sizes, run = jnp.tile(SIZES // 8, 8), jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=WHOLE)
 
-    assert_rounded_once(lambda of: jax.jit(run)(put(mesh, of, WHOLE), sizes, *tokens), parameters)
+    assert_rounded_once(lambda array: jax.jit(run)(put(mesh, array, WHOLE), sizes, *tokens), parameters)
 
 
 @pytest.mark.parametrize("where", ["stored in parts", "shard_map"])
 def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once(where: str) -> None:
     mesh = mesh_of({"data": 8})
     x, kernel, _, dy = operands()
-    sizes, in_bfloat16 = SIZES, [jnp.nan_to_num(of).astype(jnp.bfloat16) for of in (kernel, x, dy)]
+    sizes, in_bfloat16 = SIZES, [jnp.nan_to_num(array).astype(jnp.bfloat16) for array in (kernel, x, dy)]
     stored = P(None, "data") if where == "stored in parts" else WHOLE
 
     def gradient(kernel: jax.Array, x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -196,10 +196,10 @@ def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once(where: str
         run = jax.shard_map(gradient, mesh=mesh, in_specs=(WHOLE, DATA, DATA, DATA), out_specs=WHOLE)
 
     def on_mesh(*arrays: jax.Array) -> jax.Array:
-        placed = [put(mesh, of, spec) for of, spec in zip(arrays, (stored, DATA, DATA), strict=True)]
+        placed = [put(mesh, array, spec) for array, spec in zip(arrays, (stored, DATA, DATA), strict=True)]
         return jax.jit(run, out_shardings=placed[0].sharding)(*placed, sizes)
 
-    got, expected = on_mesh(*in_bfloat16), on_mesh(*(of.astype(jnp.float32) for of in in_bfloat16))
+    got, expected = on_mesh(*in_bfloat16), on_mesh(*(array.astype(jnp.float32) for array in in_bfloat16))
     # Products of other types may add up in another order.
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
 

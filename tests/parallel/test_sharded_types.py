@@ -66,7 +66,7 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
 
     def multiply(x_spec: P, kernel_spec: P, **out: Any) -> Any:
         arguments = put(mesh, x, x_spec), put(mesh, kernel, kernel_spec)
-        return jax.jit(lambda *of: jg.ragged_dot(*of, SIZES, precision="highest", **out))(*arguments)
+        return jax.jit(lambda *operands: jg.ragged_dot(*operands, SIZES, precision="highest", **out))(*arguments)
 
     assert jax.typeof(multiply(P("data"), OUT_OF_KERNEL)).sharding.spec == P("data", "model")
     y = multiply(WHOLE, WHOLE, out_sharding=P("data"))
@@ -178,8 +178,8 @@ def test_weights_of_sharded_types_are_gathered_and_their_gradients_scattered() -
     arguments = put(mesh, jnp.nan_to_num(x), P("data")), put(mesh, kernel, P(None, "data"))
     step = jax.jit(jax.grad(loss, argnums=1))
     assert collectives(step.lower(*arguments).compile()) == {"all-gather": 1, "reduce-scatter": 1}
-    twice = jax.jit(jax.grad(lambda *of: jnp.sum(jax.grad(loss, argnums=1)(*of) ** 2), argnums=1))
-    expected = jax.grad(lambda *of: jnp.sum(jax.grad(unsharded_loss, argnums=1)(*of) ** 2), argnums=1)
+    twice = jax.jit(jax.grad(lambda *arrays: jnp.sum(jax.grad(loss, argnums=1)(*arrays) ** 2), argnums=1))
+    expected = jax.grad(lambda *arrays: jnp.sum(jax.grad(unsharded_loss, argnums=1)(*arrays) ** 2), argnums=1)
     assert_close(twice(*arguments), expected(jnp.nan_to_num(x), kernel), 1e-5)
 
 

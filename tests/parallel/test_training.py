@@ -137,7 +137,9 @@ def test_block_scaling_of_split_experts_and_features_has_the_blocks_of_one_devic
     y, gradients, dx = split(variables, x, sizes, dy)
 
     # By expert, and those of an expert by device, as they were.
-    order = np.argsort(np.concatenate([np.repeat(np.arange(experts), of_device) for of_device in sizes]), kind="stable")
+    order = np.argsort(
+        np.concatenate([np.repeat(np.arange(experts), device_sizes) for device_sizes in sizes]), kind="stable"
+    )
     sizes, (kernel,), (dkernel,) = sizes.sum(axis=0), jax.tree.leaves(variables), jax.tree.leaves(gradients)
     qx, qdy = (quantize_oracle.quantize(rows[order], sizes, BLOCK.token_mode, pow2_scales=True) for rows in (x, dy))
     qkernel = quantize_oracle.quantize(kernel, None, BLOCK.kernel_mode, pow2_scales=True)
