@@ -9,13 +9,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.parallel.programs import BLOCK, FLOAT32_TOLERANCE, FP8_TOLERANCE, placed
+from tests.parallel.programs import BLOCK, FP8_TOLERANCE, placed
 
 #: `K` is more than the 128 features that have a scale in common.
 T, K, F, E, TOP_K = 64, 144, 32, 8, 2
-RECIPES = {"float32": None, "block": BLOCK}
+RECIPES = {"block": BLOCK}
 #: Tolerances relative to the norm of an array.
-TOLERANCES = {"float32": FLOAT32_TOLERANCE, "block": FP8_TOLERANCE["xla"]}
+TOLERANCES = {"block": FP8_TOLERANCE["xla"]}
 METHODS = "gather", "padded"
 
 
