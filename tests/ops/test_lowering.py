@@ -154,14 +154,6 @@ def test_nested_vmaps_share_kernels_within_the_outer_batch(
     assert f"(tensor<192x16xbf16>, tensor<{4 * weight_batch}x16x24xbf16>, tensor<24xi32>, tensor<6xi32>)" in call
 
 
-def test_vmap_of_float32_products_accumulates_as_before() -> None:
-    arguments = struct((3, 32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), struct((3, 4), jnp.int32)
-    calls = custom_calls(lowered(jax.vmap(jg.ragged_dot, (0, None, 0)), *arguments))
-    assert len(calls) == 3
-    assert all("tensor<4x16x24xbf16>" in call and "-> (tensor<96x24xf32>" in call for call in calls)
-    assert sum("output_operand_alias" in call for call in calls) == 2
-
-
 def test_vmap_inside_shard_map_with_its_checks_on() -> None:
     def losses(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.vmap(loss, (0, None, None, None))(x, kernel, bias, sizes).sum()
@@ -173,11 +165,6 @@ def test_vmap_inside_shard_map_with_its_checks_on() -> None:
     matmul, bias_grad = sorted(custom_calls(text), key=lambda call: "bias_grad" in call)
     assert "(tensor<48x16xbf16>, tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in matmul
     assert "(tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in bias_grad
-
-
-def test_an_empty_batch_needs_no_custom_call() -> None:
-    dots = jax.vmap(jg.ragged_dot, (0, None, None))
-    assert not custom_calls(lowered(dots, struct((0, 32, 16)), KERNEL, SIZES))
 
 
 def test_batches_that_no_call_can_count_are_refused() -> None:

@@ -84,18 +84,6 @@ def test_calls_of_one_layer_may_differ_in_what_has_a_gradient(transform: Callabl
     assert_trees_close(gradient(transform(layer)), gradient(layer))
 
 
-def test_scan_over_microbatches_adds_gradients() -> None:
-    batches = [operands(seed) for seed in range(3)]
-    _, kernel, bias = batches[0]
-    xs = jnp.stack([x for x, _, _ in batches])
-
-    def step(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-        return total + jax.grad(loss, argnums=1)(x, kernel, bias), None
-
-    got, _ = jax.jit(lambda xs: jax.lax.scan(step, jnp.zeros_like(kernel), xs))(xs)
-    assert_trees_close(got, sum(GRADIENT(x, kernel, bias)[1] for x in xs))
-
-
 def test_disabled_jit_gives_the_same_result() -> None:
     with jax.disable_jit():
         y = dense(*operands())
