@@ -20,6 +20,7 @@ from jax_grouped.fp8.recipes import Recipe as Recipe
 from jax_grouped.fp8.recipes import ScalingMode as ScalingMode
 from jax_grouped.fp8.state import Fp8State as Fp8State
 from jax_grouped.kernels import extension
+from jax_grouped.kernels.activations import SwiGLU as SwiGLU
 from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
 from jax_grouped.ops.autotune import autotune as autotune
 from jax_grouped.ops.dense import grouped_dense as grouped_dense
@@ -72,6 +73,7 @@ __all__ = [
     "Recipe",
     "ScaledArray",
     "ScalingMode",
+    "SwiGLU",
     "accumulate_gradients",
     "apply_updates",
     "autotune",

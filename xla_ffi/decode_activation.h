@@ -9,12 +9,12 @@
 #include "csrc/common/activation.h"
 #include "xla_ffi/decode.h"
 
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Activation);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::ActivationKind);
 
 namespace jax_grouped {
 
-inline ffi::Error CheckActivation(const char* op, Activation activation) {
-  const auto value = static_cast<int32_t>(activation);
+inline ffi::Error CheckActivation(const char* op, ActivationKind kind) {
+  const auto value = static_cast<int32_t>(kind);
   if (value >= 0 && value <= static_cast<int32_t>(kLastActivation)) return ffi::Error::Success();
   return Invalid(op, "there is no activation " + std::to_string(value) + ".");
 }

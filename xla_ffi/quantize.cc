@@ -27,7 +27,10 @@ struct QuantizeAttributes {
   bool swizzled_scales;
   bool given_scale;
   bool gathered;
-  Activation activation;
+  ActivationKind activation;
+  float limit;
+  float alpha;
+  float offset;
   bool backward;
   bool weighted;
   bool inner_products;
@@ -51,7 +54,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
     StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
     StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
-    StructMember<::jax_grouped::Activation>("activation"), StructMember<bool>("backward"),
+    StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
+    StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<bool>("backward"),
     StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("activated"),
     StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
@@ -130,7 +134,7 @@ ffi::Error CheckStackRows(const char* op, int64_t stack_rows, const Groups& grou
 
 // Fails if options of the attributes do not fit each other.
 ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
-  const bool has_activation = attributes.activation != Activation::kNone;
+  const bool has_activation = attributes.activation != ActivationKind::kNone;
   if (attributes.given_scale && attributes.mode != ScalingMode::kTensor) {
     return Invalid(kQuantize, "scales can be given for whole groups only.");
   }
@@ -152,7 +156,7 @@ ffi::Error CheckOptions(const QuantizeAttributes& attributes) {
 
 // Returns the number of features that `x` must have, from the features of the result.
 int64_t InputFeatures(const QuantizeProblem& problem, int64_t features) {
-  if (!IsGated(problem.activation)) return features;
+  if (!IsGated(problem.activation.kind)) return features;
   return problem.backward ? features / 2 : 2 * features;
 }
 
@@ -162,7 +166,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   const auto fp8_type = Fp8Type(x.element_type());
   const auto type = fp8_type ? fp8_type : FloatType(x.element_type());
   if (!type) return Invalid(kQuantize, "x must be bfloat16, float16, float32 or FP8.");
-  if (fp8_type && (attributes.mode != ScalingMode::kBlock1D || attributes.activation != Activation::kNone)) {
+  if (fp8_type && (attributes.mode != ScalingMode::kBlock1D || attributes.activation != ActivationKind::kNone)) {
     return Invalid(kQuantize, "an FP8 x is quantized in mode BLOCK_1D without an activation only.");
   }
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kQuantize, "x", x, 2));
@@ -173,7 +177,7 @@ ffi::Error DecodeProblem(const ffi::AnyBuffer& x, const QuantizeAttributes& attr
   problem->pow2_scales = attributes.pow2_scales;
   problem->swizzled_scales = attributes.swizzled_scales && attributes.mode == ScalingMode::kMx;
   problem->amax_epsilon = attributes.amax_epsilon;
-  problem->activation = attributes.activation;
+  problem->activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
   problem->backward = attributes.backward;
   const int64_t in_features = x.dimensions()[1];
   const bool gated = IsGated(attributes.activation);

@@ -49,9 +49,10 @@ ffi::Error CheckArray(const char* name, const ffi::AnyBuffer& array, ffi::DataTy
 
 ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuffer da, F32Buffer weights,
                           ffi::RemainingArgs order, AnyResult dinput, AnyResult weighted,
-                          ffi::Result<F32Buffer> inner_products, Activation activation) try {
-  JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, activation));
-  if (activation == Activation::kNone) return Invalid(kActivationGrad, "there must be an activation.");
+                          ffi::Result<F32Buffer> inner_products, ActivationKind kind, float limit, float alpha,
+                          float offset) try {
+  JAX_GROUPED_RETURN_IF_ERROR(CheckActivation(kActivationGrad, kind));
+  if (kind == ActivationKind::kNone) return Invalid(kActivationGrad, "there must be an activation.");
   const auto type = FloatType(input.element_type());
   if (!type || *type == CUDA_R_32F) return Invalid(kActivationGrad, "the input must be bfloat16 or float16.");
   JAX_GROUPED_RETURN_IF_ERROR(CheckRank(kActivationGrad, "da", da, 2));
@@ -59,7 +60,7 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
   const int64_t features = da.dimensions()[1];
   JAX_GROUPED_RETURN_IF_ERROR(CheckRange(kActivationGrad, "da's shape[0]", rows, 1, kLimit));
   JAX_GROUPED_RETURN_IF_ERROR(CheckFeatures(kActivationGrad, "da", features));
-  const int64_t in_features = IsGated(activation) ? 2 * features : features;
+  const int64_t in_features = IsGated(kind) ? 2 * features : features;
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("the input", input, input.element_type(), rows, in_features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("da", da, input.element_type(), rows, features));
   JAX_GROUPED_RETURN_IF_ERROR(CheckArray("dinput", *dinput, input.element_type(), rows, in_features));
@@ -87,8 +88,8 @@ ffi::Error ActivationGrad(cudaStream_t stream, ffi::AnyBuffer input, ffi::AnyBuf
   } else {
     JAX_GROUPED_RETURN_IF_ERROR(CheckEqual(kActivationGrad, "the size of weights", num_weights, rows));
   }
-  return ToError(kActivationGrad,
-                 LaunchActivationGrad(stream, buffers, activation, *type, num_weights, rows, features));
+  return ToError(kActivationGrad, LaunchActivationGrad(stream, buffers, {kind, limit, alpha, offset}, *type,
+                                                       num_weights, rows, features));
 }
 JAX_GROUPED_CATCH(kActivationGrad)
 
@@ -173,7 +174,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationGradExecute, ActivationGrad,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<F32Buffer>()
-                                  .Attr<Activation>("activation"),
+                                  .Attr<ActivationKind>("activation")
+                                  .Attr<float>("limit")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("offset"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteRowsExecute, PermuteRows,

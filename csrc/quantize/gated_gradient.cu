@@ -44,7 +44,7 @@ Status LaunchOfMode(cudaStream_t stream, const GatedGradientArguments& args, con
 bool IsGatedGradient(const QuantizeProblem& problem, const QuantizeBuffers& buffers) {
   const bool scales =
       problem.mode == ScalingMode::kBlock1D || (problem.mode == ScalingMode::kTensor && buffers.scale != nullptr);
-  return scales && problem.backward && IsGated(problem.activation) && problem.input_type != CUDA_R_32F &&
+  return scales && problem.backward && IsGated(problem.activation.kind) && problem.input_type != CUDA_R_32F &&
          problem.features % (2 * kTileColumns) == 0 && buffers.row_data != nullptr && buffers.column_data != nullptr &&
          buffers.dbias == nullptr && buffers.skip == nullptr;
 }

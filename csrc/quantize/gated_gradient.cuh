@@ -220,8 +220,7 @@ class GatedGradient {
                               Patch& of_factors) const {
     float products[kGatedRows]{};
     Pair::Largest largest[4]{};
-    WithActivation<true>(args_.activation, [&](auto constant) {
-      constexpr Activation kActivation = decltype(constant)::value;
+    WithActivation<true>(args_.activation, [&](auto functions) {
 #pragma unroll
       for (int i = 0; i < kGatedRows; ++i) {
         const float row_weight = FromLane(Lane() / 16 * 16 + i, weight);
@@ -233,10 +232,10 @@ class GatedGradient {
         }
         const auto compute = [&](float gate, float factor, float gradient, float* of_gate, float* of_factor,
                                  float* result) {
-          products[i] += ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, 1.0f) * gradient;
-          *of_gate = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
-          *of_factor = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
-          *result = ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, row_weight);
+          products[i] += ActivatedValue<Form::kGated>(functions, gate, factor, gradient, 1.0f) * gradient;
+          *of_gate = ActivatedValue<Form::kGradientOfGate>(functions, gate, factor, gradient, row_weight);
+          *of_factor = ActivatedValue<Form::kGradientOfFactor>(functions, gate, factor, gradient, row_weight);
+          *result = ActivatedValue<Form::kGated>(functions, gate, factor, gradient, row_weight);
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

@@ -17,7 +17,7 @@ template <typename Launch>
 Status WithSource(const QuantizeProblem& problem, const QuantizeBuffers& buffers, const Launch& launch) {
   const auto with_type = [&](auto number) {
     using T = decltype(number);
-    if (problem.activation != Activation::kNone) return launch(MakeActivatedSource<T>(problem, buffers));
+    if (problem.activation.kind != ActivationKind::kNone) return launch(MakeActivatedSource<T>(problem, buffers));
     return launch(MakePlainSource<T>(problem, buffers));
   };
   switch (problem.input_type) {

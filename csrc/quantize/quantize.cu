@@ -206,7 +206,7 @@ Status LaunchBackwardAndActivation(cudaStream_t stream, const Groups& groups, Qu
   JAX_GROUPED_RETURN_IF_FAILED(LaunchQuantize(stream, groups, problem, element_row_blocks, backward));
   problem.backward = false;
   problem.output_type = CUDA_R_8F_E4M3;
-  if (IsGated(problem.activation)) problem.features /= 2;
+  if (IsGated(problem.activation.kind)) problem.features /= 2;
   QuantizeBuffers forward{};
   forward.x = buffers.activation_input;
   forward.x_rows = buffers.x_rows;
@@ -239,7 +239,7 @@ Status LaunchQuantize(cudaStream_t stream, const Groups& groups, const QuantizeP
   args.num_column_tiles = static_cast<uint32_t>(CeilDiv(problem.features, kTileColumns));
   args.pow2_scales = problem.pow2_scales;
   args.given_scale = buffers.scale != nullptr;
-  args.interleave_halves = problem.backward && IsGated(problem.activation);
+  args.interleave_halves = problem.backward && IsGated(problem.activation.kind);
   args.group_scales = problem.mode == ScalingMode::kTensor;
   args.amax_epsilon = problem.amax_epsilon;
   args.scale = buffers.scale;

@@ -24,7 +24,7 @@ from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad, is_gated
+from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad, is_gated
 from jax_grouped.kernels.bias_gradient import bias_gradient_xla
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.rows import tokens_of
@@ -580,7 +580,7 @@ def _quantize_cuda(
         swizzled_scales=spec.swizzled_scales,
         given_scale="scale" in spec.given,
         gathered="row_indices" in spec.given,
-        activation=np.int32(ACTIVATIONS.index(spec.activation)),
+        **activation_attributes(spec.activation),
         backward="activation_input" in spec.given,
         weighted="row_weights" in spec.given,
         inner_products=spec.inner_products,

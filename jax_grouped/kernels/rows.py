@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad
+from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad
 from jax_grouped.kernels.primitive import define, in_whole_batch
 
 #: Features that the kernels of activations' gradients and of sums load at once: `kRowVector` in csrc.
@@ -45,7 +44,7 @@ def _activation_gradient_cuda(
     if x.dtype == jnp.float32 or da.shape[1] % _ROW_VECTOR != 0:
         return activation_gradient_xla(x, da, weights, *order, activation=activation)
     call = jax.ffi.ffi_call("jax_grouped_activation_grad", _activation_gradient_results(x, da))
-    return tuple(call(x, da, weights, *order, activation=np.int32(ACTIVATIONS.index(activation))))
+    return tuple(call(x, da, weights, *order, **activation_attributes(activation)))
 
 
 def _activation_gradient_results(x: Any, da: Any, *_: Any, **__: Any) -> list[jax.ShapeDtypeStruct]:

@@ -32,7 +32,7 @@ def grouped_mlp(
     down: jax.Array | Weights,
     group_sizes: GroupSizes,
     *,
-    activation: Activation = "silu_mul",
+    activation: Activation = "swiglu",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
@@ -55,8 +55,8 @@ def grouped_mlp(
             activation that has no gate.
         down: `[E, F, N]`, or `Weights` with such a kernel.
         group_sizes: `[E]` integers, rows per group, read on the device only.
-        activation: with a gate "silu_mul" (SwiGLU), "gelu_mul" (GeGLU) or "clamped_silu_mul" (gpt-oss); without one
-            "silu", "gelu", "relu" or "relu_squared". See `jax_grouped.grouped_quantize`.
+        activation: with a gate "swiglu", "geglu", "reglu" or a `jax_grouped.SwiGLU`; without one "silu",
+            "gelu", "relu" or "relu_squared". See `jax_grouped.grouped_quantize`.
         recipe: how both products are computed in FP8, with `K`, `F` and `N` multiples of 16; None to compute in the
             type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.

@@ -16,7 +16,7 @@ from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
-from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.activations import Activation, ActivationName, SwiGLU, is_gated
 from jax_grouped.kernels.product import NARROW_TYPES
 
 #: Rows per group, as users give them: `[E]` integers.
@@ -287,13 +287,14 @@ def check_scaled(scaled: ScaledArray) -> None:
             raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}{hint}.")
 
 
-def check_activation_name(activation: str, more: str = "") -> None:
-    """Raises ValueError unless there is such an activation; `more` names other values that are permitted."""
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation must be one of {get_args(Activation)}{more}, got {activation!r}.")
+def check_activation_name(activation: Activation, more: str = "") -> None:
+    """Raises ValueError unless it is an activation; `more` names other values that are permitted."""
+    names = get_args(ActivationName)
+    if not isinstance(activation, SwiGLU) and activation not in names:
+        raise ValueError(f"activation must be one of {names}, a jax_grouped.SwiGLU{more}, got {activation!r}.")
 
 
-def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:
+def check_activation(activation: Activation | None, x: jax.Array, activation_input: jax.Array | None) -> None:
     """Raises ValueError or TypeError unless the activation is a known one and its operands fit each other."""
     if activation is None:
         if activation_input is not None:

@@ -69,9 +69,8 @@ def grouped_quantize(
             sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
             `jax.nn.gelu`), `"relu"` or `"relu_squared"` (arXiv:2109.08668). For an `x` of `[T, 2 C]`, the gate first:
-            `"silu_mul"`, `silu(gate) * up` (SwiGLU, arXiv:2002.05202); `"gelu_mul"`, `gelu(gate) * up` (GeGLU,
-            likewise); `"clamped_silu_mul"`, `g * sigmoid(1.702 * g) * (u + 1)` with `g = min(gate, 7)` and
-            `u = clip(up, -7, 7)` (gpt-oss, arXiv:2508.10925).
+            `"swiglu"`, `silu(gate) * up` (arXiv:2002.05202), likewise `"geglu"` with `gelu` and `"reglu"` with `relu`;
+            or a `SwiGLU` with numbers of its own.
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
