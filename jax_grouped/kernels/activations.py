@@ -94,17 +94,12 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 def activation_grad(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
     """Returns the gradient of `x` from that of `activate(x, activation)`."""
-    if activation == "relu":
-        # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
-        return jnp.where(x > 0, dy, 0)
-    if activation == "relu_squared":
-        return jnp.where(x > 0, dy * (2 * x), 0)
     return jax.vjp(lambda x: activate(x, activation), x)[1](dy)[0]
 
 
 def _relu(x: jax.Array) -> jax.Array:
-    # No maximum: its sign of zero depends on the platform.
-    return jnp.where((x > 0) | jnp.isnan(x), x, 0)
+    # No maximum: its sign of zero depends on the platform. A NaN stays, but has no gradient, as in csrc.
+    return jnp.where(x > 0, x, jax.lax.stop_gradient(jnp.where(jnp.isnan(x), x, 0)))
 
 
 _PLAIN: dict[Any, Callable[[jax.Array], jax.Array]] = {
