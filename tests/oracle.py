@@ -109,7 +109,7 @@ def fp8_tolerance(out_dtype: str = "float32") -> float:
     return 1e-5 if config.backend == "xla" or not cuda_devices() else 1e-3
 
 
-def silu_mul(hidden: np.ndarray) -> np.ndarray:
+def swiglu(hidden: np.ndarray) -> np.ndarray:
     """Computes `silu(gate) * up` of `[..., 2 F]`, the gate first."""
     gate, up = np.split(hidden, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
@@ -122,7 +122,7 @@ def a_loop_over_tokens(
     score: str = "softmax",
     bias: np.ndarray | None = None,
     scale: float = 1.0,
-    activation: Callable[[np.ndarray], np.ndarray] = silu_mul,
+    activation: Callable[[np.ndarray], np.ndarray] = swiglu,
 ) -> np.ndarray:
     """Computes the layer's definition, a token and an expert at a time, in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)

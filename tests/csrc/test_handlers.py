@@ -25,7 +25,7 @@ from tests.custom_calls import (
     OF_EXPERTS,
     ROWS,
     SILU,
-    SILU_MUL,
+    SWIGLU,
     TABLE,
     TILES,
     activation_grad,
@@ -170,9 +170,9 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
 
 @cases(
     (dict(mode=4), "there is no scaling mode 4."),
-    (dict(activation=8), "there is no activation 8."),
-    (dict(activation=SILU_MUL, x=(32, 40)), "quantized features must be a positive multiple of 16 below 2^31, got 20."),
-    (dict(activation=SILU_MUL, x=(32, 33)), "x's shape[1] must be 32, got 33."),
+    (dict(activation=9), "there is no activation 9."),
+    (dict(activation=SWIGLU, x=(32, 40)), "quantized features must be a positive multiple of 16 below 2^31, got 20."),
+    (dict(activation=SWIGLU, x=(32, 33)), "x's shape[1] must be 32, got 33."),
     (dict(x_type=jnp.int32), "x must be bfloat16, float16, float32 or FP8."),
     (dict(x=(32, 16, 1)), "the rank of x must be 2, got 3."),
     (dict(x=(0, 16)), "x must have rows."),

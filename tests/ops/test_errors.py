@@ -232,4 +232,4 @@ def test_arrays_on_explicit_mesh_axes_are_refused() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match=re.escape("call it inside jax.shard_map")):
-        jg.moe.top_k_routing(x, 2)
+        jg.moe.top_k_routing(x, jg.moe.Router(2))

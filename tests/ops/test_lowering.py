@@ -262,7 +262,7 @@ def test_exported_custom_calls_are_the_published_ones() -> None:
 
     def layer(x: jax.Array, recipe: jg.Float8BlockScaling | None = None) -> jax.Array:
         gate_up, down = jnp.ones((4, 16, 32), x.dtype), jnp.ones((4, 16, 16), x.dtype)
-        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, top_k=2, recipe=recipe)[0])
+        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, router=jg.moe.Router(2), recipe=recipe)[0])
 
     text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
     text += lowered(round_trip, X, SIZES) + lowered(fp8, X, SIZES) + lowered(jax.grad(layer), X)

@@ -85,20 +85,20 @@ STACK = jnp.ones((2, 16, 32))
             "quantized features must be a multiple of 16, got 24 from x (6, 24); pad the feature axis with zeros.",
         ),
         (
-            dict(activation="silu_mul", x=X[:, :16]),
+            dict(activation="swiglu", x=X[:, :16]),
             ValueError,
             "quantized features must be a multiple of 16, got 8 from x (6, 16); pad the feature axis with zeros.",
         ),
         (
             dict(activation="swish"),
             ValueError,
-            "activation must be one of ('silu_mul', 'gelu_mul', 'clamped_silu_mul', 'silu', 'gelu', 'relu', "
-            "'relu_squared') or None, got 'swish'.",
+            "activation must be one of ('swiglu', 'geglu', 'reglu', 'silu', 'gelu', 'relu', 'relu_squared'), a "
+            "jax_grouped.SwiGLU or None, got 'swish'.",
         ),
         (
-            dict(activation="clamped_silu_mul", x=X[:, :31]),
+            dict(activation="geglu", x=X[:, :31]),
             ValueError,
-            "clamped_silu_mul needs an even number of features, gate and up, got x (6, 31).",
+            "geglu needs an even number of features, gate and up, got x (6, 31).",
         ),
         (dict(activation_input=X), ValueError, "activation_input needs an activation."),
         (
@@ -112,7 +112,7 @@ STACK = jnp.ones((2, 16, 32))
             "activation_input must have shape (6, 32) for x (6, 32), got (5, 32).",
         ),
         (
-            dict(activation="silu_mul", activation_input=X),
+            dict(activation="swiglu", activation_input=X),
             ValueError,
             "activation_input must have shape (6, 64) for x (6, 32), got (6, 32).",
         ),

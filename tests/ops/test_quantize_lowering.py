@@ -62,7 +62,7 @@ def test_every_attribute_is_there_with_its_type() -> None:
             dtype=jnp.float8_e5m2,
             amax_epsilon=0.5,
             swizzled_scales=True,
-            activation="silu_mul",
+            activation="swiglu",
             activation_input=gate_and_up,
         )
 
@@ -80,6 +80,9 @@ def test_every_attribute_is_there_with_its_type() -> None:
         "given_scale": "false",
         "gathered": "false",
         "activation": "5 : i32",
+        "limit": "0x7F800000 : f32",
+        "alpha": "1.000000e+00 : f32",
+        "offset": "0.000000e+00 : f32",
         "backward": "true",
         "weighted": "false",
         "inner_products": "false",

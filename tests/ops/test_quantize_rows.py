@@ -14,7 +14,7 @@ import jax_grouped as jg
 from jax_grouped import ScalingMode
 from jax_grouped.core.groups import Groups
 from jax_grouped.kernels import quantization
-from jax_grouped.kernels.activations import is_gated
+from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import quantize_oracle
@@ -273,7 +273,7 @@ def test_without_tokens(backend: str, rows: int) -> None:
 
 @each_activation
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_weights_multiply_the_activation_or_its_gradient(backend: str, activation: str, backward: bool) -> None:
+def test_weights_multiply_the_activation_or_its_gradient(backend: str, activation: Activation, backward: bool) -> None:
     x = jax.random.normal(jax.random.key(2), (200, 2 * FEATURES))
     dy = jax.random.normal(jax.random.key(3), (200, FEATURES if is_gated(activation) else 2 * FEATURES))
     # Powers of two, so that a product by a weight is exact wherever it is taken.
@@ -297,7 +297,7 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str, activatio
     assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
 
 
-def inner_products(dy: jax.Array, hidden: jax.Array, activation: str, mode: ScalingMode, **operands: Any) -> jax.Array:
+def inner_products(dy: jax.Array, hidden: jax.Array, activation: Activation, mode: ScalingMode, **operands: Any) -> jax.Array:
     spec = QuantizeSpec(mode, "float8_e4m3fn", 4, columnwise=True, activation=activation, inner_products=True)
     groups = Groups(SIZES, jnp.zeros(1, jnp.int32))
     _, results = quantization.quantize(dy, groups, spec, (), activation_input=hidden, **operands)
@@ -307,7 +307,7 @@ def inner_products(dy: jax.Array, hidden: jax.Array, activation: str, mode: Scal
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("features", [256, 336, 48])
 @each_activation
-def test_inner_products(backend: str, activation: str, features: int, dtype: str) -> None:
+def test_inner_products(backend: str, activation: Activation, features: int, dtype: str) -> None:
     keys = jax.random.split(jax.random.key(4), 3)
     hidden = jax.random.normal(keys[0], (200, 2 * features if is_gated(activation) else features)).astype(dtype)
     dy = jax.random.normal(keys[1], (200, features)).astype(dtype)
@@ -322,10 +322,10 @@ def test_inner_products(backend: str, activation: str, features: int, dtype: str
 def test_inner_products_under_vmap(backend: str) -> None:
     hidden, dy = jax.random.normal(jax.random.key(5), (2, 200, 96)), jax.random.normal(jax.random.key(6), (2, 200, 48))
 
-    got = jax.vmap(lambda dy, hidden: inner_products(dy, hidden, "silu_mul", ScalingMode.BLOCK_1D))(dy, hidden)
+    got = jax.vmap(lambda dy, hidden: inner_products(dy, hidden, "swiglu", ScalingMode.BLOCK_1D))(dy, hidden)
 
     for i in range(2):
-        np.testing.assert_array_equal(got[i], inner_products(dy[i], hidden[i], "silu_mul", ScalingMode.BLOCK_1D))
+        np.testing.assert_array_equal(got[i], inner_products(dy[i], hidden[i], "swiglu", ScalingMode.BLOCK_1D))
 
 
 def test_the_custom_call_gets_both() -> None:

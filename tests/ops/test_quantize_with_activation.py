@@ -147,14 +147,14 @@ def test_both_have_the_bits_of_quantizations_apart(
     ids=["without weights", "epsilon"],
 )
 def test_options(backend: str, mode: ScalingMode, options: dict[str, Any]) -> None:
-    operands, spec = make("silu_mul", mode, **options)
+    operands, spec = make("swiglu", mode, **options)
 
     assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_some_of_the_groups(backend: str, mode: ScalingMode) -> None:
-    operands, spec = make("silu_mul", mode, num_groups=2)
+    operands, spec = make("swiglu", mode, num_groups=2)
 
     got = quantize(operands, spec, offset=2)
 
@@ -165,7 +165,7 @@ def test_some_of_the_groups(backend: str, mode: ScalingMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_numbers_that_are_not_finite(backend: str, mode: ScalingMode) -> None:
-    operands, spec = make("silu_mul", mode)
+    operands, spec = make("swiglu", mode)
     operands = operands._replace(weights=operands.weights.at[131].set(jnp.inf).at[5].set(jnp.nan))
     if operands.scale is not None:
         scales = (operands.scale.at[3].set(jnp.nan), operands.activated_scale.at[0].set(jnp.nan))
@@ -181,13 +181,13 @@ def test_many_groups(backend: str, groups: str) -> None:
     sizes = jnp.arange(num_groups) * 7 % 17
     for mode in some(backend, MODES[:2], len(groups)):
         rows = int(sizes.sum()) + 40
-        operands, spec = make("silu_mul", mode, features=128, rows=max(rows, 150), num_groups=num_groups)
+        operands, spec = make("swiglu", mode, features=128, rows=max(rows, 150), num_groups=num_groups)
 
         assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
 
 
 def test_scales_that_are_found_for_whole_groups(backend: str) -> None:
-    operands, spec = make("silu_mul", ScalingMode.TENSOR)
+    operands, spec = make("swiglu", ScalingMode.TENSOR)
     operands = operands._replace(scale=None, activated_scale=None)
 
     assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
@@ -198,14 +198,14 @@ def test_many_tiles(backend: str) -> None:
     rows = 30_000 if backend == "cuda" else 900
     sizes = jnp.arange(5) * (rows // 11)
     for mode in some(backend, MODES[:2], 0):
-        operands, spec = make("silu_mul", mode, features=384, rows=rows)
+        operands, spec = make("swiglu", mode, features=384, rows=rows)
 
         assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
 
 
 def test_vmap_is_one_call(backend: str) -> None:
     for mode in some(backend, MODES[:2], 1):
-        operands, spec = make("silu_mul", mode)
+        operands, spec = make("swiglu", mode)
         batch = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), operands)
         sizes = jnp.stack([SIZES, SIZES[::-1]])
 
@@ -218,7 +218,7 @@ def test_vmap_is_one_call(backend: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_rows(backend: str, mode: ScalingMode) -> None:
-    operands, spec = make("silu_mul", mode)
+    operands, spec = make("swiglu", mode)
     scales = operands.scale, operands.activated_scale
     operands = jax.tree.map(lambda x: x[:0] if len(x) == ROWS else x, operands)
 
@@ -233,7 +233,7 @@ def test_without_rows(backend: str, mode: ScalingMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_what_is_not_read_is_not_made(mode: ScalingMode) -> None:
-    operands, spec = make("silu_mul", mode)
+    operands, spec = make("swiglu", mode)
     for read, flags in [
         (lambda gradient, *_: gradient.rowwise.data, ("true", "true", "false", "false")),
         (lambda _, __, products: products, ("true", "true", "false", "false")),
@@ -249,7 +249,7 @@ def test_what_is_not_read_is_not_made(mode: ScalingMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_the_result_alone(backend: str, mode: ScalingMode) -> None:
-    operands, spec = make("silu_mul", mode)
+    operands, spec = make("swiglu", mode)
 
     got = jax.jit(lambda operands: quantize(operands, spec)[1])(operands)
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped.kernels.activations import is_gated
+from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
 from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
 from tests import quantize_oracle
-from tests.activations import by_jax
+from tests.activations import GPT_OSS, by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
 from tests.programs import custom_calls, lowered, struct
 
 
-def arrays(rows: int, features: int, dtype: str, activation: str = "silu_mul") -> tuple[jax.Array, ...]:
+def arrays(rows: int, features: int, dtype: str, activation: Activation = "swiglu") -> tuple[jax.Array, ...]:
     """Returns the activation's input, the gradient of its weighted result, and the weights of the rows."""
     keys = jax.random.split(jax.random.key(rows + features), 3)
     x = 3 * jax.random.normal(keys[0], (rows, 2 * features if is_gated(activation) else features))
@@ -27,7 +27,7 @@ def arrays(rows: int, features: int, dtype: str, activation: str = "silu_mul") -
     )
 
 
-def check_gradient(activation: str, x: jax.Array, da: jax.Array, weights: jax.Array) -> None:
+def check_gradient(activation: Activation, x: jax.Array, da: jax.Array, weights: jax.Array) -> None:
     """Compares `activation_grad` with float64."""
     dx, weighted, inner_products = activation_grad(x, da, weights, activation)
 
@@ -55,7 +55,7 @@ def assert_near(label: str, got: jax.Array, expected: Expected, dtype: jax.typin
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @each_activation
-def test_gradients_of_activations(backend: str, activation: str, dtype: str) -> None:
+def test_gradients_of_activations(backend: str, activation: Activation, dtype: str) -> None:
     shapes = [(37, 264), (9, 1536), (1, 8), (5, 12)]
     for shape in some(backend, shapes, ACTIVATIONS.index(activation) + len(dtype)):
         check_gradient(activation, *arrays(*shape, dtype, activation))
@@ -63,7 +63,7 @@ def test_gradients_of_activations(backend: str, activation: str, dtype: str) -> 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0)], ids=str)
 def test_gradients_of_nothing(backend: str, shape: tuple[int, int]) -> None:
-    check_gradient("silu_mul", *arrays(*shape, "bfloat16"))
+    check_gradient("swiglu", *arrays(*shape, "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -71,14 +71,15 @@ def test_numbers_at_the_limit_of_clamping_have_a_gradient_and_those_beyond_have_
     x = jnp.asarray(edges_of_clamping(dtype))
     rows, features = x.shape[0], x.shape[1] // 2
 
-    check_gradient("clamped_silu_mul", x, jnp.ones((rows, features), dtype), jnp.linspace(0.5, 2, rows))
+    check_gradient(GPT_OSS, x, jnp.ones((rows, features), dtype), jnp.linspace(0.5, 2, rows))
 
 
 @each_activation
-def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation: str) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_rows(backend: str, activation: Activation) -> None:
     x, da, weights = arrays(4, 16, "bfloat16", activation)
     unclean = x.at[1, 3].set(jnp.nan).at[2, -4].set(jnp.inf)
 
+    check_gradient(activation, x.at[1, 3].set(jnp.nan), da, weights)
     results = activation_grad(unclean, da, weights, activation)
 
     for got, clean in zip(results, activation_grad(x, da, weights, activation), strict=True):
@@ -96,7 +97,7 @@ def test_rows_take_the_weights_of_their_pairs(backend: str, axis: int | None, dt
     operands = [jnp.stack([of, -of]) for of in (x, da, weights)]
 
     def gradient(x: jax.Array, da: jax.Array, weights: jax.Array, order: jax.Array) -> tuple[jax.Array, ...]:
-        return activation_grad(x, da, weights, "silu_mul", order)
+        return activation_grad(x, da, weights, "swiglu", order)
 
     of_batch = None if axis is None else jax.vmap(gradient)(*operands, orders)
     for i in range(2):
@@ -104,13 +105,13 @@ def test_rows_take_the_weights_of_their_pairs(backend: str, axis: int | None, dt
         order = np.asarray(orders[i])
         exist = (order >= 0) & (order < 30)
         got = gradient(*one, orders[i]) if of_batch is None else [of[i] for of in of_batch]
-        expected = activation_grad(*one[:2], one[2][np.where(exist, order, 0)], "silu_mul")
+        expected = activation_grad(*one[:2], one[2][np.where(exist, order, 0)], "swiglu")
         for results, of_rows in zip(got, expected, strict=True):
             np.testing.assert_array_equal(results[exist], of_rows[exist])
 
 
 @each_activation
-def test_derivatives_of_activations_are_those_of_jax(activation: str) -> None:
+def test_derivatives_of_activations_are_those_of_jax(activation: Activation) -> None:
     x, da, weights = arrays(6, 16, "float32", activation)
 
     def loss(activate: Callable[..., jax.Array]) -> Any:
@@ -121,8 +122,8 @@ def test_derivatives_of_activations_are_those_of_jax(activation: str) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu_mul", "relu_squared"])
-def test_vmap_and_higher_derivatives(backend: str, activation: str) -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
+def test_vmap_and_higher_derivatives(backend: str, activation: Activation) -> None:
     def gradient(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return activation_grad(*operands, activation)
 
@@ -142,7 +143,7 @@ def test_vmap_and_higher_derivatives(backend: str, activation: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "features", "calls"), [("bfloat16", 16, 1), ("bfloat16", 12, 0), ("float32", 16, 0)])
 def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits(dtype: str, features: int, calls: int) -> None:
-    for activation in ("silu_mul", "relu"):
+    for activation in ("swiglu", "relu"):
         x = struct((4, 2 * features if is_gated(activation) else features), dtype)
         operands = (x, struct((4, features), dtype), struct((4,), "float32"))
 
@@ -152,7 +153,7 @@ def test_one_kernel_for_the_gradient_of_an_activation_in_16_bits(dtype: str, fea
 
 
 def test_the_custom_call_gets_the_number_of_its_activation() -> None:
-    in_order = ["silu", "gelu", "relu", "relu_squared", "silu_mul", "gelu_mul", "clamped_silu_mul"]
+    in_order = ["silu", "gelu", "relu", "relu_squared", "swiglu", "geglu", "reglu", SwiGLU(2.5, alpha=0.5, offset=-2)]
     for number, activation in enumerate(in_order, 1):
         x, da = struct((4, 32 if is_gated(activation) else 16)), struct((4, 16))
 
@@ -160,6 +161,8 @@ def test_the_custom_call_gets_the_number_of_its_activation() -> None:
 
         (call,) = custom_calls(text, "jax_grouped_activation_grad")
         assert f"activation = {number} : i32" in call
+    for attribute in ("limit = 2.500000e+00", "alpha = 5.000000e-01", "offset = -2.000000e+00"):
+        assert f"{attribute} : f32" in call
 
 
 def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:

@@ -240,7 +240,7 @@ def test_forward_mode_is_refused_by_the_name_of_the_function(mode: str) -> None:
         "ragged_dot": lambda x: jg.ragged_dot(x, kernel, SIZES),
         "grouped_dense": lambda x: jg.grouped_dense(x, kernel, SIZES),
         "router_logits": lambda x: jg.moe.router_logits(x, jnp.ones((IN, GROUPS))),
-        "moe_mlp": lambda x: jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)[0],
+        "moe_mlp": lambda x: jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(2))[0],
     }
     for name, function in functions.items():
         with pytest.raises(TypeError, match=rf"^{name} has derivatives in reverse mode only \(jax\.grad, jax\.vjp, "):

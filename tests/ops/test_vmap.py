@@ -201,7 +201,7 @@ def test_activations_and_dbias(backend: str) -> None:
             sizes,
             ScalingMode.BLOCK_2D,
             dbias=True,
-            activation="silu_mul",
+            activation="swiglu",
             activation_input=gate_and_up if backward else None,
         )
         return got.rowwise.data, jg.grouped_dequantize(got.rowwise), got.amax, got.dbias
