@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jax_grouped as jg
 from jax_grouped.examples import moe_lm, moe_lm_nnx
 from jax_grouped.examples.moe_lm import VOCABULARY
 from jax_grouped.examples.parallel import programs
