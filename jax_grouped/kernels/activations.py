@@ -16,8 +16,8 @@ from jax_grouped.core.values import static_number
 class SwiGLU:
     """A gated activation with numbers: `g * sigmoid(alpha * g) * (u + offset)`.
 
-    Here `g = min(gate, limit)` and `u = clip(up, -limit, limit)`. `SwiGLU(7.0, alpha=1.702, offset=1.0)` is that of gpt-oss
-    (arXiv:2508.10925), `SwiGLU()` is `"swiglu"`.
+    Here `g = min(gate, limit)` and `u = clip(up, -limit, limit)`. `SwiGLU(7.0, alpha=1.702, offset=1.0)` is that of
+    gpt-oss (arXiv:2508.10925), `SwiGLU()` is `"swiglu"`.
 
     Attributes:
         limit: bound of the gate from above and of the other half from both sides; None for none.

@@ -103,7 +103,11 @@ def test_numbers_of_numpy_become_those_of_python_and_booleans_are_no_numbers(nam
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_options_are_objects(name: str) -> None:
-    for field, value, cls in (("router", 2, "Router"), ("parallel", "data", "Parallel"), ("parallel", None, "Parallel")):
+    for field, value, cls in (
+        ("router", 2, "Router"),
+        ("parallel", "data", "Parallel"),
+        ("parallel", None, "Parallel"),
+    ):
         with pytest.raises(TypeError, match=rf"^{field} must be a jax_grouped\.moe\.{cls}, got "):
             LAYERS[name](**{field: value})
 
@@ -240,7 +244,9 @@ def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: st
         return jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 
     assert jax.eval_shape(each(loss), x, gate_up, down).shape == (2,)
-    message = "The features axis 'data' has gradients only inside jax.shard_map with its checks on (check_vma=True), because"
+    message = (
+        "The features axis 'data' has gradients only inside jax.shard_map with its checks on (check_vma=True), because"
+    )
     for argument in range(3):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             jax.eval_shape(each(jax.grad(loss, argnums=argument)), x, gate_up, down)

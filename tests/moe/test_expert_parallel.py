@@ -94,7 +94,9 @@ def test_parts_of_sums_are_added_in_float32() -> None:
         return jg.moe.moe_mlp(*arrays, **LAYER, **options)[0]
 
     exact = result(*arrays()).astype(jnp.bfloat16)
-    got = on_devices(functools.partial(result, parallel=Parallel(experts="data", exchange="gather")))(*arrays(jnp.bfloat16))
+    got = on_devices(functools.partial(result, parallel=Parallel(experts="data", exchange="gather")))(
+        *arrays(jnp.bfloat16)
+    )
     on_one = result(*arrays(jnp.bfloat16))
 
     def error(y: jax.Array) -> float:
@@ -196,9 +198,7 @@ def test_devices_need_not_divide_the_tokens(kind: str, tokens: int, options: dic
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(
-    ("kind", "role"), [("auto", "experts"), ("explicit", "fsdp"), ("auto", "features")], ids=str
-)
+@pytest.mark.parametrize(("kind", "role"), [("auto", "experts"), ("explicit", "fsdp"), ("auto", "features")], ids=str)
 def test_a_stage_of_a_pipeline_splits_its_experts(kind: str, role: str) -> None:
     mesh = typed_mesh(kind, {"stage": 2, "b": 4})
     rng = np.random.default_rng(1)

@@ -142,7 +142,9 @@ def test_activations_are_quantized_and_summed(backend: str, activation: Activati
 
 @DIRECTIONS
 @each_activation
-def test_activations_of_16_bit_types_are_computed_in_float32(backend: str, activation: Activation, backward: bool) -> None:
+def test_activations_of_16_bit_types_are_computed_in_float32(
+    backend: str, activation: Activation, backward: bool
+) -> None:
     # The first tile of a gate's gradient has features of both halves.
     shape = dataclasses.replace(SHAPE, K=80)
     sizes = shapes.group_sizes(shape, "lognormal")

@@ -297,7 +297,9 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str, activatio
     assert np.all((values == wanted) | (np.abs(wanted) < 2**-4) | (np.abs(of_ones) < 2**-4))
 
 
-def inner_products(dy: jax.Array, hidden: jax.Array, activation: Activation, mode: ScalingMode, **operands: Any) -> jax.Array:
+def inner_products(
+    dy: jax.Array, hidden: jax.Array, activation: Activation, mode: ScalingMode, **operands: Any
+) -> jax.Array:
     spec = QuantizeSpec(mode, "float8_e4m3fn", 4, columnwise=True, activation=activation, inner_products=True)
     groups = Groups(SIZES, jnp.zeros(1, jnp.int32))
     _, results = quantization.quantize(dy, groups, spec, (), activation_input=hidden, **operands)
