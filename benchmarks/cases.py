@@ -96,7 +96,7 @@ class Quantization:
         self.dbias = "dbias" in words  # The rows of each group are summed as well.
         # Applied first: reads `[T, 2 K]` and gives `[T, K]`. `backward`, the gradient of its input is quantized:
         # reads `[T, K]` and `[T, 2 K]`, and gives `[T, 2 K]`.
-        self.activation: Literal["silu_mul"] | None = "silu_mul" if "silu_mul" in words else None
+        self.activation: Literal["swiglu"] | None = "swiglu" if "swiglu" in words else None
         self.backward = "backward" in words
         self.kernels = "kernels" in words  # The tokens are a stack of kernels, one per group.
 
@@ -161,7 +161,7 @@ LAYERS = {
 _NAMES = (
     "copy, block_1d rowwise, block_1d columnwise, block_1d both, delayed tensor rowwise, delayed tensor both, "
     "current tensor rowwise, current tensor both, mx both, block_2d kernels both, dbias block_1d both, "
-    "silu_mul block_1d both, silu_mul backward block_1d both, dequantize block_1d rowwise, "
+    "swiglu block_1d both, swiglu backward block_1d both, dequantize block_1d rowwise, "
     "dequantize block_1d columnwise"
 )
 QUANTIZATIONS = {name: Quantization(name) for name in _NAMES.split(", ")}

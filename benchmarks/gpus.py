@@ -47,12 +47,16 @@ def layer(shape: Shape, recipe: jg.Recipe | None, gpus: int, capacity_factor: fl
 
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     arguments = jax.jit(draw, out_shardings=shardings)(jax.random.split(jax.random.key(0), len(shapes)))
-    axes: dict[str, Any] = dict(expert_axis=AXIS, capacity_factor=capacity_factor) if gpus > 1 else {}
+    options: dict[str, Any] = dict(
+        router=jg.moe.Router(k, capacity_factor=capacity_factor if gpus > 1 else None),
+        parallel=jg.moe.Parallel(experts=AXIS if gpus > 1 else None),
+        recipe=recipe,
+    )
 
     def step(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, dy: jax.Array) -> Any:
         def forward(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
             logits = jg.moe.router_logits(x, router)
-            return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=k, recipe=recipe, **axes)[0]
+            return jg.moe.moe_mlp(x, logits, gate_up, down, **options)[0]
 
         y, pull_back = jax.vjp(forward, x, router, gate_up, down)
         # In a model, the gradient of the result follows from the result.

@@ -20,7 +20,12 @@ from jax_grouped.fp8.recipes import Recipe as Recipe
 from jax_grouped.fp8.recipes import ScalingMode as ScalingMode
 from jax_grouped.fp8.state import Fp8State as Fp8State
 from jax_grouped.kernels import extension
+from jax_grouped.kernels.activations import SwiGLU as SwiGLU
 from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS as CUSTOM_CALL_TARGETS
+from jax_grouped.ops.dense import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_grouped.ops.dense import OUTPUT_NAME as OUTPUT_NAME
+from jax_grouped.ops.dense import DenseResiduals as DenseResiduals
+from jax_grouped.ops.dense import PendingWgrad as PendingWgrad
 from jax_grouped.ops.dense import grouped_dense as grouped_dense
 from jax_grouped.ops.gradients import accumulate_gradients as accumulate_gradients
 from jax_grouped.ops.gradients import apply_updates as apply_updates
@@ -28,13 +33,9 @@ from jax_grouped.ops.gradients import overwrite_with_gradient as overwrite_with_
 from jax_grouped.ops.gradients import reduce_gradients as reduce_gradients
 from jax_grouped.ops.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.ops.quantize import grouped_quantize as grouped_quantize
-from jax_grouped.ops.quantize_kernel import quantize_kernel as quantize_kernel
+from jax_grouped.ops.quantize import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
 from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
-from jax_grouped.ops.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from jax_grouped.ops.residuals import OUTPUT_NAME as OUTPUT_NAME
-from jax_grouped.ops.residuals import DenseResiduals as DenseResiduals
-from jax_grouped.ops.residuals import PendingWgrad as PendingWgrad
 from jax_grouped.ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
 from jax_grouped.ops.split import grouped_dense_dgrad as grouped_dense_dgrad
 from jax_grouped.ops.split import grouped_dense_fwd as grouped_dense_fwd
@@ -71,6 +72,7 @@ __all__ = [
     "Recipe",
     "ScaledArray",
     "ScalingMode",
+    "SwiGLU",
     "accumulate_gradients",
     "apply_updates",
     "config",

@@ -1,5 +1,6 @@
 """Code shared by the linen and NNX layers: the initialiser, the MoE computation, and requantization of kernels."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,20 +18,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import as_array, promoted_type, scalar, static_bool, static_size
+from jax_grouped.core.values import as_array, promoted_type, static_bool, static_size
 from jax_grouped.core.varying import apply_rule, axis_size, is_bound, vary_alike
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.moe.experts import grouped_mlp
+from jax_grouped.moe.instances import check_instance
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
-from jax_grouped.moe.mlp import grouped_mlp
-from jax_grouped.moe.on_mesh import MoEAxes
+from jax_grouped.moe.options import Parallel, Router
 from jax_grouped.ops import checks
-from jax_grouped.ops.dense import stacklevel_of_user
+from jax_grouped.ops.dense import DenseResiduals, stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
-from jax_grouped.ops.quantize_kernel import quantize_kernel
-from jax_grouped.ops.residuals import DenseResiduals
+from jax_grouped.ops.quantize import quantize_kernel
 from jax_grouped.ops.split import grouped_dense_fwd
 
 Initializer = Callable[..., Any]
@@ -55,6 +56,31 @@ def default_kernel_init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
     """
     init = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=range(2, len(shape)), batch_axis=0)
     return init(key, shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEInitializers:
+    """Initialisers of the parameters of `MoEMlp`, each called with `(key, shape, param_dtype)`.
+
+    Attributes:
+        router: of the router's kernel, `[K, E]`.
+        gate_up: of the first projection's kernels, also those of a shared expert.
+        down: likewise of the second projection.
+        bias: of all biases.
+
+    Example:
+        initializers = jg.linen.MoEInitializers(down=jax.nn.initializers.zeros)
+        layer = jg.linen.MoEMlp(4, 16, jg.moe.Router(top_k=2), initializers=initializers)
+
+        variables = layer.init(jax.random.key(0), jnp.ones((8, 32)))
+
+        assert not variables["params"]["down"]["kernel"].any()
+    """
+
+    router: Initializer = jax.nn.initializers.lecun_normal()
+    gate_up: Initializer = default_kernel_init
+    down: Initializer = default_kernel_init
+    bias: Initializer = jax.nn.initializers.zeros
 
 
 def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Array:
@@ -93,8 +119,8 @@ def has_sharded_type(x: jax.Array) -> bool:
     return any(axes is not None for axes in jax.typeof(as_array("x", x)).sharding.spec)
 
 
-#: Conversions of a layer's fields, by what their annotations begin with. A scale may be a scalar on the device.
-_CONVERSIONS: Mapping[Any, Callable[[str, Any], Any]] = {int: static_size, float: scalar, bool: static_bool}
+#: Conversions of a layer's fields, by what their annotations begin with.
+_CONVERSIONS: Mapping[Any, Callable[[str, Any], Any]] = {int: static_size, bool: static_bool}
 
 
 def canonical_fields(annotations: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,12 +162,15 @@ def with_canonical_fields(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def warn_of_constant_weights(top_k: int, num_experts: int, *, normalize_weights: bool) -> None:
-    """Warns of a router that the model's loss does not train."""
-    if top_k == 1 < num_experts and normalize_weights:
+def check_moe_options(router: Router, parallel: Parallel, activation: Activation, num_experts: int) -> None:
+    """Checks the options of a `MoEMlp`. Warns of a router that the model's loss does not train."""
+    check_instance("router", router, Router)
+    check_instance("parallel", parallel, Parallel)
+    checks.check_activation_name(activation)
+    if router.top_k == 1 < num_experts and router.normalize:
         warnings.warn(
-            "top_k=1 with normalize_weights=True makes every token's weight 1, whatever the router computes: only "
-            "balance losses train it. Pass normalize_weights=False, so that the model's loss does.",
+            "top_k=1 with normalize=True makes every token's weight 1, whatever the router computes: only balance "
+            "losses train it. Pass normalize=False, so that the model's loss does.",
             stacklevel=stacklevel_of_user(),
         )
 
@@ -190,7 +219,8 @@ def axis_names(logical_axes: LogicalAxes | None, activation: Activation) -> dict
 
 def apply_moe(
     layer: Any,
-    axes: MoEAxes,
+    options: Router,
+    parallel: Parallel,
     x: jax.Array,
     router: Callable[[jax.Array], jax.Array],
     gate_up: Weights,
@@ -200,7 +230,7 @@ def apply_moe(
     shared_expert: Sequence[Weights],
     accumulate_into: Mapping[str, jax.Array] | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these parts, on devices along these axes.
+    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these options and parts.
 
     `shared_expert` has the weights of both projections of the layer's own shared expert, or none.
     """
@@ -235,7 +265,7 @@ def apply_moe(
         )
         shared = result if shared is None else shared.astype(jnp.float32) + result
     num_sequences = None
-    if layer.balance_sequences:
+    if options.balance_sequences:
         if x.ndim < 3:
             raise ValueError(f"balance_sequences needs x of shape [..., length, K], got {x.shape}.")
         num_sequences = max(1, math.prod(x.shape[:-2]))
@@ -244,27 +274,14 @@ def apply_moe(
         router(tokens),
         gate_up,
         down,
-        top_k=layer.top_k,
-        score=layer.score,
-        normalize_weights=layer.normalize_weights,
-        weight_scale=layer.weight_scale,
-        selection_bias=selection_bias,
-        expert_groups=layer.expert_groups,
-        top_groups=layer.top_groups,
-        capacity_factor=layer.capacity_factor,
-        drop_by=layer.drop_by,
+        router=options,
+        parallel=parallel,
         activation=layer.activation,
         recipe=layer.recipe,
         precision=layer.precision,
-        exchange_method=layer.exchange_method,
-        quantized_exchange=layer.quantized_exchange,
-        quantized_combine=layer.quantized_combine,
+        selection_bias=selection_bias,
         num_sequences=num_sequences,
         shared=shared,
-        expert_axis=axes.expert,
-        feature_axis=axes.feature,
-        fsdp_axis=axes.fsdp,
-        batch_axes=axes.batch,
     )
     y = y.reshape(x.shape)
     return (jax.sharding.reshard(y, jax.typeof(x).sharding) if has_sharded_type(x) else y), metrics
@@ -360,13 +377,6 @@ def requantized(
         kernel, stored = vary_alike(kernel, stored)
         return jax.lax.cond(first[0], lambda: quantized(kernel, None, dtype, None), lambda: stored)
     return quantized(kernel, recipe, dtype, fp8_state, previous=stored, skip=~first)
-
-
-def axes_of(layer: Any) -> MoEAxes:
-    """Returns the mesh axes of a `MoEMlp`."""
-    return MoEAxes.make(
-        expert=layer.expert_axis, feature=layer.feature_axis, fsdp=layer.fsdp_axis, batch=layer.batch_axes
-    )
 
 
 def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) -> Fp8State | None:

@@ -3,8 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from jax_grouped import SwiGLU
+from jax_grouped.kernels.activations import Activation
 
-def by_jax(x: jax.Array, activation: str) -> jax.Array:
+#: Those with numbers: of gpt-oss, a bound alone, and no bound. They share one branch of each kernel.
+GPT_OSS = SwiGLU(7.0, alpha=1.702, offset=1.0)
+WITH_NUMBERS = (GPT_OSS, SwiGLU(2.5), SwiGLU(alpha=-0.5, offset=0.25))
+
+
+def by_jax(x: jax.Array, activation: Activation) -> jax.Array:
     """Applies an activation: `[..., F]`, or with a gate `[..., 2 F]`, `-> [..., F]`."""
     match activation:
         case "silu" | "gelu" | "relu":
@@ -12,7 +19,8 @@ def by_jax(x: jax.Array, activation: str) -> jax.Array:
         case "relu_squared":
             return jax.nn.relu(x) ** 2
     gate, up = jnp.split(x, 2, axis=-1)
-    if activation == "clamped_silu_mul":
-        gate, up = jnp.clip(gate, max=7), jnp.clip(up, -7, 7)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-    return by_jax(gate, activation.removesuffix("_mul")) * up
+    if isinstance(activation, SwiGLU):
+        if activation.limit is not None:
+            gate, up = jnp.clip(gate, max=activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+        return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)
+    return by_jax(gate, {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}[activation]) * up

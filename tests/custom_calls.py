@@ -12,7 +12,9 @@ from jax_grouped.kernels import bias_gradient, primitive, product, quantization,
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
 #: Values of attributes.
-SILU, SILU_MUL = 1, 5
+SILU, SWIGLU = 1, 5
+#: The attributes of a SwiGLU with numbers, which no other activation reads.
+NUMBERS = dict(limit=np.float32(7), alpha=np.float32(1), offset=np.float32(0))
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
@@ -96,6 +98,7 @@ def quantize(
         given_scale=False,
         gathered=False,
         activation=np.int32(0),
+        **NUMBERS,
         backward=False,
         weighted=False,
         inner_products=False,
@@ -148,10 +151,11 @@ def activation_grad(
     dx: Array = ((ROWS, 2 * FEATURES), BF16),
     weighted: Array = ((ROWS, FEATURES), BF16),
     inner_products: Shape = (ROWS,),
-    activation: int = SILU_MUL,
+    activation: int = SWIGLU,
 ) -> jax.Array:
     operands, results = [x, da, (weights, F32), *more], [dx, weighted, (inner_products, F32)]
-    return ungrouped_call("jax_grouped_activation_grad", operands, results, dict(activation=np.int32(activation)))[2]
+    attributes = dict(activation=np.int32(activation), **NUMBERS)
+    return ungrouped_call("jax_grouped_activation_grad", operands, results, attributes)[2]
 
 
 def permute_rows(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped import config
@@ -98,6 +99,25 @@ def assert_kernels_close(got: np.ndarray, expected: np.ndarray, tolerance: float
         assert error <= tolerance, f"group {group}: relative error {error:.3g} > {tolerance:.3g}"
 
 
+def assert_trees_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compares all numbers of two trees, in float32."""
+
+    def compare(got: Any, expected: Any) -> None:
+        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(compare, got, expected)
+
+
+def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the order and the inverse of a permutation of all pairs, which drops pairs or has a tail."""
+    pairs = np.random.default_rng(rows).permutation(tokens * choices).astype(np.int32)[:rows]
+    order, inverse = np.full(rows, tokens * choices, np.int32), np.full(tokens * choices, rows, np.int32)
+    order[: pairs.size] = pairs
+    inverse[pairs] = np.arange(pairs.size)
+    return jnp.asarray(order), jnp.asarray(inverse.reshape(tokens, choices))
+
+
 def fp8_tolerance(out_dtype: str = "float32") -> float:
     """Returns the relative error of products of FP8 operands on the current backend.
 
@@ -109,7 +129,7 @@ def fp8_tolerance(out_dtype: str = "float32") -> float:
     return 1e-5 if config.backend == "xla" or not cuda_devices() else 1e-3
 
 
-def silu_mul(hidden: np.ndarray) -> np.ndarray:
+def swiglu(hidden: np.ndarray) -> np.ndarray:
     """Computes `silu(gate) * up` of `[..., 2 F]`, the gate first."""
     gate, up = np.split(hidden, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
@@ -122,7 +142,7 @@ def a_loop_over_tokens(
     score: str = "softmax",
     bias: np.ndarray | None = None,
     scale: float = 1.0,
-    activation: Callable[[np.ndarray], np.ndarray] = silu_mul,
+    activation: Callable[[np.ndarray], np.ndarray] = swiglu,
 ) -> np.ndarray:
     """Computes the layer's definition, a token and an expert at a time, in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jax_grouped import ScalingMode
+from jax_grouped import ScalingMode, SwiGLU
+from jax_grouped.kernels.activations import Activation
 from tests import oracle
 
 FP8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
@@ -168,8 +169,8 @@ def _block_amax(values: np.ndarray, rows: int, features: int) -> np.ndarray:
     """Returns every block's largest finite absolute value. Last blocks may be partial. An empty group is one block."""
     if values.shape[0] == 0:
         return np.zeros((1 if rows == 0 else 0, -(-values.shape[1] // features)), np.float32)
-    of_rows = np.maximum.reduceat(_magnitude(values), range(0, values.shape[0], rows), axis=0)
-    return np.maximum.reduceat(of_rows, range(0, values.shape[1], features), axis=1)
+    row_amax = np.maximum.reduceat(_magnitude(values), range(0, values.shape[0], rows), axis=0)
+    return np.maximum.reduceat(row_amax, range(0, values.shape[1], features), axis=1)
 
 
 def _spread(per_block: np.ndarray, rows: int, features: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -256,10 +257,6 @@ def assert_same_bits(name: str, got: np.ndarray, expected: np.ndarray, *, whole:
         )
 
 
-#: The bound of gates and factors of `clamped_silu_mul`, and the slope of its sigmoid.
-LIMIT, SLOPE = 7.0, 1.702
-
-
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
@@ -276,11 +273,6 @@ def _gelu_grad(x: np.ndarray) -> np.ndarray:
 
 def _silu_grad(x: np.ndarray) -> np.ndarray:
     return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
-
-
-def _clamped_silu(x: np.ndarray) -> np.ndarray:
-    clamped = np.minimum(x, LIMIT)
-    return clamped * _sigmoid(SLOPE * clamped)
 
 
 class _Function(NamedTuple):
@@ -302,40 +294,46 @@ _FUNCTIONS = {
         # 2 x may overflow in float32, even if its product with a small gradient would not.
         lambda dy, x: np.where(x > 0, dy * (2 * x).astype(np.float32), 0),
     ),
-    # x sigmoid(SLOPE x) is silu(SLOPE x) / SLOPE.
-    "clamped silu": _Function(_clamped_silu, lambda dy, x: np.where(x > LIMIT, 0, dy * _silu_grad(SLOPE * x))),
-    "factor": _Function(lambda x: x, lambda dy, _: dy),
-    "clamped factor": _Function(
-        lambda x: np.clip(x, -LIMIT, LIMIT) + 1, lambda dy, x: np.where(np.abs(x) > LIMIT, 0, dy)
-    ),
-}
-#: The functions of the gate and of the other half, which are multiplied.
-_GATED = {
-    "silu_mul": (_FUNCTIONS["silu"], _FUNCTIONS["factor"]),
-    "gelu_mul": (_FUNCTIONS["gelu"], _FUNCTIONS["factor"]),
-    "clamped_silu_mul": (_FUNCTIONS["clamped silu"], _FUNCTIONS["clamped factor"]),
 }
 
 
-def activation(name: str, x: np.ndarray) -> np.ndarray:
+def _gated(activation: Activation) -> tuple[_Function, _Function] | None:
+    """Returns the functions of the gate and of the other half, which are multiplied."""
+    if not isinstance(activation, SwiGLU):
+        name = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation)
+        return None if name is None else (_FUNCTIONS[name], _Function(lambda x: x, lambda dy, _: dy))
+    limit, alpha = np.inf if activation.limit is None else activation.limit, activation.alpha
+    return (
+        _Function(
+            lambda x: np.minimum(x, limit) * _sigmoid(alpha * np.minimum(x, limit)),
+            # x sigmoid(alpha x) is silu(alpha x) / alpha.
+            lambda dy, x: np.where(x > limit, 0, dy * _silu_grad(alpha * x)),
+        ),
+        _Function(
+            lambda x: np.clip(x, -limit, limit) + activation.offset, lambda dy, x: np.where(np.abs(x) > limit, 0, dy)
+        ),
+    )
+
+
+def activation(name: Activation, x: np.ndarray) -> np.ndarray:
     """Returns the activation in float64; a gated one takes the gate and the factors side by side."""
     with np.errstate(over="ignore", invalid="ignore"):
-        x = flush(x).astype(np.float64)
-        if name not in _GATED:
+        x, gated = flush(x).astype(np.float64), _gated(name)
+        if gated is None:
             return _FUNCTIONS[name].value(x)
-        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
-        return of_gate.value(gate) * of_factor.value(factor)
+        gate, factor = np.split(x, 2, axis=-1)
+        return gated[0].value(gate) * gated[1].value(factor)
 
 
-def activation_grad(name: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def activation_grad(name: Activation, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Returns the gradient of the activation's input, in float64, from that of its result."""
     with np.errstate(over="ignore", invalid="ignore"):
-        dy, x = flush(dy).astype(np.float64), flush(x).astype(np.float64)
-        if name not in _GATED:
+        dy, x, gated = flush(dy).astype(np.float64), flush(x).astype(np.float64), _gated(name)
+        if gated is None:
             return _FUNCTIONS[name].gradient(dy, x)
-        (of_gate, of_factor), (gate, factor) = _GATED[name], np.split(x, 2, axis=-1)
+        gate, factor = np.split(x, 2, axis=-1)
         halves = (
-            of_gate.gradient(dy * of_factor.value(factor), gate),
-            of_factor.gradient(dy * of_gate.value(gate), factor),
+            gated[0].gradient(dy * gated[1].value(factor), gate),
+            gated[1].gradient(dy * gated[0].value(gate), factor),
         )
         return np.concatenate(halves, axis=-1)

@@ -21,7 +21,7 @@
 #include "csrc/groups/layout.h"
 #include "xla/ffi/api/ffi.h"
 
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Activation);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::ActivationKind);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::ScalingMode);
 
 namespace jax_grouped {
@@ -95,7 +95,7 @@ class Call {
   }
   // Returns a result by its index without taking it.
   Array ResultAt(int64_t index) const {
-    auto result = results_.get<ffi::AnyBuffer>(index);  // not const: old headers of XLA have no const access
+    auto result = results_.get<ffi::AnyBuffer>(index);
     return {"a result", result.has_value() ? std::optional(**result) : std::nullopt};
   }
   int64_t OperandsLeft() const { return static_cast<int64_t>(operands_.size()) - next_operand_; }
@@ -213,8 +213,8 @@ class Call {
   void CheckMode(ScalingMode mode) {
     CheckRange("the scaling mode", static_cast<int64_t>(mode), 0, static_cast<int64_t>(ScalingMode::kMx));
   }
-  void CheckActivation(Activation activation, Activation first) {
-    CheckRange("activation", static_cast<int64_t>(activation), static_cast<int64_t>(first),
+  void CheckActivation(ActivationKind kind, ActivationKind first) {
+    CheckRange("activation", static_cast<int64_t>(kind), static_cast<int64_t>(first),
                static_cast<int64_t>(kLastActivation));
   }
   // Checks one orientation's arrays against the layout of its data and scales.

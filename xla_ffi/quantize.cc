@@ -21,7 +21,10 @@ struct QuantizeAttributes {
   bool swizzled_scales;
   bool given_scale;
   bool gathered;
-  Activation activation;
+  ActivationKind activation;
+  float limit;
+  float alpha;
+  float offset;
   bool backward;
   bool weighted;
   bool inner_products;
@@ -93,14 +96,14 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   const Array x = call.Operand("x");
   const Array sizes = call.Operand("group_sizes");
   const Array offset = call.Operand("group_offset");
-  const bool has_activation = attributes.activation != Activation::kNone;
+  const bool has_activation = attributes.activation != ActivationKind::kNone;
   const bool is_gated = IsGated(attributes.activation);
   const bool is_fp8 = Fp8Type(x.Type()).has_value();
   const int64_t x_rows = x.Axis(0);
   const int64_t x_features = x.Axis(1);
   const int64_t features = is_gated ? (attributes.backward ? 2 * x_features : x_features / 2) : x_features;
   call.CheckMode(attributes.mode);
-  call.CheckActivation(attributes.activation, Activation::kNone);
+  call.CheckActivation(attributes.activation, ActivationKind::kNone);
   call.CheckRank(x, 2);
   call.CheckRange("the number of rows of x", x_rows, 1, kMostInt32);
   call.CheckFeatures(features, kFp8Alignment);
@@ -126,7 +129,7 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.layout = {features, attributes.swizzled_scales && attributes.mode == ScalingMode::kMx};
   args.pow2_scales = attributes.pow2_scales;
   args.amax_epsilon = attributes.amax_epsilon;
-  args.activation = attributes.activation;
+  args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
   args.backward = attributes.backward;
   args.x = x.Data();
   args.x_rows = x_rows;
@@ -307,7 +310,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
     StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
     StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
-    StructMember<::jax_grouped::Activation>("activation"), StructMember<bool>("backward"),
+    StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
+    StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<bool>("backward"),
     StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("activated"),
     StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizePermutedAttributes, StructMember<int64_t>("num_groups"),

@@ -8,7 +8,10 @@ namespace jax_grouped {
 namespace {
 
 struct ActivationGradAttributes {
-  Activation activation;
+  ActivationKind activation;
+  float limit;
+  float alpha;
+  float offset;
 };
 struct PermuteRowsAttributes {
   bool zero_tail;
@@ -32,7 +35,7 @@ ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes
   const int64_t rows = da.Axis(0);
   const int64_t features = da.Axis(1);
   const int64_t in_features = IsGated(attributes.activation) ? 2 * features : features;
-  call.CheckActivation(attributes.activation, Activation{1});
+  call.CheckActivation(attributes.activation, ActivationKind{1});
   call.CheckRange("the number of rows", rows, 1, kMostInt32);
   call.CheckFeatures(features, kRowVector);
   call.CheckArray(input, input.Type(), {rows, in_features});
@@ -49,10 +52,10 @@ ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes
   }
   call.CheckArray(weights, ffi::F32, weight_indices != nullptr ? weights.Elements() : rows);
   if (!call.Finish()) return call.Error();
+  const Activation activation{attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
   const ActivationGradBuffers buffers{input.Data(),  da.Data(),       weights.Data<float>(),       weight_indices,
                                       dinput.Data(), weighted.Data(), inner_products.Data<float>()};
-  return call.ToError(
-      LaunchActivationGrad(call.stream, buffers, attributes.activation, type, weights.Elements(), rows, features));
+  return call.ToError(LaunchActivationGrad(call.stream, buffers, activation, type, weights.Elements(), rows, features));
 }
 
 ffi::Error PermuteRows(Call& call, const PermuteRowsAttributes& attributes) {
@@ -106,7 +109,9 @@ ffi::Error SumRows(Call& call, const ffi::Dictionary&) {
 }  // namespace jax_grouped
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::ActivationGradAttributes,
-                                      StructMember<::jax_grouped::Activation>("activation"));
+                                      StructMember<::jax_grouped::ActivationKind>("activation"),
+                                      StructMember<float>("limit"), StructMember<float>("alpha"),
+                                      StructMember<float>("offset"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::PermuteRowsAttributes, StructMember<bool>("zero_tail"));
 
 namespace jax_grouped {

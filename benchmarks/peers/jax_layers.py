@@ -23,7 +23,7 @@ def layer_of(product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) ->
         if weights[0].dkernel_accumulator is not None:
             raise NotOfferedError
         y = product(x, weights[0].kernel, sizes)
-        return product(activate(y, "silu_mul"), weights[1].kernel, sizes) if len(weights) > 1 else y
+        return product(activate(y, "swiglu"), weights[1].kernel, sizes) if len(weights) > 1 else y
 
     return layer
 

@@ -48,7 +48,8 @@ class LanguageModel(nn.Module):
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
             x = x + project(mixed.reshape(*x.shape[:-1], -1), model.features)
             name = f"experts_{index}"
-            experts = jg.linen.MoEMlp(model.experts, model.top_k, model.hidden, **options, name=name)
+            router = jg.moe.Router(model.top_k)
+            experts = jg.linen.MoEMlp(model.experts, model.hidden, router, **options, name=name)
             total = None if sums is None else sums[name]
             y, metrics = experts(norm()(x), is_first_microbatch=is_first, accumulate_into=total)
             losses.append(metrics.balance_loss)

@@ -39,7 +39,7 @@ def _layer(recipe: jg.Recipe | None, top_k: int, logits_dtype: str) -> jax_layer
         if router is None:
             return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
         logits = jg.moe.router_logits(x, router).astype(logits_dtype)
-        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=top_k, recipe=recipe)[0]
+        return jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(top_k), recipe=recipe)[0]
 
     return layer
 
@@ -96,7 +96,7 @@ def inference_moe(case: Case, sets: list[Arrays]) -> JaxWork:
 
     def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
         logits, weights = jg.moe.router_logits(x, router), map(Weights.from_cache, caches)
-        return jg.moe.moe_mlp(x, logits, *weights, top_k=case.shape.top_k, recipe=recipe)[0]
+        return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(case.shape.top_k), recipe=recipe)[0]
 
     arguments = []
     for arrays in sets:

@@ -4,8 +4,6 @@
 #ifndef JAX_GROUPED_CSRC_COMMON_ACTIVATION_CUH_
 #define JAX_GROUPED_CSRC_COMMON_ACTIVATION_CUH_
 
-#include <type_traits>
-
 #include "csrc/common/activation.h"
 #include "csrc/common/fp8.cuh"
 
@@ -29,79 +27,82 @@ constexpr float kGeluCubic = 0.044715f;
 __device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
 __device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
 
-constexpr float kClampLimit = 7.0f;
-constexpr float kClampedSlope = 1.702f;
+// The arithmetic of one kind of activation.
+template <ActivationKind kActivation>
+struct ActivationFunctions {
+  static constexpr ActivationKind kKind = kActivation;
+  static constexpr bool kGated = IsGated(kKind);
+  static constexpr bool kHasNumbers = kKind == ActivationKind::kSwiGluWithNumbers;
+  static constexpr bool kIsGelu = kKind == ActivationKind::kGelu || kKind == ActivationKind::kGeGlu;
+  static constexpr bool kIsSquared = kKind == ActivationKind::kReluSquared;
+  static constexpr bool kIsRelu = kIsSquared || kKind == ActivationKind::kRelu || kKind == ActivationKind::kReGlu;
 
-JAX_GROUPED_HOST_DEVICE constexpr bool IsGelu(Activation activation) {
-  return activation == Activation::kGelu || activation == Activation::kGeluMul;
-}
+  Activation numbers;
 
-// Returns the activation of x; that of the gate, if it is gated.
-template <Activation kActivation>
-__device__ float Activate(float x) {
-  if constexpr (IsGelu(kActivation)) return x * Sigmoid(GeluInner(x));
-  if constexpr (kActivation == Activation::kRelu || kActivation == Activation::kReluSquared) {
-    const float relu = x > 0.0f || isnan(x) ? x : 0.0f;
-    return kActivation == Activation::kRelu ? relu : relu * relu;
+  // Returns the activation of x; that of the gate, if it is gated.
+  __device__ float Activate(float x) const {
+    if constexpr (kIsGelu) return x * Sigmoid(GeluInner(x));
+    if constexpr (kIsRelu) {
+      const float relu = x > 0.0f || isnan(x) ? x : 0.0f;
+      return kIsSquared ? relu * relu : relu;
+    }
+    if constexpr (kHasNumbers) {
+      const float clamped = x > numbers.limit ? numbers.limit : x;
+      return clamped * Sigmoid(numbers.alpha * clamped);
+    }
+    return x * Sigmoid(x);
   }
-  if constexpr (kActivation == Activation::kClampedSiluMul) {
-    const float clamped = x > kClampLimit ? kClampLimit : x;
-    return clamped * Sigmoid(kClampedSlope * clamped);
-  }
-  return x * Sigmoid(x);
-}
 
-// Returns the gradient of an activation's input `x` from the gradient of its result.
-template <Activation kActivation>
-__device__ float ActivationGradient(float x, float gradient) {
-  if constexpr (IsGelu(kActivation)) {
-    const float sigmoid = Sigmoid(GeluInner(x));
-    return gradient * (sigmoid + x * (sigmoid * (1.0f - sigmoid)) * GeluInnerGradient(x));
+  // Returns the gradient of an activation's input `x` from the gradient of its result.
+  __device__ float InputGradient(float x, float gradient) const {
+    if constexpr (kIsGelu) {
+      const float sigmoid = Sigmoid(GeluInner(x));
+      return gradient * (sigmoid + x * (sigmoid * (1.0f - sigmoid)) * GeluInnerGradient(x));
+    }
+    if constexpr (kIsRelu) {
+      const float slope = kIsSquared ? 2.0f * x : 1.0f;
+      return x >= __uint_as_float(kTinyBits) ? gradient * slope : 0.0f;  // Subnormal numbers count as zero.
+    }
+    if constexpr (kHasNumbers) {
+      if (x > numbers.limit) return 0.0f;
+      const float inner = numbers.alpha * x;
+      const float sigmoid = Sigmoid(inner);
+      return gradient * (sigmoid * (1.0f + inner * (1.0f - sigmoid)));
+    }
+    const float sigmoid = Sigmoid(x);
+    return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
   }
-  if constexpr (kActivation == Activation::kRelu || kActivation == Activation::kReluSquared) {
-    const float slope = kActivation == Activation::kRelu ? 1.0f : 2.0f * x;
-    return x >= __uint_as_float(kTinyBits) ? gradient * slope : 0.0f;  // Subnormal numbers count as zero.
+
+  // Returns what a gate's activation is multiplied by.
+  __device__ float Factor(float factor) const {
+    if constexpr (!kHasNumbers) return factor;
+    // Comparisons keep NaN.
+    const float below = factor > numbers.limit ? numbers.limit : factor;
+    return (below < -numbers.limit ? -numbers.limit : below) + numbers.offset;
   }
-  if constexpr (kActivation == Activation::kClampedSiluMul) {
-    if (x > kClampLimit) return 0.0f;
-    const float inner = kClampedSlope * x;
-    const float sigmoid = Sigmoid(inner);
-    return gradient * (sigmoid * (1.0f + inner * (1.0f - sigmoid)));
+
+  // Returns the gradient of a factor from that of Factor's result.
+  __device__ float FactorGradient(float factor, float gradient) const {
+    if constexpr (!kHasNumbers) return gradient;
+    return fabsf(factor) > numbers.limit ? 0.0f : gradient;
   }
-  const float sigmoid = Sigmoid(x);
-  return gradient * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
-}
+};
 
-// Returns what a gate's activation is multiplied by.
-template <Activation kActivation>
-__device__ float Factor(float factor) {
-  if constexpr (kActivation != Activation::kClampedSiluMul) return factor;
-  // Comparisons keep NaN.
-  const float below = factor > kClampLimit ? kClampLimit : factor;
-  return (below < -kClampLimit ? -kClampLimit : below) + 1.0f;
-}
-
-// Returns the gradient of a factor from that of Factor's result.
-template <Activation kActivation>
-__device__ float FactorGradient(float factor, float gradient) {
-  if constexpr (kActivation != Activation::kClampedSiluMul) return gradient;
-  return fabsf(factor) > kClampLimit ? 0.0f : gradient;
-}
-
-// Calls visit(constant) with an activation as a std::integral_constant: with kGated, one of the gated ones.
+// Calls visit(functions) with the functions of an activation: with kGated, of one of the gated ones.
 template <bool kGated, typename Visit>
-__device__ __forceinline__ auto WithActivation(Activation activation, const Visit& visit) {
+__device__ __forceinline__ auto WithActivation(const Activation& activation, const Visit& visit) {
 #define JAX_GROUPED_VISIT(name) \
-  if (activation == Activation::name) return visit(std::integral_constant<Activation, Activation::name>())
+  if (activation.kind == ActivationKind::name) return visit(ActivationFunctions<ActivationKind::name>{activation})
   if constexpr (kGated) {
-    JAX_GROUPED_VISIT(kGeluMul);
-    JAX_GROUPED_VISIT(kClampedSiluMul);
-    return visit(std::integral_constant<Activation, Activation::kSiluMul>());
+    JAX_GROUPED_VISIT(kGeGlu);
+    JAX_GROUPED_VISIT(kReGlu);
+    JAX_GROUPED_VISIT(kSwiGluWithNumbers);
+    return visit(ActivationFunctions<ActivationKind::kSwiGlu>{activation});
   } else {
     JAX_GROUPED_VISIT(kGelu);
     JAX_GROUPED_VISIT(kRelu);
     JAX_GROUPED_VISIT(kReluSquared);
-    return visit(std::integral_constant<Activation, Activation::kSilu>());
+    return visit(ActivationFunctions<ActivationKind::kSilu>{activation});
   }
 #undef JAX_GROUPED_VISIT
 }

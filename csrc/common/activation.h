@@ -10,21 +10,29 @@
 
 namespace jax_grouped {
 
-// kClampedSiluMul is that of gpt-oss: the gate is at most kClampLimit and multiplied by kClampedSlope in the sigmoid;
-// factors are clamped to +-kClampLimit, plus 1.
-enum class Activation : int32_t {
+enum class ActivationKind : int32_t {
   kNone,
   kSilu,
   kGelu,
   kRelu,
   kReluSquared,
-  kSiluMul,
-  kGeluMul,
-  kClampedSiluMul,
+  kSwiGlu,
+  kGeGlu,
+  kReGlu,
+  kSwiGluWithNumbers,
 };
-constexpr Activation kLastActivation = Activation::kClampedSiluMul;
+constexpr ActivationKind kLastActivation = ActivationKind::kSwiGluWithNumbers;
 
-JAX_GROUPED_HOST_DEVICE constexpr bool IsGated(Activation activation) { return activation >= Activation::kSiluMul; }
+JAX_GROUPED_HOST_DEVICE constexpr bool IsGated(ActivationKind kind) { return kind >= ActivationKind::kSwiGlu; }
+
+// The numbers are those of kSwiGluWithNumbers: the gate is at most `limit` and multiplied by `alpha` in the sigmoid;
+// factors are clamped to +-`limit`, plus `offset`.
+struct Activation {
+  ActivationKind kind;
+  float limit;
+  float alpha;
+  float offset;
+};
 
 }  // namespace jax_grouped
 

@@ -31,38 +31,36 @@ struct ActivationArrays {
 enum class Form { kActivated, kGated, kGradient, kGradientOfGate, kGradientOfFactor };
 
 // Returns one number of a result.
-template <Form kForm, Activation kActivation>
-__device__ float ActivatedValue(float input, float factor, float gradient, float weight) {
+template <Form kForm, typename Functions>
+__device__ float ActivatedValue(const Functions& f, float input, float factor, float gradient, float weight) {
   if constexpr (kForm == Form::kGradientOfFactor) {
-    return FactorGradient<kActivation>(factor, gradient * weight * Activate<kActivation>(input));
+    return f.FactorGradient(factor, gradient * weight * f.Activate(input));
   }
-  if constexpr (kForm == Form::kGradientOfGate) {
-    return ActivationGradient<kActivation>(input, gradient * weight * Factor<kActivation>(factor));
-  }
-  if constexpr (kForm == Form::kGradient) return ActivationGradient<kActivation>(input, gradient * weight);
-  if constexpr (kForm == Form::kGated) return Activate<kActivation>(input) * Factor<kActivation>(factor) * weight;
-  return Activate<kActivation>(input) * weight;
+  if constexpr (kForm == Form::kGradientOfGate) return f.InputGradient(input, gradient * weight * f.Factor(factor));
+  if constexpr (kForm == Form::kGradient) return f.InputGradient(input, gradient * weight);
+  if constexpr (kForm == Form::kGated) return f.Activate(input) * f.Factor(factor) * weight;
+  return f.Activate(input) * weight;
 }
 
 // Reader of 8 columns of the result, in every other row of a chunk.
-template <typename T, Form kForm, Activation kActivation>
+template <typename T, Form kForm, typename Functions>
 class ActivatedColumns {
   static constexpr bool kBackward = kForm >= Form::kGradient;
   // The gradient of a factor depends on the factor only if that was clamped.
-  static constexpr bool kHasFactors =
-      kForm == Form::kGradientOfFactor ? kActivation == Activation::kClampedSiluMul : IsGated(kActivation);
+  static constexpr bool kHasFactors = kForm == Form::kGradientOfFactor ? Functions::kHasNumbers : Functions::kGated;
 
  public:
-  static constexpr Activation kColumnActivation = kActivation;
+  static constexpr ActivationKind kKind = Functions::kKind;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
   // Starts at row `first` of the chunk.
-  __device__ ActivatedColumns(const ActivationArrays& arrays, const Chunk& chunk, int first, int64_t column)
-      : rows_(column < arrays.features ? chunk.rows - first : 0) {
+  __device__ ActivatedColumns(const Functions& functions, const ActivationArrays& arrays, const Chunk& chunk, int first,
+                              int64_t column)
+      : functions_(functions), rows_(column < arrays.features ? chunk.rows - first : 0) {
     const int64_t row = chunk.first_row + int64_t{first};
     if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
     stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
-    gradient_stride_ = IsGated(kActivation) ? arrays.features / 2 : arrays.features;
+    gradient_stride_ = Functions::kGated ? arrays.features / 2 : arrays.features;
     if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_stride_;
     const void* inputs = kBackward ? arrays.activation_input : arrays.x;
     inputs_ = static_cast<const T*>(inputs) + row * stride_ + column;
@@ -105,8 +103,8 @@ class ActivatedColumns {
       const auto value = [&](int j) {
         const float factor = kHasFactors ? factors[i][j] : 1.0f;
         const float gradient = kBackward ? gradients[i][j] : 1.0f;
-        if (kProducts) products[i] += Activate<kActivation>(inputs[i][j]) * Factor<kActivation>(factor) * gradient;
-        return ActivatedValue<kForm, kActivation>(inputs[i][j], factor, gradient, weights[i]);
+        if (kProducts) products[i] += functions_.Activate(inputs[i][j]) * functions_.Factor(factor) * gradient;
+        return ActivatedValue<kForm>(functions_, inputs[i][j], factor, gradient, weights[i]);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -132,6 +130,7 @@ class ActivatedColumns {
     __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
   };
 
+  Functions functions_;
   int rows_;
   const T* inputs_;
   const T* factors_;
@@ -154,7 +153,7 @@ struct ActivatedSource : ActivationArrays {
       if (columns.Has(kFp8Alignment)) {
         // The loads of two rows of SwiGLU are issued before the first use. With 32-bit numbers, or with other
         // activations, registers would be spilled.
-        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kColumnActivation == Activation::kSiluMul;
+        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kKind == ActivationKind::kSwiGlu;
         constexpr int kCount = kTwo ? 2 : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {
@@ -178,7 +177,7 @@ struct ActivatedSource : ActivationArrays {
 
  private:
   // Returns the features of a backward form's x.
-  __device__ int64_t GradientFeatures() const { return IsGated(activation) ? features / 2 : features; }
+  __device__ int64_t GradientFeatures() const { return IsGated(activation.kind) ? features / 2 : features; }
 
   // Returns the number of a tile's columns that have inner products: those of the gate, if there is one.
   __device__ int InnerProductColumns(int64_t first_column) const {
@@ -229,24 +228,24 @@ struct ActivatedSource : ActivationArrays {
   // Calls `visit` with the ActivatedColumns of the problem.
   template <typename Visit>
   __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
-    if (IsGated(activation)) {
-      WithActivation<true>(activation, [&](auto constant) {
-        constexpr Activation kActivation = decltype(constant)::value;
+    if (IsGated(activation.kind)) {
+      WithActivation<true>(activation, [&](auto functions) {
+        using Functions = decltype(functions);
         if (!backward) {
-          visit(ActivatedColumns<T, Form::kGated, kActivation>(*this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGated, Functions>(functions, *this, chunk, first, column));
         } else if (column < GradientFeatures()) {
-          visit(ActivatedColumns<T, Form::kGradientOfGate, kActivation>(*this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradientOfGate, Functions>(functions, *this, chunk, first, column));
         } else {
-          visit(ActivatedColumns<T, Form::kGradientOfFactor, kActivation>(*this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradientOfFactor, Functions>(functions, *this, chunk, first, column));
         }
       });
     } else {
-      WithActivation<false>(activation, [&](auto constant) {
-        constexpr Activation kActivation = decltype(constant)::value;
+      WithActivation<false>(activation, [&](auto functions) {
+        using Functions = decltype(functions);
         if (backward) {
-          visit(ActivatedColumns<T, Form::kGradient, kActivation>(*this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradient, Functions>(functions, *this, chunk, first, column));
         } else {
-          visit(ActivatedColumns<T, Form::kActivated, kActivation>(*this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kActivated, Functions>(functions, *this, chunk, first, column));
         }
       });
     }

@@ -306,8 +306,7 @@ class GatedGradient {
                               Patch& factor_gradients) const {
     float products[kGatedRows]{};
     Pair::Largest largest[4]{};
-    WithActivation<true>(args_.activation, [&](auto constant) {
-      constexpr Activation kActivation = decltype(constant)::value;
+    WithActivation<true>(args_.activation, [&](auto functions) {
 #pragma unroll
       for (int i = 0; i < kGatedRows; ++i) {
         const float row_weight = FromLane(Lane() / 16 * 16 + i, weight);
@@ -319,10 +318,10 @@ class GatedGradient {
         }
         const auto compute = [&](float gate, float factor, float gradient, float* gate_gradient, float* factor_gradient,
                                  float* result) {
-          products[i] += ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, 1.0f) * gradient;
-          *gate_gradient = ActivatedValue<Form::kGradientOfGate, kActivation>(gate, factor, gradient, row_weight);
-          *factor_gradient = ActivatedValue<Form::kGradientOfFactor, kActivation>(gate, factor, gradient, row_weight);
-          *result = ActivatedValue<Form::kGated, kActivation>(gate, factor, gradient, row_weight);
+          products[i] += ActivatedValue<Form::kGated>(functions, gate, factor, gradient, 1.0f) * gradient;
+          *gate_gradient = ActivatedValue<Form::kGradientOfGate>(functions, gate, factor, gradient, row_weight);
+          *factor_gradient = ActivatedValue<Form::kGradientOfFactor>(functions, gate, factor, gradient, row_weight);
+          *result = ActivatedValue<Form::kGated>(functions, gate, factor, gradient, row_weight);
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -643,7 +642,7 @@ Status LaunchOfMode(cudaStream_t stream, const GatedGradientArguments& args, con
 bool IsGatedGradient(const Quantization& args) {
   const bool scales =
       args.mode == ScalingMode::kBlock1D || (args.mode == ScalingMode::kTensor && args.scale != nullptr);
-  return scales && args.backward && IsGated(args.activation) && args.input_type != CUDA_R_32F &&
+  return scales && args.backward && IsGated(args.activation.kind) && args.input_type != CUDA_R_32F &&
          args.layout.features % (2 * kTileColumns) == 0 && args.row_data != nullptr && args.column_data != nullptr &&
          args.dbias == nullptr && args.skip == nullptr;
 }

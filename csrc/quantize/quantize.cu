@@ -243,7 +243,7 @@ Status LaunchBackwardAndActivation(cudaStream_t stream, const Quantization& args
   forward.groups = args.groups;
   forward.element_row_blocks = args.element_row_blocks;
   forward.layout = args.layout;
-  if (IsGated(args.activation)) forward.layout.features /= 2;
+  if (IsGated(args.activation.kind)) forward.layout.features /= 2;
   forward.pow2_scales = args.pow2_scales;
   forward.amax_epsilon = args.amax_epsilon;
   forward.scale = args.given_activated_scale;
@@ -273,7 +273,7 @@ Status LaunchQuantize(cudaStream_t stream, Quantization args) {
                 groups.num_groups};
   args.num_column_tiles = static_cast<uint32_t>(CeilDiv(args.layout.features, kTileColumns));
   args.given_scale = args.scale != nullptr;
-  args.interleave_halves = args.backward && IsGated(args.activation);
+  args.interleave_halves = args.backward && IsGated(args.activation.kind);
   args.group_scales = args.mode == ScalingMode::kTensor;
   if (args.dbias == nullptr) args.partial_sums = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));

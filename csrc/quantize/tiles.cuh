@@ -318,7 +318,7 @@ template <typename Launch>
 Status WithSource(const Quantization& args, const Launch& launch) {
   return WithFloatType(args.input_type, [&](auto number) {
     using T = decltype(number);
-    if (args.activation != Activation::kNone) return launch(MakeActivatedSource<T>(args));
+    if (args.activation.kind != ActivationKind::kNone) return launch(MakeActivatedSource<T>(args));
     return launch(MakePlainSource<T>(args));
   });
 }

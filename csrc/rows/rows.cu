@@ -151,24 +151,26 @@ struct Feature {
 };
 
 // Adds the feature's part of the inner product.
-template <Activation kActivation>
-__device__ Feature ComputeFeature(float gate, float factor, float da, float weight, float* product) {
-  const float activated = Activate<kActivation>(gate);
-  const float multiplier = Factor<kActivation>(factor);
+template <typename Functions>
+__device__ Feature ComputeFeature(const Functions& functions, float gate, float factor, float da, float weight,
+                                  float* product) {
+  const float activated = functions.Activate(gate);
+  const float multiplier = functions.Factor(factor);
   const float a = activated * multiplier;
   const float gradient = weight * da;
   *product += a * da;
-  return {ActivationGradient<kActivation>(gate, gradient * multiplier),
-          FactorGradient<kActivation>(factor, gradient * activated), weight * a};
+  return {functions.InputGradient(gate, gradient * multiplier), functions.FactorGradient(factor, gradient * activated),
+          weight * a};
 }
 
-template <typename Pair, Activation kActivation>
+template <typename Pair, ActivationKind kKind>
 __global__ void __launch_bounds__(32 * kWarps)
     ActivationGrad(const Pair* __restrict__ all_input, const Pair* __restrict__ all_da,
                    const float* __restrict__ weights, const int32_t* __restrict__ order, Pair* __restrict__ all_dinput,
                    Pair* __restrict__ all_weighted, float* __restrict__ inner_products, int64_t num_weights,
-                   int64_t rows, int pairs) {
-  constexpr bool kGated = IsGated(kActivation);
+                   int64_t rows, int pairs, Activation activation) {
+  const ActivationFunctions<kKind> functions{activation};
+  constexpr bool kGated = IsGated(kKind);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
   if (row >= rows) return;
   const int64_t weight_index = order == nullptr ? row : order[row];
@@ -195,8 +197,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       const float2 g = ToFloats(gate.pairs[j]);
       const float2 f = kGated ? ToFloats(factor.pairs[j]) : make_float2(1.0f, 1.0f);
       const float2 d = ToFloats(da.pairs[j]);
-      const Feature first = ComputeFeature<kActivation>(g.x, f.x, d.x, weight, &product);
-      const Feature second = ComputeFeature<kActivation>(g.y, f.y, d.y, weight, &product);
+      const Feature first = ComputeFeature(functions, g.x, f.x, d.x, weight, &product);
+      const Feature second = ComputeFeature(functions, g.y, f.y, d.y, weight, &product);
       Round({first.dgate, second.dgate}, &dgate.pairs[j]);
       if constexpr (kGated) Round({first.dfactor, second.dfactor}, &dfactor.pairs[j]);
       Round({first.weighted, second.weighted}, &weighted.pairs[j]);
@@ -210,35 +212,38 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 template <typename Pair>
-auto KernelOf(Activation activation) {
-  switch (activation) {
-    case Activation::kGelu:
-      return ActivationGrad<Pair, Activation::kGelu>;
-    case Activation::kRelu:
-      return ActivationGrad<Pair, Activation::kRelu>;
-    case Activation::kReluSquared:
-      return ActivationGrad<Pair, Activation::kReluSquared>;
-    case Activation::kSiluMul:
-      return ActivationGrad<Pair, Activation::kSiluMul>;
-    case Activation::kGeluMul:
-      return ActivationGrad<Pair, Activation::kGeluMul>;
-    case Activation::kClampedSiluMul:
-      return ActivationGrad<Pair, Activation::kClampedSiluMul>;
-    case Activation::kNone:
-    case Activation::kSilu:
+auto KernelOf(ActivationKind kind) {
+  switch (kind) {
+    case ActivationKind::kGelu:
+      return ActivationGrad<Pair, ActivationKind::kGelu>;
+    case ActivationKind::kRelu:
+      return ActivationGrad<Pair, ActivationKind::kRelu>;
+    case ActivationKind::kReluSquared:
+      return ActivationGrad<Pair, ActivationKind::kReluSquared>;
+    case ActivationKind::kSwiGlu:
+      return ActivationGrad<Pair, ActivationKind::kSwiGlu>;
+    case ActivationKind::kGeGlu:
+      return ActivationGrad<Pair, ActivationKind::kGeGlu>;
+    case ActivationKind::kReGlu:
+      return ActivationGrad<Pair, ActivationKind::kReGlu>;
+    case ActivationKind::kSwiGluWithNumbers:
+      return ActivationGrad<Pair, ActivationKind::kSwiGluWithNumbers>;
+    case ActivationKind::kNone:
+    case ActivationKind::kSilu:
       break;
   }
-  return ActivationGrad<Pair, Activation::kSilu>;
+  return ActivationGrad<Pair, ActivationKind::kSilu>;
 }
 
 template <typename Pair>
-Status LaunchActivationGradOf(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+Status LaunchActivationGradOf(cudaStream_t stream, const ActivationGradBuffers& buffers, const Activation& activation,
                               int64_t num_weights, int64_t rows, int64_t features) {
   const dim3 blocks(static_cast<unsigned>(CeilDiv(rows, kWarps)));
-  return Launch("Launching the gradient of an activation", stream, {blocks, 32 * kWarps}, KernelOf<Pair>(activation),
-                static_cast<const Pair*>(buffers.input), static_cast<const Pair*>(buffers.da), buffers.weights,
-                buffers.order, static_cast<Pair*>(buffers.dinput), static_cast<Pair*>(buffers.weighted),
-                buffers.inner_products, num_weights, rows, static_cast<int>(features / 2));
+  return Launch("Launching the gradient of an activation", stream, {blocks, 32 * kWarps},
+                KernelOf<Pair>(activation.kind), static_cast<const Pair*>(buffers.input),
+                static_cast<const Pair*>(buffers.da), buffers.weights, buffers.order,
+                static_cast<Pair*>(buffers.dinput), static_cast<Pair*>(buffers.weighted), buffers.inner_products,
+                num_weights, rows, static_cast<int>(features / 2), activation);
 }
 
 }  // namespace
@@ -260,7 +265,7 @@ Status LaunchSumRows(cudaStream_t stream, const SumRowsBuffers& buffers, cudaDat
   return LaunchSumRowsOf<__nv_bfloat162>(stream, buffers, tokens, choices, rows, features);
 }
 
-Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, const Activation& activation,
                             cudaDataType_t type, int64_t num_weights, int64_t rows, int64_t features) {
   if (type == CUDA_R_16F) {
     return LaunchActivationGradOf<__half2>(stream, buffers, activation, num_weights, rows, features);

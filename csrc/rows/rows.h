@@ -60,7 +60,7 @@ struct ActivationGradBuffers {
 };
 
 // Reads both inputs once. Everything is computed in float32 and rounded once, and sums have a fixed order.
-Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, Activation activation,
+Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, const Activation& activation,
                             cudaDataType_t type, int64_t num_weights, int64_t rows, int64_t features);
 
 }  // namespace jax_grouped

@@ -49,10 +49,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def as_int32(values: jax.Array, least: int, most: int) -> jax.Array:
-    """Converts integers of any type to `int32`. Values outside of [least, most] may become the nearer of the two.
-
-    A comparison of narrow integers with a number that their type does not hold would wrap the number.
-    """
+    """Converts integers of any type to `int32`. Values outside of [least, most] may become the nearer of the two."""
     if values.dtype == jnp.int32:
         return values
     limits = jnp.iinfo(values.dtype)
@@ -69,14 +66,7 @@ def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
 
 
 def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
-    """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to existing rows.
-
-    Args:
-        group_sizes: `int32[E]`, any values: negative ones count as 0, rows past `capacity` do not exist.
-        group_offset: `int32[1]`; groups before the first or after the last of `group_sizes` are empty.
-        num_groups: number of groups to describe.
-        capacity: rows of the token array.
-    """
+    """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to `capacity` rows."""
     total = group_sizes.shape[0]
     clamped = jnp.clip(group_sizes, 0, capacity).astype(jnp.uint32)
     ends = jax.lax.reduce_window(
@@ -117,11 +107,7 @@ def row_groups(rows: GroupRows, capacity: int) -> tuple[jax.Array, jax.Array]:
 
 
 def count_not_above(ends: jax.Array, row: jax.Array) -> jax.Array:
-    """Counts, for every row, the sorted `ends` that are at most `row`.
-
-    `jnp.searchsorted` would compute the same, but it fails inside a `jax.shard_map` over some of a mesh's axes. This
-    search is elementwise in `row`, so XLA fuses it with its consumers.
-    """
+    """Counts, for every row, the sorted `ends` that are at most `row`, elementwise in `row`, so that XLA fuses it."""
     count = jnp.zeros_like(row)
     for bit in reversed(range(ends.shape[0].bit_length())):
         probe = count + (1 << bit)
@@ -134,6 +120,18 @@ def max_row_blocks(rows: int, num_groups: int, height: int) -> int:
     """Returns the most row blocks of `height` rows that any sizes of `num_groups` groups can need."""
     groups = min(num_groups, rows)
     return groups + (rows - groups) // height if groups else 0
+
+
+def fit_to_capacity(sizes: jax.Array, capacity: int) -> jax.Array:
+    """Cuts the largest of nonnegative sizes to one length, so that all groups fit into `capacity` rows."""
+    ascending = jnp.sort(sizes.astype(jnp.int32), axis=None)
+    # For each size: do all groups fit if the smaller ones stay whole and the others are cut to this size?
+    before = jnp.cumsum(ascending) - ascending
+    others = ascending.size - jnp.arange(ascending.size, dtype=jnp.int32)
+    level = (capacity - before) // others
+    first_cut = jnp.sum(ascending <= level)  # If a size does not fit, no larger one does.
+    longest = jnp.where(first_cut == ascending.size, capacity, level[jnp.minimum(first_cut, ascending.size - 1)])
+    return jnp.minimum(sizes, longest).astype(jnp.int32)
 
 
 class RowPositions(NamedTuple):

@@ -29,7 +29,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 def static_size(name: str, value: Any, *, least: int = 0) -> int:
     """Converts a size that shapes depend on to an int."""
     try:
-        if _is_bool(value):
+        if isinstance(value, bool | np.bool_):
             raise TypeError
         size = operator.index(value)
     except TypeError:
@@ -80,10 +80,7 @@ def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def promoted_type(*values: Any) -> np.dtype:
-    """Returns the type that arrays or types have in common by JAX's usual promotion, also where that is set to strict.
-
-    The operations take mixed types as `jax.lax.ragged_dot` does, which no setting of promotion concerns.
-    """
+    """Returns the common type of arrays or types by JAX's usual promotion, also where that is set to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*values)
 

@@ -49,15 +49,10 @@ batching.defvectorized(_TANGENT)
 
 
 def in_reverse_mode(name: str, arrays: Any) -> Any:
-    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`.
-
-    JAX itself refuses forward mode of a `jax.custom_vjp` function, without a name.
-    """
-
-    def marked(x: jax.Array) -> jax.Array:
-        return _same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(marked, arrays)
+    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`, unlike JAX's own."""
+    leaves, structure = jax.tree.flatten(arrays)
+    marked = [_same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+    return jax.tree.unflatten(structure, marked)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -72,10 +67,7 @@ def _same_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
 
 
 def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable, name: str = "grouped_dense") -> Any:
-    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, wherever it is called.
-
-    `name` is that of the function for users.
-    """
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, for users called `name`."""
     arrays = in_reverse_mode(name, arrays)
     try:
         return rule(arrays, spec)
@@ -92,10 +84,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
 
 
 def is_tracked(axis_name: Hashable) -> bool:
-    """Tells whether JAX tracks which values vary over the axis: inside `jax.shard_map` with its checks on.
-
-    There the transpose of a sum over the axis is the identity. Elsewhere, also under `jax.pmap`, it is a sum again.
-    """
+    """Tells whether JAX tracks what varies over the axis: then the transpose of a sum over it is the identity."""
     return axis_name in varying_axes(jax.lax.axis_index(axis_name))
 
 
@@ -111,13 +100,14 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     all devices' gradients, as with every operation of JAX. The sum is in the type of the array: mark small parameters
     in their `sum_dtype`, and leave kernels to the rules that compute their gradients.
     """
-    axes = frozenset().union(*(varying_axes(x) for x in arrays))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_axes(x), key=str))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return tuple(vary(x) for x in arrays)
+    own = [varying_axes(x) for x in arrays]
+    axes = frozenset().union(*own)
+    return tuple(
+        [
+            jax.lax.pcast(x, tuple(sorted(axes - known, key=str)), to="varying") if axes - known else x
+            for x, known in zip(arrays, own, strict=True)
+        ]
+    )
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:

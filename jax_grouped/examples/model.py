@@ -1,7 +1,7 @@
 """One interface to the language model in both of Flax's APIs: pure functions of its variables."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,13 +38,18 @@ class LanguageModel(NamedTuple):
     shares_kernels: bool
 
 
-def language_model(s: Settings, *, expert_axis: str | None = None, batch_axes: Sequence[str] = ()) -> LanguageModel:
-    """Returns the model of a run, for devices along these axes."""
+def language_model(s: Settings, parallel: jg.moe.Parallel = jg.moe.Parallel()) -> LanguageModel:
+    """Returns the model of a run."""
     recipe = RECIPES[s.recipe]
     shares_kernels = recipe is not None and s.microbatches > 1
-    mixture = dict(num_experts=s.experts, top_k=s.top_k, hidden_features=s.d_ff, capacity_factor=s.capacity_factor)
-    axes = dict(expert_axis=expert_axis, batch_axes=tuple(batch_axes))
-    experts = dict(**mixture, **axes, recipe=recipe, cache_kernel=shares_kernels)
+    experts = dict(
+        num_experts=s.experts,
+        hidden_features=s.d_ff,
+        router=jg.moe.Router(s.top_k, capacity_factor=s.capacity_factor),
+        parallel=parallel,
+        recipe=recipe,
+        cache_kernel=shares_kernels,
+    )
     sizes = dict(d_model=s.d_model, num_layers=s.layers, num_heads=s.heads, dtype=jnp.bfloat16, experts=experts)
     return LanguageModel(*(_linen if s.layer == "linen" else _nnx)(sizes), shares_kernels)
 

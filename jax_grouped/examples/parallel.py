@@ -72,7 +72,7 @@ def programs(settings: Settings, devices: Devices) -> Programs:
     """Returns the programs of a run."""
     mesh = Mesh(np.array(jax.devices()[: devices.total]).reshape(-1, devices.expert), BOTH)
     axes = {"none": (), "pmap": (DATA,), "expert": BOTH}[settings.parallel]
-    model = language_model(settings, expert_axis=EXPERT if EXPERT in axes else None, batch_axes=axes)
+    model = language_model(settings, jg.moe.Parallel(experts=EXPERT if EXPERT in axes else None, batch=axes))
     sequences = settings.batch // settings.microbatches
     microbatch = (mesh.size, sequences // mesh.size) if settings.parallel == "pmap" else (sequences,)
 

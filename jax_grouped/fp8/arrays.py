@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 def register_pytree(cls: type[T]) -> type[T]:
-    """Registers a dataclass as a pytree, also for programs that `jax.export` writes.
-
-    Its static fields are layouts and recipes.
-
-    Its repr is that of `short_repr`.
-    """
+    """Registers a dataclass, whose static fields are layouts and recipes, as a pytree, also for `jax.export`."""
     jax.tree_util.register_dataclass(cls)
     export.register_pytree_node_serialization(
         cls, serialized_name=f"jax_grouped.{cls.__name__}", serialize_auxdata=_to_json, deserialize_auxdata=_from_json

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,7 @@ MX_BLOCK = 32
 
 
 def feature_grain(mode: ScalingMode) -> int:
-    """Returns the number of features of which a part of an array has a multiple, if its scales are those of the whole.
-
-    The part is then aligned as well.
-    """
+    """Returns the multiple of features that an aligned part has, if its scales are those of the whole."""
     return {ScalingMode.TENSOR: FP8_ALIGNMENT, ScalingMode.MX: MX_BLOCK}.get(mode, BLOCK)
 
 
@@ -97,43 +93,31 @@ class QuantizedLayout:
         """Flat regions, or one region per group of a stack."""
         if self.mode == ScalingMode.TENSOR:
             return (self.num_groups,)
-        if self.stack_rows is None:
-            return (math.prod(self._region(self.row_blocks)),)
-        rows = self.stack_rows
-        return (self.num_groups, *self._region(lambda height: -(-rows // height)))
-
-    def _region(self, blocks: Callable[[int], int]) -> tuple[int, ...]:
-        """Returns the shape of a group's region; `blocks(h)` is the number of row blocks of `h` rows in the group."""
+        stacked = self.stack_rows is not None
+        blocks = dataclasses.replace(self, num_groups=1).row_blocks if stacked else self.row_blocks
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
-                return self._feature_blocks, 4 * blocks(4)
+                region: tuple[int, ...] = (self._feature_blocks, 4 * blocks(4))
             case ScalingMode.BLOCK_1D, True:
-                return blocks(128), self.features
+                region = blocks(128), self.features
             case ScalingMode.BLOCK_2D, False:
-                return blocks(128), round_up(self._feature_blocks, 4)
+                region = blocks(128), round_up(self._feature_blocks, 4)
             case ScalingMode.BLOCK_2D, True:
-                return self._feature_blocks, 4 * blocks(512)
+                region = self._feature_blocks, 4 * blocks(512)
             case _ if self.swizzled_scales:
-                return (512 * self._feature_blocks * blocks(128),)
+                region = (512 * self._feature_blocks * blocks(128),)
             case _, False:
-                return 16 * blocks(16), -(-self.features // MX_BLOCK)
+                region = 16 * blocks(16), -(-self.features // MX_BLOCK)
             case _:
-                return self.features, blocks(32)
+                region = self.features, blocks(32)
+        return (self.num_groups, *region) if stacked else (math.prod(region),)
 
     @property
     def _feature_blocks(self) -> int:
         return -(-self.features // BLOCK)
 
     def row_scales(self, positions: RowPositions) -> jax.Array:
-        """Returns the positions of the scales of rowwise data in the flat array.
-
-        Args:
-            positions: positions of some rows.
-
-        Returns:
-            `int32[n, blocks]`, a position for every block of a row. A block has 32 elements with `MX`, 128 otherwise.
-            With `TENSOR` there is one column.
-        """
+        """Returns the positions of the scales of rowwise data: `int32[n, blocks]`, or one with `TENSOR`."""
         positions = positions.as_column()
         block = jnp.arange(self.blocks(self.features), dtype=jnp.int32)
         match self.mode:
@@ -154,11 +138,7 @@ class QuantizedLayout:
                 return block.shape[0] * (16 * positions.before(16) + positions.row) + block
 
     def column_scales(self, positions: RowPositions) -> jax.Array:
-        """Returns the positions of the scales of columnwise data in the flat array.
-
-        The blocks are those that hold the given rows. There is one for every feature (`int32[n, C]`), or for every 128
-        features with `BLOCK_2D`. Otherwise as `row_scales`.
-        """
+        """Returns the positions of the scales of columnwise data: `int32[n, C]`, or one per 128 features."""
         positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         match self.mode:
@@ -182,24 +162,14 @@ class QuantizedLayout:
                 )
 
     def column_data(self, positions: RowPositions) -> tuple[jax.Array, jax.Array]:
-        """Returns the positions of every feature of some rows in columnwise data.
-
-        A position is the index of a chunk of 16 elements, `int32[n, C]`, and the index of the element in it.
-        """
+        """Returns the chunk of 16 elements of each feature of some rows, `int32[n, C]`, and the index in it."""
         positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
         chunk = quotient(positions.row, FP8_ALIGNMENT) + feature * positions.row_blocks(FP8_ALIGNMENT)
         return self.features * positions.before(FP8_ALIGNMENT) + chunk, remainder(positions.row, FP8_ALIGNMENT)
 
     def column_source(self, chunks: RowPositions) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the source of every element of columnwise data.
-
-        Args:
-            chunks: positions of all row blocks of 16 rows.
-
-        Returns:
-            The rows, `int32[chunks, C, 16]`, the features, `int32[chunks, C, 1]`, and a mask of rows that exist.
-        """
+        """Returns the row of each element `[chunks, C, 16]`, its feature `[chunks, C, 1]`, and which rows exist."""
         # A group of `n` chunks has `C * n` runs of 16 elements, feature by feature: `C` runs for each of its chunks.
         count = jnp.maximum(chunks.row_blocks(FP8_ALIGNMENT), 1)[:, None]
         index = quotient(chunks.row, FP8_ALIGNMENT)[:, None] * self.features

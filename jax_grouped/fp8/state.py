@@ -176,10 +176,7 @@ def _expected_mark(history: jax.Array) -> jax.Array:
 
 
 def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
-    """Takes the maximum over the mesh axes over which `amax` varies and the history does not.
-
-    Gives the result a type that is sharded as that of the history is.
-    """
+    """Takes the maximum over the mesh axes over which only `amax` varies, in a type sharded as that of the history."""
     axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
     amax = jax.lax.pmax(amax, axes) if axes else amax
     mesh, spec = jax.typeof(history).sharding.mesh, jax.typeof(history).sharding.spec

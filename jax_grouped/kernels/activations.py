@@ -1,71 +1,110 @@
 """Activations of experts, and their gradients, in plain JAX, in the type of the arguments."""
 
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-#: Activations of experts. Those that end in `_mul` have a gate: they take twice the features, those of the gate first,
-#: and multiply its activation by the others. `jax_grouped.grouped_quantize` says what each computes.
-Activation = Literal["silu_mul", "gelu_mul", "clamped_silu_mul", "silu", "gelu", "relu", "relu_squared"]
+from jax_grouped.core.values import static_number
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU:
+    """A gated activation with numbers: `g * sigmoid(alpha * g) * (u + offset)`.
+
+    Here `g = min(gate, limit)` and `u = clip(up, -limit, limit)`. `SwiGLU(7.0, alpha=1.702, offset=1.0)` is that of
+    gpt-oss (arXiv:2508.10925), `SwiGLU()` is `"swiglu"`.
+
+    Attributes:
+        limit: bound of the gate from above and of the other half from both sides; None for none.
+        alpha: slope of the sigmoid.
+        offset: added to the other half.
+
+    Raises:
+        TypeError: a field is no number.
+        ValueError: `limit` is not positive, or another field is not finite.
+
+    Example:
+        quantized = jg.grouped_quantize(
+            jnp.full((16, 64), 8.0), jnp.array([10, 4]), jg.ScalingMode.TENSOR, activation=jg.SwiGLU(limit=4.0)
+        )
+
+        assert jnp.allclose(jg.grouped_dequantize(quantized.rowwise)[0], 4 * 4 * jax.nn.sigmoid(4.0))
+    """
+
+    limit: float | None = None
+    _: dataclasses.KW_ONLY
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "offset"):
+            if (value := getattr(self, name)) is not None or name != "limit":
+                object.__setattr__(self, name, static_number(name, value))
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise ValueError(f"limit must be a positive number, or None, got {self.limit}.")
+        if not (math.isfinite(self.alpha) and math.isfinite(self.offset)):
+            raise ValueError(f"alpha and offset must be finite, got {self.alpha} and {self.offset}.")
+
+
+#: Activations of experts by name. Those that end in "glu" have a gate: they take twice the features, those of the gate
+#: first, and multiply its activation by the others. `jax_grouped.grouped_quantize` says what each computes.
+ActivationName = Literal["swiglu", "geglu", "reglu", "silu", "gelu", "relu", "relu_squared"]
+#: An activation of experts: a name, or an object with numbers of its own.
+Activation = ActivationName | SwiGLU
 #: Values of the enumeration in csrc.
-ACTIVATIONS: tuple[Activation | None, ...] = (
-    None,
-    "silu",
-    "gelu",
-    "relu",
-    "relu_squared",
-    "silu_mul",
-    "gelu_mul",
-    "clamped_silu_mul",
-)
-#: Constants of "clamped_silu_mul", as in gpt-oss: the bound of gates and factors, and the slope of the sigmoid.
-CLAMP_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
+_KINDS = (None, "silu", "gelu", "relu", "relu_squared", "swiglu", "geglu", "reglu", SwiGLU)
 
 
-def is_gated(activation: str | None) -> bool:
+def is_gated(activation: Activation | None) -> bool:
     """Returns true for an activation that has a gate."""
-    return activation is not None and activation.endswith("_mul")
+    return isinstance(activation, SwiGLU) or activation in _GATED
+
+
+def activation_attributes(activation: Activation | None) -> dict[str, np.generic]:
+    """Returns the attributes by which a custom call gets an activation."""
+    numbers = activation if isinstance(activation, SwiGLU) else SwiGLU()
+    kind = activation if numbers is not activation else "swiglu" if numbers == SwiGLU() else SwiGLU
+    return {
+        "activation": np.int32(_KINDS.index(kind)),
+        "limit": np.float32(math.inf if numbers.limit is None else numbers.limit),
+        "alpha": np.float32(numbers.alpha),
+        "offset": np.float32(numbers.offset),
+    }
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """Applies an activation: `[..., F] -> [..., F]`, or `[..., 2 F] -> [..., F]` with a gate, which comes first."""
     if not is_gated(activation):
         return _PLAIN[activation](x)
-    return _GATED[activation](*jnp.split(x, 2, axis=-1))
+    gate, up = jnp.split(x, 2, axis=-1)
+    if not isinstance(activation, SwiGLU) or activation == SwiGLU():
+        return _GATED["swiglu" if activation == SwiGLU() else activation](gate) * up
+    limit = jnp.inf if activation.limit is None else activation.limit
+    # Comparisons keep NaN, and pass on the gradient of a number at the limit.
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)
 
 
 def activation_grad(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
     """Returns the gradient of `x` from that of `activate(x, activation)`."""
-    if activation == "relu":
-        # Select instead of multiplying: an infinite gradient times a derivative of 0 would be NaN.
-        return jnp.where(x > 0, dy, 0)
-    if activation == "relu_squared":
-        return jnp.where(x > 0, dy * (2 * x), 0)
     return jax.vjp(lambda x: activate(x, activation), x)[1](dy)[0]
 
 
 def _relu(x: jax.Array) -> jax.Array:
-    # No maximum: its sign of zero depends on the platform.
-    return jnp.where((x > 0) | jnp.isnan(x), x, 0)
+    # No maximum: its sign of zero depends on the platform. A NaN stays, but has no gradient, as in csrc.
+    return jnp.where(x > 0, x, jax.lax.stop_gradient(jnp.where(jnp.isnan(x), x, 0)))
 
 
-def _clamped_silu_mul(gate: jax.Array, up: jax.Array) -> jax.Array:
-    # Comparisons keep NaN, and pass on the gradient of a number at the limit.
-    gate = jnp.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
-    up = jnp.where(up > CLAMP_LIMIT, CLAMP_LIMIT, jnp.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
-    return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
-
-
-_PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
+_PLAIN: dict[Any, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "relu": _relu,
     "relu_squared": lambda x: _relu(x) ** 2,
 }
-_GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "silu_mul": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu_mul": lambda gate, up: jax.nn.gelu(gate) * up,
-    "clamped_silu_mul": _clamped_silu_mul,
-}
+_GATED: dict[Any, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": _relu}

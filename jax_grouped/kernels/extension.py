@@ -110,18 +110,12 @@ def problem_once() -> Problem | None:
 
 
 def has_mx_products() -> bool:
-    """Tells whether all GPUs of this process can multiply MX operands.
-
-    Without a GPU, returns True: the program is lowered for the kind of GPU that the format is made for.
-    """
+    """Tells whether all GPUs can multiply MX operands; without a GPU, True: such programs are for Blackwell."""
     return all(compute_capability(device) >= (10, 0) for device in cuda_devices())
 
 
 def has_gathering_products() -> bool:
-    """Tells whether all GPUs of this process have products that gather their rows.
-
-    Without a GPU, returns False: a program that copies the rows first runs on every GPU.
-    """
+    """Tells whether all GPUs have products that gather their rows; without a GPU, False: a copy runs everywhere."""
     devices = cuda_devices()
     return bool(devices) and all(compute_capability(device)[0] == 9 for device in devices)
 
@@ -137,9 +131,6 @@ def require_block_scaling() -> None:
 
 
 def require_usable() -> None:
-    """Raises if this process has an NVIDIA GPU that the custom calls cannot run on.
-
-    Without a GPU there is nothing to check: the program is being lowered for another machine.
-    """
+    """Raises if this process has an NVIDIA GPU that the custom calls cannot run on; without a GPU, never."""
     if cuda_devices() and (problem := problem_once()):
         raise RuntimeError(str(problem))

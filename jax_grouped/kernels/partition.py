@@ -16,6 +16,7 @@ of all this.
 """
 
 import abc
+import collections
 import dataclasses
 import functools
 import itertools
@@ -132,7 +133,7 @@ class Operation(abc.ABC):
 
     def whole(self, *arrays: jax.Array) -> list[jax.Array]:
         """Returns the results of one device that has everything."""
-        return list(self.local(dict.fromkeys(self.dimensions, Split()))(*arrays))
+        return list(self.local(collections.defaultdict(Split))(*arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,11 +356,11 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
     choice. If they do leave one, a ValueError is raised.
     """
     avals = [*map(jax.typeof, arrays)]
-    if mesh := _explicit_mesh_of(avals, like):
-        return _apply_to_types(operation, _with_devices(mesh, arrays), avals, arrays, like)
-    mesh = _auto_mesh_of(avals)
+    mesh, is_explicit = _mesh_of(avals, like)
     if mesh is None:
         return operation.whole(*arrays)
+    if is_explicit:
+        return _apply_to_types(operation, _with_devices(mesh, arrays), avals, arrays, like)
     results = _PARTITIONED.bind(*arrays, operation=operation, program=_program(operation, arrays))
 
     def constrained(x: jax.Array, result: Result) -> jax.Array:
@@ -373,12 +374,8 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
 
 
 def lie_on_mesh(*arrays: jax.Array, like: Sequence[PartitionSpec | None] = ()) -> bool:
-    """Tells whether an operation on the arrays can be split: JAX knows one mesh, and XLA or the types do the rest.
-
-    The types are those of the arrays, and of results that are sharded as `like` says.
-    """
-    avals = [*map(jax.typeof, arrays)]
-    return _explicit_mesh_of(avals, like) is not None or _auto_mesh_of(avals) is not None
+    """Tells whether an operation on the arrays, with results like these, can be split: JAX knows one mesh."""
+    return _mesh_of([*map(jax.typeof, arrays)], like)[0] is not None
 
 
 def known_mesh(*arrays: jax.Array) -> Any | None:
@@ -398,13 +395,22 @@ def _with_devices(mesh: Any, arrays: Sequence[jax.Array]) -> Any:
     return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), mesh)
 
 
-def _explicit_mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> Any | None:
-    """Returns the mesh of the arrays, or the one that is set, if the type of any operand or result is sharded."""
-    specs = [*(aval.sharding.spec for aval in avals), *(spec for spec in like if spec is not None)]
-    if not any(axes is not None for spec in specs for axes in spec):
-        return None
-    meshes = *(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()
-    return next((mesh for mesh in meshes if {*mesh.axis_types} == {AxisType.Explicit}), None)
+def _mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> tuple[Any | None, bool]:
+    """Returns the mesh over which an operation is split, None if it is not, and whether types say how.
+
+    Types do if that of any operand or result is sharded; otherwise a mesh of several devices leaves all axes to XLA.
+    """
+    meshes = [aval.sharding.mesh for aval in avals]
+    specs = [*[aval.sharding.spec for aval in avals], *[spec for spec in like if spec is not None]]
+    if {*itertools.chain(*specs)} - {None}:
+        for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+            if {*mesh.axis_types} == {AxisType.Explicit}:
+                return mesh, True
+    known = {mesh for mesh in meshes if not mesh.empty}
+    if len(known) > 1:  # JAX refuses to partition a program with several.
+        return None, False
+    mesh = known.pop() if known else jax.sharding.get_abstract_mesh()
+    return (mesh if mesh.size > 1 and {*mesh.axis_types} == {AxisType.Auto} else None), False
 
 
 def _apply_to_types(
@@ -450,15 +456,6 @@ def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: O
                 "Contracting dimensions are sharded and it is ambiguous how the output should be sharded. Please "
                 f"specify the output sharding via the `out_sharding` parameter. Got {avals[0]} and {avals[1]}."
             )
-
-
-def _auto_mesh_of(avals: Sequence[Any]) -> Any | None:
-    """Returns the mesh of several devices that JAX knows for the arrays, if it leaves all axes to XLA."""
-    meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
-    if len(meshes) > 1:  # JAX refuses to partition a program with several.
-        return None
-    mesh = meshes.pop() if meshes else jax.sharding.get_abstract_mesh()
-    return mesh if mesh.size > 1 and {*mesh.axis_types} == {AxisType.Auto} else None
 
 
 def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
@@ -510,7 +507,7 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
 def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
     """Returns the results' avals, which know the mesh too."""
     del operation
-    mesh = _auto_mesh_of(avals)
+    mesh, _ = _mesh_of(avals, ())
     if mesh is None:  # It was set while the program was traced, and no longer is.
         return program.out_avals
     return [

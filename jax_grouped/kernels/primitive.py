@@ -65,21 +65,34 @@ def define(
 
     def abstract_eval(*operands: Any, backend: str, batches: tuple[int, ...], **static: Any) -> Any:
         del backend
-        _refuse_sharded_types(*operands)
+        for aval in operands:
+            if {*aval.sharding.spec} - {None}:
+                raise ValueError(
+                    f"jax_grouped takes no array whose type is sharded over explicit mesh axes, got {aval}: "
+                    "call it inside jax.shard_map, where every device sees its own rows."
+                )
         slices = [
             jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
             for x, count in zip(operands, batches, strict=True)
         ]
-        structs = [batched(result, batches[0]) for result in results(*slices, **static)]
-        if batches[0] != 1:
-            _refuse_large_batches(batches[0], *operands, *structs)
-        first = operands[0]
-
-        def aval(result: jax.ShapeDtypeStruct) -> Any:
-            sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(result.shape)))
-            return first.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)
-
-        return [aval(result) for result in structs]
+        structs = [
+            jax.ShapeDtypeStruct((batches[0] * result.shape[0], *result.shape[1:]), result.dtype)
+            for result in results(*slices, **static)
+        ]
+        for aval in (*operands, *structs) if batches[0] != 1 else ():
+            # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
+            counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
+            if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
+                raise ValueError(
+                    f"jax.vmap over {batches[0]} calls of jax_grouped makes one with {aval.shape[0]} rows or groups, "
+                    "which must be fewer than 2^31: use jax.vmap over fewer, or jax.lax.map."
+                )
+        first, mesh = operands[0], operands[0].sharding.mesh
+        shardings = [NamedSharding(mesh, PartitionSpec(*(None,) * len(struct.shape))) for struct in structs]
+        return [
+            first.update(shape=struct.shape, dtype=struct.dtype, weak_type=False, sharding=sharding)
+            for struct, sharding in zip(structs, shardings, strict=True)
+        ]
 
     primitive.def_abstract_eval(abstract_eval)
 
@@ -100,13 +113,13 @@ def define(
     def on_xla_once(**static: Any) -> Callable[..., tuple[jax.Array, ...]]:
         # `jit` lets JAX trace the implementation once for all programs with operands of these shapes.
         def run(*args: jax.Array) -> tuple[jax.Array, ...]:
-            return _as_tuple(xla(*args, **static))
+            results = xla(*args, **static)
+            return results if isinstance(results, tuple) else (results,)
 
         run.__name__ = name  # As programs and profiles show it.
         return jax.jit(run)
 
-    def on_xla(*args: jax.Array, backend: str, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
-        del backend
+    def on_xla(*args: jax.Array, batches: tuple[int, ...], **static: Any) -> tuple[jax.Array, ...]:
         batch = batches[0]
         if batch == 1:
             return on_xla_once(**static)(*args)
@@ -120,22 +133,51 @@ def define(
 
         return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
 
-    def on_cuda(*, backend: str, batches: tuple[int, ...], **static: Any) -> Callable[..., tuple[jax.Array, ...]]:
-        if backend == "xla":
-            return functools.partial(on_xla, backend=backend, batches=batches, **static)
-        extension.require_usable()
-        _check_batch(batches[0])
-        return lambda *args: _as_tuple(cuda(*args, batch=batches[0], **static))
+    def lower(
+        ctx: mlir.LoweringRuleContext,
+        *args: Any,
+        backend: str,
+        batches: tuple[int, ...],
+        for_cuda: bool = False,
+        **static: Any,
+    ) -> Any:
+        for_cuda &= backend != "xla"
+        if for_cuda:
+            extension.require_usable()
+            if isinstance(batches[0], int) and batches[0] > MAX_BATCH:  # In an export, the batch may be symbolic.
+                raise ValueError(
+                    f"jax.vmap over {batches[0]} calls of jax_grouped makes one custom call, which takes a batch of at "
+                    f"most {MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
+                )
 
-    mlir.register_lowering(primitive, _lowering(lambda **params: functools.partial(on_xla, **params)))
-    mlir.register_lowering(primitive, _lowering(on_cuda), platform="cuda")
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            if not for_cuda:
+                return on_xla(*operands, batches=batches, **static)
+            results = cuda(*operands, batch=batches[0], **static)
+            return results if isinstance(results, tuple) else (results,)
+
+        # Inside `jax.shard_map`, avals also carry the mesh axes over which values vary. JAX has checked them, and there
+        # is no access to the mesh here, so the implementation could not create arrays that vary over them: drop them.
+        known: tuple[list[Any], list[Any]] = list(ctx.avals_in), list(ctx.avals_out)
+        avals_in, avals_out = [[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in known]
+        rule = mlir.lower_fun(run, multiple_results=True)
+        return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
+
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, functools.partial(lower, for_cuda=True), platform="cuda")
 
     def batching_rule(
         args: Sequence[jax.Array], axes: Sequence[int | None], *, batches: tuple[int, ...], **params: Any
     ) -> tuple[list[jax.Array], list[int]]:
         size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
         if size == 0:
-            return _nothing(functools.partial(primitive.bind, batches=batches, **params), args, axes)
+            slices = [
+                jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
+                for x, axis in zip(args, axes, strict=True)
+            ]
+            structs = jax.eval_shape(functools.partial(primitive.bind, batches=batches, **params), *slices)
+            empty = [jnp.zeros((0, *struct.shape), struct.dtype) for struct in structs]
+            return [vary_alike(result, args[0])[0] for result in empty], [0] * len(empty)
         weights = params["spec"].weight_operands if shares_weights else ()
         # Data and scales of weights must have one batch size: share both or neither.
         shared = all(axes[i] is None and batches[i] == 1 for i in weights)
@@ -194,10 +236,6 @@ def group_table_size(num_groups: int) -> int:
     return (2 + len(ROW_BLOCKS)) * round_up(num_groups + 1, 4)
 
 
-def _as_tuple(results: jax.Array | tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return results if isinstance(results, tuple) else (results,)
-
-
 def _fold(x: jax.Array) -> jax.Array:
     """Reshapes `[B, L, ...] -> [B * L, ...]`."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -206,64 +244,3 @@ def _fold(x: jax.Array) -> jax.Array:
 def _unfold(x: jax.Array, batch: int) -> jax.Array:
     """Reshapes `[B * L, ...] -> [B, L, ...]`."""
     return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
-
-
-def _nothing(
-    function: Callable[..., list[jax.Array]], args: Sequence[jax.Array], axes: Sequence[int | None]
-) -> tuple[list[jax.Array], list[int]]:
-    """Returns the results of an empty batch, and their batch axes."""
-    slices = [
-        jax.ShapeDtypeStruct(x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-        for x, axis in zip(args, axes, strict=True)
-    ]
-    results = [jnp.zeros((0, *result.shape), result.dtype) for result in jax.eval_shape(function, *slices)]
-    return [vary_alike(result, args[0])[0] for result in results], [0] * len(results)
-
-
-def _refuse_large_batches(batch: int, *avals: Any) -> None:
-    """Raises if the batch has more rows or groups than int32 can count."""
-    for aval in avals:
-        # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
-        counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
-        if counts and isinstance(aval.shape[0], int) and aval.shape[0] >= _COUNT_LIMIT:
-            raise ValueError(
-                f"jax.vmap over {batch} calls of jax_grouped makes one with {aval.shape[0]} rows or groups, which must "
-                "be fewer than 2^31: use jax.vmap over fewer, or jax.lax.map."
-            )
-
-
-def _check_batch(batch: int) -> None:
-    """Raises ValueError if the batch is too large for one custom call."""
-    if isinstance(batch, int) and batch > MAX_BATCH:  # In an export, the batch may be symbolic.
-        raise ValueError(
-            f"jax.vmap over {batch} calls of jax_grouped makes one custom call, which takes a batch of at most "
-            f"{MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
-        )
-
-
-def _refuse_sharded_types(*avals: Any) -> None:
-    """Raises if an argument's type carries a sharding, as on a mesh with explicit axes."""
-    for aval in avals:
-        if any(axis is not None for axis in aval.sharding.spec):
-            raise ValueError(
-                f"jax_grouped takes no array whose type is sharded over explicit mesh axes, got {aval}: "
-                "call it inside jax.shard_map, where every device sees its own rows."
-            )
-
-
-def _lowering(choose: Callable[..., Callable[..., tuple[jax.Array, ...]]]) -> Callable[..., Any]:
-    """Returns a lowering rule from `choose`, a function that picks the implementation by the parameters.
-
-    The implementation sees shapes and types only. Inside `jax.shard_map`, avals also carry the mesh axes over which
-    values vary. JAX has already checked these axes, and the rule drops them: it has no access to the mesh, so the
-    implementation could not create arrays that vary over them.
-    """
-
-    def plain(avals: Sequence[Any]) -> list[jax.core.ShapedArray]:
-        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-
-    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        rule = mlir.lower_fun(choose(**params), multiple_results=True)
-        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *args)
-
-    return lower

@@ -1,6 +1,7 @@
 """Grouped products: the three of a layer, of operands of any type."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from jax_grouped.kernels import extension
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
-from jax_grouped.kernels.rows import permute_cuda, permute_xla, tokens_of
+from jax_grouped.kernels.rows import permute, permute_cuda, permute_xla, tokens_of
 from jax_grouped.kernels.tiles import grouped_product
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -97,11 +98,6 @@ class GemmSpec:
         # Normalise the type, so that equal specs compare and hash alike.
         object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
 
-    @property
-    def scaled(self) -> bool:
-        """True if the operands are quantized."""
-        return self.a is not None
-
     def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
         if self.gathered == "a":
@@ -127,7 +123,7 @@ class GemmSpec:
         """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
             return ()
-        return (1, 5) if self.scaled else (1,)
+        return (1, 5) if self.a is not None else (1,)
 
 
 class Gathered(NamedTuple):
@@ -146,6 +142,10 @@ class Gathered(NamedTuple):
         """Returns the rows in another type."""
         return self._replace(x=self.x.astype(dtype))
 
+    def copied_unless_fast(self, product: Product, features: int, *, zero_tail: bool) -> "Gathered | jax.Array":
+        """Returns the rows, copied if the product, with this many more features, would take longer to gather them."""
+        return self if _gathers_fast(product, features) else permute(*self, zero_tail=zero_tail)
+
 
 def multiply(
     a: jax.Array | Gathered,
@@ -158,15 +158,15 @@ def multiply(
 ) -> jax.Array:
     """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result."""
     permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
-    a, b = (operand.x if isinstance(operand, Gathered) else operand for operand in (a, b))
+    a, b = [operand.x if isinstance(operand, Gathered) else operand for operand in (a, b)]
     accumulators = () if accumulator is None else (accumulator,)
     operands = vary_alike(a, b, *groups, *scales, *permutation, *accumulators)
     shapes = [array.shape for array in (a, b, groups.sizes, *permutation)]
-    if spec.num_groups == 0 or any(0 in shape for shape in shapes):
+    if 0 in (spec.num_groups, *itertools.chain(*shapes)):
         out = spec.out(a.shape, b.shape, *shapes[3:4])
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
-    if spec.scaled or spec.gathered is not None:
+    if spec.a is not None or spec.gathered is not None:
         return bind(GEMM, *operands, spec=spec)[0]
     return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
 
@@ -286,7 +286,7 @@ def multiply_cuda(
             return _multiply_unreadable(*operands, spec=spec, batch=batch)
         # The shapes of unquantized operands hold the rows of all batch elements.
         out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(
-            a.shape, b.shape, *(row_indices.shape for row_indices in more if spec.gathered)
+            a.shape, b.shape, *[row_indices.shape for row_indices in more if spec.gathered]
         )
     else:
         if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
@@ -296,7 +296,7 @@ def multiply_cuda(
         out = batched(spec.out(a.shape, b.shape), batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    accumulate = spec.gathered is None and len(more) > (2 if spec.scaled else 0)
+    accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
     weights = (out if spec.product == "wgrad" else b).shape[0]
     product = jax.ffi.ffi_call(
         "jax_grouped_gemm",
@@ -305,7 +305,7 @@ def multiply_cuda(
     )(
         *operands,
         product=np.int32(_PRODUCTS.index(spec.product)),
-        scaled=spec.scaled,
+        scaled=spec.a is not None,
         a_mode=np.int32(MODES.index(spec.a.mode) if spec.a else 0),
         b_mode=np.int32(MODES.index(spec.b.mode) if spec.b else 0),
         # The shape of columnwise tokens does not give the number of tokens.
@@ -327,11 +327,8 @@ def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 
-def gathers_fast(product: Product, features: int) -> bool:
-    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them.
-
-    A copy takes the longer beside the product, the fewer features the product has besides those of the rows.
-    """
+def _gathers_fast(product: Product, features: int) -> bool:
+    """Tells whether a product of 16-bit numbers that gathers rows takes less time than one after a copy of them."""
     return features <= (_MOST_GATHERED_WGRAD_FEATURES if product == "wgrad" else _MOST_GATHERED_FEATURES)
 
 
@@ -341,8 +338,8 @@ def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
     if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
         return False
     if spec.product == "wgrad":
-        return gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
-    return gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
+        return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
+    return _gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
 
 
 def _multiply_unreadable(
@@ -421,11 +418,8 @@ def _multiply_narrow(
 
 
 def _factors(a: jax.Array, b: jax.Array, precision: jax.lax.Precision) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first.
-
-    Only the products of parts `i` and `j` with `i + j` below the number of parts matter: 3 products for two parts,
-    6 for three.
-    """
+    """Returns the pairs of bfloat16 factors whose products sum to a float32 product, the smallest first."""
+    # Only the products of parts `i` and `j` with `i + j` below the number of parts matter.
     count = _parts(precision)
     a_parts, b_parts = _bf16_parts(a, count), _bf16_parts(b, count)
     pairs = sorted(((i, j) for i in range(count) for j in range(count - i)), key=sum, reverse=True)
@@ -495,7 +489,7 @@ def scratch_bytes(batch: int, num_groups: int) -> int:
 #: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
 GEMM = define(
     "gemm",
-    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *(x.shape for x in more[:1] if spec.gathered))],
+    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *[x.shape for x in more[:1] if spec.gathered])],
     multiply_xla,
     multiply_cuda,
     shares_weights=True,

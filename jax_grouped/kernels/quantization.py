@@ -24,7 +24,7 @@ from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad, is_gated
+from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad, is_gated
 from jax_grouped.kernels.bias_gradient import bias_gradient_xla
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.rows import tokens_of
@@ -104,7 +104,7 @@ class QuantizeSpec:
             dbias=False,
             inner_products=False,
             activated=False,
-            given=tuple(name for name in self.given if name in ("scale", "row_weights")),
+            given=tuple([name for name in self.given if name in ("scale", "row_weights")]),
         )
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
@@ -177,10 +177,7 @@ def quantize(
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
 ) -> tuple[QuantizeSpec, dict[str, jax.Array]]:
-    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None.
-
-    Returns the results by their names, and the spec that names what is given: layouts depend on it.
-    """
+    """Quantizes `x [T, C]` with those of `OPERANDS` that are not None. The spec that is returned names them."""
     given = {name: operand for name in OPERANDS if (operand := operands.pop(name, None)) is not None}
     assert not operands
     rows = given["row_indices"].shape[0] if "row_indices" in given else None
@@ -580,7 +577,7 @@ def _quantize_cuda(
         swizzled_scales=spec.swizzled_scales,
         given_scale="scale" in spec.given,
         gathered="row_indices" in spec.given,
-        activation=np.int32(ACTIVATIONS.index(spec.activation)),
+        **activation_attributes(spec.activation),
         backward="activation_input" in spec.given,
         weighted="row_weights" in spec.given,
         inner_products=spec.inner_products,
@@ -661,7 +658,8 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     results = dict(zip(spec.results(shape), equation.outvars, strict=True))
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
     positions = {name: i for i, name in enumerate(("x", "group_sizes", "group_offset", *spec.given))}
-    if all(name.startswith("activated") for name in names):
+    sides = {name.partition("_")[0] for name in names}
+    if sides == {"activated"}:
         # The forward form of what `activated` adds reads no gradient.
         positions["x"] = positions["activation_input"]
         if "scale" in spec.given:
@@ -669,18 +667,18 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
         spec = spec.forward()
         made = [results[f"activated_{name}"] for name in ("data", "scale", "amax")]
     else:
-        rowwise, columnwise = (any(name.startswith(side) for name in names) for side in ("row", "column"))
+        rowwise, columnwise = "row" in sides, "column" in sides
         if not rowwise and not columnwise:
             rowwise, columnwise = spec.rowwise, not spec.rowwise
         sums = {name: name in names for name in ("dbias", "inner_products")}
-        activated = any(name.startswith("activated") for name in names)
-        given = tuple(name for name in spec.given if name != "activated_scale" or activated)
+        activated = "activated" in sides
+        given = tuple([name for name in spec.given if name != "activated_scale" or activated])
         spec = dataclasses.replace(
             spec, rowwise=rowwise, columnwise=columnwise, activated=activated, given=given, **sums
         )
         made = [results[name] for name in spec.results(shape)]
     kept = [positions[name] for name in ("x", "group_sizes", "group_offset", *spec.given)]
-    params = {**equation.params, "spec": spec, "batches": tuple(equation.params["batches"][i] for i in kept)}
+    params = {**equation.params, "spec": spec, "batches": tuple([equation.params["batches"][i] for i in kept])}
     reduced = equation.replace(invars=[equation.invars[i] for i in kept], outvars=made, params=params)
     return [i in kept for i in range(len(equation.invars))], reduced
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.core.capacity import fit_to_capacity
-from jax_grouped.core.groups import as_int32, count_not_above
+from jax_grouped.core.groups import as_int32, count_not_above, fit_to_capacity
 from jax_grouped.kernels.primitive import batched, define
 
 #: Function from a router's logits to scores.
@@ -282,10 +281,7 @@ def _call_route(logits: jax.Array, *bias: jax.Array, spec: RouteSpec, batch: int
 def _call_group_pairs(
     experts: jax.Array, last: jax.ShapeDtypeStruct, *block_sums: jax.Array, num_experts: int, rows: int, batch: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the order, inverse, group sizes and dropped pairs of each batch element, the experts' loads, and `last`.
-
-    The last result is that of sums over `block_sums`. Without these, it is scratch memory.
-    """
+    """Returns what `_pair_shapes` says, loads, and `last`: sums over `block_sums`, or without, scratch memory."""
     element = (experts.shape[0] // batch, experts.shape[1])
     grouped = [batched(shape, batch) for shape in _pair_shapes(element, num_experts, rows)]
     load = jax.ShapeDtypeStruct((batch * num_experts,), jnp.int32)

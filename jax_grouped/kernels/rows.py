@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_grouped.kernels.activations import ACTIVATIONS, Activation, activate, activation_grad
-from jax_grouped.kernels.primitive import define, in_whole_batch
+from jax_grouped.core.varying import vary_alike
+from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad
+from jax_grouped.kernels.primitive import bind, define, in_whole_batch
 
 #: Features that the kernels of activations' gradients and of sums load at once: `kRowVector` in csrc.
 _ROW_VECTOR = 8
@@ -45,12 +45,20 @@ def _activation_gradient_cuda(
     if x.dtype == jnp.float32 or da.shape[1] % _ROW_VECTOR != 0:
         return activation_gradient_xla(x, da, weights, *order, activation=activation)
     call = jax.ffi.ffi_call("jax_grouped_activation_grad", _activation_gradient_results(x, da))
-    return tuple(call(x, da, weights, *order, activation=np.int32(ACTIVATIONS.index(activation))))
+    return tuple(call(x, da, weights, *order, **activation_attributes(activation)))
 
 
 def _activation_gradient_results(x: Any, da: Any, *_: Any, **__: Any) -> list[jax.ShapeDtypeStruct]:
     shapes = (x.shape, x.dtype), (da.shape, da.dtype), (da.shape[:1], jnp.float32)
     return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool) -> jax.Array:
+    """Copies each token to the rows of its choices: `jax_grouped.ops.rows.permute_rows` without its derivative."""
+    operands = vary_alike(x, order, inverse)
+    if 0 in (*x.shape, *order.shape):
+        return permute_xla(*operands)
+    return bind(PERMUTE_ROWS, *operands, zero_tail=zero_tail)[0]
 
 
 def permute_xla(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool = True) -> jax.Array:

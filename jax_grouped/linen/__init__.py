@@ -1,5 +1,6 @@
 """Flax linen layers."""
 
+from jax_grouped._layers import MoEInitializers as MoEInitializers
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 
 try:
@@ -19,6 +20,7 @@ __all__ = [
     "ROUTER_STATE",
     "GroupedDense",
     "GroupedKernel",
+    "MoEInitializers",
     "MoEMlp",
     "default_kernel_init",
     "quantize_for_inference",

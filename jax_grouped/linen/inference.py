@@ -19,7 +19,7 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
 
     `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
     is None, as if the kernels were in its `param_dtype`. In FP8, kernels take half the memory of bfloat16. There are no
-    gradients. A layer can compute so on one device, and under plain `jax.jit` over any axes but a `feature_axis`.
+    gradients. A layer can compute so on one device, and under plain `jax.jit` over any axes but one of `features`.
 
     Args:
         variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.

@@ -1,6 +1,6 @@
 """The layer of a whole mixture of experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -9,16 +9,12 @@ from flax.core import Scope
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
+from jax_grouped._layers import Initializer, LogicalAxes, MoEInitializers
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.linen.dense import GroupedKernel, set_canonical_fields
-from jax_grouped.moe.drops import DropBy
-from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
-from jax_grouped.moe.on_mesh import MoEAxes
-from jax_grouped.moe.routing import Score
-from jax_grouped.ops import checks
+from jax_grouped.moe.options import Parallel, Router
 from jax_grouped.ops.inputs import Weights
 
 #: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
@@ -38,45 +34,35 @@ class MoEMlp(nn.Module):
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
     and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
-    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(expert_axis, None, None,
-    feature_axis)`, with one `None` if there is no gate, `down` as `P(expert_axis, feature_axis)`, states as
-    `P(expert_axis)`, and the router whole. With an `fsdp_axis`, the experts of kernels, biases and caches are split
-    over `(expert_axis, fsdp_axis)`, in this order.
+    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(experts, None, None,
+    features)` of the axes that `parallel` names, with one `None` if there is no gate, `down` as `P(experts, features)`,
+    states as `P(experts)`, and the router whole. With an `fsdp` axis, the experts of kernels, biases and caches are
+    split over `(experts, fsdp)`, in this order.
 
     Attributes:
         num_experts: `E`, on all devices together.
-        top_k: experts per token.
         hidden_features: `F`, features inside an expert, on all devices together.
-        score, normalize_weights, weight_scale: how the router's choices are weighted, see `jg.moe.top_k_routing`. With
-            `top_k=1`, pass `normalize_weights=False`: a normalised weight is always 1, and a router with such weights
-            learns from balance losses only. The constructor warns of it.
-        capacity_factor: room for rows, in multiples of an even share, see `jg.moe.moe_mlp`; None for the worst case.
-        drop_by: which pairs are dropped without room, see `jg.moe.moe_mlp`.
+        router: how experts are chosen and weighted, see `jg.moe.Router`. With `top_k=1`, pass `normalize=False`: a
+            normalised weight is always 1, and a router with such weights learns from balance losses only. The
+            constructor warns of it. A `selection_bias` of the layer's own is a variable of the collection
+            `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
+        parallel: how the experts and the tokens are split over devices, see `jg.moe.Parallel`.
+        activation: that of the experts, see `jg.moe.grouped_mlp`.
+        shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
+            It has no bias. Every device computes it for its own tokens.
+        recipe: how the experts compute in FP8; None to compute in `dtype`.
+        cache_kernel: as in `GroupedDense`.
         use_bias: whether the experts' products add a bias.
         dtype: type of the experts' computation and of the result. Default: the promotion of the input's and
             parameters' types.
         param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
         precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
-        router_init, gate_up_init, down_init, bias_init: called with `(key, shape, param_dtype)`.
-        recipe: how the experts compute in FP8; None to compute in `dtype`.
-        cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, fsdp_axis, batch_axes: as in `jg.moe.moe_mlp`.
-        exchange_method, quantized_exchange, quantized_combine: likewise.
-        expert_groups, top_groups: likewise.
-        activation: that of the experts, see `jg.moe.grouped_mlp`.
-        use_router_bias: whether the router adds a bias to its logits.
-        use_selection_bias: whether the layer keeps a `selection_bias` `float32[E]`, see `jg.moe.top_k_routing`, which
-            starts at 0 and has no gradient: a variable of the collection `ROUTER_STATE`, whose next value
-            `jg.moe.update_selection_bias` returns.
-        balance_sequences: whether the balance loss is the mean of the losses of sequences, for `x` `[..., length, K]`;
-            see `num_sequences` of `jg.moe.moe_mlp`.
-        shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
-            It has no bias. Every device computes it for its own tokens.
+        initializers: of the parameters.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
     Example:
-        layer = jg.linen.MoEMlp(num_experts=4, top_k=2, hidden_features=16)
+        layer = jg.linen.MoEMlp(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
         x = jnp.ones((2, 4, 32))
 
         def loss(variables, x):
@@ -91,37 +77,18 @@ class MoEMlp(nn.Module):
     """
 
     num_experts: int
-    top_k: int
     hidden_features: int
-    score: Score = "softmax"
-    normalize_weights: bool = True
-    weight_scale: float = 1.0
-    capacity_factor: float | None = None
-    drop_by: DropBy = "even"
+    router: Router
+    parallel: Parallel = Parallel()
+    activation: Activation = "swiglu"
+    shared_features: int | None = None
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
     use_bias: bool = False
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: jax.lax.PrecisionLike = None
-    router_init: Initializer = nn.linear.default_kernel_init
-    gate_up_init: Initializer = default_kernel_init
-    down_init: Initializer = default_kernel_init
-    bias_init: Initializer = nn.initializers.zeros_init()
-    recipe: Recipe | None = None
-    cache_kernel: bool = False
-    expert_axis: str | None = None
-    feature_axis: str | None = None
-    fsdp_axis: str | None = None
-    batch_axes: Sequence[str] = ()
-    exchange_method: ExchangeMethod = "auto"
-    quantized_exchange: bool = True
-    quantized_combine: bool = False
-    expert_groups: int | None = None
-    top_groups: int | None = None
-    activation: Activation = "silu_mul"
-    use_router_bias: bool = False
-    use_selection_bias: bool = False
-    balance_sequences: bool = False
-    shared_features: int | None = None
+    initializers: MoEInitializers = MoEInitializers()
     logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
@@ -129,8 +96,7 @@ class MoEMlp(nn.Module):
         super().__post_init__()
         set_canonical_fields(self)
         if not is_bound:
-            _layers.warn_of_constant_weights(self.top_k, self.num_experts, normalize_weights=self.normalize_weights)
-        checks.check_activation_name(self.activation)
+            _layers.check_moe_options(self.router, self.parallel, self.activation, self.num_experts)
         _layers.axis_names(self.logical_axes, self.activation)
 
     @nn.compact
@@ -162,12 +128,12 @@ class MoEMlp(nn.Module):
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
         features = _layers.num_features(x, "[..., K]")
-        axes = _layers.axes_of(self)
+        options, parallel, initializers = self.router, self.parallel, self.initializers
         if self.is_initializing() and not _layers.has_sharded_type(x):
             # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
-            axes = MoEAxes.make()
-        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
+            parallel = Parallel()
+        experts = _layers.local_size("num_experts", self.num_experts, parallel.storage_axes)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, (parallel.features,))
 
         names = _layers.axis_names(self.logical_axes, self.activation)
 
@@ -178,7 +144,7 @@ class MoEMlp(nn.Module):
             return GroupedKernel(
                 shape,
                 kernel_init=named(kernel_init, name),
-                bias_init=named(self.bias_init, f"{name} bias") if use_bias else None,
+                bias_init=named(initializers.bias, f"{name} bias") if use_bias else None,
                 param_dtype=self.param_dtype,
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
@@ -188,35 +154,35 @@ class MoEMlp(nn.Module):
 
         def weights(name: str, shape: tuple[int, ...], kernel_init: Initializer) -> Weights:
             given = self.variables.get("params", {}).get(name, {})
-            _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
+            _layers.check_part(name, given, shape, (*parallel.storage_axes, parallel.features))
             experts_kernel = kernel(name, shape, kernel_init, use_bias=self.use_bias)
-            return experts_kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp)
+            return experts_kernel.stored(is_first_microbatch, fsdp_axis=parallel.fsdp)
 
         router = nn.Dense(
             self.num_experts,
-            use_bias=self.use_router_bias,
+            use_bias=options.use_bias,
             dtype=jnp.float32,
             param_dtype=self.param_dtype,
-            kernel_init=named(self.router_init, "router"),
-            bias_init=named(self.bias_init, "router bias"),
+            kernel_init=named(initializers.router, "router"),
+            bias_init=named(initializers.bias, "router bias"),
             name="router",
         )
-        if self.use_selection_bias and (selection_bias is None or self.is_initializing()):
+        if options.use_selection_bias and (selection_bias is None or self.is_initializing()):
             init = named(nn.initializers.zeros_init(), "selection_bias")
             own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
             selection_bias = own.value
         gate_up = weights(
-            "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), self.gate_up_init
+            "gate_up", _layers.gate_up_shape(experts, features, hidden, self.activation), initializers.gate_up
         )
-        down = weights("down", (experts, hidden, features), self.down_init)
+        down = weights("down", (experts, hidden, features), initializers.down)
         shared_expert: list[Weights] = []
         if self.shared_features is not None:
             shape = _layers.gate_up_shape(1, features, self.shared_features, self.activation)
             shared_kernels = (
-                kernel("shared_gate_up", shape, self.gate_up_init, use_bias=False),
-                kernel("shared_down", (1, self.shared_features, features), self.down_init, use_bias=False),
+                kernel("shared_gate_up", shape, initializers.gate_up, use_bias=False),
+                kernel("shared_down", (1, self.shared_features, features), initializers.down, use_bias=False),
             )
             shared_expert = [kernel.stored(is_first_microbatch) for kernel in shared_kernels]
         return _layers.apply_moe(
-            self, axes, x, router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
+            self, options, parallel, x, router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
         )

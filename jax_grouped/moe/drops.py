@@ -2,21 +2,18 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from jax_grouped.moe.options import DropBy
 from jax_grouped.moe.permutation import Permutation, group_by_expert
-
-#: Which pairs are dropped, see `moe_mlp`.
-DropBy = Literal["even", "weight"]
 
 
 def group_in_room(
     experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
 ) -> Permutation:
-    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `moe_mlp` says."""
+    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `Router` says."""
     tokens, choices = experts.shape
     if capacity >= tokens * min(choices, num_experts):
         return group_by_expert(experts, num_experts, capacity=capacity)

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.capacity import fit_to_capacity
-from jax_grouped.core.groups import group_rows
+from jax_grouped.core.groups import fit_to_capacity, group_rows
 from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size, vary_alike
 from jax_grouped.fp8.arrays import short_repr

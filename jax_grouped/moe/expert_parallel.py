@@ -7,22 +7,20 @@ every other one.
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.varying import vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.moe.drops import DropBy, group_in_room
+from jax_grouped.moe.drops import group_in_room
 from jax_grouped.moe.exchange import plan_exchange, send_rows
 from jax_grouped.moe.experts import routed_mlp, weighted_mlp
+from jax_grouped.moe.gathers import TokenGather
+from jax_grouped.moe.options import DropBy
 from jax_grouped.moe.permutation import Permutation, permute
-from jax_grouped.moe.token_gather import TokenGather
 from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
-
-#: Way in which tokens reach the devices of their experts.
-ExchangeMethod = Literal["auto", "gather", "padded"]
 
 
 def mlp_of_gathered_tokens(
@@ -44,8 +42,8 @@ def mlp_of_gathered_tokens(
     A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
     """
     me = jax.lax.axis_index(axis_name)
-    # Mark x and the weights as varying over feature_axis too: their gradients are then summed over it after the sum of
-    # parts, which leaves fewer bytes.
+    # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after the
+    # sum of parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
     experts, me = vary_alike(experts, me)
     axes = varying_axes(experts)

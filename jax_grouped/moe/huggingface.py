@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-#: Values of `swiglu_alpha` and `swiglu_limit` that `clamped_silu_mul` computes with.
-_CLAMPED = (1.702, 7.0)
+from jax_grouped.kernels.activations import SwiGLU
+from jax_grouped.moe.options import Router
+
 #: Numbers of FP4 (e2m1) by their four bits.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -74,33 +75,28 @@ def huggingface_options(config: Any) -> dict[str, Any]:
     """
     values, architecture = _known(config)
     sizes = _Sizes.read(values, architecture)
-    options: dict[str, Any] = dict(
-        num_experts=sizes.experts,
-        top_k=_value(values, "num_experts_per_tok"),
-        hidden_features=sizes.hidden,
-        normalize_weights=architecture.normalizes,
-    )
-    if architecture.normalizes is None:
-        options |= dict(normalize_weights=_value(values, "norm_topk_prob"))
+    normalize = architecture.normalizes
+    router: dict[str, Any] = dict(normalize=_value(values, "norm_topk_prob") if normalize is None else normalize)
+    options: dict[str, Any] = dict(num_experts=sizes.experts, hidden_features=sizes.hidden)
     if architecture.interleaved:
-        constants = values.get("swiglu_alpha", _CLAMPED[0]), values.get("swiglu_limit", _CLAMPED[1])
-        if constants != _CLAMPED:
-            raise ValueError(f"swiglu_alpha and swiglu_limit must be {_CLAMPED}, got {constants}.")
-        options |= dict(activation="clamped_silu_mul", use_bias=True, use_router_bias=True)
+        # A configuration may leave these to the model's code.
+        alpha, limit = values.get("swiglu_alpha", 1.702), values.get("swiglu_limit", 7.0)
+        options |= dict(activation=SwiGLU(limit, alpha=alpha, offset=1.0), use_bias=True)
+        router |= dict(use_bias=True)
     elif values.get("hidden_act", "silu") not in ("silu", "swish"):  # Two names of one function.
         raise ValueError(f'hidden_act must be "silu", got {values["hidden_act"]!r}.')
     if architecture.selects:
         if values.get("scoring_func", "sigmoid") != "sigmoid":
             raise ValueError(f'scoring_func must be "sigmoid", got {values["scoring_func"]!r}.')
-        options |= dict(
+        router |= dict(
             score="sigmoid",
-            weight_scale=_value(values, "routed_scaling_factor"),
-            expert_groups=values.get("n_group"),
+            scale=_value(values, "routed_scaling_factor"),
+            groups=values.get("n_group"),
             top_groups=values.get("topk_group"),
             use_selection_bias=True,
-            shared_features=sizes.shared or None,
         )
-    return options
+        options |= dict(shared_features=sizes.shared or None)
+    return options | dict(router=Router(_value(values, "num_experts_per_tok"), **router))
 
 
 def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dict[str, Any]:

@@ -1,34 +1,31 @@
 """`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import as_array, static_bool, static_number
+from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.moe.drops import DropBy, are_kept, group_in_room
-from jax_grouped.moe.expert_parallel import (
-    ExchangeMethod,
-    mlp_of_exchanged_rows,
-    mlp_of_gathered_tokens,
-)
-from jax_grouped.moe.experts import routed_mlp
-from jax_grouped.moe.mlp import as_weights, check_shapes
-from jax_grouped.moe.on_mesh import MoEArrays, MoEAxes, call_on_mesh, mesh_to_split
+from jax_grouped.moe.drops import are_kept, group_in_room
+from jax_grouped.moe.expert_parallel import mlp_of_exchanged_rows, mlp_of_gathered_tokens
+from jax_grouped.moe.experts import as_weights, check_shapes, routed_mlp
+from jax_grouped.moe.gathers import WeightGather
+from jax_grouped.moe.instances import check_instance
+from jax_grouped.moe.on_mesh import MoEArrays, call_on_mesh, mesh_to_split
+from jax_grouped.moe.options import Parallel, Router
 from jax_grouped.moe.permutation import Permutation, check_pairs
-from jax_grouped.moe.routing import Routing, Score, balance_loss, expert_load, load_balancing_loss, route_arguments
-from jax_grouped.moe.weight_gather import WeightGather
+from jax_grouped.moe.routing import Routing, balance_loss, expert_load, load_balancing_loss, route_arguments
 from jax_grouped.moe.wire import Wire
 from jax_grouped.ops import checks
+from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
-from jax_grouped.ops.residuals import OUTPUT_NAME
 from jax_grouped.ops.routing import route, route_and_group
 
 
@@ -44,14 +41,14 @@ class MoEMetrics(NamedTuple):
             `capacity_factor`.
         z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
-            of the device with the most, in multiples of an even share; along `expert_axis` inside `jax.shard_map` and
-            `jax.pmap`, else of all devices.
+            of the device with the most, in multiples of an even share; along `parallel.experts` inside `jax.shard_map`
+            and `jax.pmap`, else of all devices.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
         gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
 
-        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)
+        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(top_k=2))
 
         assert isinstance(metrics, jg.moe.MoEMetrics)
         assert metrics.expert_load.tolist() == [0, 0, 8, 8] and metrics.dropped.tolist() == [0]
@@ -78,29 +75,16 @@ def moe_mlp(
     gate_up: jax.Array | Weights,
     down: jax.Array | Weights,
     *,
-    top_k: int,
-    score: Score = "softmax",
-    normalize_weights: bool = True,
-    weight_scale: float | jax.Array = 1.0,
-    selection_bias: jax.Array | None = None,
-    expert_groups: int | None = None,
-    top_groups: int | None = None,
-    capacity_factor: float | None = None,
-    drop_by: DropBy = "even",
-    activation: Activation = "silu_mul",
+    router: Router,
+    parallel: Parallel | None = None,
+    activation: Activation = "swiglu",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
-    expert_axis: str | None = None,
-    feature_axis: str | None = None,
-    fsdp_axis: str | None = None,
-    batch_axes: Sequence[str] = (),
-    exchange_method: ExchangeMethod = "auto",
-    quantized_exchange: bool = True,
-    quantized_combine: bool = False,
+    selection_bias: jax.Array | None = None,
     num_sequences: int | None = None,
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Sends each token to the `top_k` experts that its logits choose, and returns the weighted sum of their results.
+    """Sends each token to the experts that its logits choose, and returns the weighted sum of their results.
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
@@ -109,65 +93,32 @@ def moe_mlp(
     for it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The
     routing weights' gradient is computed from the activation's, with the precision of the recipe.
 
-    The axes are those of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one device's.
-    Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then computes
-    its part, and the metrics are those of all tokens. The number of tokens need not be a multiple of the devices: each
-    computes as many, and the last ones have tokens that choose no expert. The result is split over the axes of the
-    tokens or, where these are of type `Explicit`, as `x` is. A surrounding `jax.shard_map` may split the call over
-    other axes, such as those of pipeline stages.
-
-    `expert_axis` splits the experts and the tokens: these travel to their experts' devices, and results travel back.
-    `feature_axis` splits `F`, the features inside an expert: each device has a part of the gate's features, then a part
-    of up's, and the results are summed over the axis. Inside `jax.shard_map` their gradients need its checks on
-    (`check_vma=True`). `fsdp_axis` splits the tokens, and the storage of the experts: each pass gathers the kernels of
-    all its devices, with a recipe as FP8 numbers, and each device gets its part of the sum of their gradients. Axes
-    that split only tokens are named in `batch_axes` alone.
+    `parallel` names axes of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one
+    device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then
+    computes its part, and the metrics are those of all tokens. The number of tokens need not be a multiple of the
+    devices: each computes as many, and the last ones have tokens that choose no expert. The result is split over the
+    axes of the tokens or, where these are of type `Explicit`, as `x` is. A surrounding `jax.shard_map` may split the
+    call over other axes, such as those of pipeline stages.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
         logits: `[T, E]`, the router's scores of all experts.
         gate_up: `[E / (D S), K, 2 F]` or `[E / (D S), K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the
-            size of `expert_axis`, and `S` that of `fsdp_axis`; 1 without the axis. States of `DelayedScaling` are of
-            `E / D` experts. Whole arrays have all `E`.
+            size of the axis `parallel.experts`, and `S` that of `parallel.fsdp`; 1 without the axis. States of
+            `DelayedScaling` are of `E / D` experts. Whole arrays have all `E`.
         down: `[E / (D S), F, N]`.
-        top_k: experts per token.
-        score: "softmax" or "sigmoid" of the logits, see `top_k_routing`.
-        normalize_weights: whether a token's weights are divided by their sum.
-        weight_scale: factor that multiplies the final weights.
-        selection_bias: `[E]`, added to the scores for the choice only.
-        expert_groups: groups of experts, see `top_k_routing`.
-        top_groups: the number of groups that a token's experts may come from.
-        capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
-            experts are chosen equally often. Pairs without room are dropped, and counted. None gives room for the worst
-            case, and drops nothing: `T * top_k`, with an `expert_axis` `D * T * min(top_k, E / D)`.
-        drop_by: which pairs of a token and an expert are dropped on a device with too many. "even" gives all sources
-            and experts the same room: the largest groups, of one source for one expert, are cut to one length. Within
-            a group, pairs are dropped at equal distances, so that neither early nor late tokens are favoured. "weight"
-            drops those with the smallest routing weights, by absolute value.
+        router: how experts are chosen and weighted, and the room that they have.
+        parallel: how the experts and the tokens are split over devices; None for one device.
         activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
             `[E / (D S), K, F]`.
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
-        expert_axis: mesh axis over which the experts are split.
-        feature_axis: mesh axis over which `F` is split.
-        fsdp_axis: mesh axis over which the storage of the experts is split: those along `expert_axis` are split again.
-            The parts are in the order of `P((expert_axis, fsdp_axis))`.
-        batch_axes: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch.
-            Inside `jax.shard_map`, name `expert_axis` and `fsdp_axis` here too.
-        exchange_method: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them,
-            and sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a
-            row for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
-            many rows. "auto" is "gather".
-        quantized_exchange: whether tokens, and gradients of results, travel in FP8, if the recipe is
-            `Float8BlockScaling` with `pow2_scales`. That halves their bytes. The kernels' gradients then come from
-            tokens and gradients that were rounded along the features before they are rounded along the rows.
-        quantized_combine: likewise for results, and gradients of tokens, on their way back. Each device's part of a
-            token's sum, or with exchanged rows each choice's result, is then rounded to FP8.
+        selection_bias: `[E]`, added to the scores for the choice only.
         num_sequences: number of sequences of equal length in `x`, of which each gets a balance loss of its own, see
             `load_balancing_loss`. No sequence may be split over devices. None for one loss of the batch.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
-            rounded: the result of an expert that all tokens share. The same on every device of `feature_axis`, whose
-            first device adds it to its part of the sum.
+            rounded: the result of an expert that all tokens share. The same on every device of `parallel.features`,
+            whose first device adds it to its part of the sum.
 
     Returns:
         `[T, N]` in the type of `x`, and the routing metrics.
@@ -175,13 +126,13 @@ def moe_mlp(
     Raises:
         TypeError: an argument has a type that is not supported.
         ValueError: an argument has a shape or value that does not fit, an axis is not there, or the result is
-            differentiated with a `feature_axis` that JAX does not track.
+            differentiated with an axis of features that JAX does not track.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
         gate_up, down = jnp.ones((4, 32, 32)), jnp.ones((4, 16, 32))
 
-        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)
+        y, metrics = jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(top_k=2))
 
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
@@ -193,54 +144,36 @@ def moe_mlp(
         as_weights("down", down),
         None if selection_bias is None else as_array("selection_bias", selection_bias),
         None if shared is None else as_array("shared", shared),
-        weight_scale if isinstance(weight_scale, jax.Array) else None,
     )
-    for name, value, known in (
-        ("exchange_method", exchange_method, get_args(ExchangeMethod)),
-        ("drop_by", drop_by, get_args(DropBy)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {known}, got {value!r}.")
-    axes = MoEAxes.make(expert=expert_axis, feature=feature_axis, fsdp=fsdp_axis, batch=batch_axes)
-    run = functools.partial(
-        _run_on_device,
-        top_k=checks.static_size("top_k", top_k, least=1),
-        score=score,
-        normalize_weights=normalize_weights,
-        weight_scale=weight_scale,
-        expert_groups=expert_groups,
-        top_groups=top_groups,
-        capacity_factor=None if capacity_factor is None else _checked_factor(capacity_factor),
-        drop_by=drop_by,
-        activation=activation,
-        recipe=recipe,
-        precision=precision,
-        exchange_method=exchange_method,
-        quantized_exchange=static_bool("quantized_exchange", quantized_exchange),
-        quantized_combine=static_bool("quantized_combine", quantized_combine),
-    )
-    mesh = mesh_to_split(axes, *jax.tree.leaves(arrays))
+    check_instance("router", router, Router)
+    parallel = Parallel() if parallel is None else parallel
+    check_instance("parallel", parallel, Parallel)
+    if router.balance_sequences and num_sequences is None:
+        raise ValueError("A router with balance_sequences needs num_sequences, got None.")
+    run = functools.partial(_run_on_device, router=router, activation=activation, recipe=recipe, precision=precision)
+    mesh = mesh_to_split(parallel, *jax.tree.leaves(arrays))
     if mesh is None:
-        return run(arrays, axes, num_sequences=num_sequences)
+        return run(arrays, parallel, num_sequences=num_sequences)
     if x.shape[:1] == (0,):
-        return run(arrays, MoEAxes.make(), num_sequences=num_sequences)
-    devices = math.prod(mesh.shape[axis] for axis in axes.tokens)
+        return run(arrays, Parallel(), num_sequences=num_sequences)
+    axes = parallel.token_axes
+    devices = math.prod(mesh.shape[axis] for axis in axes)
     sequences_of_each = _sequences_of_each(num_sequences, x.shape[0], devices)
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
     def run_on_part(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
-        bound = axes._replace(batch=axes.tokens)
+        bound = dataclasses.replace(parallel, batch=axes)
         y, metrics = run(own, bound, num_sequences=sequences_of_each, all_tokens=x.shape[0])
-        if not axes.tokens:
+        if not axes:
             return y, metrics
-        me = jax.lax.axis_index(axes.tokens)
-        needed = jax.lax.pmax(vary_alike(metrics.needed_capacity_factor, me)[0], axes.tokens)
+        me = jax.lax.axis_index(axes)
+        needed = jax.lax.pmax(vary_alike(metrics.needed_capacity_factor, me)[0], axes)
         dropped = jnp.where(jnp.arange(devices) == me, metrics.dropped, 0)
-        load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes.tokens)
+        load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes)
         return y, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
-    return call_on_mesh(run_on_part, mesh, axes, arrays, gated=is_gated(activation))
+    return call_on_mesh(run_on_part, mesh, parallel, arrays, gated=is_gated(activation))
 
 
 def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> int | None:
@@ -257,29 +190,28 @@ def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> 
 
 def _run_on_device(
     arrays: MoEArrays,
-    axes: MoEAxes,
+    parallel: Parallel,
     *,
-    num_sequences: int | None,
-    top_k: int,
-    capacity_factor: float | None,
-    drop_by: DropBy,
-    weight_scale: float | jax.Array,
+    router: Router,
     activation: Activation,
     recipe: Recipe | None,
     precision: jax.lax.PrecisionLike,
-    exchange_method: ExchangeMethod,
-    quantized_exchange: bool,
-    quantized_combine: bool,
+    num_sequences: int | None,
     all_tokens: int | None = None,
-    **routing_options: Any,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Computes `moe_mlp` for one device's arrays, with axes that are bound.
 
-    `all_tokens` is the number of tokens on all devices of `axes.tokens`, which the tokens of the last ones may exceed.
+    `all_tokens` is the number of tokens on all devices of `parallel.token_axes`, which the tokens of the last ones may
+    exceed.
     """
-    x, logits, gate_up, down, selection_bias, shared, array_scale = arrays
-    weight_scale = weight_scale if array_scale is None else array_scale
-    expert_axis, feature_axis, fsdp_axis, batch_axes = axes
+    x, logits, gate_up, down, selection_bias, shared = arrays
+    expert_axis, feature_axis, fsdp_axis, token_axes = (
+        parallel.experts,
+        parallel.features,
+        parallel.fsdp,
+        parallel.token_axes,
+    )
+    top_k, drop_by = router.top_k, router.drop_by
     gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
     if feature_axis is not None and axis_size(feature_axis) > 1:
@@ -305,25 +237,20 @@ def _run_on_device(
     if weight_gather is not None:
         gate_up, down = map(weight_gather.with_biases, (gate_up, down))
 
-    bias, spec = route_arguments(
-        logits,
-        top_k,
-        selection_bias=selection_bias,
-        weight_scale=weight_scale,
-        **routing_options,
-    )
+    bias, spec = route_arguments(logits, router, selection_bias)
     check_pairs((tokens, top_k), num_experts, None)
     real_tokens: float = tokens  # on average over the devices
     exists = None
-    sources = math.prod(map(axis_size, axes.tokens))
+    sources = math.prod(map(axis_size, token_axes))
     if all_tokens is not None and all_tokens < sources * tokens:
         real_tokens = all_tokens / sources
-        exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(axes.tokens) < all_tokens
+        exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(token_axes) < all_tokens
     pairs = real_tokens * top_k
     worst = devices * tokens * min(top_k, num_experts // devices)
-    capacity = worst if capacity_factor is None else min(worst, math.ceil(capacity_factor * pairs))
-    factor = jnp.asarray(weight_scale, jnp.float32)
-    wire = Wire.make(recipe, dispatch=quantized_exchange, combine=quantized_combine)
+    capacity = worst
+    if router.capacity_factor is not None:
+        capacity = min(worst, math.ceil(router.capacity_factor * pairs))
+    wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")
     options: dict[str, Any] = dict(
         gate_up=gate_up,
         down=down,
@@ -333,7 +260,7 @@ def _run_on_device(
         shared=shared,
         weight_gather=weight_gather,
     )
-    gathers = devices > 1 and tokens > 0 and exchange_method != "padded"
+    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded"
     has_room = capacity == worst
     rows = capacity if devices == 1 else tokens * top_k
     if exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even")):
@@ -346,7 +273,7 @@ def _run_on_device(
             experts = jnp.where(exists[:, None], experts, num_experts)
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
-    weights = routed.weights * factor
+    weights = routed.weights * jnp.asarray(router.scale, jnp.float32)
     if gathers:
         options |= dict(num_experts=num_experts // devices, capacity=capacity, drop_by=drop_by, wire=wire)
         y, dropped = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
@@ -366,7 +293,7 @@ def _run_on_device(
         dropped = jnp.zeros(1, jnp.int32)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
-    batch = batch_axes or None
+    batch = tuple(parallel.batch) or None
     if num_sequences is None:
         loss = balance_loss(load, probability_sums, pairs, real_tokens, batch)
     else:
@@ -398,7 +325,7 @@ def _refuse_gradient(axis_name: str, *_: Any) -> NoReturn:
     # Without tracking, JAX transposes a psum to a psum. It adds up the gradients of all devices, as if each had a loss
     # of its own: those of split kernels would be too large by the size of the axis, those of the router incomplete.
     raise ValueError(
-        f"feature_axis {axis_name!r} has gradients only inside jax.shard_map with its checks on (check_vma=True), "
+        f"The features axis {axis_name!r} has gradients only inside jax.shard_map with its checks on (check_vma=True), "
         "because without them, and under jax.pmap, JAX counts the loss once per device of the axis."
     )
 
@@ -412,8 +339,8 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):
         raise ValueError(
-            f"gate_up must hold its part of the experts, for logits {logits.shape} of E experts, which expert_axis and "
-            f"fsdp_axis split over {devices} devices, got {kernel}."
+            f"gate_up must hold its part of the experts, for logits {logits.shape} of E experts, which the axes "
+            f"experts and fsdp split over {devices} devices, got {kernel}."
         )
 
 
@@ -439,12 +366,3 @@ def _check_same(name: str, x: jax.Array, axis_name: str) -> None:
             f"{name} must be the same on every device of the mesh axis {axis_name!r}, got {x.shape}, which varies "
             "over it: sum the devices' parts first (jax.lax.psum)."
         )
-
-
-def _checked_factor(capacity_factor: float) -> float:
-    factor = static_number("capacity_factor", capacity_factor)
-    if not 0 < factor < math.inf:
-        raise ValueError(
-            f"capacity_factor must be a positive number, or None for the worst case, got {capacity_factor}."
-        )
-    return factor

@@ -7,8 +7,8 @@ names say what each device computes. The result is that of a single device with 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jax_grouped.core.varying import is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
+from jax_grouped.moe.options import Parallel
 from jax_grouped.ops.inputs import Weights, arrays_like_kernel
 
 
 class MoEArrays(NamedTuple):
-    """The arrays of one `moe_mlp`; the last three may be None."""
+    """The arrays of one `moe_mlp`; the last two may be None."""
 
     x: jax.Array
     logits: jax.Array
@@ -30,75 +31,19 @@ class MoEArrays(NamedTuple):
     down: Weights
     selection_bias: jax.Array | None
     shared: jax.Array | None
-    weight_scale: jax.Array | None  # None if the program knows it as a number.
 
 
-class MoEAxes(NamedTuple):
-    """The mesh axes of one `moe_mlp`, as it documents them."""
-
-    expert: str | None
-    feature: str | None
-    fsdp: str | None
-    batch: tuple[str, ...]
-
-    @classmethod
-    def make(
-        cls,
-        *,
-        expert: str | None = None,
-        feature: str | None = None,
-        fsdp: str | None = None,
-        batch: Sequence[str] = (),
-    ) -> Self:
-        """Returns the axes of a layer, whose `batch_axes` may be one name."""
-        for what, name in (("expert", expert), ("feature", feature), ("fsdp", fsdp)):
-            if name is not None and not isinstance(name, str):
-                raise TypeError(f"{what}_axis must be the name of one mesh axis, got {name!r}.")
-        if not isinstance(batch, Sequence) or not all(isinstance(name, str) for name in batch):
-            raise TypeError(f"batch_axes must be a sequence of names of mesh axes, got {batch!r}.")
-        axes = cls(expert, feature, fsdp, (batch,) if isinstance(batch, str) else tuple(batch))
-        if feature is not None and feature in axes.tokens:
-            raise ValueError(
-                f"feature_axis {feature!r} must be none of expert_axis, fsdp_axis and batch_axes, because its devices "
-                f"have the same tokens, got {expert!r}, {fsdp!r} and {axes.batch}."
-            )
-        if fsdp is not None and fsdp == expert:
-            raise ValueError(
-                f"fsdp_axis must be another axis than expert_axis, got {fsdp!r} for both: expert_axis alone splits the "
-                "experts and their storage."
-            )
-        if len({*axes.batch}) < len(axes.batch):
-            raise ValueError(f"batch_axes must be different axes, got {axes.batch}.")
-        return axes
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """The axes that split the tokens."""
-        more = (axis for axis in (self.fsdp, self.expert) if axis is not None and axis not in self.batch)
-        return (*self.batch, *more)
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The axes that split the storage of the experts."""
-        return tuple(axis for axis in (self.expert, self.fsdp) if axis is not None)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """The axes that split anything."""
-        return self.tokens if self.feature is None else (*self.tokens, self.feature)
-
-
-def mesh_to_split(axes: MoEAxes, *arrays: jax.Array) -> Mesh | AbstractMesh | None:
+def mesh_to_split(parallel: Parallel, *arrays: jax.Array) -> Mesh | AbstractMesh | None:
     """Returns the mesh that the arrays lie on, if the call is to be split over axes of it.
 
     It is not to be split if there are no axes, or if a surrounding `jax.shard_map` or `jax.pmap` splits it.
     """
-    unbound = [axis for axis in axes.all if not is_bound(axis)]
+    unbound = [axis for axis in parallel.axes if not is_bound(axis)]
     if not unbound:  # Or there are no axes.
         return None
-    if len(unbound) < len(axes.all):
+    if len(unbound) < len(parallel.axes):
         raise ValueError(
-            f"A surrounding jax.shard_map or jax.pmap splits some of the mesh axes {list(axes.all)}, but not "
+            f"A surrounding jax.shard_map or jax.pmap splits some of the mesh axes {list(parallel.axes)}, but not "
             f"{unbound}: let it split all of them, or none."
         )
     mesh = known_mesh(*arrays)
@@ -122,19 +67,19 @@ def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
 def call_on_mesh(
     function: Callable[[MoEArrays], tuple[jax.Array, Any]],
     mesh: Mesh | AbstractMesh,
-    axes: MoEAxes,
+    parallel: Parallel,
     arrays: MoEArrays,
     *,
     gated: bool,
 ) -> tuple[jax.Array, Any]:
     """Calls the function on every device with its part of the arrays."""
-    _check_sizes(mesh, axes, arrays)
+    _check_sizes(mesh, parallel, arrays)
     if gated:
         arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))
     free = _free_axes(mesh)
     is_typed = {*free.values()} == {AxisType.Explicit}
     tokens, rows = arrays.x.shape[0], jax.typeof(arrays.x).sharding.spec[0]
-    missing = -tokens % math.prod(mesh.shape[axis] for axis in axes.tokens)
+    missing = -tokens % math.prod(mesh.shape[axis] for axis in parallel.token_axes)
 
     def padded(x: jax.Array | None) -> Any:
         if x is None or missing == 0:
@@ -142,7 +87,7 @@ def call_on_mesh(
         return jnp.pad(_placed(x, mesh, P()) if is_typed else x, [(0, missing), (0, 0)])
 
     arrays = arrays._replace(x=padded(arrays.x), logits=padded(arrays.logits), shared=padded(arrays.shared))
-    specs = _specs(axes, arrays, gated=gated)
+    specs = _specs(parallel, arrays, gated=gated)
     if is_typed:
         arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
 
@@ -150,7 +95,7 @@ def call_on_mesh(
         return function(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
 
     over = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
-    out_specs = P(axes.tokens or None), P()
+    out_specs = P(parallel.token_axes or None), P()
     if len(free) < len(mesh.axis_names):
         run = _inside_another(over, local, specs, out_specs)
     else:
@@ -205,44 +150,47 @@ def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def _specs(axes: MoEAxes, arrays: MoEArrays, *, gated: bool) -> Any:
+def _specs(parallel: Parallel, arrays: MoEArrays, *, gated: bool) -> Any:
     """Returns the spec of each array, in the same structure."""
-    tokens, stored, halves = P(axes.tokens), axes.stored or None, (None,) * gated
+    tokens, stored, halves = P(parallel.token_axes), parallel.storage_axes or None, (None,) * gated
 
     def weight_specs(weights: Weights, kernel: Any, bias: Any) -> Any:
         specs = jax.tree.map(lambda _: P(stored), weights)._replace(
             bias=None if weights.bias is None else bias,
-            fp8_state=jax.tree.map(lambda _: P(axes.expert), weights.fp8_state),
+            fp8_state=jax.tree.map(lambda _: P(parallel.experts), weights.fp8_state),
         )
         return specs._replace(**dict.fromkeys(arrays_like_kernel(weights), kernel))
 
-    gate_up = P(stored, None, *halves, axes.feature), P(stored, *halves, axes.feature)
+    gate_up = P(stored, None, *halves, parallel.features), P(stored, *halves, parallel.features)
     specs = dict(
         gate_up=weight_specs(arrays.gate_up, *gate_up),
-        down=weight_specs(arrays.down, P(stored, axes.feature), P(stored)),
+        down=weight_specs(arrays.down, P(stored, parallel.features), P(stored)),
     )
-    specs |= {name: P() for name in ("selection_bias", "weight_scale") if getattr(arrays, name) is not None}
+    if arrays.selection_bias is not None:
+        specs["selection_bias"] = P()
     return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
 
 
-def _check_sizes(mesh: Mesh | AbstractMesh, axes: MoEAxes, arrays: MoEArrays) -> None:
+def _check_sizes(mesh: Mesh | AbstractMesh, parallel: Parallel, arrays: MoEArrays) -> None:
     experts, hidden, _ = arrays.down.kernel.shape
     for name, size, split_over in (
-        ("down must have experts", experts, axes.stored),
-        ("down must have features F", hidden, (axes.feature,)),
+        ("down must have experts", experts, parallel.storage_axes),
+        ("down must have features F", hidden, (parallel.features,)),
     ):
         names = [axis for axis in split_over if axis is not None]
         parts = math.prod(mesh.shape[axis] for axis in names)
         if size % parts:
             raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
     cached = any(isinstance(weights.kernel_cache, KernelCache) for weights in (arrays.gate_up, arrays.down))
-    if cached and axes.feature is not None and mesh.shape[axes.feature] > 1:
+    if cached and parallel.features is not None and mesh.shape[parallel.features] > 1:
         raise ValueError(
-            f"A kernel cache cannot be split over the feature_axis {axes.feature!r}: make it inside jax.shard_map, of "
-            "this device's part of the kernel."
+            f"A kernel cache cannot be split over the features axis {parallel.features!r}: make it inside "
+            "jax.shard_map, of this device's part of the kernel."
         )
     accumulates = any(weights.dkernel_accumulator is not None for weights in (arrays.gate_up, arrays.down))
-    if accumulates and (others := [axis for axis in axes.tokens if axis not in axes.stored and mesh.shape[axis] > 1]):
+    stored = parallel.storage_axes
+    others = [axis for axis in parallel.token_axes if axis not in stored and mesh.shape[axis] > 1]
+    if accumulates and others:
         raise ValueError(
             f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
             "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."

@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.values import as_array, scalar, static_bool
+from jax_grouped.core.values import as_array, scalar
 from jax_grouped.core.varying import axis_size, in_reverse_mode, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
 from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.kernels.routing import Score as Score
 from jax_grouped.moe.instances import check_instance
+from jax_grouped.moe.options import Router
 from jax_grouped.ops import checks
 from jax_grouped.ops.routing import route
 
@@ -30,7 +29,7 @@ class Routing:
             `load_balancing_loss`.
 
     Example:
-        routing = jg.moe.top_k_routing(jnp.array([[1.0, 3.0, 2.0]]), 2)
+        routing = jg.moe.top_k_routing(jnp.array([[1.0, 3.0, 2.0]]), jg.moe.Router(top_k=2))
 
         assert isinstance(routing, jg.moe.Routing)
         assert routing.experts.tolist() == [[1, 2]]
@@ -92,25 +91,11 @@ def _router_logits_backward(residuals: tuple[jax.Array, jax.Array], dlogits: jax
 _router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 
 
-def top_k_routing(
-    logits: jax.Array,
-    top_k: int,
-    *,
-    score: Score = "softmax",
-    normalize_weights: bool = True,
-    selection_bias: jax.Array | None = None,
-    weight_scale: float = 1.0,
-    expert_groups: int | None = None,
-    top_groups: int | None = None,
-) -> Routing:
+def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Array | None = None) -> Routing:
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
 
-    With `expert_groups` and `top_groups`, a token's experts come from few groups, as if the groups were nodes of a
-    cluster (DeepSeek-V3, section 2.1.2): the groups with the highest sum of the scores of their two best experts.
-
     Everything is computed in float32. Gradients reach the logits through the weights and the probabilities, the same
-    bits in every run. With `score="sigmoid"` and a bias that is moved after each step against the experts' loads, this
-    is the auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    bits in every run.
 
     On the `cuda` backend it is one kernel for up to 512 experts, 32 choices of a token and 32 groups. Beyond that it is
     a sort, which takes several times as long.
@@ -118,18 +103,9 @@ def top_k_routing(
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
             logit gives an expert outside of `[0, E)`.
-        top_k: experts per token, from 1 to `E`.
-        score: "softmax" over the experts, or "sigmoid" of each logit. Sigmoids that float32 does not tell apart are
-            chosen by their logits, unless there is a bias.
-        normalize_weights: whether a token's weights are divided by their sum, rather than being the scores themselves.
-            Sums of sigmoids are those of their logarithms, so they are right for logits of any size. Scores that are
-            all 0 stay 0. With `top_k=1` the quotient is always 1: the router then gets gradients from balance losses
-            only, and `normalize_weights=False` gives it those of the weights.
+        router: the options of the choice and of the weights. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
             as 0. It has no gradient.
-        weight_scale: factor that multiplies the final weights.
-        expert_groups: the number of groups of successive experts, a divisor of `E`; None for no groups.
-        top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
 
     Returns:
         The routing. Its probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
@@ -141,76 +117,46 @@ def top_k_routing(
     Example:
         logits = jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]))
 
-        routing = jg.moe.top_k_routing(logits, 2)
+        routing = jg.moe.top_k_routing(logits, jg.moe.Router(top_k=2))
 
         assert routing.experts.tolist() == [[1, 2], [0, 1]]
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
     logits = as_array("logits", logits)
-    bias, spec = route_arguments(
-        logits,
-        top_k,
-        score=score,
-        normalize_weights=normalize_weights,
-        selection_bias=selection_bias,
-        weight_scale=weight_scale,
-        expert_groups=expert_groups,
-        top_groups=top_groups,
-    )
+    bias, spec = route_arguments(logits, router, selection_bias)
     experts, weights, probabilities = route(logits, bias, spec)
-    return Routing(experts, weights * jnp.asarray(weight_scale, weights.dtype), probabilities)
+    return Routing(experts, weights * jnp.asarray(router.scale, weights.dtype), probabilities)
 
 
 def route_arguments(
-    logits: jax.Array,
-    top_k: int,
-    *,
-    score: Score,
-    normalize_weights: bool,
-    selection_bias: jax.Array | None,
-    weight_scale: float | jax.Array,
-    expert_groups: int | None,
-    top_groups: int | None,
+    logits: jax.Array, router: Router, selection_bias: jax.Array | None
 ) -> tuple[jax.Array | None, RouteSpec]:
     """Checks the arguments of `top_k_routing`. Returns the bias as `float32[E]` and the static part."""
+    check_instance("router", router, Router)
     checks.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    top_k = checks.static_size("top_k", top_k, least=1)
-    if top_k > logits.shape[1]:
-        raise ValueError(f"top_k must be at most the {logits.shape[1]} experts of logits {logits.shape}, got {top_k}.")
-    if score not in get_args(Score):
-        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}.")
-    scalar("weight_scale", weight_scale)
-    groups = _checked_groups(expert_groups, top_groups, logits.shape[1], top_k)
-    spec = RouteSpec(top_k, score, static_bool("normalize_weights", normalize_weights), *groups)
+    experts, top_k, groups = logits.shape[1], router.top_k, router.groups or 1
+    top_groups = router.top_groups or 1
+    if top_k > experts:
+        raise ValueError(f"top_k must be at most the {experts} experts of logits {logits.shape}, got {top_k}.")
+    if experts % groups:
+        raise ValueError(f"groups must divide the {experts} experts, got {groups}.")
+    if top_groups * (experts // groups) < top_k:
+        raise ValueError(
+            f"top_groups must be groups of at least top_k = {top_k} experts together, got {top_groups} groups of "
+            f"{experts // groups}."
+        )
+    spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
     if selection_bias is None:
+        if router.use_selection_bias:
+            raise ValueError("A router with use_selection_bias needs a selection_bias, got None.")
         return None, spec
     bias = as_array("selection_bias", selection_bias)
     checks.check_dtype("selection_bias's type", bias.dtype)
-    if bias.shape != logits.shape[1:]:
-        raise ValueError(f"selection_bias must have shape [E] = {logits.shape[1:]}, got {bias.shape}.")
+    if bias.shape != (experts,):
+        raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {bias.shape}.")
     return bias.astype(jnp.float32), spec
-
-
-def _checked_groups(expert_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
-    """Returns the number of groups and how many of them a token may use; one and one if it may use all experts."""
-    if expert_groups is None and top_groups is None:
-        return 1, 1
-    if expert_groups is None or top_groups is None:
-        raise ValueError(f"expert_groups and top_groups need each other, got {expert_groups} and {top_groups}.")
-    expert_groups = checks.static_size("expert_groups", expert_groups, least=1)
-    top_groups = checks.static_size("top_groups", top_groups, least=1)
-    if num_experts % expert_groups:
-        raise ValueError(f"expert_groups must divide the {num_experts} experts, got {expert_groups}.")
-    if top_groups > expert_groups:
-        raise ValueError(f"top_groups must be at most the {expert_groups} groups, got {top_groups}.")
-    if top_groups * (num_experts // expert_groups) < top_k:
-        raise ValueError(
-            f"top_groups must be groups of at least top_k = {top_k} experts together, got {top_groups} groups of "
-            f"{num_experts // expert_groups}."
-        )
-    return expert_groups, top_groups
 
 
 def load_balancing_loss(
@@ -241,7 +187,9 @@ def load_balancing_loss(
             divide the number of tokens.
 
     Example:
-        loss = jax.jit(lambda logits: jg.moe.load_balancing_loss(jg.moe.top_k_routing(logits, 1)))
+        router = jg.moe.Router(top_k=1)
+
+        loss = jax.jit(lambda logits: jg.moe.load_balancing_loss(jg.moe.top_k_routing(logits, router)))
 
         assert jnp.allclose(loss(10 * jnp.eye(4)), 1)  # each token to an expert of its own
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9

@@ -20,8 +20,7 @@ from jax_grouped.kernels.quantization import QuantizeSpec, spread
 from jax_grouped.kernels.rows import sum_of_choices
 from jax_grouped.moe.exchange import Exchange, move_rows, move_rows_back, return_rows, send_rows
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
-from jax_grouped.ops.quantize import quantize_stack
-from jax_grouped.ops.quantize_kernel import scaling_options
+from jax_grouped.ops.quantize import quantize_stack, scaling_options
 from jax_grouped.ops.rows import permute_rows
 
 
@@ -33,23 +32,18 @@ class RowForm(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Forms in which rows travel; None for rows that travel in their own type.
+    """Forms in which tokens and results travel, and their gradients back; None for rows in their own type."""
 
-    Attributes:
-        tokens, results: in the forward pass.
-        dresults, dtokens: gradients, in the backward pass.
-    """
-
-    tokens: RowForm | None
-    results: RowForm | None
-    dresults: RowForm | None
-    dtokens: RowForm | None
+    tokens: RowForm | None = None
+    results: RowForm | None = None
+    dresults: RowForm | None = None
+    dtokens: RowForm | None = None
 
     @classmethod
     def make(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
         """Returns FP8 forms, if the recipe scales blocks by powers of two."""
         if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
-            return cls(None, None, None, None)
+            return cls()
         forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
         return cls(
             tokens=forward if dispatch else None,
@@ -57,11 +51,6 @@ class Wire(NamedTuple):
             dresults=backward if dispatch else None,
             dtokens=backward if combine else None,
         )
-
-
-def quantize_rows(x: jax.Array, form: RowForm) -> ScaledArray:
-    """Quantizes rows `[T, C]` rowwise, as a stack of one."""
-    return quantize_stacked_rows(x[None], form)
 
 
 def quantize_stacked_rows(x: jax.Array, form: RowForm) -> ScaledArray:
@@ -127,7 +116,7 @@ def _summed(rows: jax.Array, permutation: Permutation, exchange: Exchange, form:
 
 def _words(x: jax.Array, form: RowForm) -> jax.Array:
     """Quantizes rows `[T, C]` to `int32[T, C / 4 + blocks]`: their numbers, then their scales."""
-    quantized = quantize_rows(x, form)
+    quantized = quantize_stacked_rows(x[None], form)
     tokens, features = x.shape
     numbers = jax.lax.bitcast_convert_type(quantized.data.reshape(tokens, features // 4, 4), jnp.int32)
     scales = jax.lax.bitcast_convert_type(quantized.scale_inv[0, :, :tokens].T, jnp.int32)

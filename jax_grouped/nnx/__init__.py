@@ -1,5 +1,6 @@
 """Flax NNX layers."""
 
+from jax_grouped._layers import MoEInitializers as MoEInitializers
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 
 try:
@@ -24,6 +25,7 @@ __all__ = [
     "GroupedDense",
     "GroupedKernel",
     "KernelCacheVariable",
+    "MoEInitializers",
     "MoEMlp",
     "SelectionBias",
     "default_kernel_init",

@@ -1,6 +1,6 @@
 """The layer of a whole mixture of experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,16 +9,12 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
-from jax_grouped._layers import Initializer, LogicalAxes, default_kernel_init
+from jax_grouped._layers import Initializer, LogicalAxes, MoEInitializers
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation
-from jax_grouped.moe.drops import DropBy
-from jax_grouped.moe.expert_parallel import ExchangeMethod
 from jax_grouped.moe.layer import MoEMetrics
-from jax_grouped.moe.on_mesh import MoEAxes
-from jax_grouped.moe.routing import Score
+from jax_grouped.moe.options import Parallel, Router
 from jax_grouped.nnx.dense import GroupedKernel
-from jax_grouped.ops import checks
 
 
 class SelectionBias(nnx.Variable[jax.Array]):
@@ -27,8 +23,8 @@ class SelectionBias(nnx.Variable[jax.Array]):
     Example:
         from flax import nnx
 
-        options = dict(num_experts=4, top_k=2, hidden_features=16, use_selection_bias=True)
-        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(0))
+        router = jg.moe.Router(top_k=2, use_selection_bias=True)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
 
         _, metrics = layer(jnp.ones((8, 32)))
         layer.selection_bias[...] = jg.moe.update_selection_bias(layer.selection_bias[...], metrics.expert_load)
@@ -49,29 +45,26 @@ class MoEMlp(nnx.Module):
 
     Attributes:
         router: `nnx.Linear`, its kernel `[K, E]`.
+        router_options: the `Router`.
         gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
         down: `GroupedKernel` of `[E, F, K]`.
         shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and of `[1, S, K]` with `shared_features`, or
             None.
-        selection_bias: `SelectionBias` of `float32[E]` with `use_selection_bias`, or None.
+        selection_bias: `SelectionBias` of `float32[E]` if the router uses one, or None.
 
     Args:
         features: `K`, features of a token.
-        num_experts, top_k, hidden_features: `E`, experts per token, and `F`.
-        score, normalize_weights, weight_scale, capacity_factor, drop_by: as in linen.
-        use_bias, dtype, param_dtype, precision, router_init, gate_up_init, down_init, bias_init: as in linen.
-        recipe, cache_kernel: as in `GroupedDense`.
-        expert_axis, feature_axis, fsdp_axis, batch_axes: as in linen.
-        exchange_method, quantized_exchange, quantized_combine: as in linen.
-        expert_groups, top_groups, activation: as in linen.
-        use_router_bias, use_selection_bias, balance_sequences, shared_features: as in linen.
+        num_experts, hidden_features: `E` and `F`.
+        router, parallel, activation, shared_features, recipe, cache_kernel: as in linen.
+        use_bias, dtype, param_dtype, precision, initializers: as in linen.
         logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
     Example:
         from flax import nnx
 
-        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+        router = jg.moe.Router(top_k=2)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
         x = jnp.ones((2, 4, 32))
 
         y, metrics = nnx.jit(lambda layer, x: layer(x))(layer, x)
@@ -85,42 +78,22 @@ class MoEMlp(nnx.Module):
         features: int,
         *,
         num_experts: int,
-        top_k: int,
         hidden_features: int,
-        score: Score = "softmax",
-        normalize_weights: bool = True,
-        weight_scale: float = 1.0,
-        capacity_factor: float | None = None,
-        drop_by: DropBy = "even",
+        router: Router,
+        parallel: Parallel = Parallel(),
+        activation: Activation = "swiglu",
+        shared_features: int | None = None,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
         use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
-        router_init: Initializer = nnx.nn.linear.default_kernel_init,
-        gate_up_init: Initializer = default_kernel_init,
-        down_init: Initializer = default_kernel_init,
-        bias_init: Initializer = jax.nn.initializers.zeros,
-        recipe: Recipe | None = None,
-        cache_kernel: bool = False,
-        expert_axis: str | None = None,
-        feature_axis: str | None = None,
-        fsdp_axis: str | None = None,
-        batch_axes: Sequence[str] = (),
-        exchange_method: ExchangeMethod = "auto",
-        quantized_exchange: bool = True,
-        quantized_combine: bool = False,
-        expert_groups: int | None = None,
-        top_groups: int | None = None,
-        activation: Activation = "silu_mul",
-        use_router_bias: bool = False,
-        use_selection_bias: bool = False,
-        balance_sequences: bool = False,
-        shared_features: int | None = None,
+        initializers: MoEInitializers = MoEInitializers(),
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
-        _layers.warn_of_constant_weights(top_k, num_experts, normalize_weights=normalize_weights)
-        checks.check_activation_name(activation)
+        _layers.check_moe_options(router, parallel, activation, num_experts)
         names = _layers.axis_names(logical_axes, activation)
 
         def metadata(parameter: str) -> dict[str, Any]:
@@ -129,11 +102,11 @@ class MoEMlp(nnx.Module):
         self.router = nnx.Linear(
             features,
             num_experts,
-            use_bias=use_router_bias,
+            use_bias=router.use_bias,
             dtype=jnp.float32,
             param_dtype=param_dtype,
-            kernel_init=router_init,
-            bias_init=bias_init,
+            kernel_init=initializers.router,
+            bias_init=initializers.bias,
             kernel_metadata=metadata("router"),
             bias_metadata=metadata("router bias"),
             rngs=rngs,
@@ -143,7 +116,7 @@ class MoEMlp(nnx.Module):
             return GroupedKernel(
                 shape,
                 kernel_init=kernel_init,
-                bias_init=bias_init if use_bias else None,
+                bias_init=initializers.bias if use_bias else None,
                 param_dtype=param_dtype,
                 recipe=recipe,
                 cache_kernel=cache_kernel,
@@ -157,37 +130,23 @@ class MoEMlp(nnx.Module):
         self.num_experts = num_experts
         self.hidden_features = hidden_features
         gate_up_shape = _layers.gate_up_shape(num_experts, features, hidden_features, activation)
-        self.gate_up = kernel("gate_up", gate_up_shape, gate_up_init, use_bias=use_bias)
-        self.down = kernel("down", (num_experts, hidden_features, features), down_init, use_bias=use_bias)
+        self.gate_up = kernel("gate_up", gate_up_shape, initializers.gate_up, use_bias=use_bias)
+        self.down = kernel("down", (num_experts, hidden_features, features), initializers.down, use_bias=use_bias)
         self.shared_gate_up: GroupedKernel | None = nnx.data(None)
         self.shared_down: GroupedKernel | None = nnx.data(None)
         if shared_features is not None:
             shared_shape = _layers.gate_up_shape(1, features, shared_features, activation)
-            self.shared_gate_up = kernel("shared_gate_up", shared_shape, gate_up_init, use_bias=False)
-            self.shared_down = kernel("shared_down", (1, shared_features, features), down_init, use_bias=False)
+            self.shared_gate_up = kernel("shared_gate_up", shared_shape, initializers.gate_up, use_bias=False)
+            self.shared_down = kernel("shared_down", (1, shared_features, features), initializers.down, use_bias=False)
         self.selection_bias: SelectionBias | None = nnx.data(None)
-        if use_selection_bias:
+        if router.use_selection_bias:
             self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **metadata("selection_bias"))
-        self.top_k = top_k
-        self.score = score
-        self.normalize_weights = normalize_weights
-        self.weight_scale = weight_scale
-        self.capacity_factor = capacity_factor
-        self.drop_by = drop_by
+        self.router_options = router
+        self.parallel = parallel
+        self.activation = activation
+        self.recipe = recipe
         self.dtype = dtype
         self.precision = precision
-        self.recipe = recipe
-        self.expert_axis = expert_axis
-        self.feature_axis = feature_axis
-        self.fsdp_axis = fsdp_axis
-        self.batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-        self.exchange_method = exchange_method
-        self.quantized_exchange = quantized_exchange
-        self.quantized_combine = quantized_combine
-        self.expert_groups = expert_groups
-        self.top_groups = top_groups
-        self.activation = activation
-        self.balance_sequences = balance_sequences
 
     def __call__(
         self,
@@ -216,25 +175,36 @@ class MoEMlp(nnx.Module):
         Raises:
             ValueError: a size does not fit, or as in `GroupedDense`.
         """
-        axes = _layers.axes_of(self)
-        experts = _layers.local_size("num_experts", self.num_experts, axes.stored)
-        hidden = _layers.local_size("hidden_features", self.hidden_features, (axes.feature,))
+        parallel = self.parallel
+        experts = _layers.local_size("num_experts", self.num_experts, parallel.storage_axes)
+        hidden = _layers.local_size("hidden_features", self.hidden_features, (parallel.features,))
         gate_up_shape = _layers.gate_up_shape(experts, self.features, hidden, self.activation)
-        self._check_part("gate_up", self.gate_up, gate_up_shape, axes)
-        self._check_part("down", self.down, (experts, hidden, self.features), axes)
+        self._check_part("gate_up", self.gate_up, gate_up_shape)
+        self._check_part("down", self.down, (experts, hidden, self.features))
         gate_up, down = (
-            kernel.stored(is_first_microbatch, fsdp_axis=axes.fsdp) for kernel in (self.gate_up, self.down)
+            kernel.stored(is_first_microbatch, fsdp_axis=parallel.fsdp) for kernel in (self.gate_up, self.down)
         )
         shared_kernels = (kernel for kernel in (self.shared_gate_up, self.shared_down) if kernel is not None)
         shared_expert = [kernel.stored(is_first_microbatch) for kernel in shared_kernels]
         if selection_bias is None and self.selection_bias is not None:
             selection_bias = self.selection_bias[...]
         return _layers.apply_moe(
-            self, axes, x, self.router, gate_up, down, selection_bias, shared, shared_expert, accumulate_into
+            self,
+            self.router_options,
+            parallel,
+            x,
+            self.router,
+            gate_up,
+            down,
+            selection_bias,
+            shared,
+            shared_expert,
+            accumulate_into,
         )
 
-    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...], axes: MoEAxes) -> None:
+    def _check_part(self, name: str, weights: GroupedKernel, shape: tuple[int, ...]) -> None:
         given = {
             name: None if parameter is None else parameter[...] for name, parameter in weights.parameters().items()
         }
-        _layers.check_part(name, given, shape, (*axes.stored, axes.feature))
+        axes = (*self.parallel.storage_axes, self.parallel.features)
+        _layers.check_part(name, given, shape, axes)

@@ -34,7 +34,7 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
     Example:
         from flax import nnx
 
-        options = dict(num_experts=4, top_k=2, hidden_features=16)
+        options = dict(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
         variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), jnp.ones((8, 32)))
         layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(1))
 
@@ -119,7 +119,8 @@ def linen_variables(layer: nnx.Module) -> dict[str, Any]:
     Example:
         from flax import nnx
 
-        layer = jg.nnx.MoEMlp(32, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+        router = jg.moe.Router(top_k=2)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
 
         assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
     """

@@ -16,7 +16,7 @@ from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown
 from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode, canonical_fp8, is_recipe_class
-from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.activations import Activation, ActivationName, SwiGLU, is_gated
 from jax_grouped.kernels.product import NARROW_TYPES
 
 #: Rows per group, as users give them: `[E]` integers.
@@ -58,17 +58,15 @@ def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
 
 
 def check_kernel(
-    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
+    name: str,
+    kernel: jax.Array | jax.ShapeDtypeStruct,
+    tokens_name: str,
+    tokens: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    may_be_narrow: bool = False,
 ) -> None:
-    """Raises unless `kernel` is a `[G, K, N]` array of a supported type whose `K` is that of the tokens."""
-    check_dtype(f"{name}'s type", kernel.dtype)
-    check_kernel_shape(name, kernel, tokens_name, tokens)
-
-
-def check_kernel_shape(
-    name: str, kernel: jax.Array | jax.ShapeDtypeStruct, tokens_name: str, tokens: jax.Array | jax.ShapeDtypeStruct
-) -> None:
-    """Raises unless `kernel` is `[G, K, N]` with the `K` of the tokens."""
+    """Raises unless `kernel` is `[G, K, N]` of a supported type with the `K` of the tokens."""
+    (check_kernel_type if may_be_narrow else check_dtype)(f"{name}'s type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
     if kernel.shape[1] != tokens.shape[1]:
@@ -76,14 +74,6 @@ def check_kernel_shape(
             f"{name}.shape[1] must equal {tokens_name}.shape[1] (K), "
             f"got {name} {kernel.shape} and {tokens_name} {tokens.shape}."
         )
-
-
-def check_bias(bias: jax.Array, kernel: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises unless `bias` is the `[G, N]` of the kernel's `[G, K, N]`."""
-    check_dtype("bias's type", bias.dtype)
-    expected = (kernel.shape[0], kernel.shape[2])
-    if bias.shape != expected:
-        raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
 
 
 def canonical_groups(
@@ -95,35 +85,31 @@ def canonical_groups(
 ) -> Groups:
     """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`."""
     num_groups = kernel.shape[0]
-    group_sizes = _checked_sizes(group_sizes)
-    if group_offset is None and group_sizes.shape[0] != num_groups:
+    sizes = canonical_sizes_of(group_sizes, capacity)
+    total = sizes.shape[0]
+    if group_offset is None and total != num_groups:
         raise ValueError(
             f"group_sizes must have one entry per group of {kernel_name}, which holds {num_groups}, "
-            f"got {group_sizes.shape[0]} (a longer one needs group_offset)."
+            f"got {total} (a longer one needs group_offset)."
         )
-    if group_sizes.shape[0] < num_groups:
-        raise ValueError(
-            f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {group_sizes.shape[0]}."
-        )
-    return Groups(_canonical_sizes(group_sizes, capacity), _canonical_offset(group_offset, group_sizes.shape[0]))
+    if total < num_groups:
+        raise ValueError(f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {total}.")
+    if group_offset is None:
+        return Groups(sizes, jnp.zeros((1,), jnp.int32))
+    offset = integers("group_offset", group_offset)
+    if offset.shape not in ((), (1,)):
+        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
+    return Groups(sizes, as_int32(offset.reshape(1), -total, total))
 
 
 def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
     """Converts `group_sizes` to `int32[G]`."""
-    return _canonical_sizes(_checked_sizes(group_sizes), capacity)
-
-
-def _checked_sizes(group_sizes: GroupSizes) -> jax.Array:
     sizes = integers("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
-    return sizes
-
-
-def _canonical_sizes(group_sizes: jax.Array, capacity: int) -> jax.Array:
     if config.check:
-        _check_values(group_sizes, capacity)
-    return as_int32(group_sizes, 0, capacity)
+        _check_values(sizes, capacity)
+    return as_int32(sizes, 0, capacity)
 
 
 def integers(name: str, values: GroupSizes) -> jax.Array:
@@ -154,15 +140,6 @@ def _host_integers(name: str, values: GroupSizes) -> jax.Array:
         limits = np.iinfo(np.int32)
         array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
     return jnp.asarray(array)
-
-
-def _canonical_offset(group_offset: ArrayLike | None, total: int) -> jax.Array:
-    if group_offset is None:
-        return jnp.zeros((1,), jnp.int32)
-    offset = integers("group_offset", group_offset)
-    if offset.shape not in ((), (1,)):
-        raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
-    return as_int32(offset.reshape(1), -total, total)
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
@@ -210,22 +187,6 @@ def _check_values(group_sizes: jax.Array, capacity: int) -> None:
         jax.debug.callback(check, group_sizes)
     else:
         check(group_sizes)
-
-
-def check_quantizable(name: str, x: jax.Array, group_sizes: GroupSizes | None) -> None:
-    """Raises unless `x` is `[T, C]` with group sizes, or `[E, K, C]` without, of a supported type."""
-    check_dtype(f"{name}'s type", x.dtype)
-    if group_sizes is None and x.ndim != 3:
-        raise ValueError(f"{name} must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
-    if group_sizes is not None and x.ndim != 2:
-        raise ValueError(f"{name} must have shape [T, C] where group_sizes is given, got {x.shape}.")
-
-
-def check_stack(name: str, kernel: jax.Array) -> None:
-    """Raises unless `kernel` is a `[E, K, N]` array of a supported type."""
-    check_dtype(f"{name}'s type", kernel.dtype)
-    if kernel.ndim != 3:
-        raise ValueError(f"{name} must have shape [E, K, N], got {kernel.shape}.")
 
 
 def canonical_out_spec(
@@ -287,13 +248,14 @@ def check_scaled(scaled: ScaledArray) -> None:
             raise ValueError(f"scaled.{name} must have shape {shape} for its layout, got {array.shape}{hint}.")
 
 
-def check_activation_name(activation: str, more: str = "") -> None:
-    """Raises ValueError unless there is such an activation; `more` names other values that are permitted."""
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation must be one of {get_args(Activation)}{more}, got {activation!r}.")
+def check_activation_name(activation: Activation, more: str = "") -> None:
+    """Raises ValueError unless it is an activation; `more` names other values that are permitted."""
+    names = get_args(ActivationName)
+    if not isinstance(activation, SwiGLU) and activation not in names:
+        raise ValueError(f"activation must be one of {names}, a jax_grouped.SwiGLU{more}, got {activation!r}.")
 
 
-def check_activation(activation: str | None, x: jax.Array, activation_input: jax.Array | None) -> None:
+def check_activation(activation: Activation | None, x: jax.Array, activation_input: jax.Array | None) -> None:
     """Raises ValueError or TypeError unless the activation is a known one and its operands fit each other."""
     if activation is None:
         if activation_input is not None:
@@ -319,14 +281,6 @@ def canonical_scale(scale: jax.Array, num_groups: int) -> jax.Array:
     if scale.shape != (num_groups,):
         raise ValueError(f"scale must have one entry per group, shape ({num_groups},), got {scale.shape}.")
     return scale
-
-
-def canonical_row_indices(row_indices: jax.Array, rows: int) -> jax.Array:
-    """Converts indices of `rows` rows to `int32[R]`, which has no row for one that finds none."""
-    indices = integers("row_indices", row_indices)
-    if indices.ndim != 1:
-        raise ValueError(f"row_indices must have shape [R], got {indices.shape}.")
-    return as_int32(indices, -1, rows)
 
 
 def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:

@@ -1,15 +1,21 @@
 """`grouped_dense`, the functional form of the layer: a grouped product with bias, its quantization, and its derivative.
 
-The three products are plain functions of arrays and one static value. `jax_grouped.ops.split` exposes them one by one,
-and `jax_grouped.moe.mlp` builds another differentiation rule from them.
+A pass makes the operands that a product reads (`quantized_tokens`, `quantized_kernels`, `quantized_gradient`), and
+multiplies them (`fprop`, `dgrad`, `wgrad`). Scales lie where group sizes put them, so XLA cannot split the quantized
+arrays of one device: with a recipe and sharded arrays under plain `jax.jit`, a pass is one operation that XLA splits.
+Inside of it each device calls the same functions on its own part, and `x` itself waits for the backward pass.
+
+`jax_grouped.ops.split` exposes the products one by one, and `jax_grouped.moe.experts` has the rule of two products.
 """
 
+import abc
 import dataclasses
 import functools
 import inspect
+import itertools
 import warnings
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +25,43 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.varying import added_axes, apply_rule, sum_dtype, vary_alike
-from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
-from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray, short_repr
+from jax_grouped.fp8.layout import feature_grain
+from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
-from jax_grouped.ops import dense_on_mesh
-from jax_grouped.ops.bias import add_bias, bias_grad
+from jax_grouped.kernels.partition import (
+    GROUP_DIMENSIONS,
+    Gathers,
+    Local,
+    Operation,
+    Result,
+    Split,
+    apply,
+    lie_on_mesh,
+    own_groups,
+)
+from jax_grouped.kernels.product import RESULTS, part_dtype
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.gemm import Operand, gemm, gradient_type
-from jax_grouped.ops.inputs import DenseSpec, Inputs, Weights, canonical_inputs
-from jax_grouped.ops.quantize import quantize_stack, quantize_tokens, quantize_with_activation
-from jax_grouped.ops.quantize_kernel import check_for_gradients, kernel_spec
-from jax_grouped.ops.residuals import CHECKPOINT_NAMES, DenseResiduals, PendingWgrad
+from jax_grouped.ops.gather import gather_kernels
+from jax_grouped.ops.gemm import Operand, add_bias, bias_grad, gemm, gradient_type
+from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_inputs
+from jax_grouped.ops.quantize import (
+    Oriented,
+    cache_dimensions,
+    check_for_gradients,
+    kernel_spec,
+    quantize_stack,
+    quantize_tokens,
+)
+
+#: Names of the residuals: the quantized tokens and kernels, and the input of the activation of
+#: `jax_grouped.moe.grouped_mlp`. Pass them to `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. An
+#: array that a policy does not keep is quantized again, in the one orientation that is read. Without the kernels' name,
+#: a step takes less memory, and one more pass over each kernel.
+CHECKPOINT_NAMES = ("jax_grouped_x", "jax_grouped_kernel", "jax_grouped_hidden")
+#: Name of the results of `jax_grouped.moe.grouped_mlp` and `jax_grouped.moe.moe_mlp`. No backward pass of the library
+#: reads them, so a policy keeps them only for what else a checkpointed function computes from them.
+OUTPUT_NAME = "jax_grouped_output"
 
 #: Packages and modules whose frames lie between a line of the user and a differentiation rule.
 _LIBRARIES = {"jax_grouped", "jax", "flax", "contextlib"}
@@ -112,7 +144,7 @@ def grouped_dense(
         # `from_cache` refuses a cache that is an array.
         kernel = Weights.from_cache(kernel_cache).kernel  # type: ignore[arg-type]
     # `canonical_inputs` refuses a kernel that is still None.
-    inputs, spec = canonical_inputs(
+    arrays, spec = canonical_inputs(
         x,
         Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),  # type: ignore[arg-type]
         group_sizes,
@@ -122,89 +154,131 @@ def grouped_dense(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return apply_rule(_dense, inputs, spec)
+    return apply_rule(_dense, arrays, spec)
 
 
-class Oriented(NamedTuple):
-    """Operand in the orientations that products read, with the fields of `GroupedQuantized`.
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseResiduals:
+    """Residuals between the forward pass and dgrad.
 
-    Without a recipe, both orientations are the array itself.
+    Quantized arrays in it that come from a call with a `group_offset` cannot be dequantized, see `ScaledArray`.
+
+    Attributes:
+        x: the tokens, as wgrad reads them.
+        kernel: the kernel, as dgrad reads it.
+        groups: the sizes and the offset.
+        fp8_state: the state that the forward pass used, with `DelayedScaling`.
+        amax: the largest values for the next state, by tensor; None if there is no state.
+        spec: everything static.
+
+    Example:
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+
+        assert isinstance(residuals, jg.DenseResiduals)
+        dx, _ = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
     """
 
-    rowwise: Operand | None
-    columnwise: Operand | None
-    amax: jax.Array | None = None
-    dbias: jax.Array | None = None
+    x: Operand | None
+    kernel: Operand | None
+    groups: Groups
+    fp8_state: Fp8State | None
+    amax: dict[str, jax.Array] | None
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True), repr=False)
 
 
-#: Kernels as products read them.
-Kernels = Oriented | GroupedQuantized | KernelCache
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PendingWgrad:
+    """Residuals between dgrad and wgrad, FP8 with a recipe. On dequantization see `DenseResiduals`.
+
+    Attributes:
+        x, dy: the operands that wgrad reads.
+        dbias: the gradient of the bias, already computed; None if there is no bias.
+        fp8_state: the next state of `DelayedScaling`, already computed; None with other recipes.
+        groups: the sizes and the offset.
+        spec: everything static.
+
+    Example:
+        y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
+        dx, pending = jg.grouped_dense_dgrad(residuals, jnp.ones_like(y))
+
+        assert isinstance(pending, jg.PendingWgrad)
+        dkernel, _ = jg.grouped_dense_wgrad(pending)
+    """
+
+    x: Operand | None
+    dy: Operand | None
+    dbias: jax.Array | None
+    fp8_state: Fp8State | None
+    groups: Groups
+    spec: DenseSpec = dataclasses.field(metadata=dict(static=True), repr=False)
 
 
-class Saved(NamedTuple):
-    """Residuals of a differentiation rule."""
-
-    residuals: DenseResiduals
-    dkernel_accumulator: jax.Array | None
-
-
-class SavedOnMesh(NamedTuple):
-    """Residuals of a pass that XLA splits over devices. Those of `dgrad` have no operands, which are made later."""
-
-    inputs: Inputs
-    residuals: DenseResiduals
+Arrays = tuple[jax.Array, Weights, Groups]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _dense(inputs: Inputs, spec: DenseSpec) -> jax.Array:
-    if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
-        return dense_on_mesh.fprop(inputs, spec, given_scales(spec, inputs.weights.fp8_state))[0]
-    return fprop(inputs, spec, for_gradients=False)[0]
+def _dense(arrays: Arrays, spec: DenseSpec) -> jax.Array:
+    if spec.recipe is not None and is_on_mesh(arrays[0], arrays[1], spec):
+        return _run_on_mesh(arrays, spec)[0]
+    return run(arrays, spec, for_gradients=False)[0]
 
 
-def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Saved | SavedOnMesh]:
-    inputs = primal_values(primals)
-    if dense_on_mesh.is_split(inputs.x, inputs.weights, spec):
-        state = inputs.weights.fp8_state
-        y, amax = dense_on_mesh.fprop(inputs, spec, given_scales(spec, state))
-        return y, SavedOnMesh(inputs, DenseResiduals(None, None, inputs.groups, state, amax, spec))
-    y, residuals = fprop(inputs, spec, for_gradients=True)
-    return y, save(inputs, residuals)
+def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Any]:
+    arrays = primal_values(primals)
+    if is_on_mesh(arrays[0], arrays[1], spec):
+        y, residuals = _run_on_mesh(arrays, spec)
+    else:
+        y, residuals = run(arrays, spec, for_gradients=True)
+        residuals = named(residuals)
+    return y, (residuals, arrays[1].dkernel_accumulator)
 
 
-def _backward(spec: DenseSpec, saved: Saved | SavedOnMesh, dy: Any) -> tuple[Any]:
-    dy = None if isinstance(dy, jax.custom_derivatives.SymbolicZero) else dy
-    if not isinstance(saved, SavedOnMesh):
-        return (gradients(saved, dy),)
-    inputs, residuals = saved
-    if dy is None:
-        return (gradients(Saved(residuals, inputs.weights.dkernel_accumulator), dy),)
-    gradient = dense_on_mesh.gradients(inputs, spec, given_scales(spec, residuals.fp8_state), dy)
-    # None stands for a zero gradient, even of arguments that are never None.
-    weights = Weights(gradient.kernel, bias=gradient.bias, fp8_state=next_state(residuals, gradient.amax))
-    return (Inputs(gradient.x, weights, None),)  # type: ignore[arg-type]  # None is the zero gradient of the groups.
+def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], dy: Any) -> tuple[Any]:
+    residuals, accumulator = saved
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return ((None, zero_gradient(residuals, accumulator), None),)
+    if spec.recipe is not None and not isinstance(residuals.x, ScaledArray):
+        return (_gradients_on_mesh(residuals, accumulator, dy),)
+    scales = given_scales(spec, residuals.fp8_state)
+    dx, pending = dgrad(residuals, quantized_gradient(dy, residuals.groups, spec, scales))
+    return ((dx, weights_gradient(pending, accumulator), None),)
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def primal_values(primals: Any) -> Inputs:
-    """Returns the arrays of the inputs that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
+def run(arrays: Arrays, spec: DenseSpec, *, for_gradients: bool) -> tuple[jax.Array, Any]:
+    """Returns the result, and the `DenseResiduals` if `for_gradients`."""
+    x, weights, groups = arrays
+    scales = given_scales(spec, weights.fp8_state)
+    tokens = quantized_tokens(x, groups, spec, scales, columnwise=for_gradients)
+    kernels = quantized_kernels(weights, spec, scales, rowwise=for_gradients)
+    y = fprop(tokens, kernels, groups, spec, weights.bias)
+    return y, make_residuals(tokens, kernels, groups, spec, weights.fp8_state) if for_gradients else None
+
+
+def primal_values(primals: Any) -> Any:
+    """Returns the arrays that `jax.custom_vjp` hands to a forward rule with `symbolic_zeros`.
 
     Warns if a kernel is differentiated without its state: nothing would then update the state.
     """
-
-    def differentiated(tree: Any) -> bool:
-        return any(primal.perturbed for primal in jax.tree.leaves(tree))
-
-    weights = primals.weights
-    if weights.fp8_state is not None and differentiated(weights.kernel) and not differentiated(weights.fp8_state):
-        warnings.warn(
-            "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in linen "
-            "all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
-            stacklevel=stacklevel_of_user(),
-        )
-    return jax.tree.map(lambda primal: primal.value, primals)
+    for weights in primals:
+        if not isinstance(weights, Weights) or weights.fp8_state is None:
+            continue
+        state_leaves: Any = jax.tree.leaves(weights.fp8_state)
+        kernel: Any = weights.kernel
+        if kernel.perturbed and not any(leaf.perturbed for leaf in state_leaves):
+            warnings.warn(
+                "fp8_state is not differentiated with the kernel, so its scales never change: give jax.grad both (in "
+                "linen all variables, in NNX jax_grouped.nnx.TRAINED), and let the state's gradient take its place.",
+                stacklevel=stacklevel_of_user(),
+            )
+    leaves, structure = jax.tree.flatten(primals)
+    return jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
 
 
 def stacklevel_of_user() -> int:
@@ -215,161 +289,73 @@ def stacklevel_of_user() -> int:
     return level
 
 
-def save(inputs: Inputs, residuals: DenseResiduals) -> Saved:
-    """Returns the residuals for the backward pass of a rule.
-
-    They are the residuals for the gradients of all inputs, even if some inputs have no gradient. JAX uses one structure
-    for all calls of a program that `jax.jit` or `jax.checkpoint` has traced. It removes unread residuals before it
-    compiles.
-    """
-    return Saved(_named(residuals), inputs.weights.dkernel_accumulator)
+def zero_gradient(residuals: DenseResiduals, accumulator: jax.Array | None) -> Weights:
+    """Returns the gradient of weights whose result does not reach the loss. None stands for zero."""
+    return Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
 
 
-def gradients(saved: Saved, dy: jax.Array | None, activation_input: jax.Array | None = None) -> Inputs:
-    """Returns the gradient of every input, as `dgrad` and `wgrad` give it; None for zero."""
-    residuals, accumulator = saved
-    if dy is None:
-        dx, weights = None, Weights(accumulator, fp8_state=next_state(residuals, None))  # type: ignore[arg-type]
-    else:
-        dx, pending = dgrad(residuals, quantized_gradient(residuals, dy, activation_input))
-        weights = Weights(summed_wgrad(pending, accumulator), bias=pending.dbias, fp8_state=pending.fp8_state)
-    # None stands for a zero gradient, even of arguments that are never None.
-    return Inputs(dx, weights, None)  # type: ignore[arg-type]
-
-
-def fprop(
-    inputs: Inputs,
-    spec: DenseSpec,
-    *,
-    for_gradients: bool,
-    keep_tokens: bool = True,
-    tokens: Oriented | GroupedQuantized | None = None,
-    kernels: Kernels | None = None,
-) -> tuple[jax.Array, DenseResiduals]:
-    """Returns the result and the residuals, which hold quantized operands only if `for_gradients`.
-
-    Without `keep_tokens` they lack the tokens, which the backward pass then provides. `tokens` and `kernels` are those
-    of the inputs as the product reads them, if the caller has quantized them already.
-    """
-    x, weights, groups, row_indices = inputs
-    keep = for_gradients and keep_tokens
-    if tokens is None:
-        tokens = quantized(x, groups, spec, weights.fp8_state, columnwise=keep, row_indices=row_indices)
-    if kernels is None:
-        kernels = quantized_kernels(weights, spec, rowwise=for_gradients)
-    assert tokens.rowwise is not None
-    assert kernels.columnwise is not None
-    out_spec = spec.partitions.out
-    y = gemm(tokens.rowwise, kernels.columnwise, groups, spec.gemm("fprop", spec.out_dtype), out_spec=out_spec)
-    if weights.bias is not None:
-        y = add_bias(y, weights.bias, groups)
-    amax = None
-    if weights.fp8_state is not None:
-        assert tokens.amax is not None
-        assert kernels.amax is not None
-        amax = {"input": tokens.amax, "kernel": kernels.amax}
-    kept = tokens.columnwise if keep else None
-    return y, DenseResiduals(kept, kernels.rowwise, groups, weights.fp8_state, amax, spec)
-
-
-def dgrad(residuals: DenseResiduals, gradient: Oriented | GroupedQuantized) -> tuple[jax.Array, PendingWgrad]:
-    """Returns the gradient of `x`, and the inputs of wgrad, from the result of `quantized_gradient`."""
-    spec, groups = residuals.spec, residuals.groups
-    assert gradient.rowwise is not None
-    check_for_gradients(residuals.kernel)
-    assert residuals.kernel is not None
-    out_spec = spec.partitions.x
-    dx = gemm(gradient.rowwise, residuals.kernel, groups, spec.gemm("dgrad", spec.x_dtype), out_spec=out_spec)
-    dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
-    state = next_state(residuals, gradient.amax)
-    return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
-
-
-def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns the gradient of `kernel` in its own type or in `dtype`, or the accumulator with it added."""
-    if dtype is None:
-        dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
-    assert pending.x is not None
-    assert pending.dy is not None
-    product, out_spec = pending.spec.gemm("wgrad", dtype), pending.spec.partitions.kernel
-    return gemm(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
-
-
-def summed_wgrad(
+def weights_gradient(
     pending: PendingWgrad, accumulator: jax.Array | None, stored_over: Hashable | None = None
-) -> jax.Array:
-    """Returns what `wgrad` does, summed over devices that have the same kernels but other tokens, and rounded once.
-
-    The devices of the mesh axis `stored_over`, if there is one, have equal parts of the kernels, and get those of the
-    sum.
-    """
+) -> Weights:
+    """Returns the weights' gradient, summed over devices with the same kernels, or with parts stored over an axis."""
     spec = pending.spec
     axes = added_axes(spec.kernel_axes, pending.x, pending.dy, pending.groups)
     if stored_over is None and not axes:
-        return wgrad(pending, accumulator)
-    total = wgrad(pending, None, sum_dtype(spec.kernel.dtype))
-    if stored_over is not None:
-        total = jax.lax.psum_scatter(total, stored_over, tiled=True)
-    if axes:
-        total = jax.lax.psum(total, axes)
-    if accumulator is not None:
-        total += accumulator.astype(total.dtype)
-    return total.astype(spec.kernel.dtype)
+        total = wgrad(pending, accumulator)
+    else:
+        total = wgrad(pending, None, sum_dtype(spec.kernel.dtype))
+        if stored_over is not None:
+            total = jax.lax.psum_scatter(total, stored_over, tiled=True)
+        if axes:
+            total = jax.lax.psum(total, axes)
+        if accumulator is not None:
+            total += accumulator.astype(total.dtype)
+        total = total.astype(spec.kernel.dtype)
+    return Weights(total, bias=pending.dbias, fp8_state=pending.fp8_state)
 
 
-def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:
-    """Returns the state after this step, None without one."""
-    if residuals.fp8_state is None:
-        return None
-    assert residuals.amax is not None
-    assert isinstance(residuals.spec.recipe, DelayedScaling)
-    last = {} if output_grad is None else {"output_grad": output_grad}
-    return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | last)
+def given_scales(spec: DenseSpec, state: Fp8State | None) -> dict[str, jax.Array]:
+    """Returns the scales that delayed scaling has ready, by the fields of `PerTensor`; none with other recipes."""
+    if state is None or not isinstance(spec.recipe, DelayedScaling):
+        return {}
+    return state.scales(spec.recipe)._asdict()
 
 
-def given_scales(spec: DenseSpec, state: Fp8State | None) -> PerTensor | None:
-    """Returns the scales that delayed scaling has ready, None with other recipes."""
-    if not isinstance(spec.recipe, DelayedScaling):
-        return None
-    assert state is not None
-    return state.scales(spec.recipe)
-
-
-def quantized(
+def quantized_tokens(
     x: jax.Array | ScaledArray,
     groups: Groups,
     spec: DenseSpec,
-    state: Fp8State | None,
+    scales: Mapping[str, jax.Array],
     *,
     rowwise: bool = True,
     columnwise: bool = True,
     row_indices: jax.Array | None = None,
-) -> Oriented | GroupedQuantized:
-    """Returns the tokens as the products read them. `row_indices` are those of `grouped_quantize`.
-
-    With block scaling, the tokens may be a stack that is quantized already.
-    """
+) -> Oriented:
+    """Returns the tokens, which may be a stack of quantized blocks, as the products read them."""
     if spec.recipe is None:
-        assert not isinstance(x, ScaledArray)
         return Oriented(x, x)
-    scales = given_scales(spec, state)
-    scale = None if scales is None else scales.input
-    x_spec = spec.x_spec(rowwise=rowwise, columnwise=columnwise)
-    return quantize_tokens(x, groups, x_spec, row_indices=row_indices, scale=scale)
+    x_spec = spec.quantization(rowwise=rowwise, columnwise=columnwise)
+    return quantize_tokens(x, groups, x_spec, row_indices=row_indices, scale=scales.get("input"))
 
 
-def quantized_kernels(weights: Weights, spec: DenseSpec, *, rowwise: bool) -> Kernels:
-    """Returns the kernels as the products read them; those that dgrad reads only if `rowwise`."""
+def quantized_kernels(
+    weights: Weights,
+    spec: DenseSpec,
+    scales: Mapping[str, jax.Array],
+    *,
+    rowwise: bool,
+    columnwise: bool = True,
+) -> Oriented:
+    """Returns the kernels as the products read them: rowwise for dgrad, columnwise for fprop."""
     cache = weights.kernel_cache
     if isinstance(cache, KernelCache):
-        return cache
+        return Oriented(cache.rowwise, cache.columnwise, cache.amax)
     if spec.recipe is None:
         kernel = weights.kernel.astype(spec.x_dtype) if cache is None else _converted(weights.kernel, cache)
         return Oriented(kernel, kernel)
-    scales = given_scales(spec, weights.fp8_state)
     both = kernel_spec(weights.kernel.shape, spec.recipe)
-    scale = None if scales is None else scales.kernel
-    return quantize_stack(weights.kernel, dataclasses.replace(both, rowwise=rowwise), scale=scale)
+    one = dataclasses.replace(both, rowwise=rowwise, columnwise=columnwise)
+    return quantize_stack(weights.kernel, one, scale=scales.get("kernel"))
 
 
 @jax.custom_jvp
@@ -386,74 +372,299 @@ def _converted_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def quantized_gradient(
-    residuals: DenseResiduals,
     dy: jax.Array | ScaledArray,
-    activation_input: jax.Array | None = None,
+    groups: Groups,
+    spec: DenseSpec,
+    scales: Mapping[str, jax.Array],
     *,
+    activation_input: jax.Array | None = None,
     row_indices: jax.Array | None = None,
-) -> Oriented | GroupedQuantized:
-    """Returns the gradient of the result as dgrad and wgrad read it, and the sums of its rows for a bias.
-
-    If the spec has an `output_activation`, `dy` is the gradient of that activation's result, and `activation_input` is
-    the product's result. `row_indices` are those of `jax_grouped.grouped_quantize`.
-    """
-    spec = residuals.spec
-    if spec.recipe is None:
-        assert not isinstance(dy, ScaledArray)
-        dbias = None
-        if spec.bias_dtype is not None:
-            out_spec = spec.partitions.bias
-            dbias = bias_grad(dy, residuals.groups, spec.num_groups, jnp.dtype(spec.bias_dtype), out_spec)
-        dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
-        return Oriented(dy, dy, dbias=dbias)
-    scales = given_scales(spec, residuals.fp8_state)
-    return quantize_tokens(
-        dy,
-        residuals.groups,
-        spec.dy_spec(),
-        row_indices=row_indices,
-        scale=None if scales is None else scales.output_grad,
-        activation_input=activation_input,
-    )
+) -> Oriented:
+    """Returns the gradient of the result, or of its activation, as dgrad and wgrad read it, and the bias's gradient."""
+    if spec.recipe is not None:
+        return quantize_tokens(
+            dy,
+            groups,
+            spec.quantization(for_gradient=True),
+            row_indices=row_indices,
+            scale=scales.get("output_grad"),
+            activation_input=activation_input,
+        )
+    assert not isinstance(dy, ScaledArray)
+    dbias = None
+    if spec.bias_dtype is not None:
+        dbias = bias_grad(dy, groups, spec.kernel.shape[0], jnp.dtype(spec.bias_dtype), spec.partitions.bias)
+    dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
+    return Oriented(dy, dy, dbias=dbias)
 
 
-def quantized_gradient_of_activation(
-    residuals: DenseResiduals,
-    following: DenseResiduals,
-    dy: jax.Array,
-    activation_input: jax.Array,
-    row_weights: jax.Array,
-) -> tuple[GroupedQuantized, GroupedQuantized, jax.Array]:
-    """Returns the result of `quantized_gradient`, the tokens of the following product, and inner products.
-
-    The tokens are columnwise, for the following product's wgrad: the activation's result times `row_weights`. The inner
-    products are those of each row of that result with `dy`. One pass over the activation's input makes all.
-    """
-    assert residuals.spec.recipe == following.spec.recipe
-    own, next_scales = (given_scales(each.spec, each.fp8_state) for each in (residuals, following))
-    return quantize_with_activation(
-        dy,
-        residuals.groups,
-        residuals.spec.dy_spec(inner_products=True, activated=True),
-        scale=None if own is None else own.output_grad,
-        activation_input=activation_input,
-        row_weights=row_weights,
-        activated_scale=None if next_scales is None else next_scales.input,
-    )
+def fprop(
+    tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, bias: jax.Array | None = None
+) -> jax.Array:
+    """Returns the result of the layer."""
+    product = spec.gemm("fprop", spec.out_dtype)
+    y = gemm(tokens.rowwise, kernels.columnwise, groups, product, out_spec=spec.partitions.out)
+    return y if bias is None else add_bias(y, bias, groups)
 
 
-def _named(residuals: DenseResiduals) -> DenseResiduals:
+def dgrad(residuals: DenseResiduals, gradient: Oriented) -> tuple[jax.Array, PendingWgrad]:
+    """Returns the gradient of `x`, and the inputs of wgrad, from the result of `quantized_gradient`."""
+    spec, groups = residuals.spec, residuals.groups
+    check_for_gradients(residuals.kernel)
+    assert residuals.kernel is not None
+    product = spec.gemm("dgrad", spec.x_dtype)
+    dx = gemm(gradient.rowwise, residuals.kernel, groups, product, out_spec=spec.partitions.x)
+    dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
+    state = next_state(residuals, gradient.amax)
+    return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
+
+
+def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns the gradient of `kernel` in its own type or in `dtype`, or the accumulator with it added."""
+    if dtype is None:
+        dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
+    assert pending.x is not None
+    assert pending.dy is not None
+    product, out_spec = pending.spec.gemm("wgrad", dtype), pending.spec.partitions.kernel
+    return gemm(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
+
+
+def make_residuals(
+    tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, state: Fp8State | None
+) -> DenseResiduals:
+    """Returns the residuals from the operands of `fprop`, for the gradients of all inputs."""
+    # JAX uses one structure for all calls of a traced program, and removes unread residuals before it compiles.
+    amax = None
+    if state is not None:
+        assert tokens.amax is not None
+        assert kernels.amax is not None
+        amax = {"input": tokens.amax, "kernel": kernels.amax}
+    return DenseResiduals(tokens.columnwise, kernels.rowwise, groups, state, amax, spec)
+
+
+def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8State | None:
+    """Returns the state after this step, None without one."""
+    if residuals.fp8_state is None:
+        return None
+    assert residuals.amax is not None
+    assert isinstance(residuals.spec.recipe, DelayedScaling)
+    last = {} if output_grad is None else {"output_grad": output_grad}
+    return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | last)
+
+
+def named(residuals: DenseResiduals) -> DenseResiduals:
     """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`."""
-
-    def name(value: Any, name: str) -> Any:
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
-
     if residuals.spec.recipe is None:
         return residuals
     x_name, kernel_name, _ = CHECKPOINT_NAMES
     # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
     amax = residuals.amax
     if amax is not None:
-        amax = {"input": name(amax["input"], x_name), "kernel": name(amax["kernel"], kernel_name)}
-    x, kernel = name(residuals.x, x_name), name(residuals.kernel, kernel_name)
+        amax = {
+            "input": checkpoint_name(amax["input"], x_name),
+            "kernel": checkpoint_name(amax["kernel"], kernel_name),
+        }
+    x, kernel = checkpoint_name(residuals.x, x_name), checkpoint_name(residuals.kernel, kernel_name)
     return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
+
+
+def is_on_mesh(x: jax.Array, weights: Weights, spec: DenseSpec) -> bool:
+    """Tells whether the passes are operations that are split over a mesh."""
+    return spec.recipe is not None and lie_on_mesh(x, weights.kernel, like=[spec.partitions.out])
+
+
+def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResiduals]:
+    """Returns the result, and residuals whose tokens and kernels are not quantized yet."""
+    x, weights, groups = arrays
+    cache, state = weights.kernel_cache, weights.fp8_state
+    assert isinstance(cache, KernelCache | None)
+    kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
+    scales = given_scales(spec, state)
+    operation = _Fprop(spec, cache is not None)
+    given = [scales[name] for name in operation.scales]
+    y, *amax = apply(operation, x, *kernels, *groups, *given, like=[spec.partitions.out])
+    if weights.bias is not None:
+        y = add_bias(y, weights.bias, groups)
+    tokens = Oriented(None, x, amax[0] if amax else None)
+    read = Oriented(weights.kernel, None, *amax[1:]) if cache is None else Oriented(cache.rowwise, None, cache.amax)
+    return y, make_residuals(tokens, read, groups, spec, state)
+
+
+def _gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | None, dy: jax.Array) -> Any:
+    """Returns the gradients of the arrays of the rule."""
+    spec, kernel, x = residuals.spec, residuals.kernel, residuals.x
+    check_for_gradients(kernel)
+    assert isinstance(x, jax.Array)
+    assert isinstance(kernel, ScaledArray | jax.Array)
+    kernels = (kernel.data, kernel.scale_inv) if isinstance(kernel, ScaledArray) else (kernel,)
+    scales = given_scales(spec, residuals.fp8_state)
+    out_dtype = spec.kernel.dtype if accumulator is None else accumulator.dtype
+    operation = _Gradients(spec, isinstance(kernel, ScaledArray), jnp.dtype(out_dtype), accumulator is not None)
+    accumulators = () if accumulator is None else (accumulator,)
+    given = [scales[name] for name in operation.scales]
+    like = [spec.partitions.x, spec.partitions.kernel, *([] if spec.bias_dtype is None else [spec.partitions.bias])]
+    dx, dkernel, *more = apply(operation, x, *kernels, dy, *residuals.groups, *accumulators, *given, like=like)
+    dbias = None if spec.bias_dtype is None else more.pop(0).astype(spec.bias_dtype)
+    state = next_state(residuals, more.pop() if more else None)
+    return dx, Weights(dkernel, bias=dbias, fp8_state=state), None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass(Operation):
+    """A pass: t tokens, e kernels, k and n their features. With `cached`, kernels are quantized already."""
+
+    spec: DenseSpec
+    cached: bool
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        return ("t", "e") if self.cached else ("t", "e", "n", "k")
+
+    @property
+    def gathers(self) -> Gathers | None:
+        if self.cached:
+            return None
+        # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
+        by_features = isinstance(self.spec.recipe, Float8BlockScaling | DelayedScaling)
+        return Gathers(1, ("e", "k", "n") if by_features else ("e",))
+
+    @property
+    @abc.abstractmethod
+    def scales(self) -> tuple[str, ...]:
+        """The fields of `PerTensor` that are operands, the last ones; none if scales are not given."""
+
+    @property
+    def _recipe(self) -> Recipe:
+        assert self.spec.recipe is not None
+        return self.spec.recipe
+
+    @property
+    def _has_scales(self) -> bool:
+        return isinstance(self.spec.recipe, DelayedScaling)
+
+    def grain(self, dimension: str) -> int:
+        return feature_grain(self._recipe.token_mode) if dimension in {"k", "n"} else 1
+
+    def _kernel_operands(self, *, columnwise: bool) -> tuple[str, ...]:
+        if not self.cached:
+            return ("e k n",)
+        row_data, row_scale, column_data, column_scale, _ = cache_dimensions(
+            kernel_spec(self.spec.kernel.shape, self._recipe)
+        )
+        return (column_data, column_scale) if columnwise else (row_data, row_scale)
+
+    def _on_device(
+        self, x: jax.Array, sizes: jax.Array, offset: jax.Array, splits: Mapping[str, Split]
+    ) -> tuple[Groups, DenseSpec]:
+        """Returns the groups of one device's tokens, and the spec of its tokens and its part of the kernels."""
+        whole = self.spec.kernel
+        shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.shape, strict=True))
+        spec = dataclasses.replace(
+            self.spec, tokens=x.shape[0], kernel=jax.ShapeDtypeStruct(shape, whole.dtype), partitions=Partitions()
+        )
+        return own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=shape[0]), spec
+
+    def _kernels(
+        self,
+        kernels: Sequence[jax.Array],
+        spec: DenseSpec,
+        scales: Mapping[str, jax.Array],
+        splits: Mapping[str, Split],
+        *,
+        columnwise: bool,
+    ) -> Oriented:
+        """Returns the kernels that this device multiplies by, and their largest values if they are quantized here."""
+        groups, rows, features = spec.kernel.shape
+        layout = kernel_spec(spec.kernel.shape, self._recipe).layout((groups * rows, features), columnwise=columnwise)
+        if self.cached:
+            data, scale_inv = kernels
+            scaled = ScaledArray(data, scale_inv, None, layout)
+            return Oriented(scaled, scaled)
+        (kernel,) = kernels
+        experts = splits["e"].stored
+        if experts and "kernel" in scales:
+            start = kernel.shape[0] * jax.lax.axis_index(experts)
+            scales = {"kernel": jax.lax.dynamic_slice_in_dim(scales["kernel"], start, kernel.shape[0])}
+        own = quantized_kernels(Weights(kernel), spec, scales, rowwise=not columnwise, columnwise=columnwise)
+        storage = [splits[name].stored for name in ("enk" if columnwise else "ekn")]
+        if not any(storage):
+            return own
+        amax = own.amax
+        if amax is not None and self._has_scales:
+            if features_over := tuple(itertools.chain(*storage[1:])):
+                amax = jax.lax.pmax(amax, features_over)
+            amax = jax.lax.all_gather(amax, experts, tiled=True) if experts else amax
+        gathered = gather_kernels(own.columnwise if columnwise else own.rowwise, storage, layout)
+        return Oriented(gathered, gathered, amax)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fprop(_Pass):
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return "t k", *self._kernel_operands(columnwise=True), *GROUP_DIMENSIONS, *["e"] * len(self.scales)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        names = ("input",) if self.cached else ("input", "kernel")
+        return names if self._has_scales else ()
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        amax = Result("e", over="t k", how="max"), Result("e", over="k n", how="max")
+        return RESULTS["fprop"], *(amax[:1] if self.cached else amax) * self._has_scales
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
+            kernels, (sizes, offset, *given) = more[: 1 + self.cached], more[1 + self.cached :]
+            groups, spec = self._on_device(x, sizes, offset, splits)
+            scales = dict(zip(self.scales, given, strict=True))
+            tokens = quantized_tokens(x, groups, spec, scales, columnwise=False)
+            own = self._kernels(kernels, spec, scales, splits, columnwise=True)
+            amax = (tokens.amax, own.amax) if self._has_scales else ()
+            return [fprop(tokens, own, groups, spec), *(largest for largest in amax if largest is not None)]
+
+        return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients(_Pass):
+    kernel_dtype: jnp.dtype
+    accumulates: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        accumulators = ["e k n"] * self.accumulates
+        scales = ["e"] * len(self.scales)
+        return "t k", *self._kernel_operands(columnwise=False), "t n", *GROUP_DIMENSIONS, *accumulators, *scales
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        names = ("input", "output_grad") if self.cached else PerTensor._fields
+        return names if self._has_scales else ()
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        biases = [Result("e n", over="t")] * (self.spec.bias_dtype is not None)
+        amax = [Result("e", over="t n", how="max")] * self._has_scales
+        return RESULTS["dgrad"], RESULTS["wgrad"], *biases, *amax
+
+    @property
+    def added(self) -> tuple[int, int] | None:
+        return (self.operands.index("o") + 1, 1) if self.accumulates else None
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
+            kernels, (dy, sizes, offset, *given) = more[: 1 + self.cached], more[1 + self.cached :]
+            accumulator = given.pop(0) if len(given) > len(self.scales) else None
+            groups, spec = self._on_device(x, sizes, offset, splits)
+            scales = dict(zip(self.scales, given, strict=True))
+            tokens = quantized_tokens(x, groups, spec, scales, rowwise=False)
+            own = self._kernels(kernels, spec, scales, splits, columnwise=False)
+            gradient = quantized_gradient(dy, groups, spec, scales)
+            dx, pending = dgrad(make_residuals(tokens, own, groups, spec, None), gradient)
+            dkernel = wgrad(pending, accumulator, part_dtype(self.kernel_dtype, splits))
+            optional = pending.dbias, gradient.amax if self._has_scales else None
+            return [dx, dkernel, *(result for result in optional if result is not None)]
+
+        return run

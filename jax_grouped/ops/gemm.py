@@ -1,7 +1,8 @@
-"""The grouped product that all operations share. Unquantized, it is differentiable any number of times."""
+"""The grouped product that all operations share, and its bias, differentiable any number of times if unquantized."""
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_grouped.core.groups import Groups
+from jax_grouped.core.groups import Groups, group_rows, row_groups
 from jax_grouped.core.values import promoted_type
 from jax_grouped.core.varying import added_axes, sum_dtype, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.kernels.bias_gradient import bias_gradient
+from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
 from jax_grouped.kernels.product import NARROW_TYPES, Gathered, GemmSpec, Product, multiply
 from jax_grouped.ops.rows import permute_rows
 
@@ -40,7 +43,7 @@ def gemm(
         return multiply(a.data, b.data, groups, spec, (a.scale_inv, b.scale_inv), accumulator)
     assert not isinstance(a, ScaledArray)
     assert not isinstance(b, ScaledArray)
-    if not is_narrow(b):
+    if b.dtype not in NARROW_TYPES:
         dtype = promoted_type(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
@@ -61,11 +64,7 @@ def _rows(operand: jax.Array | Gathered) -> jax.Array:
 
 
 def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
-    """Returns the type in which operands of type `dtype` are multiplied with a gradient of type `dy`.
-
-    It is the operands' type: bfloat16 only loses digits of a float32 gradient. float16 would also lose its range, so
-    with float16 operands a float32 gradient is multiplied in float32.
-    """
+    """Returns the type of products with a gradient: that of operands, or float32 if float16 lacks its range."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 
 
@@ -117,3 +116,68 @@ def _backward(spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gr
 
 
 _differentiable.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
+    """Adds each row's bias. Elementwise, so that XLA fuses it into the consumer of the result and saves a pass."""
+    if 0 in (*y.shape, *bias.shape):
+        return y
+    return apply(_AddBias(), y, bias, *groups)[0]
+
+
+def _add_bias_forward(y: jax.Array, bias: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+    # The bias is a residual for its shape and type only; it is small.
+    return add_bias(y, bias, groups), (bias, groups)
+
+
+def _add_bias_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    bias, groups = residuals
+    # Rows outside every group need no mask in dy: the product's own rule ignores them.
+    return dy, bias_grad(dy, groups, bias.shape[0], bias.dtype, jax.typeof(bias).sharding.spec), None
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AddBias(Operation):
+    """Rows plus the bias of their groups: t tokens, e groups, n features."""
+
+    operands = ("t n", "e n", *GROUP_DIMENSIONS)
+    results = (Result("t n"),)
+    splittable = ("t", "n")
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        def add(y: jax.Array, bias: jax.Array, sizes: jax.Array, offset: jax.Array) -> Sequence[jax.Array]:
+            groups = own_groups(Groups(sizes, offset), splits, rows=y.shape[0], num_groups=bias.shape[0])
+            rows = group_rows(*groups, bias.shape[0], y.shape[0])
+            group, valid = row_groups(rows, y.shape[0])
+            return [jnp.where(valid[:, None], y + bias.astype(y.dtype)[group], jnp.zeros((), y.dtype))]
+
+        return add
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def bias_grad(
+    dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None = None
+) -> jax.Array:
+    """Returns the sum of each group's rows, accumulated in float32, differentiable: `[T, N] -> [num_groups, N]`."""
+    return bias_gradient(dy, groups, num_groups, dtype, out_spec)
+
+
+def _bias_grad_forward(
+    dy: jax.Array, groups: Groups, num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None
+) -> tuple[jax.Array, Any]:
+    return bias_grad(dy, groups, num_groups, dtype, out_spec), (jnp.zeros_like(dy), groups)
+
+
+def _bias_grad_backward(
+    num_groups: int, dtype: jnp.dtype, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    del num_groups, dtype, out_spec
+    zeros, groups = residuals
+    return add_bias(zeros, gradient, groups), None
+
+
+bias_grad.defvjp(_bias_grad_forward, _bias_grad_backward)

@@ -300,10 +300,7 @@ def _kept_where_none(known: Tree, following: Tree) -> Tree:
 
 
 def _check_next_values(gradients: Tree) -> bool:
-    """Raises ValueError if something has changed the next values of states; tells whether it looked at them.
-
-    It does not look at what only a running program knows unless `jax_grouped.config.check` asks for it.
-    """
+    """Raises ValueError if something has changed the next values of states; tells whether it could look at them."""
     states: dict[tuple[Any, ...], dict[str, jax.Array]] = {}
     for path, leaf in jax.tree.leaves_with_path(_states(gradients)):
         states.setdefault(path[:-1], {})[jax.tree_util.keystr(path[-1:], simple=True)] = leaf

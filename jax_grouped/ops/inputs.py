@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax_grouped.kernels.product import GemmSpec, Product
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.quantize_kernel import check_cache, scaling_options
+from jax_grouped.ops.quantize import check_cache, scaling_options
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
@@ -81,46 +81,21 @@ def arrays_like_kernel(weights: Weights) -> dict[str, jax.Array]:
 
 def flat_weights(weights: Weights) -> Weights:
     """Returns weights whose features are one axis: those of parameters `[E, K, ...]` and `[E, ...]`."""
-
-    def flat(x: Any, leading: int) -> Any:
-        return x if x is None or x.ndim <= leading + 1 else x.reshape(*x.shape[:leading], -1)
-
-    flattened = {name: flat(array, 2) for name, array in arrays_like_kernel(weights).items()}
-    return weights._replace(bias=flat(weights.bias, 1), **flattened)
-
-
-class Inputs(NamedTuple):
-    """The arrays of one `grouped_dense`.
-
-    Attributes:
-        x: `[T, K]` tokens.
-        weights: the weights that the tokens are multiplied by.
-        groups: the tokens of each of the weights.
-        row_indices: `int32[R]`, with a recipe only: the tokens are the rows `x[row_indices]` instead.
-    """
-
-    x: jax.Array
-    weights: Weights
-    groups: Groups
-    row_indices: jax.Array | None = None
+    changed: dict[str, Any] = {
+        name: x.reshape(*x.shape[:2], -1) for name, x in arrays_like_kernel(weights).items() if x.ndim > 3
+    }
+    if weights.bias is not None and weights.bias.ndim > 2:
+        changed["bias"] = weights.bias.reshape(weights.bias.shape[0], -1)
+    return weights._replace(**changed) if changed else weights
 
 
 class Partitions(NamedTuple):
-    """Specs of the types of plain arrays, which are sharded over mesh axes of type `Explicit` only.
-
-    `out` is what the caller asks for; None if the other types determine it.
-    """
+    """Specs of the types of plain arrays, sharded over `Explicit` mesh axes only; `out` is what the caller asks for."""
 
     x: PartitionSpec | None = None
     kernel: PartitionSpec | None = None
     bias: PartitionSpec | None = None
     out: PartitionSpec | None = None
-
-    @classmethod
-    def read(cls, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, out: PartitionSpec | None) -> Self:
-        """Returns the specs of these arrays' types, and that of the result."""
-        spec_of_bias = None if bias is None else jax.typeof(bias).sharding.spec
-        return cls(jax.typeof(x).sharding.spec, jax.typeof(kernel).sharding.spec, spec_of_bias, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,41 +122,31 @@ class DenseSpec:
     kernel_axes: frozenset[Hashable] = frozenset()
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
-    @property
-    def num_groups(self) -> int:
-        """`G`, the number of local kernels."""
-        return self.kernel.shape[0]
-
-    @property
-    def out_shape(self) -> tuple[int, int]:
-        """Shape of the result."""
-        return (self.tokens, self.kernel.shape[2])
-
     def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
         """Returns the spec of one of the three products."""
-        options: dict[str, Any] = dict(expected_tokens=self.expected_tokens, zero_other_rows=self.zero_other_rows)
-        return GemmSpec(product, self.num_groups, out_dtype, self.precision, **options)
-
-    def x_spec(self, *, rowwise: bool = True, columnwise: bool = True, **options: Any) -> QuantizeSpec:
-        """Returns the quantization of the tokens, with these options of `QuantizeSpec`."""
-        assert self.recipe is not None
-        orientations = dict(rowwise=rowwise, columnwise=columnwise)
-        return self._token_spec(self.recipe.fwd_dtype, activation=self.input_activation, **orientations, **options)
-
-    def dy_spec(self, **options: Any) -> QuantizeSpec:
-        """Returns the quantization of the gradient of the result, with these options of `QuantizeSpec`."""
-        assert self.recipe is not None
-        return self._token_spec(
-            self.recipe.grad_dtype,
-            columnwise=True,
-            dbias=self.bias_dtype is not None,
-            activation=self.output_activation,
-            **options,
+        return GemmSpec(
+            product,
+            self.kernel.shape[0],
+            out_dtype,
+            self.precision,
+            expected_tokens=self.expected_tokens,
+            zero_other_rows=self.zero_other_rows,
         )
 
-    def _token_spec(self, dtype: DTypeLike, **options: Any) -> QuantizeSpec:
-        assert self.recipe is not None
-        return QuantizeSpec(self.recipe.token_mode, dtype, self.num_groups, **options, **scaling_options(self.recipe))
+    def quantization(self, *, for_gradient: bool = False, **options: Any) -> QuantizeSpec:
+        """Returns the quantization of the tokens, or of the gradient of the result, with options of `QuantizeSpec`."""
+        recipe = self.recipe
+        assert recipe is not None
+        if for_gradient:
+            options |= dict(columnwise=True, dbias=self.bias_dtype is not None)
+        return QuantizeSpec(
+            recipe.token_mode,
+            recipe.grad_dtype if for_gradient else recipe.fwd_dtype,
+            self.kernel.shape[0],
+            activation=self.output_activation if for_gradient else self.input_activation,
+            **options,
+            **scaling_options(recipe),
+        )
 
 
 def canonical_inputs(
@@ -194,18 +159,18 @@ def canonical_inputs(
     preferred_element_type: DTypeLike | None,
     precision: jax.lax.PrecisionLike,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> tuple[Inputs, DenseSpec]:
-    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them and the errors.
-
-    All returned arrays but kernel and state vary over the same mesh axes: every axis over which any of them varied.
-    """
+) -> tuple[tuple[jax.Array, Weights, Groups], DenseSpec]:
+    """Converts the arguments of `jax_grouped.grouped_dense`, which documents them, to arrays that vary alike."""
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
     groups = checks.canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
-    partitions = Partitions.read(
-        x, weights.kernel, weights.bias, checks.canonical_out_spec(out_sharding, x, weights.kernel)
+    partitions = Partitions(
+        x=jax.typeof(x).sharding.spec,
+        kernel=jax.typeof(weights.kernel).sharding.spec,
+        bias=None if weights.bias is None else jax.typeof(weights.bias).sharding.spec,
+        out=None if out_sharding is None else checks.canonical_out_spec(out_sharding, x, weights.kernel),
     )
-    return vary_inputs(Inputs(x, weights, groups))[0], dataclasses.replace(spec, partitions=partitions)
+    return vary_inputs(x, weights, groups), dataclasses.replace(spec, partitions=partitions)
 
 
 def canonical_weights(
@@ -230,13 +195,17 @@ def canonical_weights(
     out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
     checks.check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
-        if isinstance(bias, Recipe) or is_recipe_class(bias):
+        given: Any = bias
+        if isinstance(given, Recipe) or (isinstance(given, type) and is_recipe_class(given)):
             raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
-        checks.check_bias(bias, whole)
+        checks.check_dtype("bias's type", bias.dtype)
+        if bias.shape != (expected := (whole.shape[0], whole.shape[2])):
+            raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
         bias = bias.astype(sum_dtype(bias.dtype))
-    _check_recipe(recipe, x, name, kernel, cache, precision)
-    check_state(state, recipe, whole.shape[0])
+    if recipe is not None or cache is not None or state is not None:
+        _check_recipe(recipe, x, name, kernel, cache, precision)
+        check_state(state, recipe, whole.shape[0])
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
@@ -254,21 +223,27 @@ def canonical_weights(
     return Weights(kernel, bias, cache, state, accumulator), spec
 
 
-def vary_inputs(*inputs: Inputs, more: Any = ()) -> tuple[Any, ...]:
-    """Returns the inputs, and `more` if there is any, varying alike: over every mesh axis over which any array varies.
+def vary_inputs(*inputs: Any) -> Any:
+    """Returns arrays, trees and `Weights` that vary alike: over every mesh axis over which any array varies.
 
     Kernels and states stay as they are: the rules for their gradients combine those of the devices.
     """
-    arrays, structure = jax.tree.flatten((inputs, more))
-    for one in inputs:
-        if one.weights.dkernel_accumulator is not None:
-            _check_varying(one.weights.kernel, arrays)
-    varying, more = jax.tree.unflatten(structure, vary_alike(*arrays))
-    kept = (
-        new._replace(weights=new.weights._replace(kernel=old.weights.kernel, fp8_state=old.weights.fp8_state))
-        for new, old in zip(varying, inputs, strict=True)
-    )
-    return (*kept, *more)
+    leaves, structure = jax.tree.flatten(inputs)
+    varying = list(jax.tree.unflatten(structure, vary_alike(*leaves)))
+    for i, old in enumerate(inputs):
+        if not isinstance(old, Weights):
+            continue
+        missing = frozenset().union(*map(varying_axes, leaves)) - varying_axes(old.kernel)
+        if old.dkernel_accumulator is not None and missing:
+            # The kernel's gradient would be summed over these axes, and the accumulator with it.
+            raise ValueError(
+                f"With dkernel_accumulator kernel {old.kernel.shape} must vary over the mesh axes "
+                f"{sorted(missing, key=str)} as others do, or the accumulator is summed over them too: use "
+                "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
+                "microbatch."
+            )
+        varying[i] = varying[i]._replace(kernel=old.kernel, fp8_state=old.fp8_state)
+    return tuple(varying)
 
 
 def _check_recipe(
@@ -315,17 +290,3 @@ def check_accumulator(accumulator: jax.Array, shape: tuple[int, ...], dtypes: Se
     if accumulator.dtype not in dtypes:
         names = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise TypeError(f"dkernel_accumulator must be {names} for this kernel, got {accumulator.dtype.name}.")
-
-
-def _check_varying(kernel: jax.Array, arrays: Sequence[jax.Array]) -> None:
-    """Raises if an array varies over a mesh axis over which the kernel does not.
-
-    The kernel's gradient would then be summed over that axis, and the accumulator with it.
-    """
-    if missing := frozenset().union(*map(varying_axes, arrays)) - varying_axes(kernel):
-        raise ValueError(
-            f"With dkernel_accumulator kernel {kernel.shape} must vary over the mesh axes "
-            f"{sorted(missing, key=str)} as others do, or the accumulator is summed over them too: use "
-            "jax.lax.pcast(kernel, axes, to='varying') before, and sum the gradient over these axes after the last "
-            "microbatch."
-        )

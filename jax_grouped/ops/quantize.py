@@ -1,27 +1,43 @@
-"""Quantization to FP8: `grouped_quantize` and `grouped_dequantize`."""
+"""Quantization to FP8: `grouped_quantize`, `grouped_dequantize`, and `quantize_kernel`, which microbatches share."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.core.groups import Groups, stack_sizes
+from jax_grouped.core.groups import Groups, as_int32, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool
 from jax_grouped.core.varying import vary_alike
-from jax_grouped.fp8.arrays import GroupedQuantized, ScaledArray
+from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import (
+    DelayedScaling,
+    MXFP8BlockScaling,
+    Recipe,
     ScalingMode,
     canonical_epsilon,
     canonical_fp8,
+    check_recipe,
 )
 from jax_grouped.kernels.activations import Activation
+from jax_grouped.kernels.partition import Local, Operation, Result, Split, apply
 from jax_grouped.kernels.primitive import bind
 from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
 from jax_grouped.kernels.rows import tokens_of
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
+
+
+class Oriented(NamedTuple):
+    """An operand as products read it, a `ScaledArray` or without a recipe the array, None if it is not made."""
+
+    rowwise: Any
+    columnwise: Any
+    amax: jax.Array | None = None
+    dbias: jax.Array | None = None
 
 
 def grouped_quantize(
@@ -69,9 +85,8 @@ def grouped_quantize(
             sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
             `jax.nn.gelu`), `"relu"` or `"relu_squared"` (arXiv:2109.08668). For an `x` of `[T, 2 C]`, the gate first:
-            `"silu_mul"`, `silu(gate) * up` (SwiGLU, arXiv:2002.05202); `"gelu_mul"`, `gelu(gate) * up` (GeGLU,
-            likewise); `"clamped_silu_mul"`, `g * sigmoid(1.702 * g) * (u + 1)` with `g = min(gate, 7)` and
-            `u = clip(up, -7, 7)` (gpt-oss, arXiv:2508.10925).
+            `"swiglu"`, `silu(gate) * up` (arXiv:2002.05202), likewise `"geglu"` with `gelu` and `"reglu"` with `relu`;
+            or a `SwiGLU` with numbers of its own.
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
         swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
@@ -93,7 +108,11 @@ def grouped_quantize(
     """
     x = as_array("x", x)
     activation_input = None if activation_input is None else as_array("activation_input", activation_input)
-    checks.check_quantizable("x", x, group_sizes)
+    checks.check_dtype("x's type", x.dtype)
+    if group_sizes is None and x.ndim != 3:
+        raise ValueError(f"x must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
+    if group_sizes is not None and x.ndim != 2:
+        raise ValueError(f"x must have shape [T, C] where group_sizes is given, got {x.shape}.")
     if not isinstance(mode, ScalingMode):
         raise TypeError(f"mode must be a ScalingMode ({', '.join(map(str, ScalingMode))}), got {shown(mode)}.")
     rowwise, columnwise = static_bool("rowwise", rowwise), static_bool("columnwise", columnwise)
@@ -108,9 +127,18 @@ def grouped_quantize(
     if row_indices is not None:
         if group_sizes is None or activation is not None:
             raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
-        row_indices = checks.canonical_row_indices(row_indices, x.shape[0])
+        row_indices = checks.integers("row_indices", row_indices)
+        if row_indices.ndim != 1:
+            raise ValueError(f"row_indices must have shape [R], got {row_indices.shape}.")
+        row_indices = as_int32(row_indices, -1, x.shape[0])
 
-    num_groups, stack_rows, x, sizes = _as_tokens(x, group_sizes, row_indices)
+    if group_sizes is None:
+        num_groups, stack_rows, features = x.shape
+        x, sizes = x.reshape(num_groups * stack_rows, features), stack_sizes(num_groups, stack_rows)
+    else:
+        capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
+        sizes, stack_rows = checks.canonical_sizes_of(group_sizes, capacity), None
+        num_groups = sizes.shape[0]
     spec = QuantizeSpec(
         mode,
         canonical_fp8("dtype", dtype),
@@ -128,7 +156,7 @@ def grouped_quantize(
     checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
     if activation_input is not None:
         activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
-    return quantize_tokens(
+    quantized = quantize_tokens(
         x,
         Groups(sizes, jnp.zeros((1,), jnp.int32)),
         spec,
@@ -136,18 +164,8 @@ def grouped_quantize(
         scale=None if scale is None else checks.canonical_scale(scale, spec.num_groups),
         activation_input=activation_input,
     )
-
-
-def _as_tokens(
-    x: jax.Array, group_sizes: GroupSizes | None, row_indices: jax.Array | None = None
-) -> tuple[int, int | None, jax.Array, jax.Array]:
-    """Returns the number of groups, the rows of each if `x` is a stack, `x` as tokens, and `int32` group sizes."""
-    if group_sizes is not None:
-        capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
-        sizes = checks.canonical_sizes_of(group_sizes, capacity)
-        return sizes.shape[0], None, x, sizes
-    groups, rows, features = x.shape
-    return groups, rows, x.reshape(groups * rows, features), stack_sizes(groups, rows)
+    assert quantized.amax is not None
+    return GroupedQuantized(quantized.rowwise, quantized.columnwise, quantized.amax, quantized.dbias)
 
 
 def quantize_tokens(
@@ -156,21 +174,16 @@ def quantize_tokens(
     spec: QuantizeSpec,
     previous: Sequence[jax.Array] = (),
     **operands: jax.Array | None,
-) -> GroupedQuantized:
+) -> Oriented:
     """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, with those of `OPERANDS` that are not None."""
-    data, x_scale = _data_and_scale(x)
+    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
     spec, results = quantize(data, groups, spec, previous, x_scale=x_scale, **operands)
     return _scaled_arrays(results, data.shape, groups, spec)
 
 
-def _data_and_scale(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the data `[T, C]`, and the scales if there are any."""
-    return (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
-
-
 def quantize_with_activation(
     x: jax.Array, groups: Groups, spec: QuantizeSpec, **operands: jax.Array | None
-) -> tuple[GroupedQuantized, GroupedQuantized, jax.Array]:
+) -> tuple[Oriented, Oriented, jax.Array]:
     """Returns the result of `quantize_tokens`, the columnwise copy of the activation's result, and inner products."""
     spec, results = quantize(x, groups, spec, (), **operands)
     names = {"activated_data": "column_data", "activated_scale": "column_scale", "activated_amax": "amax"}
@@ -185,22 +198,21 @@ def quantize_with_activation(
 
 def _scaled_arrays(
     results: dict[str, jax.Array], x_shape: tuple[int, ...], groups: Groups, spec: QuantizeSpec
-) -> GroupedQuantized:
+) -> Oriented:
     """Returns the results with their layouts."""
     sizes = groups.sizes if spec.stack_rows is None else None
-
-    def scaled_array(name: str, *, columnwise: bool) -> ScaledArray | None:
-        if f"{name}_data" not in results:
-            return None
-        layout = spec.layout(x_shape, columnwise=columnwise)
-        return ScaledArray(results[f"{name}_data"], results[f"{name}_scale"], sizes, layout)
-
-    return GroupedQuantized(
-        rowwise=scaled_array("row", columnwise=False),
-        columnwise=scaled_array("column", columnwise=True),
-        amax=results["amax"],
-        dbias=results.get("dbias"),
-    )
+    row, column = [
+        ScaledArray(
+            results[f"{side}_data"],
+            results[f"{side}_scale"],
+            sizes,
+            spec.layout(x_shape, columnwise=side == "column"),
+        )
+        if f"{side}_data" in results
+        else None
+        for side in ("row", "column")
+    ]
+    return Oriented(row, column, results["amax"], results.get("dbias"))
 
 
 def quantize_permuted(
@@ -212,25 +224,13 @@ def quantize_permuted(
     *,
     spec: QuantizeSpec,
 ) -> tuple[ScaledArray, jax.Array | None]:
-    """Returns the rowwise copy that `quantize_tokens` makes of the rows of a permutation. Reads each token once.
-
-    With given scales, the second result is the largest absolute value of each group, `float32[G]`, else None.
-
-    Args:
-        x: `[T, C]` tokens, or a stack, as in `quantize_tokens`.
-        groups: the groups of the `R` rows.
-        order: `int32[R]`, the pair of each row, as in `jax_grouped.moe.Permutation`.
-        inverse: `int32[T, k]`, the row of each pair, likewise.
-        scale: `float32[G]`, the given scales, for an `x` of tokens.
-        spec: rowwise alone: of `BLOCK_1D`, or of `TENSOR` with given scales.
-    """
-    data, x_scale = _data_and_scale(x)
+    """Returns the rowwise copy of the rows of a permutation, reading each token once, and amax if scales are given."""
+    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
     operands = {"x_scale": x_scale, "scale": scale}
     given = {name: operand for name, operand in operands.items() if operand is not None}
     arrays = vary_alike(data, order, inverse, *groups, *given.values())
     if 0 in (*data.shape, *order.shape, spec.num_groups):
         made = quantize_tokens(x, groups, spec, row_indices=tokens_of(order, inverse), scale=scale)
-        assert made.rowwise is not None
         return made.rowwise, None if scale is None else made.amax
     spec = dataclasses.replace(spec, given=tuple(given), gathered_rows=order.shape[0])
     rows, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *arrays, spec=spec)
@@ -240,10 +240,11 @@ def quantize_permuted(
 
 def quantize_stack(
     kernel: jax.Array, spec: QuantizeSpec, previous: Sequence[jax.Array] = (), **operands: jax.Array | None
-) -> GroupedQuantized:
+) -> Oriented:
     """Quantizes kernels `[E, K, N]`, as `quantize_tokens` does tokens."""
-    _, _, x, sizes = _as_tokens(kernel, None)
-    return quantize_tokens(x, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec, previous, **operands)
+    groups, rows, features = kernel.shape
+    stack = Groups(stack_sizes(groups, rows), jnp.zeros((1,), jnp.int32))
+    return quantize_tokens(kernel.reshape(groups * rows, features), stack, spec, previous, **operands)
 
 
 def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -283,3 +284,181 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
         return vary_alike(jnp.zeros(scaled.shape, dtype), operands[0])[0]
     out = bind(DEQUANTIZE, *operands, layout=layout, out_dtype=jnp.dtype(dtype))[0]
     return out.reshape(scaled.shape)
+
+
+def quantize_kernel(
+    kernel: jax.Array,
+    recipe: Recipe,
+    *,
+    previous: KernelCache | None = None,
+    skip: ArrayLike | None = None,
+    scale: jax.Array | None = None,
+    for_gradients: bool = True,
+) -> KernelCache:
+    """Quantizes a stack of kernels in both orientations, as fprop and dgrad read them.
+
+    Microbatches share the result. With `previous` and a `skip` on the device, a step that is traced or captured once
+    quantizes again only when the weights have changed. The result has no gradient. `grouped_dense` takes both the
+    kernel and the cache, and gives `kernel` its gradient.
+
+    Args:
+        kernel: `[E, K, N]`, bfloat16, float16 or float32; `K` and `N` multiples of 16.
+        recipe: how to scale, and to which type (`fwd_dtype`).
+        previous: the result of an earlier call with the same shapes and recipe. Inside `jit` its memory is reused.
+        skip: boolean scalar on the device: if true, `kernel` is not read, and the result is `previous`.
+        scale: `float32[E]`, for `DelayedScaling` only, which needs it: `fp8_state.scales(recipe).kernel`.
+        for_gradients: whether to make the orientation that the gradient of the tokens needs. Without it, the result
+            takes half the memory of kernels in bfloat16. It serves inference, where `grouped_dense` needs no `kernel`.
+
+    Returns:
+        Both orientations and the largest values; `rowwise` is None without `for_gradients`.
+
+    Raises:
+        TypeError: an argument has a type that is not supported.
+        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+
+    Example:
+        kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])
+        recipe = jg.Float8BlockScaling()
+
+        cache = jg.quantize_kernel(kernel, recipe)
+        y = jg.grouped_dense(jnp.ones((16, 32)), kernel, group_sizes, recipe=recipe, kernel_cache=cache)
+
+        assert jnp.allclose(y[:14], 32, rtol=1e-3)
+    """
+    kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
+    checks.check_dtype("kernel's type", kernel.dtype)
+    if kernel.ndim != 3:
+        raise ValueError(f"kernel must have shape [E, K, N], got {kernel.shape}.")
+    check_recipe(recipe, optional=False)
+    if (previous is None) != (skip is None):
+        raise ValueError("previous and skip must be given together: skip says whether to return previous.")
+    if (scale is not None) != isinstance(recipe, DelayedScaling):
+        needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
+        raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
+    checks.check_fp8_kernel("kernel", kernel.shape)
+
+    rowwise = static_bool("for_gradients", for_gradients)
+    spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise)
+    operands, kept = {}, []
+    if scale is not None:
+        operands["scale"] = checks.canonical_scale(scale, spec.num_groups)
+    if previous is not None:
+        check_cache("previous", previous, "the result", kernel.shape, recipe)
+        if (previous.rowwise is not None) != rowwise:
+            raise ValueError("previous must have been made with the same for_gradients.")
+        operands["skip"], kept = checks.canonical_flag("skip", skip), _arrays(previous)
+    spec = dataclasses.replace(spec, given=tuple(operands))
+    *arrays, amax = apply(_QuantizeKernel(spec), kernel, *operands.values(), *kept)
+    tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
+    *row_arrays, data, scale_inv = arrays
+    column = ScaledArray(data, scale_inv, None, spec.layout(tokens, columnwise=True))
+    row = None
+    if rowwise:
+        row = ScaledArray(row_arrays[0], row_arrays[1], None, spec.layout(tokens, columnwise=False))
+    return KernelCache(row, column, amax, recipe)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizeKernel(Operation):
+    """The quantization of kernels: e of them, which devices can share, with k and n features."""
+
+    spec: QuantizeSpec
+    splittable = ("e",)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        previous = ("f", *self._dimensions) if "skip" in self.spec.given else ()
+        return "e k n", *["e"] * ("scale" in self.spec.given), *previous
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        *arrays, amax = self._dimensions
+        data_and_scales = (Result(names, kept_whole=i % 2 == 1) for i, names in enumerate(arrays))
+        return *data_and_scales, Result(amax)
+
+    @property
+    def _dimensions(self) -> tuple[str, ...]:
+        return cache_dimensions(self.spec)[0 if self.spec.rowwise else 2 :]
+
+    def local(self, splits: Mapping[str, Split]) -> Local:
+        spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
+
+        def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
+            return _arrays(quantize_stack(kernel, spec, **spec.named(more)))
+
+        return run
+
+
+def _arrays(cache: KernelCache | Oriented) -> list[Any]:
+    """Returns the arrays of a cache, in the order of the operation's results."""
+    orientations = (scaled for scaled in (cache.rowwise, cache.columnwise) if scaled is not None)
+    return [*itertools.chain.from_iterable((scaled.data, scaled.scale_inv) for scaled in orientations), cache.amax]
+
+
+def check_for_gradients(rowwise: object | None) -> None:
+    """Raises ValueError if a cache has been made without the orientation that dgrad reads."""
+    if rowwise is None:
+        raise ValueError("kernel_cache has no orientation for gradients: make it with for_gradients=True.")
+
+
+def cache_dimensions(spec: QuantizeSpec) -> tuple[str, str, str, str, str]:
+    """Returns the dimensions of the arrays of a `KernelCache`, as an `Operation` names them."""
+    scales = {ScalingMode.TENSOR: ("e", "e")}.get(spec.mode, ("e r s", "e c d"))
+    if spec.swizzled_scales:
+        scales = "e r", "e c"
+    return "e k n", scales[0], "e n k", scales[1], "e"
+
+
+def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
+    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
+    return QuantizeSpec(
+        recipe.kernel_mode,
+        recipe.fwd_dtype,
+        num_groups=shape[0],
+        stack_rows=shape[1],
+        columnwise=True,
+        **scaling_options(recipe),
+    )
+
+
+def scaling_options(recipe: Recipe) -> dict[str, Any]:
+    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
+    return dict(
+        pow2_scales=getattr(recipe, "pow2_scales", False),
+        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
+        # Products need scales in the order that Blackwell's matmul reads.
+        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
+    )
+
+
+def check_cache(name: str, cache: Any, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
+    """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe."""
+    if not isinstance(cache, KernelCache):
+        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
+    spec, made_with = kernel_spec(shape, recipe), cache.recipe
+    fields: list[tuple[str, Any, Any]] = []
+    if made_with is not None:
+        fields.append(("recipe", type(recipe).__name__, type(made_with).__name__))
+        fields += [
+            (f"recipe.{field}", getattr(recipe, field, None), getattr(made_with, field, None))
+            for field in ("fwd_dtype", "pow2_scales", "amax_epsilon")
+        ]
+    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
+        got, expected = getattr(cache, orientation), spec.layout((shape[0] * shape[1], shape[2]), columnwise=columnwise)
+        if got is None and not columnwise:
+            continue
+        fields += [(f"{orientation}.dtype", spec.dtype, got.dtype), (f"{orientation}.shape", shape, got.shape)]
+        fields += [
+            (f"{orientation}.layout.{field}", value, getattr(got.layout, field))
+            for field, value in vars(expected).items()
+        ]
+    for field, wanted, got in fields:
+        if got != wanted:
+            raise ValueError(
+                f"{name} must be of the same shape and recipe as {like}: {field} must be {wanted}, got {got}."
+            )
+    for scaled in filter(None, (cache.rowwise, cache.columnwise)):
+        checks.check_scaled(scaled)
+    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
+        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")

@@ -76,8 +76,7 @@ def ragged_dot(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     checks.check_tokens("lhs", lhs)
-    checks.check_kernel_type("rhs's type", rhs.dtype)
-    checks.check_kernel_shape("rhs", rhs, "lhs", lhs)
+    checks.check_kernel("rhs", rhs, "lhs", lhs, may_be_narrow=True)
     groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
     lhs, rhs, out_dtype, precision = canonical_types(lhs, rhs, precision, preferred_element_type)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, precision)

@@ -36,14 +36,7 @@ class Grouped(NamedTuple):
 
 
 class RoutedAndGrouped(NamedTuple):
-    """Routing of tokens, and rows of the chosen pairs.
-
-    Attributes:
-        routed: the routing.
-        grouped: the rows.
-        expert_load: `int32[E]`, number of choices of each expert, with those that have no row.
-        probability_sums: `float32[E]`, the probabilities, added up over the tokens.
-    """
+    """Routing, rows of chosen pairs, `int32[E]` choices of each expert, and `float32[E]` sums of probabilities."""
 
     routed: Routed
     grouped: Grouped
@@ -52,13 +45,7 @@ class RoutedAndGrouped(NamedTuple):
 
 
 def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec) -> Routed:
-    """Chooses each token's experts and weights them; weights and probabilities are differentiable any number of times.
-
-    Args:
-        logits: `[T, E]`, bfloat16, float16 or float32.
-        bias: `float32[E]`, added to the scores for the choice only; or None.
-        spec: the static part.
-    """
+    """Chooses the experts of `logits [T, E]` by scores plus `bias`; weights and probabilities are differentiable."""
     operands = _operands(logits, bias)
     constant = map(jax.lax.stop_gradient, operands)
     experts, weights, probabilities = bind(ROUTE, *constant, spec=spec)
@@ -66,28 +53,13 @@ def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec) -> Routed:
 
 
 def group_pairs(experts: jax.Array, num_experts: int, rows: int) -> Grouped:
-    """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
-
-    Args:
-        experts: `int32[T, k]`, where `T * k` is at most 2^30. Pairs with a value outside of `[0, num_experts)` have no
-            row.
-        num_experts: `E`.
-        rows: number of rows, at most `T * k`. If more are needed, the longest groups are cut as by `fit_to_capacity`,
-            and lose pairs at equal distances.
-    """
+    """Gives every pair of `experts [T, k]` one of `rows` rows, as `jax_grouped.moe.group_by_expert` documents."""
     order, inverse, group_sizes, dropped = bind(GROUP_PAIRS, experts, num_experts=num_experts, rows=rows)
     return Grouped(order, inverse, group_sizes, dropped[0])
 
 
 def route_and_group(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int) -> RoutedAndGrouped:
-    """Returns the results of `route`, and of `group_pairs` for its experts.
-
-    Args:
-        logits: as in `route`.
-        bias: as in `route`.
-        spec: as in `route`.
-        rows: as in `group_pairs`.
-    """
+    """Returns the results of `route`, and of `group_pairs` for its experts."""
     operands = _operands(logits, bias)
     constant = map(jax.lax.stop_gradient, operands)
     experts, weights, probabilities, *rest = bind(ROUTE_AND_GROUP, *constant, spec=spec, rows=rows)

@@ -38,22 +38,8 @@ activate.defvjp(_activate_forward, _activate_backward)
 def activation_grad(
     x: jax.Array, da: jax.Array, weights: jax.Array, activation: Activation, order: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what the backward pass of `weights[order][:, None] * a` needs, where `a` is `activate(x, activation)`.
-
-    It computes everything in float32 in one pass, and is differentiable any number of times.
-
-    Args:
-        x: `[R, F]`, or `[R, 2 F]` with a gate.
-        da: `[R, F]` in the type of `x`, the gradient of the weighted rows.
-        weights: `float32[W]`, or `float32[R]` without `order`.
-        activation: the activation.
-        order: `int32[R]`, the index of each row's weight. An index outside of `[0, W)` is for a row that nothing reads:
-            it holds anything in all results. None for a weight of each row, in their order.
-
-    Returns:
-        The gradient of `x`; the weighted rows, in the type of `x`; and the inner product of each row of `a` with that
-        of `da`, `float32[R]`, which is the gradient of the row's weight.
-    """
+    """Returns the gradient of `x`, the rows `a = activate(x)` times their weights, and `<a, da>` of each row."""
+    # An index in `order` that finds no weight is for a row that nothing reads: it holds anything in all results.
     operands = vary_alike(x, da, weights, *(() if order is None else (order,)))
     if 0 in da.shape:
         return kernel.activation_gradient_xla(*operands, activation=activation)
@@ -75,22 +61,8 @@ def _activation_grad_jvp(activation: Activation, primals: Any, tangents: Any) ->
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def permute_rows(x: jax.Array, order: jax.Array, inverse: jax.Array, zero_tail: bool = True) -> jax.Array:
-    """Copies each token to the rows of its choices; differentiable any number of times.
-
-    Args:
-        x: `[T, C]`.
-        order: `int32[R]`, the pair of a token and a choice in each row, `T * k` in the tail, as in
-            `jax_grouped.moe.Permutation`.
-        inverse: `int32[T, k]`, the row of each pair; `R` or more, or a negative number, for one that has none.
-        zero_tail: whether the tail is zero, which costs its writes; otherwise it holds anything.
-
-    Returns:
-        `[R, C]`.
-    """
-    operands = vary_alike(x, order, inverse)
-    if 0 in (*x.shape, *order.shape):
-        return kernel.permute_xla(*operands)
-    return bind(kernel.PERMUTE_ROWS, *operands, zero_tail=zero_tail)[0]
+    """Copies tokens to the rows of a `Permutation`, differentiable; without `zero_tail` the tail holds anything."""
+    return kernel.permute(x, order, inverse, zero_tail=zero_tail)
 
 
 @permute_rows.defjvp
@@ -100,19 +72,9 @@ def _permute_rows_jvp(zero_tail: bool, primals: Any, tangents: Any) -> tuple[jax
 
 @jax.custom_jvp
 def sum_rows(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Sums the rows of each token in float32, first choice first, and rounds once; differentiable any number of times.
-
-    The kernel reads nothing for a choice without a row. XLA reads some row for it, but can make more work part of its
-    kernel: `sum_of_choices` is for tokens whose choices nearly all have rows.
-
-    Args:
-        rows: `[R, C]`.
-        inverse: `int32[T, k]`, as in `permute_rows`.
-        weights: `float32[T, k]`, the factor of each choice's row; None for 1.
-
-    Returns:
-        `[T, C]` in the type of `rows`.
-    """
+    """Sums the rows of each token, times `weights[T, k]` if given, in float32, and rounds once; differentiable."""
+    # The kernel reads nothing for a choice without a row. XLA reads some row, but can fuse the sum with other work:
+    # `sum_of_choices` is for tokens whose choices nearly all have rows.
     operands = vary_alike(rows, inverse, *(() if weights is None else (weights,)))
     if 0 in (*rows.shape, *inverse.shape):
         return kernel.sum_rows_xla(*operands)

@@ -14,9 +14,8 @@ from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.fp8.state import Fp8State
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes
-from jax_grouped.ops.dense import dgrad, fprop, quantized_gradient, wgrad
+from jax_grouped.ops.dense import DenseResiduals, PendingWgrad, dgrad, given_scales, quantized_gradient, run, wgrad
 from jax_grouped.ops.inputs import Weights, canonical_inputs, check_accumulator
-from jax_grouped.ops.residuals import DenseResiduals, PendingWgrad
 
 
 def grouped_dense_fwd(
@@ -69,7 +68,7 @@ def grouped_dense_fwd(
 
         assert dx.shape == x.shape and dkernel.shape == kernel.shape and dbias is None
     """
-    inputs, spec = canonical_inputs(
+    arrays, spec = canonical_inputs(
         x,
         Weights(kernel, bias, kernel_cache, fp8_state),
         group_sizes,
@@ -81,7 +80,7 @@ def grouped_dense_fwd(
     if bias is not None:
         # These functions return its gradient before devices sum it.
         spec = dataclasses.replace(spec, bias_dtype=jnp.result_type(bias))
-    return fprop(inputs, spec, for_gradients=True)
+    return run(arrays, spec, for_gradients=True)
 
 
 def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.Array, PendingWgrad]:
@@ -112,9 +111,11 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
     dy = as_array("dy", dy)
     checks.check_dtype("dy's type", dy.dtype)
-    if dy.shape != residuals.spec.out_shape:
-        raise ValueError(f"dy must have the result's shape {residuals.spec.out_shape}, got {dy.shape}.")
-    return dgrad(residuals, quantized_gradient(residuals, vary_alike(dy, residuals.groups.sizes)[0]))
+    spec, groups = residuals.spec, residuals.groups
+    if dy.shape != (expected := (spec.tokens, spec.kernel.shape[2])):
+        raise ValueError(f"dy must have the result's shape {expected}, got {dy.shape}.")
+    dy, scales = vary_alike(dy, groups.sizes)[0], given_scales(spec, residuals.fp8_state)
+    return dgrad(residuals, quantized_gradient(dy, groups, spec, scales))
 
 
 def grouped_dense_wgrad(

@@ -51,7 +51,7 @@ def test_bytes_are_counted_as_laid_out() -> None:
         # One byte per 32 features by rows up to a multiple of 16; per feature and 32 rows, of which there are 1 and 5.
         "mx both": READ + ROWWISE + COLUMNWISE + 5 * (16 + 144) + 144 * (1 + 5),
         # Reads three arrays and quantizes two, side by side: three blocks of features.
-        "silu_mul backward block_1d both": 3 * READ + 2 * (BLOCK_1D - SCALES_ROWWISE) + 4 * 3 * (8 + 132),
+        "swiglu backward block_1d both": 3 * READ + 2 * (BLOCK_1D - SCALES_ROWWISE) + 4 * 3 * (8 + 132),
         "dequantize block_1d columnwise": COLUMNWISE + SCALES_COLUMNWISE + 2 * 136 * 144,
     }
     assert {name: OPERATIONS[name].count(THREE_GROUPS) for name in expected} == expected

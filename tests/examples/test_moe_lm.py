@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jax_grouped as jg
 from jax_grouped.examples import moe_lm, moe_lm_nnx
 from jax_grouped.examples.moe_lm import VOCABULARY
 from jax_grouped.examples.parallel import programs
 from jax_grouped.examples.settings import Devices, parse
 
-EXPERTS = dict(num_experts=4, top_k=2, hidden_features=32)
+EXPERTS = dict(num_experts=4, router=jg.moe.Router(2), hidden_features=32)
 SIZES: dict[str, Any] = dict(d_model=16, num_layers=1, num_heads=2, dtype=jnp.float32, experts=EXPERTS)
 LINEN = moe_lm.MoELanguageModel(**SIZES)
 

@@ -44,9 +44,9 @@ def test_one_line_tells_the_same_of_tracers_and_of_shapes(value: Any) -> None:
 
 
 @each_object
-@pytest.mark.parametrize("leaf", [object(), None, "leaf", 1, {"a": [1]}], ids=lambda leaf: type(leaf).__name__)
-def test_anything_can_be_a_leaf(value: Any, leaf: Any) -> None:
-    assert repr(leaf).replace("'", "") in repr(jax.tree.map(lambda _: leaf, value)).replace("'", "")
+def test_anything_can_be_a_leaf(value: Any) -> None:
+    for leaf in (object(), None, "leaf", 1, {"a": [1]}):
+        assert repr(leaf).replace("'", "") in repr(jax.tree.map(lambda _, leaf=leaf: leaf, value)).replace("'", "")
 
 
 def test_a_state_of_another_type_says_so() -> None:

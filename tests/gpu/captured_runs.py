@@ -15,14 +15,7 @@ from tests.gpu.replays import CAPTURED, first_difference
 EVERYTHING = CAPTURED["xla_gpu_enable_command_buffer"]
 
 
-def run(
-    commands: str,
-    out: pathlib.Path,
-    steps: int,
-    variant: str,
-    *options: str,
-    module: str = "tests.gpu.captured_steps",
-) -> dict[str, Any]:
+def run(commands: str, out: pathlib.Path, steps: int, variant: str, *options: str) -> dict[str, Any]:
     """Runs steps in a separate process in which XLA captures these kinds of commands, however few they are."""
     xla_flags = f"--xla_gpu_enable_command_buffer={commands} --xla_gpu_graph_min_graph_size=1"
     # Another process might find another of XLA's algorithms fastest for what surrounds the custom calls, which may add
@@ -30,7 +23,7 @@ def run(
     xla_flags += " --xla_gpu_autotune_level=0"
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": xla_flags}
     root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", module, str(out), str(steps), variant, *options]
+    command = [sys.executable, "-m", "tests.gpu.captured_steps", str(out), str(steps), variant, *options]
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
@@ -56,5 +49,5 @@ def difference(run: dict[str, Any], expected: dict[str, Any]) -> str:
     """Describes the difference of the first steps, as many as both runs have; empty if there is none."""
     assert run["names"] == expected["names"]
     steps = min(len(run["digests"]), len(expected["digests"]))
-    got, other = (np.array(of["digests"][:steps]) for of in (run, expected))
+    got, other = (np.array(one["digests"][:steps]) for one in (run, expected))
     return first_difference(got, other, run["names"])

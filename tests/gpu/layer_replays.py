@@ -1,7 +1,7 @@
 """Whole layers of experts, forward and backward, captured in CUDA graphs and replayed with other routing each time.
 
 Every replay must give the bits of the same step uncaptured. `python3 -m tests.gpu.layer_replays --help` lists the
-options. The exit status is 1 if anything differs.
+options. The exit status is 1 if anything differs, or is copied to the host.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def step(
     def layer(x: jax.Array, logits: jax.Array, kernels: Any, states: Any) -> Any:
         parts = zip(kernels, caches, states, strict=True)
         weights = [jg.moe.Weights(kernel, None, cache, state) for kernel, cache, state in parts]
-        return jg.moe.moe_mlp(x, logits, *weights, top_k=TOP_K, recipe=recipe)
+        return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(TOP_K), recipe=recipe)
 
     primals = arrays["x"], arrays["logits"] + added, arrays["kernels"], states
     y, pullback, metrics = jax.vjp(layer, *primals, has_aux=True)
@@ -106,11 +106,12 @@ class Replays:
                 digests[-1].block_until_ready()
         return replays.fetch(digests, self.names), np.stack(jax.device_get(loads))
 
-    def graph_launches(self) -> float:
-        """Returns the graph launches per captured step."""
+    def profile(self) -> tuple[float, int]:
+        """Returns the graph launches per captured step, and how often any of them copied something to the host."""
         profiled = range(min(PROFILED_REPLAYS, len(self._added)))
         events = replays.events(lambda: [self._captured(*self._arguments(index, self._states)) for index in profiled])
-        return replays.occurrences(events, "GraphLaunch") / len(profiled)
+        launches = replays.occurrences(events, "GraphLaunch") / len(profiled)
+        return launches, replays.occurrences(events, "MemcpyD2H", "DtoH")
 
 
 def main(count: int, names: list[str]) -> int:
@@ -120,17 +121,17 @@ def main(count: int, names: list[str]) -> int:
         layer = Replays(name, count)
         expected, loads = layer.run(captured=False)
         got, _ = layer.run(captured=True)
-        distinct = len(np.unique(expected, axis=0))
+        distinct, (launches, copies) = len(np.unique(expected, axis=0)), layer.profile()
         print(
             f"{name}: {count} replays, {int((got != expected).any(axis=(1, 2)).sum())} mismatches, {distinct} distinct "
             f"results, {int((loads == 0).any(axis=1).sum())} with an expert without tokens, "
             f"{int((loads == TOKENS).any(axis=1).sum())} with an expert of all tokens, "
-            f"{layer.graph_launches():.1f} graph launches per step",
+            f"{launches:.1f} graph launches per step, {copies} copies to the host",
             flush=True,
         )
         if difference := replays.first_difference(got, expected, layer.names):
             print(f"{name}: {difference}")
-            failed = True
+        failed |= bool(difference or copies)
     return int(failed)
 
 

@@ -34,7 +34,7 @@ def _registered() -> None:
         (route, 0),
         (group_pairs, 2),
     ],
-    ids=lambda of: getattr(of, "__name__", None),
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_handlers_accept_what_the_library_gives_them(call: Callable[..., jax.Array], value: float) -> None:
     assert float(call()[1, 0]) == value

@@ -12,8 +12,9 @@ pytestmark = pytest.mark.gpu
 STEPS = 8
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "block", "current", "delayed"])
-@pytest.mark.parametrize("parallel", ["none", "pmap", "expert"])
+@pytest.mark.parametrize(
+    ("parallel", "recipe"), [("none", "bf16"), ("none", "delayed"), ("pmap", "block"), ("expert", "current")]
+)
 def test_steps_follow_one_another_without_the_host(parallel: str, recipe: str) -> None:
     run = prepared(f"--recipe {recipe} --parallel {parallel} --microbatches 2")
     shape = (run.settings.batch, run.settings.sequence + 1)

@@ -1,6 +1,6 @@
 """Sharded products and layers on two GPUs, beside the results of one."""
 
-import functools
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -20,15 +20,12 @@ from tests.parallel.sharded import (
     RECIPES,
     WHOLE,
     assert_close,
+    check_step,
     operands_of_fp8,
     put,
-    step_in_fp8,
 )
 
 pytestmark = pytest.mark.gpu
-
-#: Two devices add up in another order, and tensor cores keep fewer digits of sums in FP8 than float32 has.
-BOUNDS = {name: (recipe, max(bound, 1e-4)) for name, (recipe, bound) in RECIPES.items()}
 
 
 def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
@@ -38,24 +35,22 @@ def mesh_of_two(sharded_axis: str, type_: AxisType) -> Mesh:
     return jax.make_mesh((*sizes,), ("data", "model"), axis_types=(type_,) * 2, devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("name", [None, *RECIPES])
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit], ids=lambda type_: type_.name)
-@pytest.mark.parametrize("axis", ["data", "model"])
-@pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
+#: Every case along both axes and with both types of them, and with every recipe.
+STEPS = itertools.product(
+    ["tokens and features out", "tokens and features in", "tokens and experts"],
+    ["data", "model"],
+    [AxisType.Auto, AxisType.Explicit],
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "axis", "type_", "name"), [(*step, [*RECIPES][i % len(RECIPES)]) for i, step in enumerate(STEPS)], ids=str
+)
 def test_steps_agree_with_those_of_one_gpu(case: str, axis: str, type_: AxisType, name: str | None) -> None:
-    recipe, bound = BOUNDS[name] if name else (None, 1e-5)
-    mesh = mesh_of_two(axis, type_)
-    specs, results, _ = CASES[case]
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    out = results[0] if type_ == AxisType.Explicit else None
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    specs, (out, *_), _ = CASES[case]
+    out_sharding = out if type_ == AxisType.Explicit else None
 
-    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=out))
-    got = [step(*sharded, put(mesh, state, WHOLE)) for _ in range(2)]
-
-    assert_close(got[0], jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
-    assert_close(got[1], got[0], 0)
+    check_step(mesh_of_two(axis, type_), name, specs, out_sharding=out_sharding, again=True)
 
 
 @pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling(), jg.DelayedScaling()], ids=repr)
@@ -67,25 +62,25 @@ def test_a_stack_of_layers_trains_as_on_one_gpu(recipe: jg.Recipe | None) -> Non
     variables = [layer.init(jax.random.key(i), x, sizes) for i, layer in enumerate(layers)]
 
     def loss(variables: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-        for layer, of in zip(layers, variables, strict=True):
-            x = layer.apply(of, x, sizes)
+        for layer, own in zip(layers, variables, strict=True):
+            x = layer.apply(own, x, sizes)
         return jnp.mean((x - targets) ** 2)
 
     @jax.jit
     def step(variables: Any, x: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(variables, x, targets)
-        next_states = [{**of, "params": None} for of in gradients]
+        next_states = [{**gradient, "params": None} for gradient in gradients]
         params = [
-            jax.tree.map(lambda p, g: p - 0.1 * g, of["params"], gradient["params"])
-            for of, gradient in zip(variables, gradients, strict=True)
+            jax.tree.map(lambda p, g: p - 0.1 * g, own["params"], gradient["params"])
+            for own, gradient in zip(variables, gradients, strict=True)
         ]
-        return [{**state, "params": of} for state, of in zip(next_states, params, strict=True)], value
+        return [{**state, "params": new} for state, new in zip(next_states, params, strict=True)], value
 
     tokens = NamedSharding(mesh, P("data"))
     one, two = variables, put(mesh, variables, WHOLE)
     for _ in range(4):
         one, expected = step(one, x, targets)
-        two, value = step(two, *(jax.device_put(of, tokens) for of in (x, targets)))
+        two, value = step(two, *(jax.device_put(array, tokens) for array in (x, targets)))
         assert_close(value, expected, 1e-4)
 
 

@@ -71,9 +71,9 @@ def layer(recipe: Recipe | None, experts: int) -> Job:
         states = [jg.Fp8State.initial(recipe, experts) for _ in kernels]
 
     def loss(x: jax.Array, logits: jax.Array, kernels: Any, states: Any) -> jax.Array:
-        of_kernels = states or [None] * len(kernels)
-        weights = [jg.moe.Weights(of, fp8_state=state) for of, state in zip(kernels, of_kernels, strict=True)]
-        y, _ = jg.moe.moe_mlp(x, logits, *weights, top_k=4, recipe=recipe)
+        given_states = states or [None] * len(kernels)
+        weights = [jg.moe.Weights(kernel, fp8_state=state) for kernel, state in zip(kernels, given_states, strict=True)]
+        y, _ = jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(4), recipe=recipe)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     return Job(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), (x, logits, kernels, states))

@@ -20,7 +20,7 @@ from benchmarks.memory import compile_for_h200, h200s, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.moe import mlp
+from jax_grouped.moe import experts
 from jax_grouped.ops import rows
 from jax_grouped.ops.routing import route_and_group
 from tests.programs import struct
@@ -120,7 +120,8 @@ def test_a_shared_expert_runs_during_the_gather_of_tokens() -> None:
     mesh = jax.sharding.Mesh(np.asarray(h200s(2)), "expert")
 
     def results(x: Any, logits: Any, gate_up: Any, down: Any, shared: Any) -> Any:
-        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2, shared=x @ shared, expert_axis="expert")[0]
+        options = dict(router=jg.moe.Router(2), parallel=jg.moe.Parallel(experts="expert"))
+        return jg.moe.moe_mlp(x, logits, gate_up, down, shared=x @ shared, **options)[0]
 
     shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * N), (2 * E, N, K), (K, K)
     arguments = [
@@ -141,7 +142,7 @@ def test_a_shared_expert_runs_during_the_gather_of_tokens() -> None:
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
 def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> None:
     # So many features that wgrad copies the rows of tokens first.
-    program = launches_of_a_layer("expert", features=1024, recipe=recipe, expert_axis="expert")
+    program = launches_of_a_layer("expert", 1024, recipe, jg.moe.Parallel(experts="expert"))
 
     def during(kind: str) -> list[set[str]]:
         begun = [i for i, name in enumerate(program) if name == f"{kind}-start"]
@@ -161,7 +162,7 @@ def test_work_runs_during_the_transfers_of_a_layer(recipe: Recipe | None) -> Non
 
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["bf16", "block"])
 def test_products_run_while_weights_are_gathered(recipe: Recipe | None) -> None:
-    program = launches_of_a_layer("fsdp", features=N, recipe=recipe, fsdp_axis="fsdp")
+    program = launches_of_a_layer("fsdp", N, recipe, jg.moe.Parallel(fsdp="fsdp"))
 
     products = [i for i, name in enumerate(program) if name == "gemm"]
     gathered = [i for i, name in enumerate(program) if name in {"all-gather", "all-gather-start"}]
@@ -170,14 +171,14 @@ def test_products_run_while_weights_are_gathered(recipe: Recipe | None) -> None:
     assert sum("gemm" in program[i : program.index("all-gather-done", i)] for i in begun) >= 2
 
 
-def launches_of_a_layer(axis: str, features: int, **options: Any) -> list[str]:
+def launches_of_a_layer(axis: str, features: int, recipe: Recipe | None, parallel: jg.moe.Parallel) -> list[str]:
     """Returns what two GPUs along a mesh axis launch for both passes of a layer, whose arrays are split over it."""
     mesh = jax.sharding.Mesh(np.asarray(h200s(2)), axis)
     shapes = (2 * T, K), (2 * T, 2 * E), (2 * E, K, 2 * features), (2 * E, features, K), (2 * T, K)
 
     def results(x: Any, logits: Any, gate_up: Any, down: Any, dy: Any) -> Any:
         def layer(*arrays: Any) -> jax.Array:
-            return jg.moe.moe_mlp(*arrays, top_k=2, **options)[0]
+            return jg.moe.moe_mlp(*arrays, router=jg.moe.Router(2), parallel=parallel, recipe=recipe)[0]
 
         y, pull_back = jax.vjp(layer, x, logits, gate_up, down)
         return y, pull_back(jax.lax.optimization_barrier((y, dy))[1])
@@ -213,7 +214,7 @@ def test_pairs_are_grouped_by_one_call() -> None:
 
 
 def test_weights_in_fp8_alone_are_not_widened() -> None:
-    layer = jg.linen.MoEMlp(num_experts=16, top_k=2, hidden_features=2048, recipe=BLOCK, cache_kernel=True)
+    layer = jg.linen.MoEMlp(16, 2048, jg.moe.Router(2), recipe=BLOCK, cache_kernel=True)
     x = struct((64, 2048))
 
     def in_fp8(key: Any) -> Any:
@@ -284,7 +285,7 @@ def test_memory_beside_arguments_and_results() -> None:
 def test_an_mlp_without_a_recipe_keeps_less_than_with_the_derivative_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["dsv3 up"]
     ours = memory.planned_bytes(shape, "four MLPs", "bf16")
-    monkeypatch.setattr(mlp, "activate", rows.activate.__wrapped__)
+    monkeypatch.setattr(experts, "activate", rows.activate.__wrapped__)
     of_jax = memory.planned_bytes(shape, "four MLPs", "bf16")
 
     # JAX's derivative keeps 22 bytes of each number between the products, ours 6.
@@ -302,7 +303,7 @@ def test_a_layer_of_experts_keeps_its_tokens_the_input_of_swiglu_and_the_routing
     def planned(layers: int) -> int:
         def loss(x: Any, kernels: Any) -> jax.Array:
             for router, gate_up, down in kernels:
-                x = x + jg.moe.moe_mlp(x, x @ router, gate_up, down, top_k=top_k, recipe=recipe)[0]
+                x = x + jg.moe.moe_mlp(x, x @ router, gate_up, down, router=jg.moe.Router(top_k), recipe=recipe)[0]
             return norm(x)
 
         def norms(*arguments: Any) -> Any:

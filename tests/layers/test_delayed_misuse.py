@@ -156,7 +156,7 @@ class CallsMlp(nn.Module):
     """Calls a layer of a module that it keeps, the first time without an effect on the loss."""
 
     def setup(self) -> None:
-        self.mlp = jg.linen.MoEMlp(num_experts=2, top_k=1, normalize_weights=False, hidden_features=16, recipe=RECIPE)
+        self.mlp = jg.linen.MoEMlp(2, 16, jg.moe.Router(1, normalize=False), recipe=RECIPE)
 
     def again(self, x: jax.Array) -> jax.Array:
         return self.mlp(x)[0]

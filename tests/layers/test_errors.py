@@ -13,25 +13,28 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from jax_grouped.moe import Parallel, Router
 from tests.meshes import data_mesh
 
 E, K, N, F = 4, 32, 16, 16
 X, SIZES = jnp.ones((8, K)), jnp.array([3, 0, 2, 2])
-BLOCK = jg.Float8BlockScaling()
+BLOCK, ROUTER = jg.Float8BlockScaling(), Router(2)
+#: Splits `F` over two devices.
+FEATURES = dict(router=ROUTER, parallel=Parallel(features="data"))
 
 #: Constructor of each layer, by name.
 LAYERS: dict[str, Callable[..., Any]] = {
     "linen.GroupedDense": lambda **options: jg.linen.GroupedDense(**dict(features=N, num_groups=E) | options),
     "linen.GroupedKernel": lambda **options: jg.linen.GroupedKernel((E, K, N), **options),
     "linen.MoEMlp": lambda **options: jg.linen.MoEMlp(
-        **dict(num_experts=E, top_k=2, hidden_features=F) | options
+        **dict(num_experts=E, hidden_features=F, router=ROUTER) | options
     ),
     "nnx.GroupedDense": lambda **options: jg.nnx.GroupedDense(
         **dict(in_features=K, out_features=N, num_groups=E) | options, rngs=nnx.Rngs(0)
     ),
     "nnx.GroupedKernel": lambda **options: jg.nnx.GroupedKernel((E, K, N), **options, rngs=nnx.Rngs(0)),
     "nnx.MoEMlp": lambda **options: jg.nnx.MoEMlp(
-        **dict(features=K, num_experts=E, top_k=2, hidden_features=F) | options, rngs=nnx.Rngs(0)
+        **dict(features=K, num_experts=E, hidden_features=F, router=ROUTER) | options, rngs=nnx.Rngs(0)
     ),
 }  # fmt: skip
 DENSE = ["linen.GroupedDense", "nnx.GroupedDense"]
@@ -46,19 +49,14 @@ def call(layer: Any, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize(
-    ("recipe", "got"),
-    [
-        (jg.Float8BlockScaling, "the class Float8BlockScaling: pass Float8BlockScaling()"),
+def test_a_layer_is_not_made_with_what_is_no_recipe(name: str) -> None:
+    for recipe, got in (
         (jg.DelayedScaling, "the class DelayedScaling: pass DelayedScaling()"),
         ("block", "'block'"),
-    ],
-    ids=["class", "class with a state", "text"],
-)
-def test_a_layer_is_not_made_with_what_is_no_recipe(name: str, recipe: Any, got: str) -> None:
-    message = f"recipe must be a recipe such as Float8BlockScaling(), or None, got {got}."
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        LAYERS[name](recipe=recipe)
+    ):
+        message = f"recipe must be a recipe such as Float8BlockScaling(), or None, got {got}."
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            LAYERS[name](recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -86,85 +84,59 @@ def test_sizes_are_integers(name: str, size: str) -> None:
         LAYERS[name](**{size: "4"})
 
 
-#: Static fields of the mixtures by their kind.
-SIZE_FIELDS = ["num_experts", "top_k", "hidden_features", "expert_groups", "top_groups", "shared_features"]
-NUMBER_FIELDS = ["weight_scale", "capacity_factor"]
-FLAG_FIELDS = [
-    "normalize_weights", "use_bias", "cache_kernel", "quantized_exchange", "quantized_combine", "use_router_bias",
-    "use_selection_bias", "balance_sequences",
-]  # fmt: skip
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_numpy_become_those_of_python_and_booleans_are_no_numbers(name: str) -> None:
+    flags = ["use_bias", "cache_kernel"] if name in MIXTURES else ["use_bias"] if name in DENSE else []
+    sizes = dict(num_experts=E, hidden_features=F, shared_features=16) if name in MIXTURES else {}
+    options = {field: np.int64(size) for field, size in sizes.items()} | dict.fromkeys(flags, np.False_)
+
+    layer = LAYERS[name](**options)
+
+    assert not any(isinstance(value, np.generic) for value in vars(layer).values())
+    if name in MIXTURES:
+        assert call(layer, X)[0].shape == X.shape
+    for field in options:
+        value, kind = (1, "True or False") if field in flags else (True, "an integer")
+        with pytest.raises(TypeError, match=f"^{field} must be {kind}"):
+            LAYERS[name](**{field: value})
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_booleans_are_no_numbers_and_numbers_no_booleans(name: str) -> None:
-    for fields, value, kind in (
-        (SIZE_FIELDS, True, "an integer"),
-        (NUMBER_FIELDS, np.True_, "a number"),
-        (FLAG_FIELDS, 1, "True or False"),
+def test_options_are_objects(name: str) -> None:
+    for field, value, cls in (
+        ("router", 2, "Router"),
+        ("parallel", "data", "Parallel"),
+        ("parallel", None, "Parallel"),
     ):
-        for field in fields:
-            with pytest.raises(TypeError, match=f"^{field} must be {kind}"):
-                LAYERS[name](**{field: value})
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_numbers_of_numpy_become_those_of_python(name: str) -> None:
-    options = dict.fromkeys(["use_bias"], np.False_) if name in DENSE else {}
-    if name in MIXTURES:
-        sizes = dict(num_experts=4, top_k=2, hidden_features=F, expert_groups=2, top_groups=1, shared_features=16)
-        options = {field: np.int64(size) for field, size in sizes.items()}
-        options |= {field: np.float32(1.5) for field in NUMBER_FIELDS} | dict.fromkeys(FLAG_FIELDS, np.False_)
-    layer = LAYERS[name](**options)
-
-    result = call(layer, X, SIZES) if name in DENSE else call(layer, X) if name in MIXTURES else None
-
-    for field, value in vars(layer).items():
-        assert not isinstance(value, np.generic), field
-    if name in MIXTURES:
-        assert result[0].shape == X.shape
-        assert (layer.top_k, layer.weight_scale) == (2, 1.5)
+        with pytest.raises(TypeError, match=rf"^{field} must be a jax_grouped\.moe\.{cls}, got "):
+            LAYERS[name](**{field: value})
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_router_that_the_loss_does_not_train_is_warned_of_where_it_is_made(name: str) -> None:
-    with pytest.warns(UserWarning, match="^top_k=1 with normalize_weights=True makes every token's weight 1") as warned:
-        layer = LAYERS[name](top_k=1)
+    with pytest.warns(UserWarning, match="^A Router with top_k=1 and normalize=True makes every token") as warned:
+        layer = LAYERS[name](router=Router(1))
     assert [warning.filename for warning in warned] == [__file__]
 
     if isinstance(layer, nn.Module):  # Calls make copies of it, and need no more warnings.
         layer.apply(layer.init(jax.random.key(0), X), X)
-    LAYERS[name](top_k=1, normalize_weights=False)
-    LAYERS[name](top_k=1, num_experts=1)
+    LAYERS[name](router=Router(1, normalize=False))
+    LAYERS[name](router=Router(1), num_experts=1)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-@pytest.mark.parametrize("x", [1.0, jnp.float32(1), None], ids=["number", "scalar", "None"])
-def test_tokens_have_features(name: str, x: Any) -> None:
+def test_tokens_have_features_and_computations_a_type(name: str) -> None:
+    sizes = [SIZES] if name in DENSE else []
     shape = "[T, K]" if name in DENSE else "[..., K]"
-    message = "x must be an array, got None." if x is None else f"x must have shape {shape}, got ()."
-    with pytest.raises(TypeError if x is None else ValueError, match=f"^{re.escape(message)}"):
-        call(LAYERS[name](), x, *([SIZES] if name in DENSE else []))
-
-
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-@pytest.mark.parametrize(("dtype", "got"), [("bf16", "'bf16'"), (jnp.int32, "int32")], ids=["no type", "integers"])
-def test_the_type_of_the_computation_is_named(name: str, dtype: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=f"^dtype must be bfloat16, float16 or float32, got {got}."):
-        call(LAYERS[name](dtype=dtype), X, *([SIZES] if name in DENSE else []))
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(capacity_factor="1"), "capacity_factor must be a number, known when the program is traced, got '1'."),
-        (dict(weight_scale="a"), "weight_scale must be a number, known when the program is traced, got 'a'."),
-    ],
-    ids=["capacity_factor", "weight_scale"],
-)
-def test_factors_are_numbers(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        call(LAYERS[name](**options), X)
+    for x, error, message in (
+        (1.0, ValueError, f"x must have shape {shape}, got ()."),
+        (None, TypeError, "x must be an array, got None."),
+    ):
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            call(LAYERS[name](), x, *sizes)
+    for dtype, got in (("bf16", "'bf16'"), (jnp.int32, "int32")):
+        with pytest.raises(TypeError, match=f"^dtype must be bfloat16, float16 or float32, got {got}."):
+            call(LAYERS[name](dtype=dtype), X, *sizes)
 
 
 def test_tokens_of_another_size_are_refused_by_a_mixture_of_nnx() -> None:
@@ -175,10 +147,9 @@ def test_tokens_of_another_size_are_refused_by_a_mixture_of_nnx() -> None:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("use_bias", [False, True], ids=["kernels", "kernels and biases"])
-@pytest.mark.parametrize("axis", ["expert_axis", "feature_axis"])
-def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: str, use_bias: bool, axis: str) -> None:
-    layer = LAYERS[name](use_bias=use_bias, **{axis: "data"})
+@pytest.mark.parametrize("axis", ["experts", "features"])
+def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: str, axis: str) -> None:
+    layer = LAYERS[name](use_bias=True, parallel=Parallel(**{axis: "data"}))
     variables: Any
     if name == "linen.MoEMlp":
         variables = jax.eval_shape(layer.init, jax.random.key(0), X)
@@ -189,11 +160,11 @@ def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: st
         def apply(variables: Any, x: jax.Array) -> Any:
             return nnx.merge(graph, variables)(x)
 
-    tokens = P("data") if axis == "expert_axis" else P()
+    tokens = P("data") if axis == "experts" else P()
     step = jax.shard_map(
         lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(P(), tokens), out_specs=tokens
     )
-    part = "(2, 32, 2, 16), got (4, 32, 2, 16)" if axis == "expert_axis" else "(4, 32, 2, 8), got (4, 32, 2, 16)"
+    part = "(2, 32, 2, 16), got (4, 32, 2, 16)" if axis == "experts" else "(4, 32, 2, 8), got (4, 32, 2, 16)"
     message = (
         f"gate_up's kernel must be this device's part, of shape {part}: in_specs of jax.shard_map must split it over "
         "['data']."
@@ -203,7 +174,7 @@ def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: st
 
 
 def test_a_whole_bias_beside_a_part_of_its_kernel_says_what_splits_it() -> None:
-    layer = LAYERS["linen.MoEMlp"](use_bias=True, expert_axis="data")
+    layer = LAYERS["linen.MoEMlp"](use_bias=True, parallel=Parallel(experts="data"))
     variables = jax.eval_shape(layer.init, jax.random.key(0), X)
     split = {"kernel": P("data"), "bias": P()}
     specs = {"params": {"router": P(), "gate_up": split, "down": split}}
@@ -227,7 +198,7 @@ def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whol
         down = down[:, : F // 2]
 
     def step(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data")[0]
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, **FEATURES)[0]
 
     sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=(P(), specs["gate_up"], specs["down"]), out_specs=P())
     with pytest.raises(ValueError, match=rf"^{whole} must be split over the mesh axis 'data' \(in_specs of"):
@@ -236,7 +207,7 @@ def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whol
 
 def test_parts_of_a_shared_result_are_refused() -> None:
     def step(x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data", shared=shared[0])[0]
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, **FEATURES, shared=shared[0])[0]
 
     kernels = jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K))
     specs = P(), P(None, None, "data"), P(None, "data"), P("data")
@@ -265,7 +236,7 @@ def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: st
     x, gate_up, down = jnp.ones((2, 8, K)), jnp.ones((2, E, K, F)), jnp.ones((2, E, F // 2, K))
 
     def loss(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, top_k=2, feature_axis="data")[0].sum()
+        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, **FEATURES)[0].sum()
 
     def each(function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "pmap":
@@ -273,13 +244,15 @@ def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: st
         return jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 
     assert jax.eval_shape(each(loss), x, gate_up, down).shape == (2,)
-    message = "feature_axis 'data' has gradients only inside jax.shard_map with its checks on (check_vma=True), because"
+    message = (
+        "The features axis 'data' has gradients only inside jax.shard_map with its checks on (check_vma=True), because"
+    )
     for argument in range(3):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             jax.eval_shape(each(jax.grad(loss, argnums=argument)), x, gate_up, down)
 
 
 def test_one_axis_of_the_batch_is_no_sequence_of_letters() -> None:
-    layer = LAYERS["nnx.MoEMlp"](batch_axes="data")
+    layer = LAYERS["nnx.MoEMlp"](parallel=Parallel(batch="data"))
     with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here"):
         layer(X)

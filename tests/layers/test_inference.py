@@ -21,7 +21,7 @@ RECIPES = {
     "mx": jg.MXFP8BlockScaling(),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-MOE = dict(num_experts=E, top_k=2, hidden_features=F, use_bias=True)
+MOE = dict(num_experts=E, router=jg.moe.Router(2), hidden_features=F, use_bias=True)
 
 
 def tokens() -> jax.Array:
@@ -69,7 +69,9 @@ def test_nnx_layers_give_the_same_numbers(backend: str, recipe: jg.Recipe) -> No
 
 def test_kernels_take_half_the_memory_of_bfloat16_and_come_back_from_a_checkpoint(tmp_path: Any) -> None:
     recipe = RECIPES["block"]
-    layer = jg.linen.MoEMlp(num_experts=E, top_k=2, hidden_features=512, recipe=recipe, cache_kernel=True)
+    layer = jg.linen.MoEMlp(
+        num_experts=E, router=jg.moe.Router(2), hidden_features=512, recipe=recipe, cache_kernel=True
+    )
     x = jax.random.normal(jax.random.key(0), (TOKENS, 512))
     in_fp8 = jg.linen.quantize_for_inference(layer.init(jax.random.key(2), x), recipe)
 

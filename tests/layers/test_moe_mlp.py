@@ -13,14 +13,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from jax_grouped.kernels.activations import is_gated
+from jax_grouped.moe import Parallel, Router
 from tests import oracle, quantize_oracle
+from tests.activations import GPT_OSS
 from tests.exports import exported
 from tests.meshes import data_mesh, mesh_of
 
 pytestmark = pytest.mark.slow
 
 TOKENS, K, F, E, TOP_K = 24, 16, 32, 6, 2
-OPTIONS = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
+ROUTER = Router(TOP_K)
+OPTIONS = dict(num_experts=E, hidden_features=F, router=ROUTER, use_bias=True)
 BLOCK = jg.Float8BlockScaling()
 
 Params = dict[str, dict[str, jax.Array]]
@@ -45,30 +49,28 @@ def nnx_layer(of: Params | None = None, **options: Any) -> jg.nnx.MoEMlp:
 
 
 @pytest.mark.parametrize(
-    "routing",
-    [{}, dict(score="sigmoid", scale=2.5, bias=np.array([9.0, 0, 0, 0, 0, 0]))],
+    ("router", "bias"),
+    [(ROUTER, None), (Router(TOP_K, score="sigmoid", scale=2.5), np.array([9.0, 0, 0, 0, 0, 0]))],
     ids=["softmax", "sigmoid with bias and scale"],
 )
-def test_every_token_gets_the_weighted_sum_of_its_experts(backend: str, routing: dict[str, Any]) -> None:
-    bias, score, scale = (
-        routing.get(name, default) for name, default in (("bias", None), ("score", "softmax"), ("scale", 1.0))
-    )
-    layer = jg.linen.MoEMlp(**OPTIONS, score=score, weight_scale=scale, precision="highest")
+def test_every_token_gets_the_weighted_sum_of_its_experts(backend: str, router: Router, bias: Any) -> None:
+    layer = jg.linen.MoEMlp(**OPTIONS | dict(router=router), precision="highest")
 
     with jax.default_matmul_precision("highest"):
         y, metrics = jax.jit(layer.apply)({"params": params()}, x(), selection_bias=bias)
 
-    assert oracle.relative_error(y, oracle.a_loop_over_tokens(params(), x(), TOP_K, score, bias, scale)) < 1e-5
+    expected = oracle.a_loop_over_tokens(params(), x(), TOP_K, router.score, bias, router.scale)
+    assert oracle.relative_error(y, expected) < 1e-5
     assert int(jnp.sum(metrics.expert_load)) == TOKENS * TOP_K
     assert metrics.dropped.tolist() == [0]
     if bias is not None:
         assert int(metrics.expert_load[0]) == TOKENS
 
 
-@pytest.mark.parametrize("activation", ["clamped_silu_mul", "relu_squared"])
-def test_both_layers_have_the_activation_that_is_named(backend: str, activation: str) -> None:
+@pytest.mark.parametrize("activation", [GPT_OSS, "relu_squared"], ids=str)
+def test_both_layers_have_the_activation_that_is_named(backend: str, activation: Any) -> None:
     layer = jg.linen.MoEMlp(**OPTIONS, activation=activation, precision="highest")
-    halves = (2,) if activation.endswith("_mul") else ()
+    halves = (2,) if is_gated(activation) else ()
     # Numbers at both sides of the limit of clamping.
     at = jax.tree.map(lambda p: 5 * p, params())
     if not halves:
@@ -89,13 +91,13 @@ def test_both_layers_have_the_activation_that_is_named(backend: str, activation:
 
 
 def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
-    groups = dict(expert_groups=3, top_groups=1)
+    router = Router(TOP_K, groups=3, top_groups=1)
     logits = jnp.matmul(x(), params()["router"]["kernel"], precision="highest")
-    chosen = jg.moe.top_k_routing(logits, TOP_K, **groups).experts
+    chosen = jg.moe.top_k_routing(logits, router).experts
     expected = jnp.zeros(E, jnp.int32).at[chosen].add(1)
 
-    _, metrics = jg.linen.MoEMlp(**OPTIONS, **groups).apply({"params": params()}, x())
-    _, of_nnx = nnx_layer(**groups)(x())
+    _, metrics = jg.linen.MoEMlp(**OPTIONS | dict(router=router)).apply({"params": params()}, x())
+    _, of_nnx = nnx_layer(router=router)(x())
 
     np.testing.assert_array_equal(chosen[:, 0] // 2, chosen[:, 1] // 2)
     np.testing.assert_array_equal(metrics.expert_load, expected)
@@ -132,9 +134,10 @@ SHARED = ("shared_gate_up", "shared_down")
 
 
 def test_a_selection_bias_is_kept_in_the_layer_and_moved_against_the_load(backend: str) -> None:
-    layer = jg.linen.MoEMlp(**OPTIONS, use_selection_bias=True)
+    options = OPTIONS | dict(router=Router(TOP_K, use_selection_bias=True))
+    layer = jg.linen.MoEMlp(**options)
     state = layer.init(jax.random.key(0), x())[jg.linen.ROUTER_STATE]
-    model = jg.nnx.MoEMlp(K, **OPTIONS, use_selection_bias=True, rngs=nnx.Rngs(0))
+    model = jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
     jg.nnx.load_variables(model, {"params": params()})
 
     @jax.jit
@@ -183,14 +186,16 @@ def test_the_parameters_are_those_of_dense_experts() -> None:
         "down": {"kernel": (E, F, K), "bias": (E, K)},
     }
     assert shapes({}) == expected
-    assert shapes(dict(expert_axis="no such axis", feature_axis="nor this")) == expected
+    assert shapes(dict(parallel=Parallel(experts="no such axis", features="nor this"))) == expected
     assert nnx.to_pure_dict(jax.tree.map(jnp.shape, nnx.state(nnx_layer()))) == expected
     kernel = jg.linen.default_kernel_init(jax.random.key(0), (2, 64, 2, 128))
     np.testing.assert_allclose(kernel.std(), 64**-0.5, rtol=0.05)
 
 
 def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) -> None:
-    model, whole = (jg.linen.MoEMlp(**OPTIONS, capacity_factor=factor) for factor in (0.5, 1.0))
+    model, whole = (
+        jg.linen.MoEMlp(**OPTIONS | dict(router=Router(TOP_K, capacity_factor=factor))) for factor in (0.5, 1.0)
+    )
     # Every token prefers the first two experts.
     at = params() | {"router": {"kernel": jnp.zeros((K, E)).at[:, :2].set(10 * jnp.sign(x().sum()))}}
     positive = jnp.abs(x()) * jnp.sign(x().sum())
@@ -208,9 +213,9 @@ def test_what_a_capacity_factor_drops_is_counted_and_adds_nothing(backend: str) 
     np.testing.assert_allclose(y[kept], expected[kept], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("activation", "gate"), [("silu_mul", (None,)), ("relu", ())])
+@pytest.mark.parametrize(("activation", "gate"), [("swiglu", (None,)), ("relu", ())])
 def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[None, ...]) -> None:
-    added = dict(use_router_bias=True, use_selection_bias=True, shared_features=F)
+    added = dict(router=Router(TOP_K, use_bias=True, use_selection_bias=True), shared_features=F)
     options = OPTIONS | added | dict(activation=activation, logical_axes=("expert", "embed", "mlp"))
     expected = {
         "router": {"kernel": P("embed", None), "bias": P(None)},
@@ -280,7 +285,7 @@ def test_what_nothing_can_accumulate_into_is_named(into: dict[str, jax.Array], m
 
 
 def test_an_expert_axis_of_one_device_exchanges_nothing() -> None:
-    layer = jg.linen.MoEMlp(**OPTIONS, expert_axis="data")
+    layer = jg.linen.MoEMlp(**OPTIONS, parallel=Parallel(experts="data"))
     specs = {"params": {name: P() if name == "router" else P("data") for name in params()}}
 
     def result(variables: Any, x: jax.Array) -> jax.Array:
@@ -300,7 +305,7 @@ def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
 
         return jax.grad(loss)(params)
 
-    split = functools.partial(gradients, devices=2, expert_axis="expert", batch_axes=("expert",))
+    split = functools.partial(gradients, devices=2, parallel=Parallel(experts="expert", batch="expert"))
     specs = {name: P() if name == "router" else P("expert") for name in params()}
     mesh = mesh_of({"expert": 2, "other": 2})
     sharded = jax.shard_map(split, mesh=mesh, in_specs=(specs, P("expert")), out_specs=specs, axis_names={"expert"})
@@ -315,8 +320,8 @@ def test_an_expert_axis_among_axes_that_shard_map_leaves_alone() -> None:
 def test_gradients_of_split_experts_without_checks_are_those_of_one_device(name: str) -> None:
     devices = 2
     mesh = data_mesh(devices)
-    options = OPTIONS | dict(activation="gelu_mul")
-    split = jg.linen.MoEMlp(**options, expert_axis="data", batch_axes=("data",))
+    options = OPTIONS | dict(activation="geglu")
+    split = jg.linen.MoEMlp(**options, parallel=Parallel(experts="data", batch="data"))
     own = {name: name != "router" for name in params()}
 
     def gradients(layer: Any, params: Params, x: jax.Array, *, devices: int) -> Params:
@@ -397,16 +402,14 @@ def test_a_rematerialised_step_is_exported_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(capacity_factor=0), "capacity_factor must be a positive number, or None"),
-        (dict(top_k=E + 1), "top_k must be at most the 6 experts"),
-        (dict(score="tanh"), "score must be one of"),
-        (dict(activation="swish"), r"^activation must be one of \(.*\), got 'swish'\.$"),
+        (dict(router=Router(E + 1)), "top_k must be at most the 6 experts"),
+        (dict(activation="swish"), r"^activation must be one of \(.*\), a jax_grouped.SwiGLU, got 'swish'\.$"),
         (dict(cache_kernel=True), "cache_kernel=True, and that needs a recipe, or a dtype"),
         (dict(recipe=BLOCK, hidden_features=20), "^hidden_features must be a multiple of 16 with a recipe, got 20.$"),
-        (dict(expert_axis="expert"), "no mesh axis 'expert' here: put all arrays on one mesh"),
+        (dict(parallel=Parallel(experts="expert")), "no mesh axis 'expert' here: put all arrays on one mesh"),
         (dict(logical_axes=("expert", "embed")), "logical_axes must name the axes of experts, K and F, got"),
         (dict(logical_axes=3), "logical_axes must name the axes of experts, K and F, got 3"),
-        (dict(feature_axis="model"), "no mesh axis 'model' here: put all arrays on one mesh"),
+        (dict(parallel=Parallel(features="model")), "no mesh axis 'model' here: put all arrays on one mesh"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -424,28 +427,24 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
 def test_functions_take_numbers_of_numpy_and_no_booleans_for_numbers() -> None:
     gate_up, down = params()["gate_up"]["kernel"], params()["down"]["kernel"]
     logits = jax.random.normal(jax.random.key(3), (TOKENS, E))
-    sizes = dict(top_k=2, expert_groups=3, top_groups=2, num_sequences=4)
-    factors = dict(capacity_factor=0.75, weight_scale=2.0)
-    of_numpy = {name: np.int64(size) for name, size in sizes.items()}
-    of_numpy |= {name: np.float32(factor) for name, factor in factors.items()}
-    moe = functools.partial(jg.moe.moe_mlp, x(), logits, gate_up, down)
+    moe = functools.partial(jg.moe.moe_mlp, x(), logits, gate_up, down, router=ROUTER)
+    experts = jg.moe.top_k_routing(logits, ROUTER).experts
 
-    jax.tree.map(np.testing.assert_array_equal, moe(**of_numpy, quantized_combine=np.False_), moe(**sizes, **factors))
-    experts = jg.moe.top_k_routing(logits, np.int32(2)).experts
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        jg.moe.group_by_expert(experts, np.int64(E), capacity=np.uint8(40)),
-        jg.moe.group_by_expert(experts, E, capacity=40),
-    )
-    for name in of_numpy:
-        with pytest.raises(TypeError, match=f"^{name} must be an? (integer|number), known when .*, got True"):
-            moe(**(sizes | {name: True}))
-    for options in (dict(num_experts=True), dict(num_experts=E, capacity=True)):
+    for got, expected in (
+        (moe(num_sequences=np.int64(4)), moe(num_sequences=4)),
+        (
+            jg.moe.group_by_expert(experts, np.int64(E), capacity=np.uint8(40)),
+            jg.moe.group_by_expert(experts, E, capacity=40),
+        ),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    for call in (
+        lambda: moe(num_sequences=True),
+        lambda: jg.moe.group_by_expert(experts, True),
+        lambda: jg.moe.group_by_expert(experts, E, capacity=True),
+    ):
         with pytest.raises(TypeError, match=r"must be an integer, known when .*, got True"):
-            jg.moe.group_by_expert(experts, **options)
-    for flag in ("normalize_weights", "quantized_exchange", "quantized_combine"):
-        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got 1"):
-            moe(**sizes, **{flag: 1})
+            call()
 
 
 @pytest.mark.parametrize(
@@ -454,10 +453,9 @@ def test_functions_take_numbers_of_numpy_and_no_booleans_for_numbers() -> None:
     ids=lambda recipe: type(recipe).__name__,
 )
 def test_a_step_with_mixed_types_is_traced_where_promotion_is_strict(recipe: jg.Recipe | None) -> None:
-    flags = ["use_bias", "use_router_bias", "use_selection_bias", "balance_sequences"]
-    layer = jg.linen.MoEMlp(
-        4, 2, 16, score="sigmoid", recipe=recipe, shared_features=16, capacity_factor=0.9, **dict.fromkeys(flags, True)
-    )
+    flags = dict.fromkeys(["use_bias", "use_selection_bias", "balance_sequences"], True)
+    router = Router(2, score="sigmoid", capacity_factor=0.9, **flags)
+    layer = jg.linen.MoEMlp(4, 16, router, recipe=recipe, shared_features=16, use_bias=True)
     tokens = jnp.ones((2, 8, 32), jnp.bfloat16)
     optimizer = jg.overwrite_with_gradient(optax.sgd(0.1), every=2)
 

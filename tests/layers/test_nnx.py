@@ -125,7 +125,7 @@ def value_and_gradients(model: Model, x: jax.Array, targets: jax.Array) -> tuple
 
 
 def test_models_with_a_mixture_are_tabulated() -> None:
-    layer = jg.nnx.MoEMlp(16, num_experts=4, top_k=2, hidden_features=16, rngs=nnx.Rngs(0))
+    layer = jg.nnx.MoEMlp(16, num_experts=4, router=jg.moe.Router(2), hidden_features=16, rngs=nnx.Rngs(0))
 
     table = nnx.tabulate(layer, jnp.ones((8, 16)))
 

@@ -15,7 +15,7 @@ import jax_grouped as jg
 from tests.parallel.programs import batches, filled
 
 LAYERS, K = 2, 16
-OPTIONS = dict(num_experts=4, top_k=2, hidden_features=32)
+OPTIONS = dict(num_experts=4, router=jg.moe.Router(2), hidden_features=32)
 
 
 class LinenBlock(nn.Module):

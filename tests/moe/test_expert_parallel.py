@@ -14,14 +14,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.moe import drops
+from jax_grouped.moe import Parallel, Router, drops
 from tests import oracle
 from tests.meshes import data_mesh, typed_mesh
 
 T, K, F, E, TOP_K = 32, 32, 16, 4, 2
 DEVICES = 2
 SPLIT = (P("data"),) * 4
-LAYER = dict(top_k=TOP_K, precision="highest", activation="gelu_mul")
+ROUTER = Router(TOP_K)
+LAYER = dict(router=ROUTER, precision="highest", activation="geglu")
 
 
 def arrays(dtype: Any = jnp.float32) -> list[jax.Array]:
@@ -47,7 +48,7 @@ def test_results_and_gradients_are_those_of_one_device(method: str) -> None:
     def gradients(*arrays: jax.Array, **options: Any) -> Any:
         return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
 
-    split = on_devices(functools.partial(gradients, expert_axis="data", exchange_method=method))
+    split = on_devices(functools.partial(gradients, parallel=Parallel(experts="data", exchange=method)))
 
     got, (y, load) = split(*arrays())
 
@@ -65,7 +66,8 @@ def test_shard_map_outside_of_jit_gives_what_it_gives_inside(layer: str) -> None
             return jg.grouped_dense(x, gate_up, sizes, recipe=recipe)
         if layer == "grouped_mlp":
             return jg.moe.grouped_mlp(x, gate_up, down, sizes, recipe=recipe)
-        return jg.moe.moe_mlp(x, logits, gate_up, down, top_k=TOP_K, expert_axis="data", recipe=recipe)[0]
+        options = dict(router=ROUTER, parallel=Parallel(experts="data"), recipe=recipe)
+        return jg.moe.moe_mlp(x, logits, gate_up, down, **options)[0]
 
     split = jax.shard_map(result, mesh=data_mesh(DEVICES), in_specs=SPLIT, out_specs=P("data"))
 
@@ -74,7 +76,7 @@ def test_shard_map_outside_of_jit_gives_what_it_gives_inside(layer: str) -> None
 
 def test_debug_nans_finds_none_in_rows_of_no_expert() -> None:
     def residuals(x: jax.Array, *rest: jax.Array) -> Any:
-        y, pull_back = jax.vjp(lambda x: jg.moe.moe_mlp(x, *rest, expert_axis="data", **LAYER)[0], x)
+        y, pull_back = jax.vjp(lambda x: jg.moe.moe_mlp(x, *rest, parallel=Parallel(experts="data"), **LAYER)[0], x)
         return y, jax.tree.leaves(pull_back)
 
     def whole() -> Any:
@@ -92,7 +94,9 @@ def test_parts_of_sums_are_added_in_float32() -> None:
         return jg.moe.moe_mlp(*arrays, **LAYER, **options)[0]
 
     exact = result(*arrays()).astype(jnp.bfloat16)
-    got = on_devices(functools.partial(result, expert_axis="data", exchange_method="gather"))(*arrays(jnp.bfloat16))
+    got = on_devices(functools.partial(result, parallel=Parallel(experts="data", exchange="gather")))(
+        *arrays(jnp.bfloat16)
+    )
     on_one = result(*arrays(jnp.bfloat16))
 
     def error(y: jax.Array) -> float:
@@ -112,10 +116,11 @@ def test_who_is_dropped_does_not_depend_on_the_device_that_a_token_is_on(method:
         for shape in ((tokens, 16), (tokens, experts), (experts, 16, 32), (experts, 16, 16))
     )
     logits += 0.5 * rng.standard_normal(experts, np.float32)
-    layer = functools.partial(jg.moe.moe_mlp, top_k=top_k)
+    parallel = Parallel(experts="data", exchange=method)
 
-    def on_mesh(*arrays: jax.Array, **options: Any) -> Any:
-        return layer(*arrays, expert_axis="data", exchange_method=method, drop_by=drop_by, **options)
+    def on_mesh(*arrays: jax.Array, capacity_factor: float) -> Any:
+        router = Router(top_k, drop_by=drop_by, capacity_factor=capacity_factor)
+        return jg.moe.moe_mlp(*arrays, router=router, parallel=parallel)
 
     mesh = data_mesh(devices)
     placed = [jax.device_put(of, NamedSharding(mesh, P("data"))) for of in (x, logits, gate_up, down)]
@@ -134,7 +139,7 @@ def test_who_is_dropped_does_not_depend_on_the_device_that_a_token_is_on(method:
     surplus = int(jnp.sum(jnp.maximum(wanted - capacity, 0)))
     assert surplus <= int(metrics.dropped.sum()) <= surplus + unused * int(jnp.sum(wanted > capacity))
     # Early and late tokens of a device lose alike: those without any row, or with fewer, are in both halves.
-    whole = layer(x, logits, gate_up, down)[0]
+    whole = jg.moe.moe_mlp(x, logits, gate_up, down, router=Router(top_k))[0]
     changed = jnp.any(jnp.abs(y - whole) > 1e-4, axis=1).reshape(devices, 2, -1).sum(axis=(0, 2))
     assert 0.7 < changed[0] / changed[1] < 1.4
 
@@ -164,16 +169,16 @@ def test_the_smallest_weights_are_dropped_first(devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "roles"),
+    ("kind", "tokens", "options"),
     [
-        ("auto", 45, dict(expert_axis="b", batch_axes="a")),
-        ("explicit", 1, dict(expert_axis="b", batch_axes="a", exchange_method="padded")),
-        ("auto", 1, dict(fsdp_axis="b", batch_axes="a", capacity_factor=8.0)),
-        ("explicit", 42, dict(feature_axis="b", batch_axes="a")),
+        ("auto", 45, dict(parallel=Parallel(experts="b", batch="a"))),
+        ("explicit", 1, dict(parallel=Parallel(experts="b", batch="a", exchange="padded"))),
+        ("auto", 1, dict(parallel=Parallel(fsdp="b", batch="a"), router=Router(TOP_K, capacity_factor=8.0))),
+        ("explicit", 42, dict(parallel=Parallel(features="b", batch="a"))),
     ],
-    ids=str,
+    ids=["experts", "exchanged rows", "fsdp", "features"],
 )
-def test_devices_need_not_divide_the_tokens(kind: str, tokens: int, roles: dict[str, Any]) -> None:
+def test_devices_need_not_divide_the_tokens(kind: str, tokens: int, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     x, logits = (rng.standard_normal((tokens, features), np.float32) for features in (K, E))
     kernels = [0.2 * of for of in arrays()[2:]]  # Sines of large numbers would differ.
@@ -181,24 +186,20 @@ def test_devices_need_not_divide_the_tokens(kind: str, tokens: int, roles: dict[
 
     def step(*arrays: jax.Array, **options: Any) -> Any:
         def loss(*arrays: jax.Array) -> Any:
-            y, metrics = jg.moe.moe_mlp(*arrays, shared=arrays[0], **LAYER, **options)
+            y, metrics = jg.moe.moe_mlp(*arrays, shared=arrays[0], **LAYER | options)
             return jnp.sum(jnp.sin(y)) + metrics.balance_loss + 0.1 * metrics.z_loss, (y, metrics.expert_load)
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
 
     placed = [jax.device_put(of, NamedSharding(mesh, P())) for of in (x, logits, *kernels)]
-    got = jax.jit(functools.partial(step, **roles))(*placed)
+    got = jax.jit(functools.partial(step, **options))(*placed)
 
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(x, logits, *kernels)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(
-    ("kind", "roles"),
-    [("auto", dict(expert_axis="b")), ("explicit", dict(fsdp_axis="b")), ("auto", dict(feature_axis="b"))],
-    ids=str,
-)
-def test_a_stage_of_a_pipeline_splits_its_experts(kind: str, roles: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("kind", "role"), [("auto", "experts"), ("explicit", "fsdp"), ("auto", "features")], ids=str)
+def test_a_stage_of_a_pipeline_splits_its_experts(kind: str, role: str) -> None:
     mesh = typed_mesh(kind, {"stage": 2, "b": 4})
     rng = np.random.default_rng(1)
     stages = [0.3 * jnp.stack([of, jnp.asarray(rng.permutation(of))]) for of in arrays()]
@@ -211,7 +212,11 @@ def test_a_stage_of_a_pipeline_splits_its_experts(kind: str, roles: dict[str, An
         return jax.jit(jax.value_and_grad(lambda *of: jnp.sum(jnp.sin(run(*of))), argnums=(0, 1, 2, 3)))(*arrays)
 
     split = jax.shard_map(
-        functools.partial(stage, **roles), mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}
+        functools.partial(stage, parallel=Parallel(**{role: "b"})),
+        mesh=mesh,
+        in_specs=P("stage"),
+        out_specs=P("stage"),
+        axis_names={"stage"},
     )
     placed = [jax.device_put(of, NamedSharding(mesh, P("stage"))) for of in stages]
     got = gradients(split, *placed)
@@ -221,16 +226,10 @@ def test_a_stage_of_a_pipeline_splits_its_experts(kind: str, roles: dict[str, An
         assert oracle.relative_error(a, b) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "value"), [("exchange_method", "ring"), ("drop_by", "last")])
-def test_ways_that_do_not_exist_are_refused(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{value}'"):
-        jg.moe.moe_mlp(*arrays(), top_k=TOP_K, **{name: value})
-
-
 @pytest.mark.parametrize("method", ["gather", "padded"])
 def test_products_expect_an_even_share_of_rows_whatever_their_capacity(method: str) -> None:
     def result(*arrays: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(*arrays, **LAYER, expert_axis="data", exchange_method=method)[0]
+        return jg.moe.moe_mlp(*arrays, **LAYER, parallel=Parallel(experts="data", exchange=method))[0]
 
     program = str(jax.make_jaxpr(on_devices(result))(*arrays()))
 
@@ -241,7 +240,7 @@ def test_products_expect_an_even_share_of_rows_whatever_their_capacity(method: s
 def test_a_gather_sends_each_token_once_to_each_device() -> None:
     def gradient(*arrays: jax.Array) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
-            options = dict(expert_axis="data", exchange_method="gather", **LAYER)
+            options = dict(parallel=Parallel(experts="data", exchange="gather"), **LAYER)
             return jnp.sum(jg.moe.moe_mlp(x, *arrays[1:], **options)[0].astype(jnp.float32))
 
         return jax.grad(loss)(arrays[0])
@@ -255,8 +254,8 @@ def test_a_gather_sends_each_token_once_to_each_device() -> None:
 
 @pytest.mark.parametrize("method", ["gather", "padded"])
 def test_quantized_exchange_loses_nothing_that_fp8_keeps(method: str) -> None:
-    (y, dx, *dkernels), narrow_bytes = exchanged(method, quantized_exchange=True)
-    (wide_y, wide_dx, *wide_dkernels), wide_bytes = exchanged(method, quantized_exchange=False)
+    (y, dx, *dkernels), narrow_bytes = exchanged(method)
+    (wide_y, wide_dx, *wide_dkernels), wide_bytes = exchanged(method, dispatch="input")
 
     # Products of tokens quantize the same blocks again.
     np.testing.assert_array_equal(y, wide_y)
@@ -269,9 +268,9 @@ def test_quantized_exchange_loses_nothing_that_fp8_keeps(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["gather", "padded"])
 def test_quantized_combine_rounds_what_returns(method: str) -> None:
-    (y, dx, *dkernels), narrow_bytes = exchanged(method, quantized_combine=True)
+    (y, dx, *dkernels), narrow_bytes = exchanged(method, combine="fp8")
     wide_y, wide_dx, *wide_dkernels = exchanged(method)[0]
-    _, wide_bytes = exchanged(method, quantized_exchange=False)
+    _, wide_bytes = exchanged(method, dispatch="input")
 
     # A float8_e4m3fn has three bits after the first: its largest error is 1/16, its root mean square about 1/40.
     for narrow, wide in ((y, wide_y), (dx, wide_dx)):
@@ -281,7 +280,7 @@ def test_quantized_combine_rounds_what_returns(method: str) -> None:
     assert narrow_bytes < 0.53 * wide_bytes
 
 
-def exchanged(method: str, **options: bool) -> tuple[list[jax.Array], int]:
+def exchanged(method: str, **types: str) -> tuple[list[jax.Array], int]:
     """Returns the result and gradients of a layer with block scaling, and the bytes that its devices send."""
     features = 256  # Two blocks.
     rng = np.random.default_rng(1)
@@ -295,9 +294,8 @@ def exchanged(method: str, **options: bool) -> tuple[list[jax.Array], int]:
 
     def results(x: jax.Array, logits: jax.Array, *kernels: jax.Array) -> Any:
         def layer(x: jax.Array, *kernels: jax.Array) -> jax.Array:
-            of_axis = dict(expert_axis="data", exchange_method=method)
-            recipe = jg.Float8BlockScaling()
-            return jg.moe.moe_mlp(x, logits, *kernels, top_k=TOP_K, recipe=recipe, **of_axis, **options)[0]
+            parallel, recipe = Parallel(experts="data", exchange=method, **types), jg.Float8BlockScaling()
+            return jg.moe.moe_mlp(x, logits, *kernels, router=ROUTER, parallel=parallel, recipe=recipe)[0]
 
         y, pull = jax.vjp(layer, x, *kernels)
         # A gradient of the result that does not depend on how the result was rounded.

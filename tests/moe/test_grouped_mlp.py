@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.kernels.activations import is_gated
+from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.ops.rows import activate
 from tests import oracle, quantize_oracle
-from tests.activations import by_jax
+from tests.activations import GPT_OSS, by_jax
 from tests.meshes import data_mesh
 from tests.ops.quantize_cases import each_activation, some
 from tests.programs import custom_calls, lowered, struct
@@ -38,7 +38,7 @@ Arrays = dict[str, jax.Array]
 
 
 @functools.cache
-def arrays(dtype: str = "float32", activation: str = "silu_mul") -> Arrays:
+def arrays(dtype: str = "float32", activation: Activation = "swiglu") -> Arrays:
     """Returns tokens with NaN in the tail, and weights; those of the second expert are a hundred times as large."""
     features = 2 * F if is_gated(activation) else F
     keys = jax.random.split(jax.random.key(0), 6)
@@ -67,19 +67,19 @@ def states(recipe: Any) -> tuple[Any, Any]:
     return fp8_state(**up), fp8_state(**{**vars(initial), "input_amax_history": 500 * history})
 
 
-def fused(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: str = "silu_mul") -> jax.Array:
+def fused(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: Activation = "swiglu") -> jax.Array:
     up = moe.Weights(a["gate_up"], a["gate_up_bias"], fp8_state=up_state)
     down = moe.Weights(a["down"], a["down_bias"], fp8_state=down_state)
     return moe.grouped_mlp(a["x"], up, down, SIZES, activation=activation, recipe=recipe)
 
 
-def composed(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: str = "silu_mul") -> jax.Array:
+def composed(recipe: Any, a: Arrays, up_state: Any, down_state: Any, activation: Activation = "swiglu") -> jax.Array:
     dense = functools.partial(jg.grouped_dense, group_sizes=SIZES, recipe=recipe)
     hidden = dense(a["x"], a["gate_up"], bias=a["gate_up_bias"], fp8_state=up_state)
     return dense(activate(hidden, activation), a["down"], bias=a["down_bias"], fp8_state=down_state)
 
 
-def forward_and_backward(mlp: Callable, recipe: Any, activation: str = "silu_mul") -> Callable:
+def forward_and_backward(mlp: Callable, recipe: Any, activation: Activation = "swiglu") -> Callable:
     @jax.jit
     def run(a: Arrays, *states: Any) -> tuple[jax.Array, Any]:
         function = functools.partial(mlp, recipe, activation=activation)
@@ -90,7 +90,7 @@ def forward_and_backward(mlp: Callable, recipe: Any, activation: str = "silu_mul
 
 
 @functools.cache
-def fused_in_float32(backend: str, name: str, activation: str = "silu_mul") -> Any:
+def fused_in_float32(backend: str, name: str, activation: Activation = "swiglu") -> Any:
     del backend
     a = arrays("float32", activation)
     return forward_and_backward(fused, RECIPES[name], activation)(a, *states(RECIPES[name]))
@@ -102,13 +102,13 @@ def test_result_gradients_and_states_are_those_of_the_parts(backend: str, names:
         check_parts(backend, name)
 
 
-@pytest.mark.parametrize("activation", ["clamped_silu_mul", "relu_squared"])
-def test_other_activations_have_the_results_and_gradients_of_their_parts(backend: str, activation: str) -> None:
+@pytest.mark.parametrize("activation", [GPT_OSS, "relu_squared"], ids=str)
+def test_other_activations_have_the_results_and_gradients_of_their_parts(backend: str, activation: Activation) -> None:
     for name in some(backend, ["block", "delayed"], 0):
         check_parts(backend, name, activation)
 
 
-def check_parts(backend: str, name: str, activation: str = "silu_mul") -> None:
+def check_parts(backend: str, name: str, activation: Activation = "swiglu") -> None:
     # In float32 nothing is rounded between the parts, so quantization sees the same numbers but for the activation's
     # last bit.
     recipe = RECIPES[name]
@@ -125,7 +125,7 @@ def check_parts(backend: str, name: str, activation: str = "silu_mul") -> None:
 
 
 @each_activation
-def test_each_expert_is_a_network_with_its_activation(backend: str, activation: str) -> None:
+def test_each_expert_is_a_network_with_its_activation(backend: str, activation: Activation) -> None:
     a = {key: np.asarray(value, np.float64) for key, value in arrays("bfloat16", activation).items()}
 
     y = jax.jit(functools.partial(fused, None, activation=activation))(arrays("bfloat16", activation), None, None)
@@ -136,8 +136,8 @@ def test_each_expert_is_a_network_with_its_activation(backend: str, activation: 
     oracle.assert_groups_close(y, oracle.add_bias(down, a["down_bias"], SIZES), SIZES, E, 0.02)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("block", "silu_mul"), ("delayed", "silu_mul"), ("block", "gelu")])
-def test_an_activation_and_its_gradient_are_never_written_in_a_wider_type(name: str, activation: str) -> None:
+@pytest.mark.parametrize(("name", "activation"), [("block", "swiglu"), ("delayed", "swiglu"), ("block", "gelu")])
+def test_an_activation_and_its_gradient_are_never_written_in_a_wider_type(name: str, activation: Activation) -> None:
     run = forward_and_backward(fused, RECIPES[name], activation)
 
     program = str(run.trace(arrays("bfloat16", activation), *states(RECIPES[name])).jaxpr)
@@ -233,11 +233,11 @@ def test_without_a_recipe_swiglu_keeps_only_the_first_products_result(layers: Ca
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    return activate(gate_up, "silu_mul")
+    return activate(gate_up, "swiglu")
 
 
 def swiglu_by_jax(gate_up: jax.Array) -> jax.Array:
-    return by_jax(gate_up.astype(jnp.float32), "silu_mul").astype(gate_up.dtype)
+    return by_jax(gate_up.astype(jnp.float32), "swiglu").astype(gate_up.dtype)
 
 
 TRANSFORMATIONS: dict[str, Callable[[Callable], Callable]] = {
@@ -282,12 +282,12 @@ def test_the_gradient_of_swiglu_is_rounded_once(dtype: str) -> None:
     [
         (
             dict(gate_up=jnp.ones((E, K, 2 * F - 16))),
-            r"shapes \[E, K, 2 F\] and \[E, F, N\] for silu_mul, got \(4, 48, 272\) and \(4, 144, 32\)\.$",
+            r"shapes \[E, K, 2 F\] and \[E, F, N\] for swiglu, got \(4, 48, 272\) and \(4, 144, 32\)\.$",
         ),
         (dict(activation="relu"), r"shapes \[E, K, F\] and \[E, F, N\] for relu, got \(4, 48, 288\) and"),
         (
             dict(activation="swish"),
-            r"^activation must be one of \('silu_mul', 'gelu_mul', .*, 'relu_squared'\), got 'swish'\.$",
+            r"^activation must be one of \('swiglu', .*, 'relu_squared'\), a jax_grouped.SwiGLU, got 'swish'\.$",
         ),
         (dict(down=jnp.ones((E - 1, F, N))), r"shapes \[E, K, 2 F\] and \[E, F, N\]"),
         (dict(gate_up=jnp.ones((E, K + 1, 2 * F))), r"gate_up.shape\[1\] must equal x.shape\[1\] \(K\)"),

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_grouped as jg
+from tests.activations import GPT_OSS
 from tests.meshes import mesh_of
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH = 32, 24, 8, 3, 2, 10
@@ -261,9 +262,15 @@ def test_deepseek_without_groups_and_shared_experts() -> None:
     options = jg.moe.huggingface_options(config)
     variables = jg.moe.from_huggingface(state | {"gate.e_score_correction_bias": bias}, config)
 
-    assert options["shared_features"] is options["expert_groups"] is None
+    assert options["shared_features"] is options["router"].groups is None
     assert variables["router_state"]["selection_bias"].dtype == np.float32
     assert {*jg.moe.to_huggingface(variables, config)} == {*state}
+
+
+def test_gpt_oss_with_other_numbers() -> None:
+    assert jg.moe.huggingface_options(CONFIGS["gpt_oss"])["activation"] == GPT_OSS
+    options = jg.moe.huggingface_options(CONFIGS["gpt_oss"] | dict(swiglu_limit=5.0))
+    assert options["activation"] == jg.SwiGLU(5.0, alpha=1.702, offset=1.0)
 
 
 @pytest.mark.parametrize(
@@ -300,17 +307,12 @@ def test_weights_that_do_not_fit_are_named(
         (dict(num_experts_per_tok=None), KeyError, "The configuration has no num_experts_per_tok."),
         (dict(num_experts=None), KeyError, "no num_local_experts or num_experts or n_routed_experts."),
         (
-            dict(model_type="gpt_oss", swiglu_limit=5.0),
-            ValueError,
-            r"swiglu_alpha and swiglu_limit must be \(1.702, 7.0\), got \(1.702, 5.0\).",
-        ),
-        (
             CONFIGS["deepseek_v3"] | dict(scoring_func="softmax"),
             ValueError,
             "scoring_func must be \"sigmoid\", got 'softmax'.",
         ),
     ],
-    ids=["model", "activation", "choices", "experts", "constants", "scores"],
+    ids=["model", "activation", "choices", "experts", "scores"],
 )
 def test_configurations_that_do_not_fit_are_refused(
     change: dict[str, Any], error: type[Exception], message: str

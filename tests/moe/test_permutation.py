@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped.moe import moe_mlp, permutation
+from jax_grouped.moe import Router, moe_mlp, permutation
 from jax_grouped.moe.permutation import Permutation
 from tests import oracle
 from tests.exports import exported
@@ -384,7 +384,7 @@ def test_the_number_of_tokens_must_be_known(whole: bool) -> None:
 
     def layer(x: jax.Array, experts: jax.Array) -> Any:
         if whole:
-            return moe_mlp(x, x[:, :4], *kernels, top_k=2)
+            return moe_mlp(x, x[:, :4], *kernels, router=Router(2))
         return permutation.group_by_expert(experts, 4)
 
     arguments = jax.ShapeDtypeStruct((tokens, 32), jnp.float32), jax.ShapeDtypeStruct((tokens, 2), jnp.int32)

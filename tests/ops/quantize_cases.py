@@ -1,7 +1,7 @@
 """Code shared by the tests of quantization: inputs that hide nothing, and the comparison of every specified byte."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -12,13 +12,13 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.kernels.activations import Activation, is_gated
-from tests import quantize_oracle
+from jax_grouped.kernels.activations import Activation, ActivationName, SwiGLU, is_gated
+from tests import activations, quantize_oracle
 from tests.operands import random_operands
 from tests.quantize_oracle import assert_same_bits
 
 MODES = list(ScalingMode)
-ACTIVATIONS = get_args(Activation)
+ACTIVATIONS: tuple[Activation, ...] = (*get_args(ActivationName), *activations.WITH_NUMBERS)
 FP8_TYPES = ["float8_e4m3fn", "float8_e5m2"]
 INPUT_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -26,16 +26,19 @@ INPUT_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32":
 SHAPE = shapes.Shape("unaligned", num_groups=5, tokens=300, K=144, N=1)
 
 each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 each_type = pytest.mark.parametrize("dtype", FP8_TYPES)
 
 T = TypeVar("T")
 
 
-def some(backend: str, choices: Sequence[T], index: int) -> Sequence[T]:
-    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns one choice, by the
-    index: every other one would cost a second of compilation, and shares its code with this one."""
-    return choices if backend == "cuda" else [choices[index % len(choices)]]
+def some(backend: str, choices: Iterable[T], index: int, count: int = 1) -> Sequence[T]:
+    """Returns all choices for CUDA kernels, where each may have its own code. For plain JAX, returns `count`, from the
+    index on: every other one would cost a second of compilation, and shares its code with these."""
+    choices = list(choices)
+    if backend == "cuda":
+        return choices
+    return [choices[(index + i * len(choices) // count) % len(choices)] for i in range(count)]
 
 
 def tokens(
@@ -100,9 +103,9 @@ def awkward_values() -> dict[str, np.ndarray]:
 
 
 def edges_of_clamping(dtype: str) -> np.ndarray:
-    """Returns inputs of `clamped_silu_mul` at its limit, next to it, beyond it and not finite: `[16, 32]`, every gate
+    """Returns inputs of `GPT_OSS` at its limit, next to it, beyond it and not finite: `[16, 32]`, every gate
     with every factor."""
-    limit = np.array(quantize_oracle.LIMIT, INPUT_TYPES[dtype])
+    limit = np.array(activations.GPT_OSS.limit, INPUT_TYPES[dtype])
     around = [np.nextafter(limit, 0 * limit), limit, np.nextafter(limit, 2 * limit)]
     magnitudes = np.array([0.5, 1, *around, 8, np.inf], limit.dtype)
     edges = np.concatenate([-magnitudes, magnitudes, np.array([0, np.nan], limit.dtype)])
@@ -121,7 +124,7 @@ class Expected:
     error: np.ndarray
 
     @classmethod
-    def forward(cls, activation: str, x: np.ndarray) -> "Expected":
+    def forward(cls, activation: Activation, x: np.ndarray) -> "Expected":
         values, size = quantize_oracle.activation(activation, x), _size(activation, x)
         if is_gated(activation):
             gate, factor = np.split(size, 2, axis=1)
@@ -129,10 +132,10 @@ class Expected:
         return cls(values, 1e-5 * np.abs(values) + 2e-6 * size)
 
     @classmethod
-    def backward(cls, activation: str, dy: np.ndarray, x: np.ndarray) -> "Expected":
+    def backward(cls, activation: Activation, dy: np.ndarray, x: np.ndarray) -> "Expected":
         values = quantize_oracle.activation_grad(activation, dy, x)
         dy, size = np.abs(dy.astype(np.float64)), _size(activation, x)
-        power = 3 if "gelu" in activation else 1
+        power = 3 if activation in ("gelu", "geglu") else 1
         if is_gated(activation):
             gate, factor = np.split(size, 2, axis=1)
             size = np.concatenate([dy * (1 + factor) * (1 + gate**power), dy * gate], axis=1)
@@ -141,10 +144,10 @@ class Expected:
         return cls(values, 1e-5 * np.abs(values) + 2e-6 * size)
 
 
-def _size(activation: str, x: np.ndarray) -> np.ndarray:
+def _size(activation: Activation, x: np.ndarray) -> np.ndarray:
     """Returns the magnitudes of the numbers that an activation computes with."""
     size = np.abs(x.astype(np.float64))
-    return np.minimum(size, quantize_oracle.LIMIT) if activation == "clamped_silu_mul" else size
+    return np.minimum(size, activation.limit or np.inf) if isinstance(activation, SwiGLU) else size
 
 
 def assert_quantized(

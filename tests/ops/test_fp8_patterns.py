@@ -27,7 +27,12 @@ RECIPES: dict[str, Recipe] = {
     "block": jg.Float8BlockScaling(),
     "current": jg.Float8CurrentScaling(),
     "delayed": jg.DelayedScaling(amax_history_len=4),
+    "block-e5m2": jg.Float8BlockScaling(grad_dtype="float8_e5m2", pow2_scales=False, amax_epsilon=0.5),
+    "current-e4m3": jg.Float8CurrentScaling(grad_dtype="float8_e4m3fn", pow2_scales=True),
+    "mxfp8": jg.MXFP8BlockScaling(),
 }
+#: Recipes whose operands have another layout, or other scales.
+LAYOUTS = "block", "current", "delayed"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 each_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -131,12 +136,12 @@ def exact(name: str, case: Case, state: jg.Fp8State | None) -> Results:
     if isinstance(recipe, jg.DelayedScaling):
         assert state is not None
         scales = tuple(np.asarray(scale) for scale in state.scales(recipe))
-    pow2_scales = getattr(recipe, "pow2_scales", False)
+    options = {name: getattr(recipe, name) for name in ("pow2_scales", "amax_epsilon") if hasattr(recipe, name)}
 
     def quantize(x: np.ndarray, sizes: np.ndarray | None, dtype: Any, scale: Any) -> quantize_oracle.Quantized:
         mode = recipe.kernel_mode if sizes is None else recipe.token_mode
         dtype = jnp.dtype(dtype).name
-        return quantize_oracle.quantize(x, sizes, mode, dtype=dtype, pow2_scales=pow2_scales, scale=scale)
+        return quantize_oracle.quantize(x, sizes, mode, dtype=dtype, scale=scale, **options)
 
     x = quantize(case.x, case.sizes, recipe.fwd_dtype, scales[0])
     kernel = quantize(case.kernel, None, recipe.fwd_dtype, scales[1])
@@ -161,7 +166,7 @@ def check(backend: str, name: str, case: Case) -> None:
     got.check(expected, case)
 
 
-PATTERNS = shapes.Shape("patterns", num_groups=8, tokens=320, K=48, N=144)
+PATTERNS = shapes.Shape("patterns", num_groups=8, tokens=320, K=144, N=272)
 
 
 def pattern_sizes(pattern: int) -> np.ndarray:
@@ -172,14 +177,19 @@ def pattern_sizes(pattern: int) -> np.ndarray:
 
 
 @each_recipe
-def test_every_pattern_of_empty_groups(backend: str, name: str) -> None:
-    for dtype in some(backend, list(DTYPES), list(RECIPES).index(name)):
-        for pattern in range(256) if backend == "cuda" else (0, 0b01010101, 0b10011100, 0b11111110, 0b11111111):
+def test_patterns_of_empty_groups_and_skews(backend: str, name: str) -> None:
+    patterns = (
+        range(256) if backend == "cuda" and name in LAYOUTS else (0, 0b01010101, 0b10011100, 0b11111110, 0b11111111)
+    )
+    for dtype in some(backend, DTYPES, list(RECIPES).index(name)):
+        for pattern in patterns:
             check(backend, name, Case.random(PATTERNS, pattern_sizes(pattern), dtype, seed=pattern))
+        for skew in ("lognormal", "tail", "hostile"):
+            check(backend, name, Case.random(PATTERNS, shapes.group_sizes(PATTERNS, skew), dtype))
 
 
 @only_cuda
-@each_recipe
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_more_groups_than_a_block_has_threads(backend: str, name: str) -> None:
     shape = shapes.Shape("1025 groups", 1025, 1025, 16, 48)
     for skew in ("lognormal", "tail", "hostile", "alternate_empty", "one_hot", "all_empty"):
@@ -196,7 +206,7 @@ TOKENS = (1, 37, 257, 1025)
 def test_features_and_tokens_of_every_kind(backend: str, K: int, N: int) -> None:
     # Every row and column of the table of features has all recipes and all numbers of tokens.
     row, column = FEATURES.index(K), FEATURES.index(N)
-    name = list(RECIPES)[(row + column) % len(RECIPES)]
+    name = LAYOUTS[(row + column) % len(LAYOUTS)]
     shape = shapes.Shape("features", num_groups=6, tokens=TOKENS[(row + column) % len(TOKENS)], K=K, N=N)
     for skew in ("lognormal", "tail", "hostile", "empty_adjacent"):
         check(backend, name, Case.random(shape, shapes.group_sizes(shape, skew), seed=row + column))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.kernels import bias_gradient, primitive, product
+from jax_grouped.kernels import primitive
 from jax_grouped.ops import rows
 from tests.programs import custom_calls, lowered, products, struct
 
@@ -24,12 +24,13 @@ def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> 
 
 X, KERNEL, BIAS, SIZES = struct((32, 16)), struct((4, 16, 24)), struct((4, 24)), struct((4,), jnp.int32)
 
+IN_FLOAT32 = struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES
+
 
 def test_forward_is_one_custom_call() -> None:
     calls = custom_calls(lowered(jg.ragged_dot, X, KERNEL, SIZES))
     assert len(calls) == 1
     assert products(calls[0]) == ["fprop"]
-    assert f"tensor<{product.scratch_bytes(1, 4)}xui8>" in calls[0]
     assert "has_side_effect" not in calls[0]
 
 
@@ -54,48 +55,24 @@ def test_master_weights_get_their_gradient_straight_from_the_matmul() -> None:
     assert f"return {name}#0" in text, "no cast or other operation may follow the matmul"
 
 
-@pytest.mark.parametrize(("precision", "products"), [(None, 3), ("high", 3), ("highest", 6)])
-def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, products: int) -> None:
-    text = lowered(
-        lambda x, kernel, sizes: jg.ragged_dot(x, kernel, sizes, precision=precision),
-        *(struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES),
-    )
+@pytest.mark.parametrize(("precision", "count"), [(None, 3), ("high", 3), ("highest", 6)])
+def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, count: int) -> None:
+    text = lowered(functools.partial(jg.ragged_dot, precision=precision), *IN_FLOAT32)
     calls = custom_calls(text)
-    assert len(calls) == products
+    assert len(calls) == count
     assert all("tensor<32x16xbf16>" in call and "tensor<32x24xf32>" in call for call in calls)
-    accumulating = [call for call in calls if "output_operand_alias" in call]
-    assert len(accumulating) == products - 1
+    assert sum("output_operand_alias" in call for call in calls) == count - 1
     # XLA may remove a plain conversion to bfloat16 and back, and the low parts with it.
     assert "stablehlo.reduce_precision" in text
 
 
-@pytest.mark.parametrize(
-    ("precision", "products"),
-    [
-        ("float32", 6),
-        ("BF16_BF16_F32", 3),
-        ("TF32_TF32_F32", 3),
-        ("BF16_BF16_F32_X3", 3),
-        ("TF32_TF32_F32_X3", 6),
-        ("BF16_BF16_F32_X9", 6),
-        ("F32_F32_F32", 6),
-    ],
-)
-def test_the_default_matmul_precision_of_jax_counts(precision: str, products: int) -> None:
-    operands = struct((32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), SIZES
-    with jax.default_matmul_precision(precision):
-        text = lowered(jg.ragged_dot, *operands)
-    assert len(custom_calls(text)) == products
-    preset = getattr(jax.lax.DotAlgorithmPreset, precision, precision)
-    text = lowered(functools.partial(jg.ragged_dot, precision=preset), *operands)
-    assert len(custom_calls(text)) == products
+def test_the_default_matmul_precision_of_jax_counts() -> None:
+    for precision, count in {"float32": 6, "BF16_BF16_F32": 3, "TF32_TF32_F32_X3": 6}.items():
+        with jax.default_matmul_precision(precision):
+            assert len(custom_calls(lowered(jg.ragged_dot, *IN_FLOAT32))) == count
 
 
-PRESETS = [preset.name for preset in jax.lax.DotAlgorithmPreset if preset.name != "DEFAULT"]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_no_preset_as_the_default_matters_without_float32(preset: str) -> None:
+def test_no_preset_as_the_default_matters_without_float32() -> None:
     def gradients(recipe: Any, dtype: Any, x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> Any:
         def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return jnp.sum(jg.grouped_dense(x.astype(dtype), kernel, sizes, recipe=recipe))
@@ -103,11 +80,12 @@ def test_no_preset_as_the_default_matters_without_float32(preset: str) -> None:
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
 
     operands = struct((32, 16)), struct((4, 16, 32)), SIZES
-    for recipe, dtype in ((None, jnp.bfloat16), (None, jnp.float16), (jg.Float8BlockScaling(), jnp.float32)):
+    for recipe, dtype in ((None, jnp.bfloat16), (jg.Float8BlockScaling(), jnp.float32)):
         function = functools.partial(gradients, recipe, dtype)
         expected = lowered(function, *operands)
-        with jax.default_matmul_precision(preset):
-            assert lowered(function, *operands) == expected
+        for preset in [preset.name for preset in jax.lax.DotAlgorithmPreset][1:]:
+            with jax.default_matmul_precision(preset):
+                assert lowered(function, *operands) == expected, preset
 
 
 def test_a_number_of_tokens_can_be_left_open() -> None:
@@ -146,7 +124,6 @@ def test_vmap_makes_more_groups_of_one_custom_call(kernel_axis: int | None) -> N
     (call,) = custom_calls(text)
     kernels = 4 if kernel_axis is None else 12
     assert f"(tensor<96x16xbf16>, tensor<{kernels}x16x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> " in call
-    assert f"(tensor<96x24xbf16>, tensor<{product.scratch_bytes(3, 4)}xui8>" in call
     assert f"weight_batch = {kernels // 4} : i64" in call
 
 
@@ -162,8 +139,6 @@ def test_vmap_copies_no_kernel_for_the_gradients_either() -> None:
     assert sorted(batches) == [(), ("dgrad", "1"), ("fprop", "1"), ("wgrad", "3")]
     (bias_grad,) = [call for call in calls if "@jax_grouped_bias_grad" in call]
     assert "(tensor<96x24xbf16>, tensor<12xi32>, tensor<3xi32>) -> (tensor<12x24xf32>" in bias_grad
-    sums, table = bias_gradient.count_partial_sums(32, 4), primitive.group_table_size(4)
-    assert f"tensor<{3 * sums}x24xf32>, tensor<3x{table}xi32>" in bias_grad
 
 
 @pytest.mark.parametrize(
@@ -179,14 +154,6 @@ def test_nested_vmaps_share_kernels_within_the_outer_batch(
     assert f"(tensor<192x16xbf16>, tensor<{4 * weight_batch}x16x24xbf16>, tensor<24xi32>, tensor<6xi32>)" in call
 
 
-def test_vmap_of_float32_products_accumulates_as_before() -> None:
-    arguments = struct((3, 32, 16), jnp.float32), struct((4, 16, 24), jnp.float32), struct((3, 4), jnp.int32)
-    calls = custom_calls(lowered(jax.vmap(jg.ragged_dot, (0, None, 0)), *arguments))
-    assert len(calls) == 3
-    assert all("tensor<4x16x24xbf16>" in call and "-> (tensor<96x24xf32>" in call for call in calls)
-    assert sum("output_operand_alias" in call for call in calls) == 2
-
-
 def test_vmap_inside_shard_map_with_its_checks_on() -> None:
     def losses(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.vmap(loss, (0, None, None, None))(x, kernel, bias, sizes).sum()
@@ -198,11 +165,6 @@ def test_vmap_inside_shard_map_with_its_checks_on() -> None:
     matmul, bias_grad = sorted(custom_calls(text), key=lambda call: "bias_grad" in call)
     assert "(tensor<48x16xbf16>, tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in matmul
     assert "(tensor<48x24xbf16>, tensor<12xi32>, tensor<3xi32>)" in bias_grad
-
-
-def test_an_empty_batch_needs_no_custom_call() -> None:
-    dots = jax.vmap(jg.ragged_dot, (0, None, None))
-    assert not custom_calls(lowered(dots, struct((0, 32, 16)), KERNEL, SIZES))
 
 
 def test_batches_that_no_call_can_count_are_refused() -> None:
@@ -229,10 +191,10 @@ def test_a_batch_size_can_be_left_open(platform: str) -> None:
         np.testing.assert_array_equal(y[:, :, 0], [[16, 16, 16, 16, 0], [16] * 5])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
-def test_other_platforms_get_plain_xla(platform: str) -> None:
-    text = lowered(jax.grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES, platform=platform)
-    assert not custom_calls(text)
+def test_other_platforms_get_plain_xla() -> None:
+    for platform in ("cpu", "tpu", "rocm"):
+        text = lowered(jax.grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES, platform=platform)
+        assert not custom_calls(text)
 
 
 def test_the_xla_backend_can_be_chosen_for_a_gpu() -> None:
@@ -262,7 +224,7 @@ def test_exported_custom_calls_are_the_published_ones() -> None:
 
     def layer(x: jax.Array, recipe: jg.Float8BlockScaling | None = None) -> jax.Array:
         gate_up, down = jnp.ones((4, 16, 32), x.dtype), jnp.ones((4, 16, 16), x.dtype)
-        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, top_k=2, recipe=recipe)[0])
+        return jnp.sum(jg.moe.moe_mlp(x, x[:, :4], gate_up, down, router=jg.moe.Router(2), recipe=recipe)[0])
 
     text = lowered(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, BIAS, SIZES)
     text += lowered(round_trip, X, SIZES) + lowered(fp8, X, SIZES) + lowered(jax.grad(layer), X)

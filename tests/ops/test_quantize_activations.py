@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import pytest
 import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped import ScalingMode
-from jax_grouped.kernels.activations import is_gated
+from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
 from tests import oracle, quantize_oracle
+from tests.activations import GPT_OSS
 from tests.ops.quantize_cases import (
     ACTIVATIONS,
     AWKWARD_SIZES,
@@ -36,32 +38,27 @@ INEXACT = [activation for activation in ACTIVATIONS if activation not in EXACT]
 
 @DIRECTIONS
 @pytest.mark.parametrize("activation", EXACT)
-def test_relu_and_its_square_are_exact(backend: str, activation: str, backward: bool) -> None:
+def test_relu_and_its_square_are_exact(backend: str, activation: Activation, backward: bool) -> None:
     rng = np.random.default_rng(1)
     dy = rng.standard_normal((SHAPE.tokens, SHAPE.K), np.float32)
     dy[rng.random(dy.shape) < 0.02] = np.inf
-    modes = some(backend, MODES, 2 * EXACT.index(activation) + backward)
     # Without the rowwise copy, others of the kernel's steps find the largest values.
-    orientations = some(backend, [True, False], 0)
-    for mode, rowwise, (name, x) in itertools.product(modes, orientations, awkward_values().items()):
+    forms = some(backend, itertools.product(MODES, [True, False]), 4 * EXACT.index(activation) + 2 * backward)
+    for (mode, rowwise), (name, x) in itertools.product(forms, awkward_values().items()):
         if backward:
             exact = quantize_oracle.activation_grad(activation, dy, x)
-            arguments = dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x))
         else:
             exact = quantize_oracle.activation(activation, x)
-            arguments = dict(x=jnp.asarray(x))
         with np.errstate(over="ignore"):
             values = exact.astype(np.float32)
-        got = jg.grouped_quantize(
-            **arguments,
-            group_sizes=jnp.asarray(AWKWARD_SIZES),
-            mode=mode,
-            rowwise=rowwise,
-            columnwise=True,
-            activation=activation,
-        )
+        options = dict(rowwise=rowwise, columnwise=True, activation=activation)
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=AWKWARD_SIZES, mode=mode, **options)
         expected = quantize_oracle.quantize(values, AWKWARD_SIZES, mode)
         assert_quantized(f"{mode}, {name}, rowwise {rowwise},", got, expected)
+
+
+def arguments(backward: bool, dy: np.ndarray, x: np.ndarray) -> dict[str, jax.Array]:
+    return dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x)) if backward else dict(x=jnp.asarray(x))
 
 
 def assert_close(
@@ -97,19 +94,18 @@ def without_tail(x: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.where(np.arange(len(x))[:, None] < sizes.sum(), x, np.zeros((), x.dtype))
 
 
-def wide(activation: str) -> shapes.Shape:
+def wide(activation: Activation) -> shapes.Shape:
     """Returns the shape of an activation's input whose result has SHAPE."""
     return dataclasses.replace(SHAPE, K=2 * SHAPE.K) if is_gated(activation) else SHAPE
 
 
 @DIRECTIONS
 @each_activation
-def test_activations_are_quantized_and_summed(backend: str, activation: str, backward: bool) -> None:
+def test_activations_are_quantized_and_summed(backend: str, activation: Activation, backward: bool) -> None:
     sizes = shapes.group_sizes(SHAPE, "tail")
     # Some numbers are clamped where that belongs to the activation.
-    x = tokens(
-        wide(activation), sizes, "float32", magnitude=4 * quantize_oracle.LIMIT if "clamped" in activation else 4
-    )
+    limit = activation.limit if isinstance(activation, SwiGLU) else None
+    x = tokens(wide(activation), sizes, "float32", magnitude=4 * (limit or 1))
     dy = tokens(SHAPE, sizes, "float32", magnitude=4.0, seed=1)
     dtype = "float8_e5m2" if backward else "float8_e4m3fn"
     if backward:
@@ -120,15 +116,14 @@ def test_activations_are_quantized_and_summed(backend: str, activation: str, bac
     for mode in some(backend, modes, ACTIVATIONS.index(activation) + backward):
         pow2_scales = mode == ScalingMode.BLOCK_1D
         got = jg.grouped_quantize(
-            jnp.asarray(dy if backward else x),
-            jnp.asarray(sizes),
-            mode,
+            **arguments(backward, dy, x),
+            group_sizes=jnp.asarray(sizes),
+            mode=mode,
             dtype=dtype,
             columnwise=True,
             pow2_scales=pow2_scales,
             dbias=True,
             activation=activation,
-            activation_input=jnp.asarray(x) if backward else None,
         )
         for name, copy in (("rowwise", got.rowwise), ("columnwise", got.columnwise)):
             assert_close(f"{mode}, {name}", copy, expected, sizes, dtype, pow2_scales)
@@ -142,29 +137,25 @@ def test_activations_are_quantized_and_summed(backend: str, activation: str, bac
 
 @DIRECTIONS
 @each_activation
-def test_activations_of_16_bit_types_are_computed_in_float32(backend: str, activation: str, backward: bool) -> None:
+def test_activations_of_16_bit_types_are_computed_in_float32(
+    backend: str, activation: Activation, backward: bool
+) -> None:
     # The first tile of a gate's gradient has features of both halves.
     shape = dataclasses.replace(SHAPE, K=80)
     sizes = shapes.group_sizes(shape, "lognormal")
     for dtype in some(backend, ["bfloat16", "float16"], ACTIVATIONS.index(activation) + backward):
         x = tokens(dataclasses.replace(shape, K=160) if is_gated(activation) else shape, sizes, dtype, magnitude=4.0)
         dy = tokens(shape, sizes, dtype, magnitude=4.0, seed=1)
-        got = jg.grouped_quantize(
-            jnp.asarray(dy if backward else x),
-            jnp.asarray(sizes),
-            ScalingMode.BLOCK_2D,
-            columnwise=True,
-            activation=activation,
-            activation_input=jnp.asarray(x) if backward else None,
-        )
+        options = dict(mode=ScalingMode.BLOCK_2D, columnwise=True, activation=activation)
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=jnp.asarray(sizes), **options)
         without = [without_tail(array, sizes) for array in (dy, x)]
         expected = Expected.backward(activation, *without) if backward else Expected.forward(activation, without[1])
         for copy in (got.rowwise, got.columnwise):
             assert_close(dtype, copy, expected, sizes, "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("activation", INEXACT)
-def test_what_is_not_finite_stays_visible_through_an_activation(backend: str, activation: str) -> None:
+@pytest.mark.parametrize("activation", INEXACT, ids=str)
+def test_what_is_not_finite_stays_visible_through_an_activation(backend: str, activation: Activation) -> None:
     x = np.full((4, 32 if is_gated(activation) else 16), 1e30, np.float32)
     x[0], x[1, 3], x[2, 5] = 1, np.nan, np.inf
     with np.errstate(over="ignore"):
@@ -181,19 +172,12 @@ def test_what_is_clamped_has_no_gradient_and_the_limit_has_one(backend: str, bac
         x = edges_of_clamping(dtype)
         dy = np.ones((x.shape[0], x.shape[1] // 2), x.dtype)
         if backward:
-            expected = quantize_oracle.activation_grad("clamped_silu_mul", dy, x)
-            arguments = dict(x=jnp.asarray(dy), activation_input=jnp.asarray(x))
+            expected = quantize_oracle.activation_grad(GPT_OSS, dy, x)
         else:
-            expected = quantize_oracle.activation("clamped_silu_mul", x)
-            arguments = dict(x=jnp.asarray(x))
+            expected = quantize_oracle.activation(GPT_OSS, x)
 
-        got = jg.grouped_quantize(
-            **arguments,
-            group_sizes=jnp.array([len(x)]),
-            mode=ScalingMode.BLOCK_1D,
-            columnwise=True,
-            activation="clamped_silu_mul",
-        )
+        options = dict(mode=ScalingMode.BLOCK_1D, columnwise=True, activation=GPT_OSS)
+        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=jnp.array([len(x)]), **options)
 
         for copy in (got.rowwise, got.columnwise):
             numbers = np.asarray(jg.grouped_dequantize(copy))
@@ -204,15 +188,15 @@ def test_what_is_clamped_has_no_gradient_and_the_limit_has_one(backend: str, bac
 
 def test_the_activation_of_a_stack(backend: str) -> None:
     x = np.random.default_rng(0).standard_normal((3, 20, 32), np.float32)
-    got = jg.grouped_quantize(jnp.asarray(x), None, ScalingMode.MX, columnwise=True, activation="silu_mul")
-    expected = Expected.forward("silu_mul", x.reshape(60, 32)).values.reshape(3, 20, 16)
+    got = jg.grouped_quantize(jnp.asarray(x), None, ScalingMode.MX, columnwise=True, activation="swiglu")
+    expected = Expected.forward("swiglu", x.reshape(60, 32)).values.reshape(3, 20, 16)
     for copy in (got.rowwise, got.columnwise):
         assert copy.shape == (3, 20, 16)
         np.testing.assert_allclose(jg.grouped_dequantize(copy), expected, rtol=0.07, atol=1e-3)
 
 
 @each_activation
-def test_activations_of_no_tokens(backend: str, activation: str) -> None:
+def test_activations_of_no_tokens(backend: str, activation: Activation) -> None:
     wide_x = jnp.ones((0, 64 if is_gated(activation) else 32))
     for arguments in (dict(x=wide_x), dict(x=jnp.ones((0, 32)), activation_input=wide_x)):
         got = jg.grouped_quantize(

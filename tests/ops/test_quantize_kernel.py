@@ -63,10 +63,10 @@ def assert_is_quantized(got: jg.KernelCache, kernel: np.ndarray, recipe: Any) ->
     assert_quantized("", got, expected)
 
 
-@pytest.mark.parametrize("dtype", list(INPUT_TYPES))
-def test_kernels_of_every_type(backend: str, dtype: str) -> None:
-    kernel = kernels().astype(INPUT_TYPES[dtype])
-    assert_is_quantized(quantize(kernel, jg.Float8BlockScaling()), kernel, jg.Float8BlockScaling())
+def test_kernels_of_every_type(backend: str) -> None:
+    for dtype in some(backend, INPUT_TYPES.values(), 0, count=2):
+        kernel = kernels().astype(dtype)
+        assert_is_quantized(quantize(kernel, jg.Float8BlockScaling()), kernel, jg.Float8BlockScaling())
 
 
 @each_recipe
@@ -95,11 +95,7 @@ def test_both_orientations_are_the_same_numbers(backend: str, recipe: Any) -> No
         assert_same_bits("scales", columnwise_scales, np.asarray(cache.rowwise.scale_inv)[:, :2, :3])
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()],
-    ids=["block", "current", "mx"],
-)
+@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), jg.MXFP8BlockScaling()], ids=["block", "mx"])
 def test_microbatches_of_a_scan_share_one_quantization(backend: str, recipe: Any) -> None:
     kernel = jnp.asarray(kernels())
 

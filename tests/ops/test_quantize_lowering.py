@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped import ScalingMode
-from jax_grouped.kernels import primitive, quantization
 from tests.programs import custom_calls, lowered, struct, types
 
 X, SIZES, KERNEL = struct((300, 144)), struct((5,), jnp.int32), struct((3, 144, 272))
@@ -31,10 +30,6 @@ def test_both_orientations_and_dbias_come_from_one_custom_call() -> None:
     call = call_of(quantize, X, SIZES)
     assert "@jax_grouped_quantize(" in call
     assert "has_side_effect" not in call
-    operands, results = types(call)
-    assert operands == ["300x144xbf16", "5xi32", "1xi32"]
-    # Rowwise data and scales, columnwise data and scales, amax, dbias; what follows is scratch.
-    assert results[:6] == ["300x144xf8E4M3FN", "624xf32", "52992xf8E4M3FN", "1008xf32", "5xf32", "5x144xf32"]
 
 
 def test_nothing_but_the_custom_call_touches_the_tokens() -> None:
@@ -42,78 +37,10 @@ def test_nothing_but_the_custom_call_touches_the_tokens() -> None:
     assert all("custom_call" in line for line in text.splitlines() if "300x144x" in line and " = stablehlo" in line)
 
 
-@pytest.mark.parametrize("mode", list(ScalingMode), ids=lambda mode: mode.value)
-def test_attributes_name_the_mode_and_the_orientations(mode: ScalingMode) -> None:
-    call = call_of(lambda x, sizes: jg.grouped_quantize(x, sizes, mode, rowwise=False, columnwise=True), X, SIZES)
-    assert f"mode = {list(ScalingMode).index(mode)} : i32" in call
-    assert "rowwise = false" in call
-    assert "columnwise = true" in call
-    assert "stack_rows = 0 : i64" in call
-    data, _, amax = types(call)[1][:3]
-    assert (data, amax) == ("52992xf8E4M3FN", "5xf32")
-
-
-def test_every_attribute_is_there_with_its_type() -> None:
-    def everything(x: jax.Array, sizes: jax.Array, gate_and_up: jax.Array) -> jg.GroupedQuantized:
-        return jg.grouped_quantize(
-            x,
-            sizes,
-            ScalingMode.MX,
-            dtype=jnp.float8_e5m2,
-            amax_epsilon=0.5,
-            swizzled_scales=True,
-            activation="silu_mul",
-            activation_input=gate_and_up,
-        )
-
-    call = call_of(everything, X, SIZES, struct((300, 288)))
-    (text,) = re.findall(r"mhlo.backend_config = \{([^}]*)\}", call)
-    attributes = dict(pair.split(" = ") for pair in text.split(", "))
-    assert attributes == {
-        "mode": "3 : i32",
-        "rowwise": "true",
-        "columnwise": "false",
-        "dbias": "false",
-        "pow2_scales": "false",
-        "amax_epsilon": "5.000000e-01 : f32",
-        "swizzled_scales": "true",
-        "given_scale": "false",
-        "gathered": "false",
-        "activation": "5 : i32",
-        "backward": "true",
-        "weighted": "false",
-        "inner_products": "false",
-        "activated": "false",
-        "cached": "false",
-        "stack_rows": "0 : i64",
-    }
-    operands, results = types(call)
-    assert operands == ["300x144xbf16", "5xi32", "1xi32", "300x288xbf16"]
-    assert results[0] == "300x288xf8E5M2"
-    assert results[1].endswith("xf8E8M0FNU")
-
-
-def test_given_scales_are_an_operand() -> None:
-    def scaled(x: jax.Array, sizes: jax.Array, scale: jax.Array) -> jg.GroupedQuantized:
-        return jg.grouped_quantize(x, sizes, ScalingMode.TENSOR, scale=scale)
-
-    call = call_of(scaled, X, SIZES, struct((5,), jnp.float32))
-    assert "given_scale = true" in call
-    assert types(call)[0] == ["300x144xbf16", "5xi32", "1xi32", "5xf32"]
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()],
-    ids=["block", "current", "mx"],
-)
-def test_a_kernel_is_quantized_in_one_custom_call(recipe: jg.Float8BlockScaling) -> None:
-    call = call_of(lambda kernel: jg.quantize_kernel(kernel, recipe), KERNEL)
-    assert "stack_rows = 144 : i64" in call
-    assert "cached = false" in call
-    assert "output_operand_alias<" not in call
-    assert types(call)[1][0] == "3x144x272xf8E4M3FN"
-    assert types(call)[1][2] == "3x272x144xf8E4M3FN"
+def test_a_kernel_is_quantized_in_one_custom_call() -> None:
+    for recipe in (jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()):
+        call = call_of(lambda kernel, recipe=recipe: jg.quantize_kernel(kernel, recipe), KERNEL)
+        assert "output_operand_alias<" not in call
 
 
 def test_the_sizes_of_a_kernels_groups_are_a_constant_of_unequal_numbers() -> None:
@@ -130,13 +57,10 @@ def test_a_kernel_with_a_previous_result_shares_the_memory_of_all_five_arrays() 
 
     previous = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, recipe), KERNEL)
     call = call_of(step, KERNEL, previous, struct((), jnp.bool_))
-    assert "cached = true" in call
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", call)
     operands, results = types(call)
-    assert operands[:4] == ["432x272xbf16", "4xi32", "1xi32", "1xi1"]
     assert [int(result) for result, _ in aliases] == [0, 1, 2, 3, 4]
-    assert [int(operand) for _, operand in aliases] == [4, 5, 6, 7, 8]
-    assert operands[4:] == results[:5]
+    assert [operands[int(operand)] for _, operand in aliases] == results[:5]
 
 
 def test_donated_caches_are_updated_in_place() -> None:
@@ -151,26 +75,21 @@ def test_donated_caches_are_updated_in_place() -> None:
     assert len(re.findall(r"tf.aliasing_output = \d+", text)) == 5
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("mode", list(ScalingMode), ids=lambda mode: mode.value)
-def test_dequantize_is_one_custom_call(mode: ScalingMode, columnwise: bool) -> None:
+def test_dequantize_is_one_custom_call(mode: ScalingMode) -> None:
     quantized = jax.eval_shape(lambda x, sizes: jg.grouped_quantize(x, sizes, mode, columnwise=True), X, SIZES)
-    copy = quantized.columnwise if columnwise else quantized.rowwise
-    call = call_of(lambda copy: jg.grouped_dequantize(copy, jnp.bfloat16), copy)
-    assert "@jax_grouped_dequantize(" in call
-    assert f"mode = {list(ScalingMode).index(mode)} : i32" in call
-    assert f"columnwise = {str(columnwise).lower()}" in call
-    assert types(call)[1][0] == "300x144xbf16"
+    for copy in (quantized.rowwise, quantized.columnwise):
+        call = call_of(lambda copy: jg.grouped_dequantize(copy, jnp.bfloat16), copy)
+        assert "@jax_grouped_dequantize(" in call
+        assert types(call)[1][0] == "300x144xbf16"
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
-def test_other_platforms_get_plain_xla(platform: str) -> None:
-    def round_trip(x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jg.grouped_dequantize(quantize(x, sizes).columnwise)
+def test_other_platforms_get_plain_xla() -> None:
+    def round_trip(x: jax.Array, sizes: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jg.KernelCache]:
+        return jg.grouped_dequantize(quantize(x, sizes).columnwise), jg.quantize_kernel(kernel, jg.Float8BlockScaling())
 
-    assert not custom_calls(lowered(round_trip, X, SIZES, platform=platform))
-    kernel = lowered(lambda kernel: jg.quantize_kernel(kernel, jg.Float8BlockScaling()), KERNEL, platform=platform)
-    assert not custom_calls(kernel)
+    for platform in ("cpu", "tpu", "rocm"):
+        assert not custom_calls(lowered(round_trip, X, SIZES, KERNEL, platform=platform))
 
 
 def test_the_xla_backend_can_be_chosen_for_a_gpu() -> None:
@@ -200,9 +119,7 @@ def test_vmap_makes_more_groups_of_one_custom_call(sizes_axis: int | None) -> No
     (call,) = custom_calls(text)
     operands, results = types(call)
     assert operands == ["900x144xbf16", "15xi32", "3xi32"]
-    data_and_sums = ["900x144xf8E4M3FN", "1872xf32", "158976xf8E4M3FN", "3024xf32", "15xf32", "15x144xf32"]
-    # 300 rows in 5 groups have up to 7 blocks of 128 rows with sums.
-    assert results == [*data_and_sums, f"{3 * quantization.scratch_bytes(300, 5)}xui8", "21x144xf32"]
+    assert (results[0], results[4:6]) == ("900x144xf8E4M3FN", ["15xf32", "15x144xf32"])
 
 
 def test_vmap_of_kernels_keeps_what_is_shared_with_previous_results() -> None:
@@ -215,14 +132,11 @@ def test_vmap_of_kernels_keeps_what_is_shared_with_previous_results() -> None:
     previous = jax.eval_shape(jax.vmap(lambda kernel: jg.quantize_kernel(kernel, recipe)), kernels)
     call = call_of(jax.vmap(step), kernels, previous, struct((2,), jnp.bool_))
     operands, results = types(call)
-    assert operands[:6] == ["864x272xbf16", "8xi32", "2xi32", "2xi1", "6x144x272xf8E4M3FN", "6x2x4xf32"]
-    assert operands[4:] == results[:5]
-    assert "stack_rows = 144 : i64" in call
-    assert re.findall(r"operand_index = (\d+)", call) == ["4", "5", "6", "7", "8"]
+    assert operands[0] == "864x272xbf16"
+    assert [operands[int(operand)] for operand in re.findall(r"operand_index = (\d+)", call)] == results[:5]
 
 
 def test_vmap_of_dequantize_is_one_custom_call() -> None:
     quantized = jax.eval_shape(jax.vmap(quantize), struct((3, 300, 144)), struct((3, 5), jnp.int32))
-    operands, results = types(call_of(jax.vmap(jg.grouped_dequantize), quantized.columnwise))
-    assert operands == ["158976xf8E4M3FN", "3024xf32", "15xi32", "3xi32"]
-    assert results == ["900x144xf32", f"{3 * primitive.group_table_size(5)}xi32"]
+    _, results = types(call_of(jax.vmap(jg.grouped_dequantize), quantized.columnwise))
+    assert results[0] == "900x144xf32"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_grouped as jg
+from tests.refusals import assert_refused
 
 T, K, N, E = 96, 256, 128, 4
 SIZES = jnp.array([40, 0, 33, 11], jnp.int32)  # 12 rows are of no group.
@@ -63,9 +63,9 @@ def test_a_rule_of_ones_own_gives_the_bits_of_grouped_dense(backend: str, recipe
         y, pull_back = jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=recipe), x, kernel)
         return y, *pull_back(dy)
 
-    for got, of_dense in zip(own(x, kernel, dy), expected(x, kernel, dy), strict=True):
+    for got, dense_result in zip(own(x, kernel, dy), expected(x, kernel, dy), strict=True):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(got, of_dense)
+        np.testing.assert_array_equal(got, dense_result)
     # The result is not that of nothing.
     np.testing.assert_allclose(own(x, kernel, dy)[0], jg.ragged_dot(x, kernel, SIZES), rtol=0.2, atol=3)
 
@@ -106,70 +106,34 @@ def test_batches_are_more_groups(backend: str) -> None:
     np.testing.assert_array_equal(got, jnp.stack([product(x), product(2 * x)]))
 
 
-def refused() -> dict[str, tuple[Any, type[Exception], str]]:
+def test_what_does_not_fit_is_named() -> None:
     x, kernel, dy = operands()
     block, current = RECIPES["block"], RECIPES["current"]
-    tokens, kernels = quantized(x, block), quantized(kernel, block)
-    return {
-        "array": ((x, kernels.columnwise, SIZES), TypeError, "lhs must be a ScaledArray, got ArrayImpl."),
-        "orientation": (
-            (tokens.columnwise, kernels.columnwise, SIZES),
-            ValueError,
-            "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got columnwise "
-            "tokens and a columnwise stack.",
-        ),
-        "features": (
-            (quantized(dy, block).rowwise, kernels.columnwise, SIZES),
-            ValueError,
-            "lhs and rhs must have as many groups, and the same size along the axis of the sum, got 4 groups of "
-            "(96, 128) and 4 of (4, 256, 128).",
-        ),
-        "mode": (
-            (tokens.rowwise, quantized(kernel, current).columnwise, SIZES),
-            ValueError,
-            "This product has no operands of ScalingMode.BLOCK_1D and ScalingMode.TENSOR.",
-        ),
-        "type": (
-            (
-                quantized(x, current, jnp.float8_e5m2).rowwise,
-                quantized(kernel, current, jnp.float8_e5m2).columnwise,
-                SIZES,
-            ),
-            TypeError,
-            "Of lhs and rhs, only one may be float8_e5m2.",
-        ),
-        "sizes": (
-            (tokens.rowwise, kernels.columnwise, SIZES[:3]),
-            ValueError,
-            "group_sizes must have one entry per group of lhs, which holds 4, got 3",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", ["array", "orientation", "features", "mode", "type", "sizes"])
-def test_what_does_not_fit_is_named(name: str) -> None:
-    arguments, error, message = refused()[name]
-
-    with pytest.raises(error, match=re.escape(message)):
-        jg.scaled_ragged_dot(*arguments)
-
-
-def test_accumulators_and_scales_that_do_not_fit_are_named() -> None:
-    x, kernel, dy = operands()
-    block = RECIPES["block"]
-    tokens, gradient, kernels = (quantized(of, block) for of in (x, dy, kernel))
-
-    with pytest.raises(ValueError, match=r"accumulator is for the product of two columnwise arrays of tokens\."):
-        jg.scaled_ragged_dot(tokens.rowwise, kernels.columnwise, SIZES, accumulator=x)
-    with pytest.raises(
-        ValueError, match=r"accumulator must be like the result, bfloat16 \(4, 256, 128\), got bfloat16"
-    ):
-        jg.scaled_ragged_dot(tokens.columnwise, gradient.columnwise, SIZES, accumulator=x)
+    tokens, gradient, kernels = (quantized(array, block) for array in (x, dy, kernel))
+    e5m2 = [quantized(array, current, jnp.float8_e5m2) for array in (x, kernel)]
     mx = [
-        jg.grouped_quantize(of, sizes, jg.ScalingMode.MX, columnwise=True) for of, sizes in ((x, SIZES), (kernel, None))
+        jg.grouped_quantize(array, sizes, jg.ScalingMode.MX, columnwise=True)
+        for array, sizes in ((x, SIZES), (kernel, None))
     ]
-    with pytest.raises(ValueError, match=r"With ScalingMode\.MX, both operands need swizzled_scales\."):
-        jg.scaled_ragged_dot(mx[0].rowwise, mx[1].columnwise, SIZES)
+    refused: dict[str, dict[str, Any]] = {
+        "lhs must be a ScaledArray, got ArrayImpl.": dict(lhs=x),
+        "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got columnwise tokens "
+        "and a columnwise stack.": dict(lhs=tokens.columnwise),
+        "lhs and rhs must have as many groups, and the same size along the axis of the sum, got 4 groups of (96, 128) "
+        "and 4 of (4, 256, 128).": dict(lhs=gradient.rowwise),
+        "This product has no operands of ScalingMode.BLOCK_1D and ScalingMode.TENSOR.": dict(
+            rhs=quantized(kernel, current).columnwise
+        ),
+        "Of lhs and rhs, only one may be float8_e5m2.": dict(lhs=e5m2[0].rowwise, rhs=e5m2[1].columnwise),
+        "group_sizes must have one entry per group of lhs, which holds 4, got 3": dict(group_sizes=SIZES[:3]),
+        "accumulator is for the product of two columnwise arrays of tokens.": dict(accumulator=x),
+        "accumulator must be like the result, bfloat16 (4, 256, 128), got bfloat16": dict(
+            lhs=tokens.columnwise, rhs=gradient.columnwise, accumulator=x
+        ),
+        "With ScalingMode.MX, both operands need swizzled_scales.": dict(lhs=mx[0].rowwise, rhs=mx[1].columnwise),
+    }
+    given = dict(lhs=tokens.rowwise, rhs=kernels.columnwise, group_sizes=SIZES)
+    assert_refused(jg.scaled_ragged_dot, given, refused)
 
 
 def test_there_is_no_derivative() -> None:

@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 
 import jax_grouped as jg
 from tests.meshes import data_mesh
+from tests.oracle import assert_trees_close
 
 GROUPS, TOKENS, IN, OUT = 5, 48, 16, 24
 SIZES = jnp.array([7, 0, 21, 1, 13])
@@ -36,10 +37,6 @@ def loss(x: jax.Array, kernel: jax.Array, bias: jax.Array, sizes: jax.Array = SI
     return jnp.sum(jnp.sin(dense(x, kernel, bias, sizes)))
 
 
-def assert_trees_close(got: object, expected: object, tolerance: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, expected)
-
-
 GRADIENT = jax.grad(loss, argnums=(0, 1, 2))
 
 
@@ -49,14 +46,12 @@ def test_derivatives_of_first_and_second_order_match_differences() -> None:
     check_grads(loss, (jnp.nan_to_num(x), kernel, bias), order=2, modes=["rev"], atol=0.1, rtol=0.1)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))],
-    ids=["jit", "remat", "jit of remat"],
-)
-def test_gradient_survives(transform: Callable) -> None:
-    transformed = jax.grad(transform(loss), argnums=(0, 1, 2))
-    assert_trees_close(transformed(*operands()), GRADIENT(*operands()))
+def test_gradient_survives() -> None:
+    policy = jax.checkpoint_policies.nothing_saveable
+    value_and_gradients = jax.value_and_grad(jax.jit(jax.checkpoint(loss, policy=policy)), argnums=(0, 1, 2))
+    value, gradients = jax.jit(value_and_gradients)(*operands())
+    assert_trees_close(value, loss(*operands()))
+    assert_trees_close(gradients, GRADIENT(*operands()))
 
 
 def mlp(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -89,45 +84,14 @@ def test_calls_of_one_layer_may_differ_in_what_has_a_gradient(transform: Callabl
     assert_trees_close(gradient(transform(layer)), gradient(layer))
 
 
-def test_value_and_grad_gives_both() -> None:
-    value, gradient = jax.jit(jax.value_and_grad(loss))(*operands())
-    assert_trees_close(value, loss(*operands()))
-    assert_trees_close(gradient, GRADIENT(*operands())[0])
-
-
-def test_scan_over_microbatches_adds_gradients() -> None:
-    batches = [operands(seed) for seed in range(3)]
-    _, kernel, bias = batches[0]
-    xs = jnp.stack([x for x, _, _ in batches])
-
-    def step(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-        return total + jax.grad(loss, argnums=1)(x, kernel, bias), None
-
-    got, _ = jax.jit(lambda xs: jax.lax.scan(step, jnp.zeros_like(kernel), xs))(xs)
-    assert_trees_close(got, sum(GRADIENT(x, kernel, bias)[1] for x in xs))
-
-
-def test_donated_tokens_give_the_same_result() -> None:
-    x, kernel, bias = operands()
-    expected = dense(x, kernel, bias)
-    step = jax.jit(lambda x, kernel: jg.ragged_dot(x, kernel, SIZES, precision="highest")[:, :IN], donate_argnums=0)
-    assert_trees_close(step(jnp.array(x), kernel) + 0, (expected - dense(x, 0 * kernel, bias))[:, :IN], 1e-4)
-
-
 def test_disabled_jit_gives_the_same_result() -> None:
     with jax.disable_jit():
         y = dense(*operands())
     assert_trees_close(y, dense(*operands()))
 
 
-def test_eval_shape_and_ahead_of_time_compilation() -> None:
-    shape = jax.eval_shape(dense, *operands())
-    assert (shape.shape, shape.dtype) == ((TOKENS, OUT), jnp.float32)
-    assert_trees_close(jax.jit(dense).lower(*operands()).compile()(*operands()), dense(*operands()))
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> None:
+def test_shard_map_sums_the_gradients_of_replicated_kernels() -> None:
+    devices = min(4, jax.device_count())
     mesh = data_mesh(devices)
     xs = jnp.concatenate([operands(seed)[0] for seed in range(devices)])
     sizes = jnp.tile(SIZES, devices)
@@ -145,14 +109,13 @@ def test_shard_map_sums_the_gradients_of_replicated_kernels(devices: int) -> Non
     assert_trees_close(dbias, sum(part[2] for part in parts), 1e-4)
 
 
-@pytest.mark.parametrize("of", [jg.ragged_dot, jg.grouped_dense], ids=["ragged_dot", "grouped_dense"])
-def test_shard_map_has_the_second_derivatives_of_replicated_kernels(of: Callable[..., jax.Array]) -> None:
+def test_shard_map_has_the_second_derivatives_of_replicated_kernels() -> None:
     devices = 4
     xs = jnp.stack([operands(seed)[0] for seed in range(devices)])
     kernel = operands()[1]
 
     def value(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(of(x, kernel, SIZES, precision="highest")))
+        return jnp.sum(jnp.sin(jg.grouped_dense(x, kernel, SIZES, precision="highest")))
 
     def squares(xs: jax.Array, kernel: jax.Array) -> jax.Array:
         dkernel = jax.grad(lambda kernel: sum(value(x, kernel) for x in xs))(kernel)
@@ -202,13 +165,12 @@ def test_pmap_runs_every_device_on_its_own_tokens() -> None:
     assert_trees_close(got, jnp.broadcast_to(expected, got.shape), 1e-4)
 
 
-@pytest.mark.parametrize("rhs", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("lhs", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("lhs", "rhs"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
 def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str) -> None:
     x, kernel = operands()[0].astype(lhs), operands()[1].astype(rhs)
 
     def gradients(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull_back = jax.vjp(lambda *of: jg.ragged_dot(*of, SIZES), x, kernel)
+        y, pull_back = jax.vjp(lambda *operands: jg.ragged_dot(*operands, SIZES), x, kernel)
         return y, *pull_back(y)
 
     expected = jax.jit(gradients)(x, kernel)
@@ -216,17 +178,14 @@ def test_mixed_types_are_taken_also_where_promotion_is_strict(lhs: str, rhs: str
         got = jax.jit(gradients)(x, kernel)
         result_type = jax.eval_shape(jax.lax.ragged_dot, x, kernel, SIZES).dtype
 
-    assert [of.dtype for of in got] == [result_type, x.dtype, kernel.dtype]
+    assert [array.dtype for array in got] == [result_type, x.dtype, kernel.dtype]
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 FORWARD = {
-    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
-    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
     "jvp of vmap": lambda f, x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
     "jacfwd": lambda f, x: jax.jacfwd(f)(x),
-    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
     "hessian": lambda f, x: jax.hessian(lambda x: f(x).sum())(x),
 }
 
@@ -240,7 +199,7 @@ def test_forward_mode_is_refused_by_the_name_of_the_function(mode: str) -> None:
         "ragged_dot": lambda x: jg.ragged_dot(x, kernel, SIZES),
         "grouped_dense": lambda x: jg.grouped_dense(x, kernel, SIZES),
         "router_logits": lambda x: jg.moe.router_logits(x, jnp.ones((IN, GROUPS))),
-        "moe_mlp": lambda x: jg.moe.moe_mlp(x, logits, gate_up, down, top_k=2)[0],
+        "moe_mlp": lambda x: jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(2))[0],
     }
     for name, function in functions.items():
         with pytest.raises(TypeError, match=rf"^{name} has derivatives in reverse mode only \(jax\.grad, jax\.vjp, "):

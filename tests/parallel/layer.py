@@ -9,27 +9,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.parallel.programs import BLOCK, FLOAT32_TOLERANCE, FP8_TOLERANCE, placed
+from tests.parallel.programs import BLOCK, FP8_TOLERANCE, placed
 
 #: `K` is more than the 128 features that have a scale in common.
 T, K, F, E, TOP_K = 64, 144, 32, 8, 2
-RECIPES = {"float32": None, "block": BLOCK}
+RECIPES = {"block": BLOCK}
 #: Tolerances relative to the norm of an array.
-TOLERANCES = {"float32": FLOAT32_TOLERANCE, "block": FP8_TOLERANCE["xla"]}
+TOLERANCES = {"block": FP8_TOLERANCE["xla"]}
 METHODS = "gather", "padded"
 
 
-def results(mesh: Mesh, recipe: str, **options: Any) -> dict[str, np.ndarray]:
+def results(mesh: Mesh, recipe: str, exchange: Any = "auto") -> dict[str, np.ndarray]:
     """Returns the layer's result, load and gradients as whole arrays.
 
     Args:
         mesh: a mesh whose axes split the tokens; one with the name `expert` splits the experts too.
         recipe: a name among `RECIPES`.
-        options: other options of `moe_mlp`.
+        exchange: that of `Parallel`.
     """
     expert = "expert" if "expert" in mesh.axis_names else None
     tokens, experts = P(mesh.axis_names), P(expert)
-    options |= dict(expert_axis=expert, batch_axes=mesh.axis_names, top_k=TOP_K, recipe=RECIPES[recipe])
+    parallel = jg.moe.Parallel(experts=expert, batch=mesh.axis_names, exchange=exchange)
+    options: dict[str, Any] = dict(router=jg.moe.Router(TOP_K), parallel=parallel, recipe=RECIPES[recipe])
 
     def loss(x: jax.Array, logits: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, Any]:
         # The default precision of GPUs would round float32 to TF32.

@@ -43,6 +43,7 @@ LAYERS = "experts", "more_experts"
 
 class LinenModel(nn.Module):
     options: Mapping[str, Any]
+    parallel: jg.moe.Parallel
     methods: tuple[str, ...]
     remat: bool = False
 
@@ -51,17 +52,21 @@ class LinenModel(nn.Module):
         x = nn.Dense(K, name="embed")(x)
         layer = nn.remat(jg.linen.MoEMlp) if self.remat else jg.linen.MoEMlp
         for name, method in zip(LAYERS, self.methods, strict=False):
-            y, metrics = layer(**self.options, exchange_method=method, name=name)(x)
+            parallel = dataclasses.replace(self.parallel, exchange=method)
+            y, metrics = layer(**self.options, parallel=parallel, name=name)(x)
             x = x + y
         return x, metrics
 
 
 class NnxModel(nnx.Module):
-    def __init__(self, options: Mapping[str, Any], methods: tuple[str, ...], *, remat: bool = False):
+    def __init__(
+        self, options: Mapping[str, Any], parallel: jg.moe.Parallel, methods: tuple[str, ...], *, remat: bool = False
+    ):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Linear(K, K, rngs=rngs)
         for name, method in zip(LAYERS, methods, strict=False):
-            setattr(self, name, jg.nnx.MoEMlp(K, **options, exchange_method=method, rngs=rngs))
+            by_method = dataclasses.replace(parallel, exchange=method)
+            setattr(self, name, jg.nnx.MoEMlp(K, **options, parallel=by_method, rngs=rngs))
         self.remat = remat
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jg.moe.MoEMetrics]:
@@ -98,18 +103,18 @@ def model(
     **options: Any,
 ) -> Model:
     """Returns a model with a layer for each method of the exchange; all APIs and axes have the same parameters."""
-    roles = dict(
-        expert_axis="expert" if "expert" in axes else None,
-        feature_axis="feature" if "feature" in axes else None,
-        fsdp_axis="fsdp" if "fsdp" in axes else None,
-        batch_axes=token_axes(axes),
+    parallel = jg.moe.Parallel(
+        experts="expert" if "expert" in axes else None,
+        features="feature" if "feature" in axes else None,
+        fsdp="fsdp" if "fsdp" in axes else None,
+        batch=token_axes(axes),
     )
-    sizes = dict(num_experts=E, top_k=TOP_K, hidden_features=F, use_bias=True)
-    options = sizes | roles | options
+    sizes = dict(num_experts=E, router=jg.moe.Router(TOP_K), hidden_features=F, use_bias=True)
+    options = sizes | options
     if api == "linen":
-        module = LinenModel(options, methods, remat=remat)
+        module = LinenModel(options, parallel, methods, remat=remat)
         return Model(filled(jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, K)))), module.apply)
-    abstract = nnx.eval_shape(lambda: NnxModel(options, methods, remat=remat))
+    abstract = nnx.eval_shape(lambda: NnxModel(options, parallel, methods, remat=remat))
     graph, variables = nnx.split(abstract, jg.nnx.TRAINED)
     return Model(filled(variables), lambda variables, x: nnx.merge(graph, variables, copy=True)(x))
 

@@ -99,11 +99,16 @@ CASES = {
 #: Largest error where only sums have another order. Tensor cores of Hopper keep about 14 bits of a sum of FP8 products.
 BOUND = 1e-5 if jax.default_backend() == "cpu" else 1e-4
 RECIPES = {
+    None: (None, 1e-5),
     "block": (jg.Float8BlockScaling(), BOUND),
     "current": (jg.Float8CurrentScaling(), 0.1),  # Every device has scales of its own part.
     "delayed": (jg.DelayedScaling(amax_history_len=4), BOUND),
     "mxfp8": (jg.MXFP8BlockScaling(), BOUND),
 }
+
+
+def initial_state(name: str | None) -> jg.Fp8State | None:
+    return jg.Fp8State.initial(RECIPES["delayed"][0], GROUPS) if name == "delayed" else None
 
 
 def step_in_fp8(
@@ -134,6 +139,37 @@ def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
     return x.at[int(SIZES.sum()) :].set(jnp.nan), *others
 
 
+@functools.cache
+def on_one_device(name: str | None) -> Callable[..., Any]:
+    """Jits the step of a recipe once."""
+    return jax.jit(functools.partial(step_in_fp8, RECIPES[name][0]))
+
+
+def check_step(
+    mesh: Mesh,
+    name: str | None,
+    specs: tuple[P, ...],
+    *more: Any,
+    cache_spec: P = WHOLE,
+    out_sharding: P | None = None,
+    features: int = 256,
+    again: bool = False,
+) -> tuple[Any, Any]:
+    """Compares a step with one device's; `more` is an accumulator and a cache. Returns its program and results.
+
+    `again` compares a second run with the first one.
+    """
+    arrays = *operands_of_fp8(features), initial_state(name), *more
+    sharded = [put(mesh, *pair) for pair in zip(arrays, (*specs, WHOLE, WHOLE, cache_spec), strict=False)]
+    step = functools.partial(step_in_fp8, RECIPES[name][0], out_sharding=out_sharding)
+    compiled = jax.jit(step).lower(*sharded).compile()
+    results = compiled(*sharded)
+    assert_close(results, on_one_device(name)(*arrays), RECIPES[name][1])
+    if again:
+        assert_close(compiled(*sharded), results, 0)
+    return compiled, results
+
+
 def assert_close(got: Any, expected: Any, bound: float) -> None:
     for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), strict=True):
         assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
@@ -142,8 +178,8 @@ def assert_close(got: Any, expected: Any, bound: float) -> None:
 def assert_rounded_once(gradients: Callable[[Any], Any], parameters: Any) -> None:
     """Asserts that bfloat16 parameters have the gradients of the same numbers in float32, rounded."""
 
-    def of(dtype: Any) -> Any:
+    def computed(dtype: Any) -> Any:
         return gradients(jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), parameters))
 
-    got, expected = of(jnp.bfloat16), of(jnp.float32)
+    got, expected = computed(jnp.bfloat16), computed(jnp.float32)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16), strict=True), got, expected)

@@ -40,7 +40,7 @@ TOP_K = 2
 SETS_OF_NUMBERS = 4
 EXAMPLES = os.environ.get("JAX_GROUPED_EXAMPLES")
 OPERATIONS, LAYERS = ("ragged_dot", "grouped_dense", "grouped_mlp"), ("moe_mlp", "linen", "nnx")
-ROLES = "expert_axis", "feature_axis", "fsdp_axis", "batch_axes"
+ROLES = "experts", "features", "fsdp", "batch"
 
 
 class Example(NamedTuple):
@@ -52,7 +52,7 @@ class Example(NamedTuple):
         mesh: their sizes; their names are letters.
         recipe: a name among `RECIPES`.
         sizes: `T`, `E`, `K` and `F`.
-        roles: the axes that are named to the function.
+        roles: the axes that `Parallel` names.
         methods: the exchanges of two layers, one after the other.
         cached: whether the function is given kernels that are quantized or converted already.
         specs: the axes over which each dimension of each array is split.
@@ -95,9 +95,9 @@ def examples(draw: Callable[..., Any]) -> Example:
     if function in LAYERS:
         for axis, size in axes.items():
             role = draw(st.sampled_from([None, *ROLES]))
-            stored = size * math.prod(axes[roles[of]] for of in ("expert_axis", "fsdp_axis") if of in roles)
-            divides = sizes[3] % (16 * size) == 0 if role == "feature_axis" else sizes[1] % stored == 0
-            if role == "batch_axes":
+            stored = size * math.prod(axes[roles[of]] for of in ("experts", "fsdp") if of in roles)
+            divides = sizes[3] % (16 * size) == 0 if role == "features" else sizes[1] % stored == 0
+            if role == "batch":
                 roles[role] = (*roles.get(role, ()), axis)
             elif divides:
                 roles.setdefault(role, axis)
@@ -122,9 +122,7 @@ def examples(draw: Callable[..., Any]) -> Example:
     methods = draw(st.sampled_from([*itertools.permutations(("gather", "padded"))]))
     takes_cache = function in ("grouped_dense", "grouped_mlp", "moe_mlp")
     if recipe is not None:
-        takes_cache &= (
-            recipe != "delayed" and "feature_axis" not in roles and (function, kind) != ("moe_mlp", "explicit")
-        )
+        takes_cache &= recipe != "delayed" and "features" not in roles and (function, kind) != ("moe_mlp", "explicit")
     cached = takes_cache and draw(st.booleans())
     return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs)
 
@@ -157,8 +155,12 @@ def states(example: Example) -> Any:
     return jg.Fp8State.initial(recipe, example.sizes[1]) if isinstance(recipe, jg.DelayedScaling) else None
 
 
-def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax.Array], state: Any) -> Any:
+def apply(
+    example: Example, options: Mapping[str, Any], roles: Mapping[str, Any], arrays: Mapping[str, jax.Array], state: Any
+) -> Any:
     """Returns the function's result, and what else it returns."""
+    router = jg.moe.Router(TOP_K)
+    parallels = [jg.moe.Parallel(**roles, exchange=method, dispatch="input") for method in example.methods]
     recipe, _ = RECIPES[example.recipe]
     x, sizes, *_ = arrays["x"], arrays["group_sizes"]
     precision = "highest" if recipe is None else None
@@ -183,31 +185,27 @@ def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax
         return jg.moe.grouped_mlp(x, up, down, sizes, recipe=recipe, precision=precision, **options), ()
     if example.function == "moe_mlp":
         loads = []
-        for method in example.methods:
+        for parallel in parallels:
             y, metrics = jg.moe.moe_mlp(
                 x,
                 arrays["logits"],
                 up,
                 down,
-                top_k=TOP_K,
+                router=router,
+                parallel=parallel,
                 recipe=recipe,
                 precision=precision,
-                exchange_method=method,
-                quantized_exchange=False,
-                **options,
             )
             x = x + 0.5 * y
             loads.append((metrics.expert_load, metrics.balance_loss, metrics.z_loss))
         return x, loads
     layer_options = dict(
         num_experts=example.sizes[1],
-        top_k=TOP_K,
         hidden_features=example.sizes[3],
+        router=router,
+        parallel=parallels[0],
         recipe=recipe,
         precision=precision,
-        exchange_method=example.methods[0],
-        quantized_exchange=False,
-        **options,
     )
     parameters = {name: {"kernel": arrays[name]} for name in ("router", "gate_up", "down")}
     if example.function == "linen":
@@ -227,12 +225,14 @@ def apply(example: Example, options: Mapping[str, Any], arrays: Mapping[str, jax
     return y, (metrics.expert_load, metrics.balance_loss, metrics.z_loss)
 
 
-def step(example: Example, options: Mapping[str, Any], arrays: dict[str, jax.Array], state: Any) -> Any:
+def step(
+    example: Example, options: Mapping[str, Any], roles: Mapping[str, Any], arrays: dict[str, jax.Array], state: Any
+) -> Any:
     """Returns the result, the gradients of all arrays, the next states, and the metrics."""
     fixed = {name: arrays[name] for name in ("group_sizes", "dy")}
 
     def loss(arrays: dict[str, jax.Array], state: Any) -> tuple[jax.Array, Any]:
-        y, more = apply(example, options, arrays | fixed, state)
+        y, more = apply(example, options, roles, arrays | fixed, state)
         return jnp.sum(jnp.where(jnp.isnan(y), 0, y) * fixed["dy"]), (y, more)
 
     differentiated = {name: of for name, of in arrays.items() if name not in fixed}
@@ -258,12 +258,12 @@ def placed(mesh: Mesh, example: Example, arrays: Mapping[str, np.ndarray]) -> di
 def test_sharded_arrays_give_what_one_device_gives(backend: str, example: Example) -> None:
     need_devices(2)
     mesh = typed_mesh(example.kind, dict(zip("abc", example.mesh, strict=False)))
-    options: dict[str, Any] = dict(example.roles)
+    options: dict[str, Any] = {}
     if example.kind == "explicit" and example.function in OPERATIONS:
         options["out_sharding"] = P()
     bound = RECIPES[example.recipe][1] + 1e-4 * (backend == "cuda")
-    on_mesh = jax.jit(functools.partial(step, example, options))
-    on_one = jax.jit(functools.partial(step, example, {}))
+    on_mesh = jax.jit(functools.partial(step, example, options, example.roles))
+    on_one = jax.jit(functools.partial(step, example, {}, {}))
     state = states(example)
     for seed in range(SETS_OF_NUMBERS):
         arrays = numbers(example, seed)

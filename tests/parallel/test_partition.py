@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests.exports import exported
-from tests.meshes import TYPES, mesh_of, typed_mesh
+from tests.meshes import mesh_of, typed_mesh
 from tests.parallel.sharded import (
     AXES,
     BOTH,
@@ -29,9 +30,12 @@ from tests.parallel.sharded import (
     SIZES,
     TOKENS,
     WHOLE,
+    Collective,
     assert_close,
     assert_rounded_once,
+    check_step,
     collectives,
+    initial_state,
     operands,
     operands_of_fp8,
     product,
@@ -46,20 +50,6 @@ def _backend(backend: str) -> None:
     """Runs every test of this module on every backend."""
 
 
-def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    return jg.grouped_dense(x, kernel, SIZES, bias, precision="highest")
-
-
-def gradient_of(argument: int) -> Callable[..., jax.Array]:
-    """Returns the gradient of an argument of `dense`, from all arguments and the result's gradient."""
-
-    def gradient(*arguments: jax.Array) -> jax.Array:
-        *inputs, dy = arguments
-        return jax.vjp(dense, *inputs)[1](dy)[argument]
-
-    return gradient
-
-
 def run(mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ...], arrays: tuple[jax.Array, ...]) -> Any:
     """Returns the results of one program and its collectives, after a comparison with one device."""
     sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
@@ -70,21 +60,32 @@ def run(mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ...], arrays: 
     return results, collectives(compiled)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["y", "dx", "dkernel", "dbias"])
-def test_only_sums_over_shards_are_sent(case: str, name: str) -> None:
-    specs, results, sums = CASES[case]
-    index = ["y", "dx", "dkernel", "dbias"].index(name)
-    mesh = mesh_of(AXES)
-    x, kernel, bias, dy = operands()
+#: Each case without a recipe, and with two recipes; each recipe with four cases, two of each type of axes.
+STEPS = [(case, "auto", None) for case in CASES]
+STEPS += [(case, "auto", [*RECIPES][1 + i % 4]) for i, case in enumerate(CASES)]
+STEPS += [(case, "explicit", [*RECIPES][2 * i % 5]) for i, case in enumerate(CASES)]
 
-    if name == "y":
-        result, collected = run(mesh, product, specs[:2], (x, kernel))
-    else:
-        result, collected = run(mesh, gradient_of(index - 1), specs, (x, kernel, bias, dy))
 
-    assert collected == ({"all-reduce": 1} if name in sums.split() else {})
-    assert result.sharding.is_equivalent_to(NamedSharding(mesh, results[index]), result.ndim)
+@pytest.mark.parametrize(("case", "kind", "name"), STEPS)
+def test_steps_send_sums_and_maxima_alone(case: str, kind: str, name: str | None) -> None:
+    mesh = typed_mesh(kind, AXES)
+    specs, expected, sums = CASES[case]
+    out = None
+    if kind == "explicit":
+        out, expected = expected[0], (expected[0], *specs[:3])  # Gradients are sharded as their arguments.
+
+    compiled, results = check_step(mesh, name, specs, out_sharding=out)
+
+    checked = 4 if name is None or kind == "explicit" else 2
+    for result, spec in list(zip(results, expected, strict=False))[:checked]:
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim)
+    # The gradient of a bias that is whole is gathered from the devices that have the kernels.
+    gathered = {"all-gather"} if kind == "explicit" and name is not None and "experts" in case else set()
+    assert {*collectives(compiled)} <= {"all-reduce", *gathered}
+    if name is None and kind == "auto":
+        shapes = dict(zip(("y", "dx", "dkernel", "dbias"), results, strict=False))
+        parts = (shapes[result].sharding.shard_shape(shapes[result].shape) for result in sums.split())
+        assert sent(compiled) == Counter(Collective("all-reduce", part, "f32") for part in parts)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(None, None, "data")], ids=str)
@@ -93,10 +94,10 @@ def test_weights_that_are_stored_in_parts_are_gathered_and_their_gradients_scatt
     x, kernel, _, dy = operands()
 
     def step(x: jax.Array, kernel: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-        def of_tokens(array: jax.Array) -> jax.Array:
+        def on_tokens(array: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P("data")))
 
-        y, pull_back = jax.vjp(lambda x, kernel: of_tokens(product(of_tokens(x), kernel)), x, kernel)
+        y, pull_back = jax.vjp(lambda x, kernel: on_tokens(product(on_tokens(x), kernel)), x, kernel)
         dx, dkernel = pull_back(dy)
         return y, dx, jax.lax.with_sharding_constraint(dkernel, NamedSharding(mesh, spec))
 
@@ -150,15 +151,15 @@ def test_an_accumulator_is_added_once(batched: bool) -> None:
     assert collected == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("name", [None, "block", "delayed"])
+@pytest.mark.parametrize(
+    ("name", "where"), [(None, "auto"), ("block", "explicit"), ("delayed", "auto"), (None, "shard_map")]
+)
 def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: str | None, where: str) -> None:
-    recipe = RECIPES[name][0] if name else None
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
+    recipe, state = RECIPES[name][0], initial_state(name)
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", {"data": 8})
     options: dict[str, Any] = {}
     x, kernel, bias, dy = operands_of_fp8()
-    tokens = [put(mesh, jnp.nan_to_num(of).astype(jnp.bfloat16), DATA) for of in (x, dy)]
+    tokens = [put(mesh, jnp.nan_to_num(array).astype(jnp.bfloat16), DATA) for array in (x, dy)]
     parameters = dict(kernel=kernel, bias=bias)
     if where != "shard_map":
         options = dict(out_sharding=DATA if where == "explicit" else None)
@@ -176,14 +177,14 @@ def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: s
         specs = WHOLE, DATA, DATA, DATA
         sizes, run = jnp.tile(SIZES // 8, 8), jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=WHOLE)
 
-    assert_rounded_once(lambda of: jax.jit(run)(put(mesh, of, WHOLE), sizes, *tokens), parameters)
+    assert_rounded_once(lambda array: jax.jit(run)(put(mesh, array, WHOLE), sizes, *tokens), parameters)
 
 
-@pytest.mark.parametrize("where", ["whole", "stored in parts", "shard_map"])
+@pytest.mark.parametrize("where", ["stored in parts", "shard_map"])
 def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once(where: str) -> None:
     mesh = mesh_of({"data": 8})
     x, kernel, _, dy = operands()
-    sizes, in_bfloat16 = SIZES, [jnp.nan_to_num(of).astype(jnp.bfloat16) for of in (kernel, x, dy)]
+    sizes, in_bfloat16 = SIZES, [jnp.nan_to_num(array).astype(jnp.bfloat16) for array in (kernel, x, dy)]
     stored = P(None, "data") if where == "stored in parts" else WHOLE
 
     def gradient(kernel: jax.Array, x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -195,33 +196,35 @@ def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once(where: str
         run = jax.shard_map(gradient, mesh=mesh, in_specs=(WHOLE, DATA, DATA, DATA), out_specs=WHOLE)
 
     def on_mesh(*arrays: jax.Array) -> jax.Array:
-        placed = [put(mesh, of, spec) for of, spec in zip(arrays, (stored, DATA, DATA), strict=True)]
+        placed = [put(mesh, array, spec) for array, spec in zip(arrays, (stored, DATA, DATA), strict=True)]
         return jax.jit(run, out_shardings=placed[0].sharding)(*placed, sizes)
 
-    got, expected = on_mesh(*in_bfloat16), on_mesh(*(of.astype(jnp.float32) for of in in_bfloat16))
+    got, expected = on_mesh(*in_bfloat16), on_mesh(*(array.astype(jnp.float32) for array in in_bfloat16))
     # Products of other types may add up in another order.
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("offset", [-3, 1, 2, 9])
-def test_an_offset_counts_from_the_first_kernel_of_all(offset: int) -> None:
-    mesh = mesh_of(AXES)
+def test_an_offset_counts_from_the_first_kernel_of_all() -> None:
     x, kernel, *_ = operands()
+    sizes = jnp.concatenate([SIZES, SIZES // 9])
 
-    def part(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        sizes = jnp.concatenate([SIZES, SIZES // 9])
-        return jg.ragged_dot(x, kernel, sizes, group_offset=jnp.int32(offset), precision="highest")
+    @jax.jit
+    def part(x: jax.Array, kernel: jax.Array, offset: int) -> jax.Array:
+        return jg.ragged_dot(x, kernel, sizes, group_offset=offset, precision="highest")
 
-    run(mesh, part, (P("data"), P("model")), (x, kernel))
+    sharded = put(mesh_of(AXES), x, DATA), put(mesh_of(AXES), kernel, P("model"))
+    for offset in (-3, 1, 2, 9):
+        np.testing.assert_allclose(part(*sharded, offset), part(x, kernel, offset), rtol=1e-5, atol=1e-5)
 
 
 def test_hostile_sizes_give_what_one_device_gives() -> None:
-    mesh = mesh_of(AXES)
     x, kernel, *_ = operands()
-    x = jnp.nan_to_num(x)
+    x, multiply = jnp.nan_to_num(x), jax.jit(jg.ragged_dot)
+    sharded = put(mesh_of(AXES), x, BOTH), put(mesh_of(AXES), kernel, WHOLE)
     largest = np.iinfo(np.int32).max
     for sizes in ([largest, 1, largest, 5], [-7, 30, np.iinfo(np.int32).min, largest], [0, 0, 0, 0]):
-        run(mesh, functools.partial(jg.ragged_dot, group_sizes=jnp.array(sizes)), (BOTH, WHOLE), (x, kernel))
+        sizes = np.int32(sizes)
+        np.testing.assert_allclose(multiply(*sharded, sizes), multiply(x, kernel, sizes), rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_divided_evenly_is_gathered() -> None:
@@ -235,7 +238,7 @@ def test_what_cannot_be_divided_evenly_is_gathered() -> None:
     run(mesh, uneven, (WHOLE, WHOLE), (x, kernel))
 
 
-@pytest.mark.parametrize("transform", ["second order", "remat", "scan", "nested jit"])
+@pytest.mark.parametrize("transform", ["second order", "scan", "jit of remat"])
 def test_transformed_programs_are_split_too(transform: str) -> None:
     mesh = mesh_of(AXES)
     x, kernel, *_ = operands()
@@ -254,9 +257,8 @@ def test_transformed_programs_are_split_too(transform: str) -> None:
 
     functions: dict[str, Callable[..., Any]] = {
         "second order": jax.grad(lambda x, kernel: jnp.sum(jax.grad(loss, argnums=1)(x, kernel) ** 2), argnums=(0, 1)),
-        "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1)),
         "scan": jax.grad(repeated, argnums=(0, 1)),
-        "nested jit": jax.grad(jax.jit(loss), argnums=(0, 1)),
+        "jit of remat": jax.grad(jax.jit(jax.checkpoint(loss)), argnums=(0, 1)),
     }
     _, collected = run(mesh, functions[transform], (P("data"), WHOLE), (x, kernel))
     assert {*collected} == {"all-reduce"}
@@ -338,122 +340,76 @@ def accumulated(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.grad(lambda kernel: jnp.sum(jnp.sin(dense(jnp.nan_to_num(x), kernel, SIZES))))(kernel)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("case", ["tokens", "features out", "experts", "tokens and features in"])
-def test_steps_in_fp8_send_sums_and_maxima(name: str, case: str) -> None:
-    recipe, bound = RECIPES[name]
-    mesh = mesh_of(AXES)
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    step = jax.jit(functools.partial(step_in_fp8, recipe))
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, CASES[case].operands, strict=True)]
-    sharded.append(put(mesh, state, WHOLE))
-
-    compiled = step.lower(*sharded).compile()
-    results = compiled(*sharded)
-
-    assert {*collectives(compiled)} <= {"all-reduce"}
-    assert_close(results, step(*arrays, state), bound)
-    for array, spec in zip(results[:2], CASES[case].results[:2], strict=True):
-        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-
-
 def test_features_are_gathered_where_their_parts_would_have_other_scales() -> None:
-    mesh = mesh_of(AXES)
-    arrays = operands_of_fp8(features=192)  # Parts of 96 do not consist of blocks of 128.
-    step = jax.jit(functools.partial(step_in_fp8, RECIPES["block"][0]))
-    specs = CASES["features in"].operands
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    # Parts of 96 do not consist of blocks of 128.
+    compiled, _ = check_step(mesh_of(AXES), "block", CASES["features in"].operands, features=192)
 
-    assert "all-gather" in collectives(step.lower(*sharded, None).compile())
-    assert_close(step(*sharded, None), step(*arrays, None), 1e-5)
+    assert "all-gather" in collectives(compiled)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("stored", [P("data"), P(None, "data"), P(None, None, "data")], ids=["E", "K", "N"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_weights_that_are_stored_in_parts_travel_in_fp8(name: str, stored: P, kind: str) -> None:
-    recipe, bound = RECIPES[name]
-    mesh = typed_mesh(kind, {"data": 2})
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    specs = P("data"), stored, WHOLE, P("data")
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
-    sharded.append(put(mesh, state, WHOLE))
-    out = P("data") if kind == "explicit" else None
-    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=out))
+@pytest.mark.parametrize(
+    ("name", "dimension", "kind"),
+    [
+        ("block", "K", "auto"),
+        ("block", "N", "explicit"),
+        ("delayed", "K", "explicit"),
+        ("delayed", "N", "auto"),
+        ("delayed", "E", "explicit"),
+        ("current", "E", "auto"),
+        ("current", "K", "explicit"),
+        ("mxfp8", "E", "explicit"),
+        ("mxfp8", "N", "auto"),
+    ],
+)
+def test_weights_that_are_stored_in_parts_travel_in_fp8(name: str, dimension: str, kind: str) -> None:
+    stored = {"E": P("data"), "K": P(None, "data"), "N": P(None, None, "data")}[dimension]
+    out = DATA if kind == "explicit" else None
 
-    compiled = step.lower(*sharded).compile()
+    compiled, _ = check_step(typed_mesh(kind, {"data": 2}), name, (DATA, stored, WHOLE, DATA), out_sharding=out)
 
-    assert_close(compiled(*sharded), jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
-    weights = [of.dtype for of in sent(compiled) if of.kind == "all-gather" and math.prod(of.shape) == arrays[1].size]
+    size = operands_of_fp8()[1].size
+    weights = {part.dtype for part in sent(compiled) if part.kind == "all-gather" and math.prod(part.shape) == size}
     # A scale of a whole matrix, and MX scales in the order of the matmul, are not those of some features.
-    assert {*weights} == {"u8" if stored == P("data") or name in {"block", "delayed"} else "f32"}
+    assert weights == {"u8" if dimension == "E" or name in {"block", "delayed"} else "f32"}
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("case", ["tokens", "experts"])
-def test_products_of_cached_kernels_gather_no_weights(name: str, case: str, kind: str) -> None:
-    recipe, bound = RECIPES[name]
-    mesh = typed_mesh(kind, AXES)
-    *arrays, accumulator = *operands_of_fp8(), jnp.full((GROUPS, 256, 512), 10.0)
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    cache = jg.quantize_kernel(arrays[1], recipe, scale=None if state is None else state.scales(recipe).kernel)
+@pytest.mark.parametrize(
+    ("name", "case", "kind"),
+    [
+        ("block", "tokens", "explicit"),
+        ("delayed", "tokens", "auto"),
+        ("current", "experts", "auto"),
+        ("mxfp8", "experts", "explicit"),
+    ],
+)
+def test_products_of_cached_kernels_gather_no_weights_and_add_to_an_accumulator(
+    name: str, case: str, kind: str
+) -> None:
+    recipe, state = RECIPES[name][0], initial_state(name)
+    kernel, accumulator = operands_of_fp8()[1], jnp.full((GROUPS, 256, 512), 10.0)
+    cache = jg.quantize_kernel(kernel, recipe, scale=None if state is None else state.scales(recipe).kernel)
     specs, (out, *_), _ = CASES[case]
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
-    sharded += [put(mesh, of, WHOLE) for of in (state, accumulator)]
-    sharded.append(put(mesh, cache, P("model") if case == "experts" else WHOLE))
-    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=out if kind == "explicit" else None))
+    options = dict(
+        cache_spec=P("model") if case == "experts" else WHOLE, out_sharding=out if kind == "explicit" else None
+    )
 
-    compiled = step.lower(*sharded).compile()
+    compiled, _ = check_step(typed_mesh(kind, AXES), name, specs, accumulator, cache, **options)
 
-    expected = jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state, accumulator, cache)
-    assert_close(compiled(*sharded), expected, bound)
     # The gradient of a bias that is whole is gathered from the devices that have the kernels.
     gathered = {"all-gather"} if kind == "explicit" and case == "experts" else set()
     assert {*collectives(compiled)} == {"all-reduce", *gathered}
 
 
-def test_steps_in_fp8_add_to_an_accumulator() -> None:
-    mesh = mesh_of(AXES)
-    recipe, bound = RECIPES["block"]
-    arrays = operands_of_fp8()
-    accumulator = jnp.full((GROUPS, 256, 512), 10.0)
-    step = jax.jit(functools.partial(step_in_fp8, recipe))
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, CASES["tokens"].operands, strict=True)]
-
-    compiled = step.lower(*sharded, None, accumulator).compile()
-    assert {*collectives(compiled)} == {"all-reduce"}
-    assert_close(step(*sharded, None, accumulator), step(*arrays, None, accumulator), bound)
-
-
 def test_a_batch_in_fp8_is_split() -> None:
     mesh = mesh_of(AXES)
     recipe, bound = RECIPES["delayed"]
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jg.Fp8State.initial(recipe, GROUPS))
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), initial_state("delayed"))
     arrays = [jnp.stack([array, 0.5 * array]) for array in operands_of_fp8()]
     step = jax.jit(jax.vmap(functools.partial(step_in_fp8, recipe)))
-    specs = P("data", "model"), P("data"), P("data"), P("data", "model")
+    specs = P("data", "model"), DATA, DATA, P("data", "model")
     sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
 
-    assert {*collectives(step.lower(*sharded, state).compile())} == {"all-reduce"}
-    assert_close(step(*sharded, state), step(*arrays, state), bound)
+    compiled = step.lower(*sharded, state).compile()
 
-
-@pytest.mark.parametrize("recipe", [None, jg.Float8BlockScaling(), jg.DelayedScaling()], ids=repr)
-def test_a_training_step_of_a_layer_is_split(recipe: jg.Recipe | None) -> None:
-    mesh = mesh_of(AXES)
-    x, _, _, targets = operands_of_fp8()
-    x = jnp.nan_to_num(x)
-    layer = jg.linen.GroupedDense(512, GROUPS, recipe=recipe, use_bias=True)
-    variables = layer.init(jax.random.key(2), x, SIZES)
-
-    def loss(variables: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-        return jnp.mean((layer.apply(variables, x, SIZES) - targets) ** 2)
-
-    step = jax.jit(jax.value_and_grad(loss))
-    sharded = put(mesh, variables, WHOLE), put(mesh, x, DATA), put(mesh, targets, DATA)
-
-    assert {*collectives(step.lower(*sharded).compile())} == {"all-reduce"}
-    assert_close(step(*sharded), step(variables, x, targets), 1e-4)
+    assert {*collectives(compiled)} == {"all-reduce"}
+    assert_close(compiled(*sharded, state), step(*arrays, state), bound)

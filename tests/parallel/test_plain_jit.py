@@ -12,29 +12,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import TYPES, mesh_of, typed_mesh
+from tests.meshes import mesh_of, typed_mesh
 from tests.parallel import programs
 from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close
 from tests.parallel.sharded import assert_rounded_once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    ("api", "axes", "remat"),
+    ("kind", "api", "axes", "remat"),
     [
-        ("linen", dict(data=2, expert=2), False),
-        ("nnx", dict(data=2, expert=2), True),
-        ("nnx", dict(expert=2), False),
-        ("nnx", dict(feature=4), False),
-        ("linen", dict(data=2, expert=2, feature=2), True),
-        ("linen", dict(expert=8), False),
-        ("linen", dict(expert=2, stored_features=2), False),
-        ("linen", dict(expert=2, fsdp=2), False),
-        ("linen", dict(fsdp=2), False),
-        ("linen", dict(expert=4, fsdp=2), False),
-        ("nnx", dict(data=2, fsdp=4), True),
-        ("nnx", dict(fsdp=2, expert=2, feature=2), False),
+        ("auto", "linen", dict(data=2, expert=2, feature=2), True),
+        ("auto", "nnx", dict(fsdp=2, expert=2, feature=2), False),
+        ("explicit", "linen", dict(expert=2, stored_features=2), False),
+        ("explicit", "nnx", dict(data=2, fsdp=4), True),
     ],
     ids=str,
 )
@@ -48,10 +39,9 @@ def test_training_is_that_of_one_device(backend: str, kind: str, api: str, axes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_training_with_delayed_scaling_is_that_of_one_device(backend: str, kind: str) -> None:
+def test_training_with_delayed_scaling_is_that_of_one_device(backend: str) -> None:
     axes, options, steps = dict(data=2, expert=2, feature=2), dict(recipe=DELAYED, use_bias=False), 3
-    mesh = typed_mesh(kind, axes)
+    mesh = typed_mesh("explicit", axes)
 
     got = programs.under_jit(programs.model("nnx", axes, **options), mesh).run(steps)
 
@@ -60,7 +50,8 @@ def test_training_with_delayed_scaling_is_that_of_one_device(backend: str, kind:
 
 
 T, K, F, E, TOP_K = 64, 32, 48, 8, 2
-SIZES = dict(num_experts=E, top_k=TOP_K, hidden_features=F)
+SIZES: dict[str, Any] = dict(num_experts=E, router=jg.moe.Router(TOP_K), hidden_features=F)
+PARALLEL = jg.moe.Parallel(experts="expert", batch=("data",))
 
 
 def put(mesh: Mesh, array: jax.Array, *spec: Any) -> jax.Array:
@@ -80,9 +71,8 @@ def gathered_shapes(compiled: Any) -> list[tuple[int, ...]]:
     return [tuple(map(int, shape.split(","))) for shape in found]
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+def test_tokens_travel_between_experts_and_kernels_do_not() -> None:
+    mesh = typed_mesh("explicit", dict(data=2, expert=2))
     x, logits, gate_up, down = arrays()
     placed = [put(mesh, of, ("data", "expert")) for of in (x, logits)] + [
         put(mesh, of, "expert") for of in (gate_up, down)
@@ -90,7 +80,7 @@ def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
 
     def gradients(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> jax.Array:
-            y, metrics = jg.moe.moe_mlp(*arrays, top_k=TOP_K, expert_axis="expert", batch_axes=("data",))
+            y, metrics = jg.moe.moe_mlp(*arrays, router=jg.moe.Router(TOP_K), parallel=PARALLEL)
             return jnp.sum(y**2) + metrics.balance_loss
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
@@ -103,11 +93,14 @@ def test_tokens_travel_between_experts_and_kernels_do_not(kind: str) -> None:
         assert gradient.sharding.is_equivalent_to(argument.sharding, argument.ndim)
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    "recipe",
-    [jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP8BlockScaling()],
-    ids=lambda recipe: type(recipe).__name__,
+    ("kind", "recipe"),
+    [
+        ("auto", jg.Float8BlockScaling()),
+        ("explicit", jg.Float8CurrentScaling()),
+        ("auto", jg.MXFP8BlockScaling()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_each_device_quantizes_its_own_kernels(backend: str, kind: str, recipe: jg.Recipe) -> None:
     if backend == "cuda" and isinstance(recipe, jg.MXFP8BlockScaling):
@@ -127,12 +120,11 @@ def test_each_device_quantizes_its_own_kernels(backend: str, kind: str, recipe: 
     jax.tree.map(np.testing.assert_array_equal, compiled(*placed), expected)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kind: str) -> None:
+def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str) -> None:
     del backend
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+    mesh = typed_mesh("explicit", dict(data=2, expert=2))
     options = dict(**SIZES, recipe=jg.Float8BlockScaling(), cache_kernel=True)
-    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
+    split = jg.linen.MoEMlp(**options, parallel=PARALLEL)
     x = arrays()[0]
     variables = split.init(jax.random.key(0), x)
     placed = jax.tree.map_with_path(
@@ -152,15 +144,12 @@ def test_microbatches_share_kernels_that_stay_on_their_devices(backend: str, kin
         np.testing.assert_allclose(got, of_one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(
-    ("axes", "recipe"),
+    ("where", "axes", "recipe"),
     [
-        (dict(data=8), None),
-        (dict(fsdp=8), BLOCK),
-        (dict(data=2, expert=2, fsdp=2), None),
-        (dict(data=2, expert=4), BLOCK),
-        (dict(data=4, feature=2), None),
+        ("auto", dict(data=2, expert=4), BLOCK),
+        ("explicit", dict(data=4, feature=2), None),
+        ("shard_map", dict(data=2, expert=2, fsdp=2), None),
     ],
     ids=str,
 )
@@ -169,9 +158,9 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
 ) -> None:
     del backend
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", axes)
-    named = {f"{name}_axis": name for name in axes if name != "data"}
+    named = {dict(expert="experts", feature="features").get(name, name): name for name in axes if name != "data"}
     tokens = tuple(name for name in axes if name != "feature")
-    feature, stored = named.get("feature_axis"), tuple(name for name in tokens if name != "data") or None
+    feature, stored = named.get("features"), tuple(name for name in tokens if name != "data") or None
     specs = {
         "gate_up": jg.moe.Weights(P(stored, None, None, feature), P(stored, None, feature)),
         "down": jg.moe.Weights(P(stored, feature), P(stored)),
@@ -185,7 +174,8 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
 
     def gradients(parameters: Any, x: jax.Array, logits: jax.Array) -> Any:
         def loss(parameters: Any) -> jax.Array:
-            options = dict(top_k=TOP_K, recipe=recipe, batch_axes=tokens, **named)
+            parallel = jg.moe.Parallel(batch=tokens, **named)
+            options = dict(router=jg.moe.Router(TOP_K), parallel=parallel, recipe=recipe)
             return jnp.sum(jnp.sin(jg.moe.moe_mlp(x, logits, **parameters, **options)[0].astype(jnp.float32)))
 
         return jax.grad(loss)(parameters)
@@ -201,13 +191,13 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     assert_rounded_once(lambda parameters: jax.jit(run)(placed(parameters), *of_tokens), parameters)
 
 
-@pytest.mark.parametrize("where", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("recipe", [jg.Float8BlockScaling(), DELAYED], ids=["block", "delayed"])
+@pytest.mark.parametrize(("where", "recipe"), [("explicit", DELAYED), ("shard_map", BLOCK)], ids=["explicit", "manual"])
 def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, recipe: jg.Recipe) -> None:
     mesh = typed_mesh("explicit" if where == "explicit" else "auto", dict(expert=2, fsdp=2))
     tokens = P(("expert", "fsdp"))
     options = dict(**SIZES, recipe=recipe, cache_kernel=True)
-    split = jg.linen.MoEMlp(**options, expert_axis="expert", fsdp_axis="fsdp", batch_axes=("expert", "fsdp"))
+    parallel = jg.moe.Parallel(experts="expert", fsdp="fsdp", batch=("expert", "fsdp"))
+    split = jg.linen.MoEMlp(**options, parallel=parallel)
     x = arrays()[0]
     variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), x)
     del variables[jg.linen.KERNEL_CACHE]
@@ -242,13 +232,14 @@ def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, 
 
 def test_what_cannot_be_split_is_named() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
-    layer = jg.linen.MoEMlp(**SIZES, expert_axis="expert", batch_axes=("data",))
+    layer = jg.linen.MoEMlp(**SIZES, parallel=PARALLEL)
     x = arrays()[0]
     variables = layer.init(jax.random.key(0), x)
 
+    router = jg.moe.Router(1)
     three = x, jnp.ones((len(x), 3)), jnp.ones((3, K, 2 * F)), jnp.ones((3, F, K))
     with pytest.raises(ValueError, match=r"down must have experts in a multiple of 2, the devices along \['expert'"):
-        jg.moe.moe_mlp(*(put(mesh, of) for of in three), top_k=1, expert_axis="expert")
+        jg.moe.moe_mlp(*(put(mesh, of) for of in three), router=router, parallel=jg.moe.Parallel(experts="expert"))
     with pytest.raises(ValueError, match="There is no mesh axis 'data' here: put all arrays on one mesh with this"):
         layer.apply(variables, x)
     split = jax.shard_map(
@@ -259,11 +250,13 @@ def test_what_cannot_be_split_is_named() -> None:
 
     cached = jg.quantize_kernel(jnp.ones((E, K, 2 * F)), recipe := jg.Float8BlockScaling())
     gate_up = jg.moe.Weights(jnp.ones((E, K, 2 * F)), kernel_cache=cached)
-    with pytest.raises(ValueError, match="A kernel cache cannot be split over the feature_axis 'expert'"):
-        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=recipe, feature_axis="expert")
+    with pytest.raises(ValueError, match="A kernel cache cannot be split over the features axis 'expert'"):
+        by_features = dict(router=router, parallel=jg.moe.Parallel(features="expert"))
+        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], recipe=recipe, **by_features)
     other = jg.Float8BlockScaling(pow2_scales=not recipe.pow2_scales)
     with pytest.raises(ValueError, match=r"recipe.pow2_scales must be"):
-        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], top_k=1, recipe=other, expert_axis="expert")
+        by_experts = dict(router=router, parallel=jg.moe.Parallel(experts="expert"))
+        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], recipe=other, **by_experts)
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
@@ -309,60 +302,40 @@ def test_axes_that_split_two_things_are_refused() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
     x, *others = (put(mesh, of) for of in arrays())
 
-    with pytest.raises(ValueError, match="feature_axis 'expert' must be none of expert_axis, fsdp_axis and batch_axes"):
-        jg.moe.moe_mlp(x, *others, top_k=1, feature_axis="expert", batch_axes=("data", "expert"))
-    with pytest.raises(ValueError, match="fsdp_axis must be another axis than expert_axis, got 'expert' for both"):
-        jg.moe.moe_mlp(x, *others, top_k=1, expert_axis="expert", fsdp_axis="expert")
-    with pytest.raises(TypeError, match=r"fsdp_axis must be the name of one mesh axis, got \('data', 'expert'\)"):
+    with pytest.raises(ValueError, match="The features axis 'expert' must be none of experts, fsdp and batch"):
+        jg.moe.Parallel(features="expert", batch=("data", "expert"))
+    with pytest.raises(ValueError, match="fsdp must be another axis than experts, got 'expert' for both"):
+        jg.moe.Parallel(experts="expert", fsdp="expert")
+    with pytest.raises(TypeError, match=r"fsdp must be the name of one mesh axis, got \('data', 'expert'\)"):
         # The type checker would refuse several names too.
-        jg.moe.moe_mlp(x, *others, top_k=1, fsdp_axis=("data", "expert"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="batch_axes must be a sequence of names of mesh axes, got 3"):
+        jg.moe.Parallel(fsdp=("data", "expert"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch must be a sequence of names of mesh axes, got 3"):
         # The type checker would refuse a number too.
-        jg.moe.moe_mlp(x, *others, top_k=1, batch_axes=3)  # type: ignore[arg-type]
-    layer = functools.partial(jg.moe.moe_mlp, top_k=1, fsdp_axis="data")
+        jg.moe.Parallel(batch=3)  # type: ignore[arg-type]
+    router = jg.moe.Router(1)
+    layer = functools.partial(jg.moe.moe_mlp, router=router, parallel=jg.moe.Parallel(fsdp="data"))
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"x must be split over the mesh axis 'data' \(in_specs"):
         jax.eval_shape(split, x, *others)
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match="The axes of the mesh must be all Auto or all Explicit"):
-        jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), top_k=1, expert_axis="expert")
+        jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), router=router, parallel=jg.moe.Parallel(experts="expert"))
     accumulating = jg.moe.Weights(others[2], dkernel_accumulator=others[2])
     with pytest.raises(ValueError, match=r"dkernel_accumulator cannot be added to where mesh axes \['data'\] split"):
-        jg.moe.moe_mlp(x, *others[:2], accumulating, top_k=1, batch_axes="data")
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_sequences_can_be_split_and_a_scale_traced(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
-    options = dict(**SIZES, precision="highest")
-    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
-    x = arrays()[0].reshape(8, 8, K)
-    variables = split.init(jax.random.key(0), x)
-
-    def result(layer: Any, variables: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return layer.clone(weight_scale=scale).apply(variables, x)[0]
-
-    placed = jax.tree.map(lambda of: put(mesh, of), (variables, x, jnp.float32(2)))
-    got = jax.jit(result, static_argnums=0)(split, placed[0], put(mesh, x, None, "data"), placed[2])
-
-    expected = result(jg.linen.MoEMlp(**options), variables, x, jnp.float32(2))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        jg.moe.moe_mlp(x, *others[:2], accumulating, router=router, parallel=jg.moe.Parallel(batch="data"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: str) -> None:
-    mesh = typed_mesh(kind, dict(data=2, expert=2))
+def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device() -> None:
+    mesh = typed_mesh("auto", dict(data=2, expert=2))
     options = dict(
-        **SIZES,
+        num_experts=E,
+        hidden_features=F,
+        router=jg.moe.Router(TOP_K, score="sigmoid", use_bias=True, use_selection_bias=True, balance_sequences=True),
         precision="highest",
         shared_features=24,
-        use_router_bias=True,
-        use_selection_bias=True,
-        balance_sequences=True,
-        score="sigmoid",
     )
-    split = jg.linen.MoEMlp(**options, expert_axis="expert", batch_axes=("data",))
+    split = jg.linen.MoEMlp(**options, parallel=PARALLEL)
     x = arrays()[0].reshape(8, 8, K)
     variables = jax.tree.map(
         lambda of: of + 0.1 * jnp.sin(jnp.arange(of.size)).reshape(of.shape), split.init(jax.random.key(0), x)
@@ -387,9 +360,10 @@ def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device(kind: 
 def test_no_tokens_are_sent_nowhere() -> None:
     mesh = mesh_of(dict(expert=2))
     x, logits, *kernels = (put(mesh, of) for of in arrays())
+    router = jg.moe.Router(TOP_K)
 
     def loss(x: jax.Array, logits: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(x, logits, *kernels, top_k=TOP_K, expert_axis="expert")[0].sum()
+        return jg.moe.moe_mlp(x, logits, *kernels, router=router, parallel=jg.moe.Parallel(experts="expert"))[0].sum()
 
     assert jax.jit(jax.grad(loss))(x[:0], logits[:0]).shape == (0, K)
 
@@ -399,10 +373,27 @@ def test_arrays_without_a_sharding_are_split_over_the_mesh_that_is_set() -> None
     x, logits, *kernels = arrays()
 
     def result(*arrays: jax.Array, **axes: Any) -> jax.Array:
-        return jg.moe.moe_mlp(*arrays, top_k=TOP_K, precision="highest", **axes)[0]
+        parallel = jg.moe.Parallel(**axes)
+        return jg.moe.moe_mlp(*arrays, router=jg.moe.Router(TOP_K), parallel=parallel, precision="highest")[0]
 
     with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda *arrays: result(*arrays, expert_axis="expert")).lower(x, logits, *kernels).compile()
+        compiled = jax.jit(lambda *arrays: result(*arrays, experts="expert")).lower(x, logits, *kernels).compile()
 
     assert "all-to-all" in compiled.as_text()
     np.testing.assert_allclose(compiled(x, logits, *kernels), result(x, logits, *kernels), rtol=1e-5, atol=1e-4)
+
+
+def test_experts_are_split_without_the_name_of_an_axis() -> None:
+    mesh = mesh_of(dict(data=2, expert=2))
+    x, logits, *kernels = arrays()
+    placed = [put(mesh, array, "data") for array in (x, logits)] + [put(mesh, kernel, "expert") for kernel in kernels]
+
+    def step(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> Any:
+            y, _ = jg.moe.moe_mlp(*arrays, top_k=TOP_K, precision="highest")
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+
+    got, expected = jax.jit(step)(*placed), jax.jit(step)(x, logits, *kernels)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, expected)

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     gate_up: P
     down: P
     sent: dict[str, list[tuple[int, ...]]]
-    activation: Any = "silu_mul"
+    activation: Any = "swiglu"
 
 
 CASES = {
@@ -136,7 +136,7 @@ def test_other_recipes_send_no_more_than_maxima(kind: str, name: str) -> None:
 def test_halves_of_a_gate_are_exchanged_and_not_gathered(kind: str) -> None:
     case = CASES["features"]
 
-    got = run(kind, "block", case._replace(activation="silu_mul"))
+    got = run(kind, "block", case._replace(activation="swiglu"))
 
     assert {of.kind for of in got - listed(case)} == {"collective-permute", "all-to-all"}
 

@@ -1,6 +1,7 @@
 """Arrays whose types are sharded, over mesh axes of type `Explicit`: the types of results, and what is sent."""
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -25,12 +26,12 @@ from tests.parallel.sharded import (
     SIZES,
     WHOLE,
     assert_close,
+    check_step,
     collectives,
     operands,
     operands_of_fp8,
     product,
     put,
-    step_in_fp8,
 )
 
 
@@ -39,51 +40,24 @@ def _backend(backend: str) -> None:
     """Runs every test of this module on every backend."""
 
 
-@pytest.mark.parametrize("name", [None, "block", "delayed"])
-@pytest.mark.parametrize("case", CASES)
-def test_types_that_are_sharded_say_what_is_sent(case: str, name: str | None) -> None:
-    recipe, bound = RECIPES[name] if name else (None, 1e-5)
-    mesh = explicit_mesh()
-    specs, expected, _ = CASES[case]
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
-
-    step = functools.partial(step_in_fp8, recipe, out_sharding=expected[0])
-    compiled = jax.jit(step).lower(*sharded, state).compile()
-    results = compiled(*sharded, state)
-
-    # The gradient of a bias that is whole is gathered from the devices that have the kernels.
-    gathered = {"all-gather"} if recipe is not None and "experts" in case else set()
-    assert {*collectives(compiled)} <= {"all-reduce", *gathered}
-    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
-    # Gradients are sharded as their arguments.
-    for result, spec in zip(results, (expected[0], *specs[:3]), strict=False):
-        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim)
-
-
 def explicit_mesh() -> Mesh:
     need_devices(4)
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
 
 
-@pytest.mark.parametrize("name", [None, "delayed"])
-@pytest.mark.parametrize("case", ["tokens and features out", "tokens and features in", "tokens and experts"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("tokens and features out", None), ("tokens and features in", "delayed"), ("tokens and experts", "delayed")],
+)
 def test_an_axis_of_one_device_is_part_of_the_types(case: str, name: str | None) -> None:
     need_devices(2)
-    recipe, bound = RECIPES[name] if name else (None, 1e-5)
     types = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:2])
-    specs, expected, _ = CASES[case]
-    arrays = operands_of_fp8()
-    state = jg.Fp8State.initial(recipe, GROUPS) if name == "delayed" else None
-    sharded = [put(mesh, array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    specs, (out, *_), _ = CASES[case]
 
-    step = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=expected[0]))
-    results = step(*sharded, put(mesh, state, WHOLE))
+    _, (y, *_) = check_step(mesh, name, specs, out_sharding=out)
 
-    assert jax.typeof(results[0]).sharding.spec == P(*expected[0], *[None] * (2 - len(expected[0])))
-    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, state), bound)
+    assert jax.typeof(y).sharding.spec == P(*out, *[None] * (2 - len(out)))
 
 
 def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
@@ -92,7 +66,7 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
 
     def multiply(x_spec: P, kernel_spec: P, **out: Any) -> Any:
         arguments = put(mesh, x, x_spec), put(mesh, kernel, kernel_spec)
-        return jax.jit(lambda *of: jg.ragged_dot(*of, SIZES, precision="highest", **out))(*arguments)
+        return jax.jit(lambda *operands: jg.ragged_dot(*operands, SIZES, precision="highest", **out))(*arguments)
 
     assert jax.typeof(multiply(P("data"), OUT_OF_KERNEL)).sharding.spec == P("data", "model")
     y = multiply(WHOLE, WHOLE, out_sharding=P("data"))
@@ -108,50 +82,39 @@ def test_the_result_of_sharded_types_is_inferred_or_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, *TYPES], ids=str)
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("data", "out_sharding must be a NamedSharding, a PartitionSpec or None, got 'data'."),
-        (
-            P(None, "experts"),
-            "out_sharding may name each of the mesh axes [...] once, got 'experts' in P(None, 'experts')",
-        ),
-        (P("data", "data"), "out_sharding may name each of the mesh axes [...] once, got 'data' in P('data', 'data')"),
-    ],
-    ids=["text", "no such axis", "twice"],
-)
-def test_a_sharding_that_is_not_there_is_refused(kind: str | None, out: Any, message: str) -> None:
+def test_a_sharding_that_is_not_there_is_refused(kind: str | None) -> None:
     x, kernel, *_ = operands()
     if kind is not None:
         x = put(typed_mesh(kind, AXES), x, P("data"))
-    axes = [] if kind is None else [*AXES]
+    once = f"out_sharding may name each of the mesh axes {[] if kind is None else [*AXES]} once, got "
+    refused = {
+        "data": "out_sharding must be a NamedSharding, a PartitionSpec or None, got 'data'.",
+        P(None, "experts"): f"{once}'experts' in P(None, 'experts')",
+        P("data", "data"): f"{once}'data' in P('data', 'data')",
+    }
     numbers = jax.lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
-    for multiply in (
-        lambda: jg.ragged_dot(x, kernel, SIZES, out_sharding=out),
-        lambda: jg.ragged_dot_general(x, kernel, SIZES, numbers, out_sharding=out),
-        lambda: jg.grouped_dense(x, kernel, SIZES, out_sharding=out),
-        lambda: jg.moe.grouped_mlp(x, kernel, jnp.ones((GROUPS, OUT // 2, IN)), SIZES, out_sharding=out),
-    ):
-        with pytest.raises((TypeError, ValueError), match="^" + re.escape(message.replace("[...]", str(axes)))):
-            multiply()
+    functions = (
+        functools.partial(jg.ragged_dot, x, kernel, SIZES),
+        functools.partial(jg.ragged_dot_general, x, kernel, SIZES, numbers),
+        functools.partial(jg.grouped_dense, x, kernel, SIZES),
+        functools.partial(jg.moe.grouped_mlp, x, kernel, jnp.ones((GROUPS, OUT // 2, IN)), SIZES),
+    )
+    for (out, message), function in itertools.product(refused.items(), functions):
+        with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
+            function(out_sharding=out)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is(cached: bool) -> None:
+def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is() -> None:
     mesh = explicit_mesh()
-    (recipe, bound), arrays = RECIPES["block"], operands_of_fp8()
-    cache = jg.quantize_kernel(arrays[1], recipe) if cached else None
-    *operands, dy = arrays
-    sharded = (*put(mesh, operands, WHOLE), put(mesh, dy, P("data")), None, None, put(mesh, cache, WHOLE))
+    recipe, arrays = RECIPES["block"][0], operands_of_fp8()
+    cache = jg.quantize_kernel(arrays[1], recipe)
 
-    results = jax.jit(functools.partial(step_in_fp8, recipe, out_sharding=P("data")))(*sharded)
+    _, (y, *_) = check_step(mesh, "block", (WHOLE, WHOLE, WHOLE, P("data")), None, cache, out_sharding=P("data"))
 
-    assert jax.typeof(results[0]).sharding.spec == P("data", None)
-    assert_close(results, jax.jit(functools.partial(step_in_fp8, recipe))(*arrays, None, None, cache), bound)
+    assert jax.typeof(y).sharding.spec == P("data", None)
 
     def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        options = dict(recipe=recipe, kernel_cache=cache, out_sharding=P("data"))
-        return jg.grouped_dense(x, kernel, SIZES, **options)
+        return jg.grouped_dense(x, kernel, SIZES, recipe=recipe, out_sharding=P("data"))
 
     with jax.set_mesh(mesh):  # of arrays that are not on it yet
         assert jax.typeof(jax.jit(multiply)(*arrays[:2])).sharding.spec == P("data", None)
@@ -215,8 +178,8 @@ def test_weights_of_sharded_types_are_gathered_and_their_gradients_scattered() -
     arguments = put(mesh, jnp.nan_to_num(x), P("data")), put(mesh, kernel, P(None, "data"))
     step = jax.jit(jax.grad(loss, argnums=1))
     assert collectives(step.lower(*arguments).compile()) == {"all-gather": 1, "reduce-scatter": 1}
-    twice = jax.jit(jax.grad(lambda *of: jnp.sum(jax.grad(loss, argnums=1)(*of) ** 2), argnums=1))
-    expected = jax.grad(lambda *of: jnp.sum(jax.grad(unsharded_loss, argnums=1)(*of) ** 2), argnums=1)
+    twice = jax.jit(jax.grad(lambda *arrays: jnp.sum(jax.grad(loss, argnums=1)(*arrays) ** 2), argnums=1))
+    expected = jax.grad(lambda *arrays: jnp.sum(jax.grad(unsharded_loss, argnums=1)(*arrays) ** 2), argnums=1)
     assert_close(twice(*arguments), expected(jnp.nan_to_num(x), kernel), 1e-5)
 
 

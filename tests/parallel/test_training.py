@@ -20,20 +20,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("api", "axes", "remat"),
+    ("api", "axes", "methods", "remat"),
     [
-        ("linen", dict(data=4), True),
-        ("nnx", dict(feature=4), False),
-        ("linen", dict(expert=8), False),
-        ("nnx", dict(expert=2, feature=2), False),
-        ("nnx", dict(expert=2, stored_features=2), True),
-        ("linen", dict(fsdp=2, expert=2), True),
+        ("linen", dict(expert=8), ("gather", "padded"), False),
+        ("nnx", dict(expert=2, feature=2), ("padded", "gather"), False),
+        ("nnx", dict(expert=2, stored_features=2), ("gather", "padded"), True),
+        ("linen", dict(fsdp=2, expert=2), ("gather", "padded"), True),
     ],
     ids=str,
 )
-def test_sharded_training_is_that_of_one_device(backend: str, api: str, axes: dict[str, int], remat: bool) -> None:
+def test_sharded_training_is_that_of_one_device(
+    backend: str, api: str, axes: dict[str, int], methods: tuple[str, str], remat: bool
+) -> None:
     mesh = mesh_of(axes)
-    model = programs.model(api, axes, remat=remat)
+    model = programs.model(api, axes, methods=methods, remat=remat)
 
     got = programs.sharded(model, mesh).run()
 
@@ -51,16 +51,15 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(
-    ("axes", "is_manual"),
+    ("recipe", "axes", "is_manual"),
     [
-        (dict(expert=4), True),
-        (dict(data=2, expert=2), False),
-        (dict(fsdp=2, expert=2), True),
-        (dict(expert=2, feature=2), False),
+        ("block", dict(expert=4), True),
+        ("current", dict(fsdp=2, expert=2), True),
+        ("delayed", dict(expert=2, feature=2), False),
+        ("mxfp8", dict(data=2, expert=2), False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", RECIPES)
 def test_training_in_fp8_is_that_of_one_device(
     backend: str, recipe: str, axes: dict[str, int], is_manual: bool
 ) -> None:
@@ -75,16 +74,6 @@ def test_training_in_fp8_is_that_of_one_device(
     assert_close(got, expected, tolerance[backend])
 
 
-def test_training_with_exchanged_rows_is_that_of_one_device(backend: str) -> None:
-    axes = dict(expert=2, feature=2)
-    mesh = mesh_of(axes)
-    model = programs.model("nnx", axes, methods=("padded", "gather"))
-
-    got = programs.sharded(model, mesh).run()
-
-    assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
-
-
 def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     # As many as split the batch evenly.
     devices = 2 ** (jax.device_count().bit_length() - 1)
@@ -95,9 +84,8 @@ def test_training_under_pmap_is_that_of_one_device(backend: str) -> None:
     assert_close(got, programs.on_one_device(jax.devices()[0], backend), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("axes", [dict(expert=2, feature=2), dict(expert=2, fsdp=2), dict(fsdp=2)], ids=str)
-def test_states_are_those_of_one_device_however_experts_are_split(backend: str, axes: dict[str, int]) -> None:
-    options, steps = dict(recipe=DELAYED, use_bias=False), 3
+def test_states_are_those_of_one_device_however_experts_are_split(backend: str) -> None:
+    axes, options, steps = dict(expert=2, fsdp=2), dict(recipe=DELAYED, use_bias=False), 3
     mesh = mesh_of(axes)
     model = programs.model("linen", axes, **options)
 
@@ -149,7 +137,9 @@ def test_block_scaling_of_split_experts_and_features_has_the_blocks_of_one_devic
     y, gradients, dx = split(variables, x, sizes, dy)
 
     # By expert, and those of an expert by device, as they were.
-    order = np.argsort(np.concatenate([np.repeat(np.arange(experts), of_device) for of_device in sizes]), kind="stable")
+    order = np.argsort(
+        np.concatenate([np.repeat(np.arange(experts), device_sizes) for device_sizes in sizes]), kind="stable"
+    )
     sizes, (kernel,), (dkernel,) = sizes.sum(axis=0), jax.tree.leaves(variables), jax.tree.leaves(gradients)
     qx, qdy = (quantize_oracle.quantize(rows[order], sizes, BLOCK.token_mode, pow2_scales=True) for rows in (x, dy))
     qkernel = quantize_oracle.quantize(kernel, None, BLOCK.kernel_mode, pow2_scales=True)
@@ -166,7 +156,8 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
     axes = dict(expert=4)
     mesh = mesh_of(axes)
     # Room for half of what is sent if all devices send everything to one of them.
-    model = programs.model("linen", axes, methods=("gather",), capacity_factor=2.0)
+    router = jg.moe.Router(programs.TOP_K, capacity_factor=2.0)
+    model = programs.model("linen", axes, methods=("gather",), router=router)
     x = np.abs(programs.batches(1)[0][0][0])
     tokens = len(x) // 4
 
@@ -202,11 +193,10 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
     np.testing.assert_array_equal(crowded_y[~kept], (x + crowded["params"]["embed"]["bias"])[~kept])
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_a_step_for_gpus_stays_on_them(api: str) -> None:
+def test_a_step_for_gpus_stays_on_them() -> None:
     axes = dict(expert=4)
     training = programs.sharded(
-        programs.model(api, axes, methods=("gather",), recipe=BLOCK, use_bias=False), mesh_of(axes)
+        programs.model("nnx", axes, methods=("gather",), recipe=BLOCK, use_bias=False), mesh_of(axes)
     )
     step = training.step.trace(*training.start, training.place(programs.batches(1)[0]))
 

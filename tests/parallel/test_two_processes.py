@@ -26,7 +26,7 @@ def test_two_processes_compute_what_one_device_does(tmp_path: Path) -> None:
         device = jax.devices("cpu")[0]
         losses, _ = programs.on_one_device(device, "xla")
         one_device = Mesh(np.array([device]), ("data",))
-        of_layer = {recipe: layer.results(one_device, recipe) for recipe in layer.RECIPES}
+        layer_results = {recipe: layer.results(one_device, recipe) for recipe in layer.RECIPES}
         wait(started)
     finally:
         for process in started:
@@ -36,11 +36,11 @@ def test_two_processes_compute_what_one_device_does(tmp_path: Path) -> None:
     for process in started:
         arrays = np.load(process.arrays)
         np.testing.assert_allclose(arrays["losses"], losses, rtol=programs.FLOAT32_TOLERANCE)
-        for recipe, expected in of_layer.items():
+        for recipe, expected in layer_results.items():
             for method, name in itertools.product(layer.METHODS, expected):
-                of_processes = arrays[f"{recipe} {method} {name}"]
-                error = np.linalg.norm(of_processes - expected[name]) / np.linalg.norm(expected[name])
-                assert error <= layer.TOLERANCES[recipe], f"{recipe}, {method}, {name} {of_processes.shape}: {error}"
+                process_array = arrays[f"{recipe} {method} {name}"]
+                error = np.linalg.norm(process_array - expected[name]) / np.linalg.norm(expected[name])
+                assert error <= layer.TOLERANCES[recipe], f"{recipe}, {method}, {name} {process_array.shape}: {error}"
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -25,8 +25,8 @@ def main(port: str, process: str, processes: str, out: str) -> None:
     arrays = {"losses": losses}
     for recipe in layer.RECIPES:
         for method in layer.METHODS:
-            of_layer = layer.results(mesh, recipe, exchange_method=method)
-            arrays |= {f"{recipe} {method} {name}": array for name, array in of_layer.items()}
+            layer_results = layer.results(mesh, recipe, method)
+            arrays |= {f"{recipe} {method} {name}": array for name, array in layer_results.items()}
     np.savez(out, **arrays)
 
 

@@ -34,8 +34,6 @@ CONSTANTS = {
 
 DOCUMENTED = {name: value for name, value in public_names().items() if name not in CONSTANTS}
 
-each_documented = pytest.mark.parametrize("name", DOCUMENTED)
-
 
 def section(name: str, title: str) -> str:
     """Returns the section of a docstring below a title, without its indentation; empty if there is none."""
@@ -44,7 +42,7 @@ def section(name: str, title: str) -> str:
     return textwrap.dedent(text)
 
 
-@each_documented
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_example_runs(name: str) -> None:
     example = section(name, "Example")
     assert example.strip(), f"the docstring of {name} has no section Example"
@@ -53,10 +51,10 @@ def test_the_example_runs(name: str) -> None:
     exec(compile(example, f"example of {name}", "exec"), {"jax": jax, "jnp": jnp, "jg": jg})
 
 
-@each_documented
-def test_what_is_taken_is_explained(name: str) -> None:
-    explained = items(section(name, "Args")) | items(section(name, "Attributes"))
-    assert parameters(DOCUMENTED[name]) <= explained
+def test_what_is_taken_is_explained() -> None:
+    for name, value in DOCUMENTED.items():
+        explained = items(section(name, "Args")) | items(section(name, "Attributes"))
+        assert parameters(value) <= explained, name
 
 
 def items(text: str) -> set[str]:
@@ -77,15 +75,13 @@ def parameters(value: Any) -> set[str]:
     return set(inspect.signature(function).parameters) - {"self"}
 
 
-FUNCTIONS = [name for name, value in DOCUMENTED.items() if inspect.isfunction(value)]
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_functions_return_and_raise_is_explained(name: str) -> None:
-    source = ast.parse(textwrap.dedent(inspect.getsource(DOCUMENTED[name])))
-    raises = any(isinstance(node, ast.Raise) or _is_check(node) for node in ast.walk(source))
-    assert section(name, "Returns")
-    assert items(section(name, "Raises")) or not raises
+def test_what_functions_return_and_raise_is_explained() -> None:
+    for name, value in DOCUMENTED.items():
+        if inspect.isfunction(value):
+            source = ast.parse(textwrap.dedent(inspect.getsource(value)))
+            raises = any(isinstance(node, ast.Raise) or _is_check(node) for node in ast.walk(source))
+            assert section(name, "Returns"), name
+            assert items(section(name, "Raises")) or not raises, name
 
 
 def _is_check(node: ast.AST) -> bool:
@@ -96,9 +92,8 @@ def _is_check(node: ast.AST) -> bool:
     return called.startswith(("check", "canonical"))
 
 
-@pytest.mark.parametrize("name", sorted(CONSTANTS))
-def test_constants_have_a_comment(name: str) -> None:
-    constant = name.rsplit(".", 1)[-1]
+def test_constants_have_a_comment() -> None:
     sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    assert name in public_names()
-    assert re.search(rf"^(#: .*\n)+{constant} = ", sources, re.MULTILINE)
+    for name in CONSTANTS:
+        assert name in public_names()
+        assert re.search(rf"^(#: .*\n)+{name.rsplit('.', 1)[-1]} = ", sources, re.MULTILINE), name
