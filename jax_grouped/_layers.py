@@ -25,9 +25,8 @@ from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.experts import grouped_mlp
-from jax_grouped.moe.instances import check_instance
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
-from jax_grouped.moe.options import Parallel, Router
+from jax_grouped.moe.options import Parallel, Router, check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.dense import DenseResiduals, stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights

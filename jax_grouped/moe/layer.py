@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -13,16 +14,14 @@ from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.moe.drops import are_kept, group_in_room
-from jax_grouped.moe.expert_parallel import mlp_of_exchanged_rows, mlp_of_gathered_tokens
-from jax_grouped.moe.experts import as_weights, check_shapes, routed_mlp
-from jax_grouped.moe.gathers import WeightGather
-from jax_grouped.moe.instances import check_instance
+from jax_grouped.moe.exchange import plan_exchange, send_rows
+from jax_grouped.moe.experts import as_weights, check_shapes, routed_mlp, weighted_mlp
+from jax_grouped.moe.gathers import TokenGather, WeightGather
 from jax_grouped.moe.on_mesh import MoEArrays, call_on_mesh, mesh_to_split
-from jax_grouped.moe.options import Parallel, Router
-from jax_grouped.moe.permutation import Permutation, check_pairs
+from jax_grouped.moe.options import DropBy, Parallel, Router, check_instance
+from jax_grouped.moe.permutation import Permutation, check_pairs, group_by_expert, permute
 from jax_grouped.moe.routing import Routing, balance_loss, expert_load, load_balancing_loss, route_arguments
-from jax_grouped.moe.wire import Wire
+from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
 from jax_grouped.ops import checks
 from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
@@ -276,19 +275,19 @@ def _run_on_device(
     weights = routed.weights * jnp.asarray(router.scale, jnp.float32)
     if gathers:
         options |= dict(num_experts=num_experts // devices, capacity=capacity, drop_by=drop_by, wire=wire)
-        y, dropped = mlp_of_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
+        y, dropped = _mlp_on_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
     else:
         if devices > 1 and not has_room:
-            kept = are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
+            kept = _are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
             experts = jnp.where(kept, experts, num_experts)
         if permutation is None:
-            permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
+            permutation = _group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
         else:
             options |= dict(capacity=capacity, wire=wire, expected_rows=tokens * top_k)
-            y = mlp_of_exchanged_rows(x, permutation, weights, expert_axis, **options)
+            y = _mlp_on_exchanged_rows(x, permutation, weights, expert_axis, **options)
     if has_room:
         dropped = jnp.zeros(1, jnp.int32)
     if feature_axis is not None:
@@ -307,6 +306,121 @@ def _run_on_device(
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
     needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (pairs or 1)
     return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed)
+
+
+def _mlp_on_gathered_tokens(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    axis_name: Hashable,
+    *,
+    num_experts: int,
+    capacity: int,
+    drop_by: DropBy,
+    wire: Wire,
+    recipe: Recipe | None,
+    shared: jax.Array | None,
+    **network: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
+
+    A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
+    """
+    me = jax.lax.axis_index(axis_name)
+    # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after the
+    # sum of parts, which leaves fewer bytes.
+    x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
+    experts, me = vary_alike(experts, me)
+    axes = varying_axes(experts)
+    gather = TokenGather(axis_name, wire)
+    received = gather.tokens(jax.lax.stop_gradient(x))
+    if recipe is None:
+        # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
+        # expert run during it. With a recipe, the quantization of kernels does.
+        received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
+    experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
+    all_weights, devices = gather.routing_weights(weights), jax.lax.axis_size(axis_name)
+    permutation = _group_in_room(experts, all_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    has_no_row = (experts >= 0) & (experts < num_experts) & (permutation.inverse == permutation.order.shape[0])
+    dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
+    y = routed_mlp(
+        x,
+        permutation=permutation,
+        weights=weights,
+        token_gather=gather,
+        received=received,
+        recipe=recipe,
+        shared=shared,
+        **network,
+    )
+    dropped = jax.lax.psum_scatter(dropped, axis_name, tiled=True)
+    # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
+    others = tuple(varying_axes(dropped) - axes)
+    return y, jax.lax.pmax(dropped, others) if others else dropped
+
+
+def _mlp_on_exchanged_rows(
+    x: jax.Array,
+    permutation: Permutation,
+    weights: jax.Array,
+    axis_name: Hashable,
+    *,
+    capacity: int,
+    wire: Wire,
+    shared: jax.Array | None,
+    **network: Any,
+) -> jax.Array:
+    """Sends the rows of each token to their experts' devices, and sums the results that are sent back."""
+    num_rows = permutation.order.shape[0]
+    exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity)
+    rows = send_tokens(x, permutation, exchange, wire)
+    pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
+    row_weights = send_rows(permute(weights.reshape(weights.size, 1), pairs), exchange)[:, 0]
+    rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
+    return sum_returned(rows, permutation, exchange, wire, shared)
+
+
+def _group_in_room(
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
+) -> Permutation:
+    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `Router` says."""
+    tokens, choices = experts.shape
+    if capacity >= tokens * min(choices, num_experts):
+        return group_by_expert(experts, num_experts, capacity=capacity)
+    if drop_by == "weight":
+        experts = jnp.where(_are_heaviest(experts, weights, num_experts, capacity), experts, num_experts)
+        return group_by_expert(experts, num_experts, capacity=capacity)
+    source = jnp.arange(tokens, dtype=jnp.int32)[:, None] // max(tokens // sources, 1)
+    permutation = group_by_expert(experts * sources + source, num_experts * sources, capacity=capacity)
+    group_sizes = jnp.sum(permutation.group_sizes.reshape(num_experts, sources), axis=1, dtype=jnp.int32)
+    return dataclasses.replace(permutation, group_sizes=group_sizes)
+
+
+def _are_kept(
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, axis_name: Hashable, drop_by: DropBy
+) -> jax.Array:
+    """Tells which pairs get a row on their experts' device, `bool[T, k]`; False for no pair.
+
+    The arguments are those of `_group_in_room` on one device of the mesh axis, with the experts of all devices.
+    """
+    me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    experts, weights = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (experts, weights))
+    experts, num_experts = experts - num_experts // devices * me, num_experts // devices
+    permutation = _group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    has_row = permutation.inverse < permutation.order.shape[0]
+    return jax.lax.psum_scatter(has_row.astype(jnp.int32), axis_name, tiled=True) > 0
+
+
+def _are_heaviest(experts: jax.Array, weights: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """Tells which pairs are among the `capacity` ones with the largest weights."""
+    is_pair = (experts >= 0) & (experts < num_experts)
+    weights = jnp.abs(jax.lax.stop_gradient(weights))
+    weights = jnp.where(is_pair, jnp.where(jnp.isnan(weights), -1, weights), -jnp.inf)
+    # A multiple of an odd number decides between equal weights: any of them, early or late, and always the same ones.
+    number = (jnp.arange(weights.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)).reshape(weights.shape)
+    ascending = jax.lax.sort((weights.reshape(-1), number.reshape(-1)), num_keys=2)
+    lowest, first = (keys[-capacity] for keys in ascending)
+    return is_pair & ((weights > lowest) | ((weights == lowest) & (number >= first)))
 
 
 def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from jax_grouped.core.values import static_bool, static_number, static_size
+from jax_grouped.core.values import shown, static_bool, static_number, static_size
 from jax_grouped.kernels.routing import Score
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
@@ -194,3 +194,9 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+
+
+def check_instance(name: str, value: object, cls: type) -> None:
+    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
+    if not isinstance(value, cls):
+        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")

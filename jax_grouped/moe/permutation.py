@@ -13,7 +13,7 @@ from jax_grouped.core.values import as_array
 from jax_grouped.core.varying import vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.rows import gather, sum_of_choices
-from jax_grouped.moe.instances import check_instance
+from jax_grouped.moe.options import check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.routing import group_pairs
 from jax_grouped.ops.rows import permute_rows

@@ -11,8 +11,7 @@ from jax_grouped.core.varying import axis_size, in_reverse_mode, sum_dtype, vary
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
 from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.moe.instances import check_instance
-from jax_grouped.moe.options import Router
+from jax_grouped.moe.options import Router, check_instance
 from jax_grouped.ops import checks
 from jax_grouped.ops.routing import route
 

@@ -63,8 +63,8 @@ def test_axes_are_names() -> None:
         (Parallel, dict(batch=("a", "a")), "batch must be different axes, got ('a', 'a')."),
         (Parallel, dict(features="a", batch="a"), "The features axis 'a' must be none of experts, fsdp and batch,"),
         (Parallel, dict(fsdp="a", experts="a"), "fsdp must be another axis than experts, got 'a' for both:"),
-        (jg.SwiGLU, dict(limit=0), "limit must be positive and finite, or None, got 0.0."),
-        (jg.SwiGLU, dict(alpha=math.inf), "alpha must be finite, got inf."),
+        (jg.SwiGLU, dict(limit=0), "limit must be a positive number, or None, got 0.0."),
+        (jg.SwiGLU, dict(alpha=math.inf), "alpha and offset must be finite, got inf and 0.0."),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )

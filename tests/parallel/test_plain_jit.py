@@ -390,7 +390,7 @@ def test_experts_are_split_without_the_name_of_an_axis() -> None:
 
     def step(*arrays: jax.Array) -> Any:
         def loss(*arrays: jax.Array) -> Any:
-            y, _ = jg.moe.moe_mlp(*arrays, top_k=TOP_K, precision="highest")
+            y, _ = jg.moe.moe_mlp(*arrays, router=jg.moe.Router(TOP_K), precision="highest")
             return jnp.sum(jnp.sin(y)), y
 
         return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
