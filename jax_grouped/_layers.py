@@ -319,27 +319,42 @@ def check_caching(
 
 def changes_cache(is_first_microbatch: ArrayLike | None) -> bool:
     """Tells whether the program may store another cache: the flag is True, or is read on the device."""
-    return is_first_microbatch is not None and (not _is_static(is_first_microbatch) or bool(is_first_microbatch))
+    is_static = isinstance(is_first_microbatch, bool | np.bool_)
+    return is_first_microbatch is not None and (not is_static or bool(is_first_microbatch))
 
 
-def _is_static(is_first_microbatch: ArrayLike) -> bool:
-    return isinstance(is_first_microbatch, bool | np.bool_)
-
-
-def quantized(
-    kernel: jax.Array, recipe: Recipe | None, dtype: DTypeLike | None, fp8_state: Fp8State | None, **options: Any
+def make_cache(
+    kernel: jax.Array,
+    recipe: Recipe | None,
+    dtype: DTypeLike | None,
+    fp8_state: Fp8State | None,
+    *,
+    stored: Any = None,
+    is_first_microbatch: ArrayLike = True,
+    **options: Any,
 ) -> KernelCache | jax.Array:
-    """Calls `jax_grouped.quantize_kernel`, with the state's scales if the recipe has a state. It has no gradient.
+    """Quantizes the kernel, with the scales of its state if there is one, or without a recipe converts it to `dtype`.
 
-    Without a recipe it converts the kernel to `dtype`.
+    Returns the stored cache instead unless this is the first microbatch. It has no gradient.
     """
+    kernel, stored = jax.lax.stop_gradient((kernel, stored))
+    if not changes_cache(is_first_microbatch):
+        return stored
+    first = None
+    if not isinstance(is_first_microbatch, bool | np.bool_):
+        first = checks.canonical_flag("is_first_microbatch", is_first_microbatch)
     if recipe is None:
-        return jax.lax.stop_gradient(kernel).astype(dtype)
+        if first is None:
+            return kernel.astype(dtype)
+        kernel, stored = vary_alike(kernel, stored)
+        return jax.lax.cond(first[0], lambda: kernel.astype(dtype), lambda: stored)
     scale = None
     if isinstance(recipe, DelayedScaling):
         assert fp8_state is not None
         # Convert to float32 first: Flax's type whose sum is the maximum passes through stop_gradient.
         scale = jax.lax.stop_gradient(fp8_state.astype(jnp.float32)).scales(recipe).kernel
+    if first is not None:
+        options |= dict(previous=stored, skip=~first)
     return quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe, scale=scale, **options)
 
 
@@ -356,26 +371,6 @@ def in_fp8_alone(
             f"is_first_microbatch={is_first_microbatch} quantizes the kernel, which quantize_for_inference has removed."
         )
     return Weights.from_cache(cache, bias, state, param_dtype)
-
-
-def requantized(
-    kernel: jax.Array,
-    recipe: Recipe | None,
-    dtype: DTypeLike | None,
-    fp8_state: Fp8State | None,
-    *,
-    stored: Any,
-    is_first_microbatch: ArrayLike,
-) -> KernelCache | jax.Array:
-    """Quantizes or converts the kernel if this is the first microbatch; otherwise returns the stored cache."""
-    stored = jax.lax.stop_gradient(stored)
-    if _is_static(is_first_microbatch):
-        return quantized(kernel, recipe, dtype, fp8_state) if is_first_microbatch else stored
-    first = checks.canonical_flag("is_first_microbatch", is_first_microbatch)
-    if recipe is None:
-        kernel, stored = vary_alike(kernel, stored)
-        return jax.lax.cond(first[0], lambda: quantized(kernel, None, dtype, None), lambda: stored)
-    return quantized(kernel, recipe, dtype, fp8_state, previous=stored, skip=~first)
 
 
 def own_state(state: Fp8State | None, kernel: jax.Array, fsdp_axis: str | None) -> Fp8State | None:

@@ -273,11 +273,11 @@ class GroupedKernel(nn.Module):
                 f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
                 "that the first microbatch returned."
             )
-        variable = self.variable(KERNEL_CACHE, "kernel", _layers.quantized, kernel, self.recipe, self.dtype, state)
+        variable = self.variable(KERNEL_CACHE, "kernel", _layers.make_cache, kernel, self.recipe, self.dtype, state)
         if is_first_microbatch is None:
             return None
         if changes:
-            variable.value = _layers.requantized(
+            variable.value = _layers.make_cache(
                 kernel, self.recipe, self.dtype, state, stored=variable.value, is_first_microbatch=is_first_microbatch
             )
         return variable.value

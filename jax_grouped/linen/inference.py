@@ -69,6 +69,6 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
             state = Fp8State(**layer_state)
         if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
             raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
-        caches[path] = _layers.quantized(params.pop(path), recipe, None, state, for_gradients=False)
+        caches[path] = _layers.make_cache(params.pop(path), recipe, None, state, for_gradients=False)
     kept = {name: collection for name, collection in variables.items() if name not in ("params", KERNEL_CACHE)}
     return {"params": unflatten_dict(params), KERNEL_CACHE: unflatten_dict(caches), **kept}

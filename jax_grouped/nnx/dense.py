@@ -116,7 +116,9 @@ class GroupedKernel(nnx.Module):
         self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
         if cache_kernel:
             weights = self.stored()
-            self.kernel_cache = KernelCacheVariable(_layers.quantized(weights.kernel, recipe, dtype, weights.fp8_state))
+            self.kernel_cache = KernelCacheVariable(
+                _layers.make_cache(weights.kernel, recipe, dtype, weights.fp8_state)
+            )
 
     def parameters(self) -> dict[str, nnx.Param[jax.Array] | None]:
         """Returns the parameters by name, those that are not there as None."""
@@ -138,7 +140,7 @@ class GroupedKernel(nnx.Module):
         if self.kernel is not None:
             self.check_single()
             weights = self.weights()
-            cache = _layers.quantized(weights.kernel, self.recipe, None, weights.fp8_state, for_gradients=False)
+            cache = _layers.make_cache(weights.kernel, self.recipe, None, weights.fp8_state, for_gradients=False)
             self.param_dtype = self.kernel[...].dtype
             self.kernel_cache, self.kernel = KernelCacheVariable(cache), nnx.data(None)
 
@@ -165,7 +167,7 @@ class GroupedKernel(nnx.Module):
         kernel = self.kernel[...]
         cache = None
         if self.kernel_cache is not None and is_first_microbatch is not None:
-            cache = _layers.requantized(
+            cache = _layers.make_cache(
                 kernel,
                 self.recipe,
                 self.dtype,

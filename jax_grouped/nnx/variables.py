@@ -52,7 +52,7 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
         if isinstance(module, GroupedKernel) and module.kernel is not None and module.kernel_cache is not None:
             module.check_single()
             kernel, _, _, state, _ = module.stored()
-            module.kernel_cache.set_value(_layers.quantized(kernel, module.recipe, module.dtype, state))
+            module.kernel_cache.set_value(_layers.make_cache(kernel, module.recipe, module.dtype, state))
 
 
 def _load(layer: nnx.Module, path: tuple[str | int, ...], array: Any) -> None:
