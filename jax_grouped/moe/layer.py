@@ -278,10 +278,10 @@ def _run_on_device(
         y, dropped = _mlp_on_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
     else:
         if devices > 1 and not has_room:
-            kept = _are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
+            kept = are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
             experts = jnp.where(kept, experts, num_experts)
         if permutation is None:
-            permutation = _group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
+            permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
             y = routed_mlp(x, permutation=permutation, weights=weights, **options)
@@ -340,7 +340,7 @@ def _mlp_on_gathered_tokens(
         received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
     experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
     all_weights, devices = gather.routing_weights(weights), jax.lax.axis_size(axis_name)
-    permutation = _group_in_room(experts, all_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    permutation = group_in_room(experts, all_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
     has_no_row = (experts >= 0) & (experts < num_experts) & (permutation.inverse == permutation.order.shape[0])
     dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
     y = routed_mlp(
@@ -380,7 +380,7 @@ def _mlp_on_exchanged_rows(
     return sum_returned(rows, permutation, exchange, wire, shared)
 
 
-def _group_in_room(
+def group_in_room(
     experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
 ) -> Permutation:
     """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `Router` says."""
@@ -396,17 +396,17 @@ def _group_in_room(
     return dataclasses.replace(permutation, group_sizes=group_sizes)
 
 
-def _are_kept(
+def are_kept(
     experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, axis_name: Hashable, drop_by: DropBy
 ) -> jax.Array:
     """Tells which pairs get a row on their experts' device, `bool[T, k]`; False for no pair.
 
-    The arguments are those of `_group_in_room` on one device of the mesh axis, with the experts of all devices.
+    The arguments are those of `group_in_room` on one device of the mesh axis, with the experts of all devices.
     """
     me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     experts, weights = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (experts, weights))
     experts, num_experts = experts - num_experts // devices * me, num_experts // devices
-    permutation = _group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    permutation = group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
     has_row = permutation.inverse < permutation.order.shape[0]
     return jax.lax.psum_scatter(has_row.astype(jnp.int32), axis_name, tiled=True) > 0
 

@@ -114,7 +114,7 @@ def test_options_are_objects(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_router_that_the_loss_does_not_train_is_warned_of_where_it_is_made(name: str) -> None:
-    with pytest.warns(UserWarning, match="^A Router with top_k=1 and normalize=True makes every token") as warned:
+    with pytest.warns(UserWarning, match="^top_k=1 with normalize=True makes every token") as warned:
         layer = LAYERS[name](router=Router(1))
     assert [warning.filename for warning in warned] == [__file__]
 

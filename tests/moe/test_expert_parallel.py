@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.moe import Parallel, Router, drops
+from jax_grouped.moe import Parallel, Router
+from jax_grouped.moe.layer import are_kept, group_in_room
 from tests import oracle
 from tests.meshes import data_mesh, typed_mesh
 
@@ -152,13 +153,13 @@ def test_the_smallest_weights_are_dropped_first(devices: int) -> None:
     weights = rng.random((tokens, top_k), np.float32).round(1)  # with ties
 
     if devices == 1:
-        permutation = drops.group_in_room(
+        permutation = group_in_room(
             jnp.asarray(choices), jnp.asarray(weights), experts, capacity=capacity, sources=1, drop_by="weight"
         )
         kept = np.asarray(permutation.inverse) < capacity
     else:
         options = dict(num_experts=experts, capacity=capacity, axis_name="data", drop_by="weight")
-        kept_on_device = functools.partial(drops.are_kept, **options)
+        kept_on_device = functools.partial(are_kept, **options)
         whole = jax.shard_map(kept_on_device, mesh=data_mesh(devices), in_specs=P("data"), out_specs=P("data"))
         kept = np.asarray(jax.jit(whole)(choices, weights))
 
