@@ -129,7 +129,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
     },
     quantize: {
         "the scaling mode must": [dict(mode=4)],
-        "activation must": [dict(activation=8)],
+        "activation must": [dict(activation=9)],
         "x must have an even": [dict(activation=SWIGLU, x=(32, 33))],
         "x must be": [dict(x_type=jnp.int32)],
         "x must have rank 2": [dict(x=(32, 16, 1))],
