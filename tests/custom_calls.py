@@ -22,7 +22,7 @@ TILES, TABLE = bias_gradient.count_partial_sums(ROWS, GROUPS), primitive.group_t
 #: Scales of two rows per token, in blocks of 1 x 128.
 BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
 #: Every routing has 2 of 4 experts for each of 32 tokens.
-OF_EXPERTS, OF_BLOCKS = (GROUPS,), (routing.count_blocks(ROWS), GROUPS)
+EXPERT_SHAPE, BLOCK_SHAPE = (GROUPS,), (routing.count_blocks(ROWS), GROUPS)
 
 Shape = tuple[int, ...]
 Array = tuple[Shape, jax.typing.DTypeLike]
@@ -185,8 +185,8 @@ def route(
     experts: Shape = (ROWS, 2),
     weights: Shape = (ROWS, 2),
     probabilities: Shape = (ROWS, GROUPS),
-    block_counts: Shape = OF_BLOCKS,
-    block_sums: Shape = OF_BLOCKS,
+    block_counts: Shape = BLOCK_SHAPE,
+    block_sums: Shape = BLOCK_SHAPE,
     **attributes: Any,
 ) -> jax.Array:
     """Routes every token to experts 0 and 1."""
@@ -203,18 +203,18 @@ def route(
 
 def group_pairs(
     experts: Shape = (ROWS, 2),
-    of_blocks: Sequence[Array] = (),
+    blocks: Sequence[Array] = (),
     order: Shape = (2 * ROWS,),
     inverse: Shape = (ROWS, 2),
-    group_sizes: Shape = OF_EXPERTS,
+    group_sizes: Shape = EXPERT_SHAPE,
     dropped: Shape = (1,),
-    expert_load: Shape = OF_EXPERTS,
-    last: Array = (OF_BLOCKS, I32),
+    expert_load: Shape = EXPERT_SHAPE,
+    last: Array = (BLOCK_SHAPE, I32),
     batch: int = 1,
 ) -> jax.Array:
     """Sorts pairs that are all of expert 1. Returns the inverse."""
     results = [(shape, I32) for shape in (order, inverse, group_sizes, dropped, expert_load)]
-    operands = [(experts, I32), *of_blocks]
+    operands = [(experts, I32), *blocks]
     return ungrouped_call("jax_grouped_group_pairs", operands, [*results, last], dict(batch=np.int64(batch)))[1]
 
 

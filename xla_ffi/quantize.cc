@@ -50,7 +50,9 @@ struct DequantizeAttributes {
 // Fails unless a batch element's tokens can be a stack: groups of `stack_rows` rows each. 0 stands for groups of other
 // sizes. Only the device knows whether group_sizes agree.
 void CheckStackRows(Call& call, int64_t stack_rows, const Groups& groups) {
-  call.Check(stack_rows == 0 || (stack_rows > 0 && stack_rows * groups.num_groups == groups.capacity),
+  // Divide: a product with any attribute might overflow.
+  const bool is_stack = groups.capacity % groups.num_groups == 0 && stack_rows == groups.capacity / groups.num_groups;
+  call.Check(stack_rows == 0 || is_stack,
              "stack_rows must be 0, or the number of rows divided by the number of groups");
 }
 

@@ -16,8 +16,8 @@ namespace jax_grouped {
 
 struct Window;
 
-// What the kernels of one quantization take besides the source of the input. Device memory is that of all elements of a
-// batch. Results that are not wanted are null. Those marked with * follow from the others in LaunchQuantize.
+// Arguments of the kernels of one quantization besides the source of the input. Device memory is that of all elements
+// of a batch. Results that are not wanted are null. Those marked with * follow from the others in LaunchQuantize.
 struct QuantizeArguments {
   Groups groups;
   RowBlockCounts element_row_blocks;  // room of a batch element's arrays
@@ -112,7 +112,7 @@ struct PermutedProblem {
 // Device memory for all elements of a batch. The groups' capacity is the number of rows.
 struct PermutedBuffers {
   const void* x;         // [tokens, features]
-  const float* x_scale;  // of an FP8 x, or null: as in QuantizeBuffers
+  const float* x_scale;  // of an FP8 x, or null: as in Quantization
   int64_t x_group_rows;
   const int32_t* inverse;    // [tokens, choices]: the row of each pair, counted in its element; no row if in no group
   uint8_t* data;             // [rows, features]

@@ -88,10 +88,11 @@ class Router:
         if (self.groups is None) != (self.top_groups is None):
             raise ValueError(f"groups and top_groups need each other, got {self.groups} and {self.top_groups}.")
         if self.groups is not None:
-            put("groups", static_size("groups", self.groups, least=1))
-            put("top_groups", static_size("top_groups", self.top_groups, least=1))
-            if self.top_groups > self.groups:  # type: ignore[operator]
-                raise ValueError(f"top_groups must be at most the {self.groups} groups, got {self.top_groups}.")
+            groups, top_groups = (static_size(name, getattr(self, name), least=1) for name in ("groups", "top_groups"))
+            put("groups", groups)
+            put("top_groups", top_groups)
+            if top_groups > groups:
+                raise ValueError(f"top_groups must be at most the {groups} groups, got {top_groups}.")
         if self.capacity_factor is not None:
             put("capacity_factor", static_number("capacity_factor", self.capacity_factor))
             if not 0 < self.capacity_factor < math.inf:

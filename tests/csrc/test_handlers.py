@@ -17,12 +17,12 @@ from tests.csrc.compiler import COMPILER, compiled
 from tests.custom_calls import (
     BF16,
     BLOCK_SCALES,
+    BLOCK_SHAPE,
+    EXPERT_SHAPE,
     F32,
     FP8,
     GROUPS,
     I32,
-    OF_BLOCKS,
-    OF_EXPERTS,
     SILU,
     SWIGLU,
     activation_grad,
@@ -76,7 +76,7 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
 SCALED = dict(scaled=True, a_type=FP8, b_type=FP8, b=(4, 32, 16), d=(32, 32))
 #: A quantization of permuted tokens with given scales, and the counts and sums of blocks of pairs.
 GIVEN = dict(given_scale=True, scale=((GROUPS,), F32), more=[((GROUPS,), F32)], amax=[((GROUPS,), F32)])
-COUNTED = dict(of_blocks=[(OF_BLOCKS, I32), (OF_BLOCKS, F32)])
+COUNTED = dict(blocks=[(BLOCK_SHAPE, I32), (BLOCK_SHAPE, F32)])
 
 #: What each call refuses: changes of its arguments, by the beginning of the error.
 REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
@@ -138,7 +138,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "the number of groups must": [dict(amax=((0,), F32))],
         "amax must": [dict(amax=((4,), BF16))],
         "the size of group_offset must divide": [dict(offset=(3,))],
-        "stack_rows must": [dict(stack_rows=7), dict(stack_rows=-8)],
+        "stack_rows must": [dict(stack_rows=7), dict(stack_rows=-8), dict(stack_rows=2**62 + 8)],
         "scales can be given": [dict(given_scale=True, mode=BLOCK_1D)],
         "scale must have 4": [
             dict(given_scale=True, more=[((4,), BF16)]),
@@ -294,8 +294,8 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "probabilities must": [dict(probabilities=(32, 3))],
         "block_counts must": [dict(block_counts=(2, 4))],
         "block_sums must": [dict(block_sums=(1, 3))],
-        "there are more operands": [dict(bias=2 * [(OF_EXPERTS, F32)])],
-        "the bias must": [dict(bias=[(OF_EXPERTS, BF16)]), dict(bias=[((5,), F32)])],
+        "there are more operands": [dict(bias=2 * [(EXPERT_SHAPE, F32)])],
+        "the bias must": [dict(bias=[(EXPERT_SHAPE, BF16)]), dict(bias=[((5,), F32)])],
     },
     group_pairs: {
         "experts must": [dict(experts=(64,))],
@@ -309,14 +309,14 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "dropped must": [dict(dropped=(2,))],
         "expert_load must": [dict(expert_load=(5,))],
         "the last result must": [
-            dict(last=(OF_BLOCKS, F32)),
+            dict(last=(BLOCK_SHAPE, F32)),
             dict(last=((5,), I32)),
-            COUNTED | dict(last=(OF_EXPERTS, I32)),
+            COUNTED | dict(last=(EXPERT_SHAPE, I32)),
             COUNTED | dict(last=((5,), F32)),
         ],
-        "block_counts must": [dict(of_blocks=2 * [(OF_BLOCKS, F32)])],
-        "block_sums must": [dict(of_blocks=2 * [(OF_BLOCKS, I32)])],
-        "block_sums is missing": [dict(of_blocks=[(OF_BLOCKS, I32)])],
+        "block_counts must": [dict(blocks=2 * [(BLOCK_SHAPE, F32)])],
+        "block_sums must": [dict(blocks=2 * [(BLOCK_SHAPE, I32)])],
+        "block_sums is missing": [dict(blocks=[(BLOCK_SHAPE, I32)])],
     },
 }
 

@@ -79,7 +79,7 @@ def test_both_layers_have_the_activation_that_is_named(backend: str, activation:
 
     with jax.default_matmul_precision("highest"):
         y, _ = jax.jit(layer.apply)({"params": at}, x())
-        of_nnx, _ = nnx.jit(lambda model, x: model(x))(model, x())
+        from_nnx, _ = nnx.jit(lambda model, x: model(x))(model, x())
 
     made = jax.eval_shape(layer.init, jax.random.key(0), x())["params"]["gate_up"]
     assert (made["kernel"].shape, made["bias"].shape) == ((E, K, *halves, F), (E, *halves, F))
@@ -87,7 +87,7 @@ def test_both_layers_have_the_activation_that_is_named(backend: str, activation:
         at, x(), TOP_K, activation=functools.partial(quantize_oracle.activation, activation)
     )
     assert oracle.relative_error(y, expected) < 1e-5
-    assert oracle.relative_error(of_nnx, expected) < 1e-5
+    assert oracle.relative_error(from_nnx, expected) < 1e-5
 
 
 def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
@@ -97,11 +97,11 @@ def test_both_layers_choose_experts_from_the_best_groups(backend: str) -> None:
     expected = jnp.zeros(E, jnp.int32).at[chosen].add(1)
 
     _, metrics = jg.linen.MoEMlp(**OPTIONS | dict(router=router)).apply({"params": params()}, x())
-    _, of_nnx = nnx_layer(router=router)(x())
+    _, from_nnx = nnx_layer(router=router)(x())
 
     np.testing.assert_array_equal(chosen[:, 0] // 2, chosen[:, 1] // 2)
     np.testing.assert_array_equal(metrics.expert_load, expected)
-    np.testing.assert_array_equal(of_nnx.expert_load, expected)
+    np.testing.assert_array_equal(from_nnx.expert_load, expected)
 
 
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["plain", "block"])
@@ -120,10 +120,10 @@ def test_the_shared_expert_of_a_layer_is_a_network_of_its_own(backend: str, reci
         return loss(jg.linen.MoEMlp(**OPTIONS, recipe=recipe).apply({"params": own}, x(), shared=shared)[0])
 
     got = jax.value_and_grad(lambda params: loss(layer.apply({"params": params}, x())[0]))(variables["params"])
-    of_nnx = nnx.value_and_grad(lambda model: loss(model(x())[0]))(model)
+    from_nnx = nnx.value_and_grad(lambda model: loss(model(x())[0]))(model)
 
     expected = jax.value_and_grad(of_parts)(variables["params"])
-    for value, gradients in (got, (of_nnx[0], nnx.to_pure_dict(of_nnx[1]))):
+    for value, gradients in (got, (from_nnx[0], nnx.to_pure_dict(from_nnx[1]))):
         np.testing.assert_allclose(value, expected[0], rtol=1e-5)
         jax.tree.map(lambda *of: np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5), gradients, expected[1])
     with pytest.raises(ValueError, match="shared_features must be a multiple of 16 with a recipe, got 3"):
@@ -257,14 +257,14 @@ def test_kernels_accumulate_into_what_is_given(recipe: jg.Recipe | None) -> None
     model = jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
     jg.nnx.load_variables(model, {"params": given})
     some = {name: into[name] for name in ("down", "shared_down")}
-    of_nnx = nnx.jit(nnx.grad(loss_of))(model, some)
+    from_nnx = nnx.jit(nnx.grad(loss_of))(model, some)
 
     plain = jax.jit(jax.grad(loss))(given, None)
     for name, sums in into.items():
         expected = plain[name]["kernel"] + sums
         np.testing.assert_allclose(got[name]["kernel"], expected, rtol=1e-5, atol=1e-5)
         of_some = (got if name in some else plain)[name]["kernel"]
-        np.testing.assert_allclose(of_nnx[name]["kernel"][...], of_some, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(from_nnx[name]["kernel"][...], of_some, rtol=1e-5, atol=1e-5)
     for name in ("gate_up", "down"):
         np.testing.assert_array_equal(got[name]["bias"], plain[name]["bias"])
 

@@ -95,7 +95,7 @@ def examples(draw: Callable[..., Any]) -> Example:
     if function in LAYERS:
         for axis, size in axes.items():
             role = draw(st.sampled_from([None, *ROLES]))
-            stored = size * math.prod(axes[roles[of]] for of in ("experts", "fsdp") if of in roles)
+            stored = size * math.prod(axes[roles[name]] for name in ("experts", "fsdp") if name in roles)
             divides = sizes[3] % (16 * size) == 0 if role == "features" else sizes[1] % stored == 0
             if role == "batch":
                 roles[role] = (*roles.get(role, ()), axis)
@@ -113,7 +113,7 @@ def examples(draw: Callable[..., Any]) -> Example:
                 free = []  # Flax's own product of both would be ambiguous.
             entry: tuple[str, ...] = ()
             for axis in [*free]:
-                parts = math.prod(axes[of] for of in (*entry, axis))
+                parts = math.prod(axes[name] for name in (*entry, axis))
                 if splits and size % parts == 0 and draw(st.booleans()):
                     entry = (*entry, axis)
                     free.remove(axis)
@@ -235,13 +235,15 @@ def step(
         y, more = apply(example, options, roles, arrays | fixed, state)
         return jnp.sum(jnp.where(jnp.isnan(y), 0, y) * fixed["dy"]), (y, more)
 
-    differentiated = {name: of for name, of in arrays.items() if name not in fixed}
+    differentiated = {name: array for name, array in arrays.items() if name not in fixed}
     gradients, (y, more) = jax.grad(loss, (0, 1), has_aux=True)(differentiated, state)
     return y, gradients, more
 
 
 def placed(mesh: Mesh, example: Example, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {name: jax.device_put(of, NamedSharding(mesh, example.specs.get(name, P()))) for name, of in arrays.items()}
+    return {
+        name: jax.device_put(array, NamedSharding(mesh, example.specs.get(name, P()))) for name, array in arrays.items()
+    }
 
 
 @pytest.mark.slow
@@ -268,7 +270,7 @@ def test_sharded_arrays_give_what_one_device_gives(backend: str, example: Exampl
     for seed in range(SETS_OF_NUMBERS):
         arrays = numbers(example, seed)
         got = on_mesh(placed(mesh, example, arrays), jax.device_put(state, NamedSharding(mesh, P())))
-        expected = on_one({name: jnp.asarray(of) for name, of in arrays.items()}, state)
+        expected = on_one({name: jnp.asarray(array) for name, array in arrays.items()}, state)
         for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
             error, size = np.linalg.norm(np.asarray(a, np.float64) - b), np.linalg.norm(np.asarray(b, np.float64))
             assert error <= bound * size + 1e-6, f"{jax.tree_util.keystr(path)}: {error} of {size}, numbers {seed}"

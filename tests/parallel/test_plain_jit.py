@@ -74,8 +74,8 @@ def gathered_shapes(compiled: Any) -> list[tuple[int, ...]]:
 def test_tokens_travel_between_experts_and_kernels_do_not() -> None:
     mesh = typed_mesh("explicit", dict(data=2, expert=2))
     x, logits, gate_up, down = arrays()
-    placed = [put(mesh, of, ("data", "expert")) for of in (x, logits)] + [
-        put(mesh, of, "expert") for of in (gate_up, down)
+    placed = [put(mesh, array, ("data", "expert")) for array in (x, logits)] + [
+        put(mesh, array, "expert") for array in (gate_up, down)
     ]
 
     def gradients(*arrays: jax.Array) -> Any:
@@ -187,7 +187,7 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     def placed(parameters: Any) -> Any:
         return jax.tree.map(lambda of, spec: put(mesh, of, *spec), parameters, specs)
 
-    of_tokens = [put(mesh, of, tokens) for of in (x, logits)]
+    of_tokens = [put(mesh, array, tokens) for array in (x, logits)]
     assert_rounded_once(lambda parameters: jax.jit(run)(placed(parameters), *of_tokens), parameters)
 
 
@@ -236,10 +236,10 @@ def test_what_cannot_be_split_is_named() -> None:
     x = arrays()[0]
     variables = layer.init(jax.random.key(0), x)
 
-    router = jg.moe.Router(1)
+    router, by_experts = jg.moe.Router(1), jg.moe.Parallel(experts="expert")
     three = x, jnp.ones((len(x), 3)), jnp.ones((3, K, 2 * F)), jnp.ones((3, F, K))
     with pytest.raises(ValueError, match=r"down must have experts in a multiple of 2, the devices along \['expert'"):
-        jg.moe.moe_mlp(*(put(mesh, of) for of in three), router=router, parallel=jg.moe.Parallel(experts="expert"))
+        jg.moe.moe_mlp(*(put(mesh, array) for array in three), router=router, parallel=by_experts)
     with pytest.raises(ValueError, match="There is no mesh axis 'data' here: put all arrays on one mesh with this"):
         layer.apply(variables, x)
     split = jax.shard_map(
@@ -255,8 +255,8 @@ def test_what_cannot_be_split_is_named() -> None:
         jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], recipe=recipe, **by_features)
     other = jg.Float8BlockScaling(pow2_scales=not recipe.pow2_scales)
     with pytest.raises(ValueError, match=r"recipe.pow2_scales must be"):
-        by_experts = dict(router=router, parallel=jg.moe.Parallel(experts="expert"))
-        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], recipe=other, **by_experts)
+        split = dict(router=router, parallel=by_experts)
+        jg.moe.moe_mlp(put(mesh, x), arrays()[1], gate_up, arrays()[3], recipe=other, **split)
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a"), P("a")], ids=str)
@@ -300,7 +300,7 @@ def test_a_cached_kernel_has_its_gradient_where_it_is_stored(spec: P) -> None:
 
 def test_axes_that_split_two_things_are_refused() -> None:
     mesh = mesh_of(dict(data=2, expert=2))
-    x, *others = (put(mesh, of) for of in arrays())
+    x, *others = (put(mesh, array) for array in arrays())
 
     with pytest.raises(ValueError, match="The features axis 'expert' must be none of experts, fsdp and batch"):
         jg.moe.Parallel(features="expert", batch=("data", "expert"))
@@ -312,14 +312,14 @@ def test_axes_that_split_two_things_are_refused() -> None:
     with pytest.raises(TypeError, match="batch must be a sequence of names of mesh axes, got 3"):
         # The type checker would refuse a number too.
         jg.moe.Parallel(batch=3)  # type: ignore[arg-type]
-    router = jg.moe.Router(1)
+    router, by_experts = jg.moe.Router(1), jg.moe.Parallel(experts="expert")
     layer = functools.partial(jg.moe.moe_mlp, router=router, parallel=jg.moe.Parallel(fsdp="data"))
     split = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P("data"))
     with pytest.raises(ValueError, match=r"x must be split over the mesh axis 'data' \(in_specs"):
         jax.eval_shape(split, x, *others)
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match="The axes of the mesh must be all Auto or all Explicit"):
-        jg.moe.moe_mlp(*(put(mixed, of) for of in arrays()), router=router, parallel=jg.moe.Parallel(experts="expert"))
+        jg.moe.moe_mlp(*(put(mixed, array) for array in arrays()), router=router, parallel=by_experts)
     accumulating = jg.moe.Weights(others[2], dkernel_accumulator=others[2])
     with pytest.raises(ValueError, match=r"dkernel_accumulator cannot be added to where mesh axes \['data'\] split"):
         jg.moe.moe_mlp(x, *others[:2], accumulating, router=router, parallel=jg.moe.Parallel(batch="data"))
@@ -359,7 +359,7 @@ def test_a_shared_expert_and_biases_of_the_router_are_those_of_one_device() -> N
 
 def test_no_tokens_are_sent_nowhere() -> None:
     mesh = mesh_of(dict(expert=2))
-    x, logits, *kernels = (put(mesh, of) for of in arrays())
+    x, logits, *kernels = (put(mesh, array) for array in arrays())
     router = jg.moe.Router(TOP_K)
 
     def loss(x: jax.Array, logits: jax.Array) -> jax.Array:
