@@ -18,8 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import as_array, promoted_type, static_bool, static_size
-from jax_grouped.core.varying import apply_rule, axis_size, is_bound, vary_alike
+from jax_grouped.core.values import (
+    apply_rule,
+    as_array,
+    axis_size,
+    is_bound,
+    promoted_type,
+    static_bool,
+    static_size,
+    vary_alike,
+)
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_grouped.fp8.state import Fp8State, part_of_state

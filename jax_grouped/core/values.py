@@ -1,11 +1,18 @@
-"""Checks and conversions of single public arguments. Each error names the argument, its value and the rule."""
+"""Conversions of single public arguments, and helpers for differentiation rules and `jax.shard_map`.
 
+Each error names the argument, its value and the rule. `shard_map`'s checks track the axes over which values vary.
+"""
+
+import functools
 import operator
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 
@@ -89,3 +96,107 @@ def dtype_name(dtype: DTypeLike | None) -> str:
     """Returns the name of a type for an error, also of a value that is not a type."""
     known = known_dtype(dtype)
     return shown(dtype) if known is None else known.name
+
+
+def axis_size(axis_name: Hashable) -> int:
+    """Returns the number of devices of the axis. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"There is no mesh axis {axis_name!r} here: call it inside jax.shard_map or jax.pmap over it."
+        ) from None
+
+
+def is_bound(axis_name: Hashable) -> bool:
+    """Tells whether a surrounding `jax.shard_map` or `jax.pmap` maps over the axis."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+#: The identity of a tangent. Reverse mode transposes it, and never computes it.
+_TANGENT = Primitive("jax_grouped_tangent_of_reverse_mode")
+
+
+def _refuse_forward_mode(*_: Any, name: str) -> NoReturn:
+    raise TypeError(
+        f"{name} has derivatives in reverse mode only (jax.grad, jax.vjp, jax.jacrev), but forward mode was asked for "
+        "(jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which contains it)."
+    )
+
+
+_TANGENT.def_abstract_eval(lambda tangent, **_: tangent)
+_TANGENT.def_impl(_refuse_forward_mode)
+mlir.register_lowering(_TANGENT, lambda _, *tangents, name: _refuse_forward_mode(*tangents, name=name))
+ad.deflinear(_TANGENT, lambda cotangent, **_: [cotangent])
+batching.defvectorized(_TANGENT)
+
+
+def in_reverse_mode(name: str, arrays: Any) -> Any:
+    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`, unlike JAX's own."""
+    leaves, structure = jax.tree.flatten(arrays)
+    marked = [_same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+    return jax.tree.unflatten(structure, marked)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _same(name: str, x: jax.Array) -> jax.Array:
+    del name
+    return x
+
+
+@_same.defjvp
+def _same_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _same(name, *primals), _TANGENT.bind(*tangents, name=name)
+
+
+def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable, name: str = "grouped_dense") -> Any:
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, for users called `name`."""
+    arrays = in_reverse_mode(name, arrays)
+    try:
+        return rule(arrays, spec)
+    except NotImplementedError as error:
+        # `jax.shard_map` outside of `jax.jit` runs no such function, unless it is a program of its own.
+        if "symbolic_zeros" not in str(error):
+            raise
+    return jax.jit(rule, static_argnums=1)(arrays, spec)
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Returns the mesh axes over which `x` differs between devices; none outside `jax.shard_map`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def is_tracked(axis_name: Hashable) -> bool:
+    """Tells whether JAX tracks what varies over the axis: then the transpose of a sum over it is the identity."""
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
+def added_axes(known: frozenset[Any], *arrays: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes over which arrays of these trees vary, without those that are known."""
+    return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(arrays))) - known, key=str))
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Marks all arrays as varying over every mesh axis over which any of them varies.
+
+    The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated array gets the sum of
+    all devices' gradients, as with every operation of JAX. The sum is in the type of the array: mark small parameters
+    in their `sum_dtype`, and leave kernels to the rules that compute their gradients.
+    """
+    own = [varying_axes(x) for x in arrays]
+    axes = frozenset().union(*own)
+    return tuple(
+        [
+            jax.lax.pcast(x, tuple(sorted(axes - known, key=str)), to="varying") if axes - known else x
+            for x, known in zip(arrays, own, strict=True)
+        ]
+    )
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the type in which gradients of this type are summed over devices: float32 in place of narrower floats."""
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.core.config import config
-from jax_grouped.core.varying import varying_axes
+from jax_grouped.core.values import varying_axes
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.fp8.recipes import DelayedScaling

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import Groups, max_row_blocks
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
 from jax_grouped.kernels.primitive import bind, define, group_table_size
 from jax_grouped.kernels.tiles import grouped_product

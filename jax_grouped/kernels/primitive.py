@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import ROW_BLOCKS, round_up
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels import extension
 
 #: Names of the custom calls in a lowered program. `jax.export` needs them:

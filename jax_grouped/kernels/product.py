@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, round_up
-from jax_grouped.core.varying import sum_dtype, vary_alike
+from jax_grouped.core.values import sum_dtype, vary_alike
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels import extension

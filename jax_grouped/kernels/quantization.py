@@ -20,7 +20,7 @@ from jax_grouped.core.groups import (
     max_row_blocks,
     round_up,
 )
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode

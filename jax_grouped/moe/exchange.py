@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import axis_size, vary_alike
+from jax_grouped.core.values import as_array, axis_size, vary_alike
 from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.moe.options import check_instance
 from jax_grouped.ops import checks

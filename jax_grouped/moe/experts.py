@@ -23,8 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_grouped.core.groups import Groups, count_not_above
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import apply_rule, vary_alike
+from jax_grouped.core.values import apply_rule, as_array, vary_alike
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.partition import axes_of

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.core.varying import axis_size, sum_dtype
+from jax_grouped.core.values import axis_size, sum_dtype
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.product import Gathered

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import axis_size, is_tracked, vary_alike, varying_axes
+from jax_grouped.core.values import as_array, axis_size, is_tracked, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.exchange import plan_exchange, send_rows

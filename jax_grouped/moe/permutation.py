@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import as_int32
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import as_array, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.rows import gather, sum_of_choices
 from jax_grouped.moe.options import check_instance

@@ -6,8 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.values import as_array, scalar
-from jax_grouped.core.varying import axis_size, in_reverse_mode, sum_dtype, vary_alike
+from jax_grouped.core.values import as_array, axis_size, in_reverse_mode, scalar, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
 from jax_grouped.kernels.routing import RouteSpec

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.varying import added_axes, apply_rule, sum_dtype, vary_alike
+from jax_grouped.core.values import added_axes, apply_rule, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray, short_repr
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe

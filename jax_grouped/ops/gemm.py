@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_grouped.core.groups import Groups, group_rows, row_groups
-from jax_grouped.core.values import promoted_type
-from jax_grouped.core.varying import added_axes, sum_dtype, varying_axes
+from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.kernels.bias_gradient import bias_gradient
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups

@@ -23,8 +23,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.config import config
-from jax_grouped.core.values import promoted_type, static_bool, static_size
-from jax_grouped.core.varying import axis_size, is_tracked, sum_dtype, varying_axes
+from jax_grouped.core.values import (
+    axis_size,
+    is_tracked,
+    promoted_type,
+    static_bool,
+    static_size,
+    sum_dtype,
+    varying_axes,
+)
 from jax_grouped.fp8.state import Fp8State, check_marks
 
 if TYPE_CHECKING:

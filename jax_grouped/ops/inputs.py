@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import sum_dtype, vary_alike, varying_axes
+from jax_grouped.core.values import as_array, sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import Recipe, check_recipe, is_recipe_class
 from jax_grouped.fp8.state import Fp8State, check_state

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups, as_int32, stack_sizes
-from jax_grouped.core.values import as_array, shown, static_bool
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import as_array, shown, static_bool, vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import (
     DelayedScaling,

@@ -7,8 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import as_array, promoted_type
-from jax_grouped.core.varying import in_reverse_mode, vary_alike
+from jax_grouped.core.values import as_array, in_reverse_mode, promoted_type, vary_alike
 from jax_grouped.kernels.product import GemmSpec
 from jax_grouped.ops import checks
 from jax_grouped.ops.checks import GroupSizes

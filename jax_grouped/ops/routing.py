@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels.primitive import bind
 from jax_grouped.kernels.routing import GROUP_PAIRS, ROUTE, ROUTE_AND_GROUP, RouteSpec, chosen
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels import activations
 from jax_grouped.kernels import rows as kernel
 from jax_grouped.kernels.activations import Activation

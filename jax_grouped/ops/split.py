@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.core.values import as_array
-from jax_grouped.core.varying import vary_alike
+from jax_grouped.core.values import as_array, vary_alike
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.fp8.state import Fp8State
