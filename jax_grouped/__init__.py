@@ -35,8 +35,8 @@ from jax_grouped.ops.quantize import grouped_dequantize as grouped_dequantize
 from jax_grouped.ops.quantize import grouped_quantize as grouped_quantize
 from jax_grouped.ops.quantize import quantize_kernel as quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot as ragged_dot
-from jax_grouped.ops.ragged_dot_general import ragged_dot_general as ragged_dot_general
-from jax_grouped.ops.scaled_ragged_dot import scaled_ragged_dot as scaled_ragged_dot
+from jax_grouped.ops.ragged_dot import ragged_dot_general as ragged_dot_general
+from jax_grouped.ops.ragged_dot import scaled_ragged_dot as scaled_ragged_dot
 from jax_grouped.ops.split import grouped_dense_dgrad as grouped_dense_dgrad
 from jax_grouped.ops.split import grouped_dense_fwd as grouped_dense_fwd
 from jax_grouped.ops.split import grouped_dense_wgrad as grouped_dense_wgrad

@@ -35,7 +35,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.experts import grouped_mlp
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.options import Parallel, Router, check_instance
-from jax_grouped.ops import checks
+from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import DenseResiduals, stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize import quantize_kernel
@@ -98,11 +98,11 @@ def converted(x: jax.Array, weights: Weights, dtype: DTypeLike | None) -> jax.Ar
     x = as_array("x", x)
     if dtype is None:
         return x.astype(promoted_type(x, weights.kernel))
-    checks.check_dtype("dtype", dtype)
+    inputs.check_dtype("dtype", dtype)
     return x.astype(dtype)
 
 
-def fwd(layer: Any, x: jax.Array, weights: Weights, group_sizes: checks.GroupSizes) -> tuple[jax.Array, DenseResiduals]:
+def fwd(layer: Any, x: jax.Array, weights: Weights, group_sizes: inputs.GroupSizes) -> tuple[jax.Array, DenseResiduals]:
     """Calls `jax_grouped.grouped_dense_fwd` for the `GroupedDense` `layer` with these weights, without accumulator."""
     named = weights._asdict()
     del named["dkernel_accumulator"]
@@ -173,7 +173,7 @@ def check_moe_options(router: Router, parallel: Parallel, activation: Activation
     """Checks the options of a `MoEMlp`. Warns of a router that the model's loss does not train."""
     check_instance("router", router, Router)
     check_instance("parallel", parallel, Parallel)
-    checks.check_activation_name(activation)
+    inputs.check_activation_name(activation)
     if router.top_k == 1 < num_experts and router.normalize:
         warnings.warn(
             "top_k=1 with normalize=True makes every token's weight 1, whatever the router computes: only balance "
@@ -252,7 +252,7 @@ def apply_moe(
     x = as_array("x", x)
     tokens = _as_rows(x, num_features(x, "[..., K]"))
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
-    checks.check_kernel("gate_up", flat, "x", tokens)
+    inputs.check_kernel("gate_up", flat, "x", tokens)
     if shared is not None:
         shared = as_array("shared", shared)
         if shared.shape != x.shape:
@@ -350,7 +350,7 @@ def make_cache(
         return stored
     first = None
     if not isinstance(is_first_microbatch, bool | np.bool_):
-        first = checks.canonical_flag("is_first_microbatch", is_first_microbatch)
+        first = inputs.canonical_flag("is_first_microbatch", is_first_microbatch)
     if recipe is None:
         if first is None:
             return kernel.astype(dtype)

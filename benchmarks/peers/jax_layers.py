@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from benchmarks.cases import Arrays, Case
 from benchmarks.peers import JaxWork, NotOfferedError
+from jax_grouped.kernels.rows import activate
 from jax_grouped.moe import Weights
-from jax_grouped.ops.rows import activate
 
 #: `(x, router or None, weights, group_sizes) -> y`, with the weights of one projection, or of an MLP's two.
 Layer = Callable[[jax.Array, jax.Array | None, Sequence[Weights], jax.Array], jax.Array]

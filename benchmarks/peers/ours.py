@@ -13,9 +13,8 @@ from benchmarks.cases import DTYPE, LAYERS, QUANTIZATIONS, Arrays, Case, as_trai
 from benchmarks.peers import VARIANTS, JaxWork, NotOfferedError, jax_layers
 from jax_grouped.core.groups import Groups
 from jax_grouped.examples.settings import RECIPES
-from jax_grouped.kernels.product import GemmSpec, Product
+from jax_grouped.kernels.product import GemmSpec, Product, multiply
 from jax_grouped.moe import Weights
-from jax_grouped.ops.gemm import gemm
 
 _initial_step = jax.jit(jax_layers.gradients, static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames=("recipe", "for_gradients"))
@@ -126,10 +125,10 @@ def quantized_product(case: Case, sets: list[Arrays]) -> JaxWork:
             return jg.grouped_quantize(x, sizes, **options).rowwise, quantized.columnwise
         return jg.grouped_quantize(dy, sizes, **options).rowwise, quantized.rowwise
 
-    def multiply(a: jg.ScaledArray, b: jg.ScaledArray, sizes: jax.Array) -> jax.Array:
-        return gemm(a, b, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec)
+    def run(a: jg.ScaledArray, b: jg.ScaledArray, sizes: jax.Array) -> jax.Array:
+        return multiply(a, b, Groups(sizes, jnp.zeros((1,), jnp.int32)), spec)
 
-    return JaxWork(multiply, [(*quantize(*arrays), sizes) for arrays in sets])
+    return JaxWork(run, [(*quantize(*arrays), sizes) for arrays in sets])
 
 
 def quantization(case: Case, sets: list[Arrays]) -> JaxWork:

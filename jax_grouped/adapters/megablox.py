@@ -10,9 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.core.groups import group_rows, row_groups
 from jax_grouped.core.values import as_array, static_bool
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.ops import checks
+from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import grouped_dense
-from jax_grouped.ops.ragged_dot_general import ragged_dot_general
+from jax_grouped.ops.ragged_dot import ragged_dot_general
 
 #: Arguments of MaxText's version that choose among its kernels, or say what the types of the operands say.
 _NOT_USED = frozenset(
@@ -102,6 +102,6 @@ def gmm(
         y += partial_sum
     if existing_out is None:
         return y
-    groups = checks.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=y.shape[0])
+    groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=y.shape[0])
     _, is_own = row_groups(group_rows(*groups, rhs.shape[0], y.shape[0]), y.shape[0])
     return jnp.where(is_own[:, None], y, existing_out)

@@ -7,8 +7,8 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
-from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
+from jax_grouped.ops.inputs import GroupSizes
 from jax_grouped.ops.ragged_dot import ragged_dot
 
 try:

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import promoted_type
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import grouped_dense
-from jax_grouped.ops.ragged_dot_general import ragged_dot_general
+from jax_grouped.ops.inputs import GroupSizes
+from jax_grouped.ops.ragged_dot import ragged_dot_general
 
 _PLAIN = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [1]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]

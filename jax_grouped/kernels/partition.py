@@ -15,7 +15,6 @@ and asks for the program of one device. With axes of type `Explicit`, the types 
 of all this.
 """
 
-import abc
 import collections
 import dataclasses
 import functools
@@ -38,9 +37,6 @@ from jax_grouped.kernels.primitive import refuse_derivatives
 #: Dimensions of the arrays of `Groups`, which are not split.
 GROUP_DIMENSIONS = ("g", "o")
 
-#: From a device's arrays to its results.
-Local = Callable[..., Sequence[jax.Array]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -58,6 +54,10 @@ class Split:
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
 
+#: The split of each dimension by its name.
+Splits = Mapping[str, Split]
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A result: its dimensions, those that it is reduced over, and how.
@@ -72,58 +72,34 @@ class Result:
     kept_whole: bool = False
 
 
-class Gathers(NamedTuple):
-    """Position of an operand, and the dimensions along which it may be stored in parts."""
-
-    operand: int
-    dimensions: tuple[str, ...]
-
-
-class Operation(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class Operation:
     """A function of arrays, and how it can be split. Instances are static: they compare and hash by value.
 
     Dimensions of an array are words in one string. Equal words are the same dimension.
 
     Attributes:
+        local: the function of one device, `local(spec, splits, *arrays)`. Results that have to be reduced over devices
+            are those of its parts. Parts that are summed may have a wider type: the sum is rounded once.
+        spec: what `local` needs beside the arrays.
         operands: the dimensions of each operand.
         results: the results.
         splittable: the dimensions that can be split. Of two that are split over one axis, the first one stays split.
         added: positions of an operand, and of a result to which it is added, None without one. Both have the same
             dimensions. Where the result is summed over devices, the local function is called without the operand.
+        gathered: position of an operand that the local function gathers itself, and the dimensions along which it may
+            be stored in parts; None without one.
+        grains: numbers that the sizes of parts are multiples of, for dimensions that have one.
     """
 
-    @property
-    @abc.abstractmethod
-    def operands(self) -> tuple[str, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def results(self) -> tuple[Result, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def splittable(self) -> tuple[str, ...]: ...
-
-    @property
-    def added(self) -> tuple[int, int] | None:
-        return None
-
-    @property
-    def gathers(self) -> Gathers | None:
-        """The operand that the local function gathers itself; None if there is none."""
-        return None
-
-    @abc.abstractmethod
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        """Returns the function of one device. Results that have to be reduced over devices are those of its parts.
-
-        Parts that are summed may have a wider type than the result: the sum is rounded once.
-        """
-
-    def grain(self, dimension: str) -> int:
-        """Returns the number that the size of a part is a multiple of."""
-        del dimension
-        return 1
+    local: Callable[..., Sequence[jax.Array]]
+    spec: Any
+    operands: tuple[str, ...]
+    results: tuple[Result, ...]
+    splittable: tuple[str, ...]
+    added: tuple[int, int] | None = None
+    gathered: tuple[int, tuple[str, ...]] | None = None
+    grains: tuple[tuple[str, int], ...] = ()
 
     @property
     def dimensions(self) -> list[str]:
@@ -133,64 +109,35 @@ class Operation(abc.ABC):
 
     def whole(self, *arrays: jax.Array) -> list[jax.Array]:
         """Returns the results of one device that has everything."""
-        return list(self.local(collections.defaultdict(Split))(*arrays))
+        return list(self.local(self.spec, collections.defaultdict(Split), *arrays))
 
-
-@dataclasses.dataclass(frozen=True)
-class Batched(Operation):
-    """An operation under `jax.vmap`. The batch is one more dimension that can be split."""
-
-    inner: Operation
-    mapped: tuple[bool, ...]  # whether each operand is mapped, along its first axis
-
-    @property
-    def _name(self) -> str:
-        return f"batch{sum(name.startswith('batch') for name in self.inner.dimensions)}"
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(
-            f"{self._name} {names}" if mapped else names
-            for names, mapped in zip(self.inner.operands, self.mapped, strict=True)
+    def batched(self, mapped: tuple[bool, ...]) -> "Operation":
+        """Returns the operation under `jax.vmap` of some operands: the batch is one more dimension to split."""
+        batch = f"batch{sum(name.startswith('batch') for name in self.dimensions)}"
+        return dataclasses.replace(
+            self,
+            local=_map_local,
+            spec=(self, mapped),
+            operands=tuple(
+                f"{batch} {names}" if is_mapped else names
+                for names, is_mapped in zip(self.operands, mapped, strict=True)
+            ),
+            results=tuple(
+                dataclasses.replace(result, dimensions=f"{batch} {result.dimensions}") for result in self.results
+            ),
+            splittable=(batch, *self.splittable),
         )
 
-    @property
-    def results(self) -> tuple[Result, ...]:
-        return tuple(
-            dataclasses.replace(result, dimensions=f"{self._name} {result.dimensions}") for result in self.inner.results
-        )
 
-    @property
-    def splittable(self) -> tuple[str, ...]:
-        return (self._name, *self.inner.splittable)
-
-    @property
-    def added(self) -> tuple[int, int] | None:
-        return self.inner.added
-
-    @property
-    def gathers(self) -> Gathers | None:
-        return self.inner.gathers
-
-    def grain(self, dimension: str) -> int:
-        return self.inner.grain(dimension)
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        function = self.inner.local(splits)
-
-        def mapped_function(*arrays: jax.Array) -> Sequence[jax.Array]:
-            given = len(arrays) == len(self.mapped)
-            mapped = [
-                is_mapped
-                for i, is_mapped in enumerate(self.mapped)
-                if given or self.added is None or i != self.added[0]
-            ]
-            return jax.vmap(function, in_axes=tuple(0 if is_mapped else None for is_mapped in mapped))(*arrays)
-
-        return mapped_function
+def _map_local(spec: tuple[Operation, tuple[bool, ...]], splits: Splits, *arrays: jax.Array) -> Sequence[jax.Array]:
+    inner, mapped = spec
+    if len(arrays) < len(mapped) and inner.added is not None:
+        mapped = mapped[: inner.added[0]] + mapped[inner.added[0] + 1 :]
+    in_axes = tuple(0 if is_mapped else None for is_mapped in mapped)
+    return jax.vmap(functools.partial(inner.local, inner.spec, splits), in_axes=in_axes)(*arrays)
 
 
-def own_groups(groups: Groups, splits: Mapping[str, Split], *, rows: int, num_groups: int) -> Groups:
+def own_groups(groups: Groups, splits: Splits, *, rows: int, num_groups: int) -> Groups:
     """Returns the groups of a device that has `rows` rows, a part of `t`, and `num_groups` kernels, a part of `e`."""
     sizes, offset = groups
     if splits["t"].axes:
@@ -211,134 +158,87 @@ class Plan(NamedTuple):
 
 def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any], results: Sequence[Any]) -> Plan:
     """Plans the call from the shapes and shardings that its operands have, and that its results shall have."""
-    named_operands = [*zip(operation.operands, operands, strict=True)]
-    named_results = [*zip((result.dimensions for result in operation.results), results, strict=True)]
-    splits = _splits(operation, mesh, [*named_operands, *named_results])
-    gathers = operation.gathers
-    if gathers is not None:
-        splits |= _storage(operation, mesh, *named_operands[gathers.operand], gathers.dimensions, splits)
+    named_operands = [(names.split(), array) for names, array in zip(operation.operands, operands, strict=True)]
+    named_results = [(one.dimensions.split(), array) for one, array in zip(operation.results, results, strict=True)]
+    grains = dict(operation.grains)
 
-    def spec(names: str, *, stored: bool = False) -> PartitionSpec:
-        dimension_splits = [splits[name] for name in names.split()]
-        return PartitionSpec(
-            *((split.axes or split.stored if stored else split.axes) or None for split in dimension_splits)
-        )
+    def find_split(array: Any, dimension: int, grain: int) -> Split:
+        axes = axes_of(array.sharding, dimension)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        # One part is the whole, but its axes belong to the types of results.
+        return Split(axes, parts) if parts == 1 or array.shape[dimension] % (parts * grain) == 0 else Split()
 
-    reductions = [_Reduction.find(mesh, *pair, splits) for pair in zip(operation.results, results, strict=True)]
-    operand_specs = [
-        spec(names, stored=gathers is not None and i == gathers.operand) for i, names in enumerate(operation.operands)
-    ]
-    result_specs = [
-        reduction.scattered(spec(names)) for (names, _), reduction in zip(named_results, reductions, strict=True)
-    ]
-    local = operation.local(splits)
-    added, to = operation.added or (None, 0)
-    if added is not None:
-        operand_specs[added] = result_specs[to]
-        if not reductions[to].exists:
-            added = None  # The local function adds it.
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        partial = local(*(array for i, array in enumerate(arrays) if i != added))
-        whole = [reduce(result) for reduce, result in zip(reductions, partial, strict=True)]
-        if added is not None:
-            whole[to] += arrays[added].astype(whole[to].dtype)
-        return [array.astype(result.dtype) for array, result in zip(whole, results, strict=True)]
-
-    return Plan(run, result_specs, operand_specs)
-
-
-def _splits(operation: Operation, mesh: Mesh | AbstractMesh, arrays: Sequence[tuple[str, Any]]) -> dict[str, Split]:
-    """Returns how each dimension is split: as the first operand that is split along it, else as the first result.
-
-    Axes are not free if another dimension has them already, or if a result with this dimension is split over them along
-    another one.
-    """
+    # A dimension is split as in the first operand that is split along it, else as in the first result. Axes are not
+    # free if another dimension has them already, or if a result with this dimension is split over them along another.
     splits = dict.fromkeys(operation.dimensions, Split())
     taken: set[str] = set()
-    operands, results = arrays[: len(operation.operands)], arrays[len(operation.operands) :]
-    for side, wanted in itertools.product((operands, results), operation.splittable):
+    for side, name in itertools.product((named_operands, named_results), operation.splittable):
         others = {
             axis
-            for names, array in results
-            if wanted in names.split()
-            for dimension, name in enumerate(names.split())
-            if name != wanted
+            for names, array in named_results
+            if name in names
+            for dimension, other in enumerate(names)
+            if other != name
             for axis in axes_of(array.sharding, dimension)
         }
         for names, array in side:
-            if wanted not in names.split() or splits[wanted].axes:
-                continue
-            dimension = names.split().index(wanted)
-            axes = axes_of(array.sharding, dimension)
-            parts = math.prod(mesh.shape[axis] for axis in axes)
-            # One part is the whole, but its axes belong to the types of results.
-            divides = parts == 1 or array.shape[dimension] % (parts * operation.grain(wanted)) == 0
-            if axes and divides and not (taken | others) & {*axes}:
-                splits[wanted] = Split(axes, parts)
-                taken |= {*axes}
-    return splits
+            if name in names and not splits[name].axes:
+                split = find_split(array, names.index(name), grains.get(name, 1))
+                if not (taken | others) & {*split.axes}:
+                    splits[name] = split
+                    taken |= {*split.axes}
 
+    gathered, stored_along = operation.gathered or (None, ())
+    if gathered is not None:
+        names, array = named_operands[gathered]
+        taken = {axis for name in names for axis in splits[name].axes}
+        for dimension, name in enumerate(names):
+            split = find_split(array, dimension, grains.get(name, 1))
+            if split.parts > 1 and name in stored_along and not splits[name].axes and not taken & {*split.axes}:
+                splits[name] = dataclasses.replace(splits[name], stored=split.axes)
+                taken |= {*split.axes}
 
-def _storage(
-    operation: Operation,
-    mesh: Mesh | AbstractMesh,
-    names: str,
-    array: Any,
-    dimensions: Sequence[str],
-    splits: Mapping[str, Split],
-) -> dict[str, Split]:
-    """Returns the splits of the dimensions that are not split, along which the gathered operand is stored in parts."""
-    taken = {axis for name in names.split() for axis in splits[name].axes}
-    stored = {}
-    for dimension, name in enumerate(names.split()):
-        axes = axes_of(array.sharding, dimension)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        divides = array.shape[dimension] % (parts * operation.grain(name)) == 0
-        if parts > 1 and divides and name in dimensions and not splits[name].axes and not taken & {*axes}:
-            stored[name] = dataclasses.replace(splits[name], stored=axes)
-            taken |= {*axes}
-    return stored
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """The reduction of a result over devices."""
-
-    how: Literal["sum", "max"]
-    axes: tuple[str, ...]  # over which every device gets the same
-    scatters: tuple[tuple[int, tuple[str, ...]], ...]  # dimensions that a sum is split along, over further axes
-
-    @classmethod
-    def find(cls, mesh: Mesh | AbstractMesh, result: Result, array: Any, splits: Mapping[str, Split]) -> "_Reduction":
-        axes = [axis for name in result.over.split() for axis in splits[name].axes]
+    operand_specs = [
+        PartitionSpec(*(splits[name].axes or (splits[name].stored if i == gathered else ()) or None for name in names))
+        for i, (names, _) in enumerate(named_operands)
+    ]
+    result_specs, reductions = [], []
+    for result, (names, array) in zip(operation.results, named_results, strict=True):
+        summed = [axis for name in result.over.split() for axis in splits[name].axes]
+        entries = [splits[name].axes or None for name in names]
         scatters = []
-        for dimension, name in enumerate(result.dimensions.split()):
-            wanted = axes_of(array.sharding, dimension)
-            parts = math.prod(mesh.shape[axis] for axis in wanted)
-            free = result.how == "sum" and not splits[name].axes and {*wanted} <= {*axes}
-            if wanted and free and array.shape[dimension] % parts == 0:
-                scatters.append((dimension, wanted))
-                axes = [axis for axis in axes if axis not in wanted]
-        return cls(result.how, tuple(axes), tuple(scatters))
+        for dimension, name in enumerate(names):
+            split = find_split(array, dimension, 1)
+            free = result.how == "sum" and not splits[name].axes and {*split.axes} <= {*summed}
+            if split.axes and free:
+                scatters.append((dimension, split.axes))
+                entries[dimension] = split.axes
+                summed = [axis for axis in summed if axis not in split.axes]
+        result_specs.append(PartitionSpec(*entries))
+        reductions.append((result.how, scatters, tuple(summed)))
 
-    @property
-    def exists(self) -> bool:
-        return bool(self.axes or self.scatters)
+    added, to = operation.added or (None, 0)
+    if added is not None:
+        operand_specs[added] = result_specs[to]
+        if not any(reductions[to][1:]):
+            added = None  # The local function adds it.
 
-    def scattered(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec of the whole, from that of the parts."""
-        entries = [*spec]
-        for dimension, axes in self.scatters:
-            entries[dimension] = axes
-        return PartitionSpec(*entries)
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        given = [array for i, array in enumerate(arrays) if i != added]
+        reduced = []
+        for part, (how, scatters, axes) in zip(
+            operation.local(operation.spec, splits, *given), reductions, strict=True
+        ):
+            for dimension, over in scatters:
+                part = jax.lax.psum_scatter(part, over, scatter_dimension=dimension, tiled=True)
+            if axes:
+                part = (jax.lax.psum if how == "sum" else jax.lax.pmax)(part, axes)
+            reduced.append(part)
+        if added is not None:
+            reduced[to] += arrays[added].astype(reduced[to].dtype)
+        return [array.astype(result.dtype) for array, result in zip(reduced, results, strict=True)]
 
-    def __call__(self, result: jax.Array) -> jax.Array:
-        for dimension, axes in self.scatters:
-            result = jax.lax.psum_scatter(result, axes, scatter_dimension=dimension, tiled=True)
-        if not self.axes:
-            return result
-        return (jax.lax.psum if self.how == "sum" else jax.lax.pmax)(result, self.axes)
+    return Plan(run, result_specs, operand_specs)
 
 
 def axes_of(sharding: Any, dimension: int) -> tuple[str, ...]:
@@ -420,11 +320,23 @@ def _apply_to_types(
     arrays: Sequence[jax.Array],
     like: Sequence[PartitionSpec | None],
 ) -> list[jax.Array]:
+    """Returns the results, split as types say. Raises if these leave a choice for results without a spec in `like`."""
+    given = [*like, *[None] * (len(operation.results) - len(like))]
+    axes: dict[str, set[str]] = {name: set() for name in operation.dimensions}
+    for names, aval in zip(operation.operands, avals, strict=True):
+        for dimension, name in enumerate(names.split()):
+            axes[name].update(axes_of(aval.sharding, dimension))
+    for result, spec in zip(operation.results, given, strict=True):
+        if spec is not None or result.how == "max":  # Of a maximum, every device gets the same.
+            continue
+        read = [name for name in (result.dimensions + " " + result.over).split() if axes[name]]
+        shared = len({axis for name in read for axis in axes[name]}) < sum(len(axes[name]) for name in read)
+        if shared or any(name in result.over.split() for name in read):
+            raise ValueError(
+                "Contracting dimensions are sharded and it is ambiguous how the output should be sharded. Please "
+                f"specify the output sharding via the `out_sharding` parameter. Got {avals[0]} and {avals[1]}."
+            )
     shapes = jax.eval_shape(operation.whole, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
-    given = [*like, *[None] * (len(shapes) - len(like))]
-    _refuse_choice(
-        [result for result, spec in zip(operation.results, given, strict=True) if spec is None], avals, operation
-    )
     wanted = [
         jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
         for result, spec in zip(shapes, given, strict=True)
@@ -440,56 +352,27 @@ def _apply_to_types(
     return [*map(placed, run(*map(placed, arrays, planned.operands)), given)]
 
 
-def _refuse_choice(results: Sequence[Result], avals: Sequence[Any], operation: Operation) -> None:
-    """Raises if the operands' shardings do not determine those of the results."""
-    axes: dict[str, set[str]] = {name: set() for name in operation.dimensions}
-    for names, aval in zip(operation.operands, avals, strict=True):
-        for dimension, name in enumerate(names.split()):
-            axes[name].update(axes_of(aval.sharding, dimension))
-    for result in results:
-        if result.how == "max":
-            continue  # Every device gets the same.
-        read = [name for name in (result.dimensions + " " + result.over).split() if axes[name]]
-        shared = len({axis for name in read for axis in axes[name]}) < sum(len(axes[name]) for name in read)
-        if shared or any(name in result.over.split() for name in read):
-            raise ValueError(
-                "Contracting dimensions are sharded and it is ambiguous how the output should be sharded. Please "
-                f"specify the output sharding via the `out_sharding` parameter. Got {avals[0]} and {avals[1]}."
-            )
-
-
 def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     """Returns the operation as a jaxpr; as a parameter, it makes JAX tell lowering rules which devices there are."""
     function = custom_partitioning(lambda *arrays: _call(operation.whole, *arrays, keeps_locations=True))
     results = [result.dimensions for result in operation.results]
-    result_dimensions = {name for result in results for name in result.split()}
-    # Shardy wants them in the order in which they occur.
-    contracted = [
-        name for name in operation.dimensions if name in operation.splittable and name not in result_dimensions
-    ]
-    whole = [name for name in operation.dimensions if name not in operation.splittable]
+
+    def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
+        run, *specs = plan(operation, mesh, operands, results)
+        shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in specs]
+        return mesh, functools.partial(_call, run, keeps_locations=False), *shardings
+
+    # Shardy wants the contracted dimensions in the order in which they occur.
+    kept = " ".join(results).split()
+    contracted = [name for name in operation.dimensions if name in operation.splittable and name not in kept]
     function.def_partition(
-        functools.partial(_partition, operation),
+        partition,
         sharding_rule=f"{', '.join(operation.operands)} -> {', '.join(results)}",
         reduction_factors=tuple(contracted),
-        need_replication_factors=tuple(whole),
+        need_replication_factors=tuple(name for name in operation.dimensions if name not in operation.splittable),
     )
     return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
-
-
-def _partition(
-    operation: Operation, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
-) -> tuple[Mesh, Local, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-    """Returns what `custom_partitioning` asks for, from the shapes and shardings that Shardy suggests."""
-    planned = plan(operation, mesh, operands, results)
-
-    def lower(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _call(planned.run, *arrays, keeps_locations=False)
-
-    def shardings(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, spec) for spec in specs)
-
-    return mesh, lower, shardings(planned.results), shardings(planned.operands)
 
 
 def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation: Operation, program: Any) -> Any:
@@ -500,7 +383,7 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
     if operation.added is not None and not mapped[i := operation.added[0]]:  # It has the dimensions of the result.
         mapped[i] = True
         operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
-    results = apply(Batched(operation, tuple(mapped)), *operands)
+    results = apply(operation.batched(tuple(mapped)), *operands)
     return results, [0] * len(results)
 
 
@@ -533,7 +416,7 @@ def _lower(ctx: Any, *arrays: Any, operation: Operation, program: Any) -> Any:
     return mlir.lower_fun(function, multiple_results=True)(ctx, *arrays)
 
 
-def _call(function: Local, *arrays: jax.Array, keeps_locations: bool) -> tuple[jax.Array, ...]:
+def _call(function: Callable[..., Any], *arrays: jax.Array, keeps_locations: bool) -> tuple[jax.Array, ...]:
     """Calls a function in one step of a jaxpr, to which its constants belong: `custom_partitioning` takes none."""
     program = jax.make_jaxpr(function)(*arrays)
     return tuple(_CALL.bind(*arrays, program=program, keeps_locations=keeps_locations))

@@ -1,8 +1,9 @@
-"""Grouped products: the three of a layer, of operands of any type."""
+"""Grouped products: the three of a layer, of operands of any type; of unquantized ones, differentiable."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,15 +13,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, round_up
-from jax_grouped.core.values import sum_dtype, vary_alike
+from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, vary_alike, varying_axes
+from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels import extension
-from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Local, Operation, Result, Split, apply, own_groups
+from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
-from jax_grouped.kernels.rows import permute, permute_cuda, permute_xla, tokens_of
-from jax_grouped.kernels.tiles import grouped_product
+from jax_grouped.kernels.rows import permute_cuda, permute_rows, permute_xla, tokens_of
+from jax_grouped.kernels.tiles import multiply_tiles
 
 Product = Literal["fprop", "dgrad", "wgrad"]
 #: Types of narrow kernels, whose numbers bfloat16 and float16 hold exactly.
@@ -42,7 +44,9 @@ _REPEATS_KEPT_PRODUCTS = (0, 11) <= jax.__version_info__ < (0, 12)
 #: Values of the enumerations in `csrc/`.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _GATHERED = (None, "a", "b")
-#: Results of products. A kernel adds nothing to tokens of other groups.
+#: Dimensions of the operands and results of products: t tokens, e kernels, k and n their features.
+_OPERANDS = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}
+#: A kernel adds nothing to tokens of other groups.
 RESULTS = {
     "fprop": Result("t n", over="k e"),
     "dgrad": Result("t k", over="n e"),
@@ -70,7 +74,7 @@ class GemmSpec:
 
     `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. As an operation, only `wgrad`
     takes an accumulator: an array like the result, to which the product is added. With a permutation, one unquantized
-    operand is given as the tokens of which the permutation makes its rows, as `jax_grouped.ops.rows.permute_rows` does.
+    operand is given as the tokens of which the permutation makes its rows, as `permute_rows` does.
 
     Attributes:
         product: which of the three.
@@ -144,10 +148,108 @@ class Gathered(NamedTuple):
 
     def copied_unless_fast(self, product: Product, features: int, *, zero_tail: bool) -> "Gathered | jax.Array":
         """Returns the rows, copied if the product, with this many more features, would take longer to gather them."""
-        return self if _gathers_fast(product, features) else permute(*self, zero_tail=zero_tail)
+        return self if _gathers_fast(product, features) else permute_rows(*self, zero_tail)
+
+
+#: Operand of a product: quantized with a recipe; without, a plain array, or rows of tokens for a or, in wgrad, b.
+Operand = ScaledArray | jax.Array | Gathered
 
 
 def multiply(
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    spec: GemmSpec,
+    accumulator: jax.Array | None = None,
+    out_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result.
+
+    Unquantized operands are multiplied in the smallest type that holds both, or beside a kernel of one of the
+    `NARROW_TYPES` in that of the tokens, and the product is differentiable any number of times. Quantized products and
+    products with an accumulator have no derivative here. Over mesh axes of type `Explicit`, the type of a plain product
+    is sharded as `out_spec` says. Inside `jax.shard_map`, operands vary alike, but a kernel may vary over fewer axes.
+    """
+    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
+        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
+        return _call(a.data, b.data, groups, spec, (a.scale_inv, b.scale_inv), accumulator)
+    assert not isinstance(a, ScaledArray)
+    assert not isinstance(b, ScaledArray)
+    if b.dtype not in NARROW_TYPES:
+        dtype = promoted_type(a.dtype, b.dtype)
+        a, b = a.astype(dtype), b.astype(dtype)
+    if accumulator is not None:
+        return _call(_rows(a), _rows(b), groups, spec, accumulator=accumulator, out_spec=out_spec)
+    gathered: Literal["a", "b"] | None = None
+    if isinstance(a, Gathered) or isinstance(b, Gathered):
+        gathered = "a" if isinstance(a, Gathered) else "b"
+    return _multiply(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
+
+
+def _rows(operand: jax.Array | Gathered) -> jax.Array:
+    return permute_rows(*operand) if isinstance(operand, Gathered) else operand
+
+
+def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
+    """Returns the type of products with a gradient: that of operands, or float32 if float16 lacks its range."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(
+    a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> jax.Array:
+    # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
+    return _call(a, b, groups, spec, out_spec=out_spec)
+
+
+def _multiply_forward(
+    a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> tuple[jax.Array, Any]:
+    return _multiply(a, b, groups, spec, out_spec), (a, b, groups)
+
+
+def _multiply_backward(
+    spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    del out_spec
+    a, b, groups = residuals
+    if spec.gathered is not None:
+        spec = dataclasses.replace(spec, gathered=None)
+        _, pull_back = jax.vjp(lambda a, b: _multiply(_rows(a), _rows(b), groups, spec, None), a, b)
+        return (*pull_back(gradient), None)
+    like_a, like_b = (jax.typeof(operand).sharding.spec for operand in (a, b))
+    out_dtype = a.dtype
+    b_dtype, dtype, b_axes = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
+    a, b, g = (array if array.dtype in NARROW_TYPES else array.astype(dtype) for array in (a, b, gradient))
+
+    def product(
+        name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec, out_dtype: np.dtype = out_dtype
+    ) -> jax.Array:
+        return _multiply(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
+
+    def dkernel(x: jax.Array, dy: jax.Array) -> Any:
+        if jnp.issubdtype(b_dtype, jnp.integer):
+            return np.zeros(b.shape, jax.dtypes.float0)
+        if axes := added_axes(b_axes, x, dy, groups):
+            own = product("wgrad", x, dy, like_b, sum_dtype(out_dtype))
+            return jax.lax.psum(own, axes).astype(b_dtype)
+        return product("wgrad", x, dy, like_b).astype(b_dtype)
+
+    match spec.product:
+        case "fprop":
+            da, db = product("dgrad", g, b, like_a), dkernel(a, g)
+        case "dgrad":
+            da, db = product("fprop", g, b, like_a), dkernel(g, a)
+        case "wgrad":
+            da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
+    return da, db, None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _call(
     a: jax.Array | Gathered,
     b: jax.Array | Gathered,
     groups: Groups,
@@ -156,7 +258,6 @@ def multiply(
     accumulator: jax.Array | None = None,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """Returns the product that `spec` names, added to the accumulator if there is one, an array like the result."""
     permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
     a, b = [operand.x if isinstance(operand, Gathered) else operand for operand in (a, b)]
     accumulators = () if accumulator is None else (accumulator,)
@@ -168,52 +269,35 @@ def multiply(
         return vary_alike(nothing, operands[0])[0]
     if spec.a is not None or spec.gathered is not None:
         return bind(GEMM, *operands, spec=spec)[0]
-    return apply(_PlainProduct(spec, accumulator is not None), *operands, like=[out_spec])[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlainProduct(Operation):
-    """A product of plain arrays: t tokens, e kernels, k and n their features."""
-
-    spec: GemmSpec
-    accumulates: bool
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        a, b = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}[self.spec.product]
-        accumulators = ["e k n"] * self.accumulates
-        return a, b, *GROUP_DIMENSIONS, *accumulators
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        return (RESULTS[self.spec.product],)
-
-    @property
-    def splittable(self) -> tuple[str, ...]:
+    result = RESULTS[spec.product]
+    operation = Operation(
+        _multiply_part,
+        spec,
+        operands=(*_OPERANDS[spec.product], *GROUP_DIMENSIONS, *["e k n"] * len(accumulators)),
+        results=(result,),
         # Dimensions of the result go before those that it is summed over, and tokens before all.
-        return tuple(dict.fromkeys(["t", *self.results[0].dimensions.split(), "e", "k", "n"]))
+        splittable=tuple(dict.fromkeys(["t", *result.dimensions.split(), "e", "k", "n"])),
+        added=(4, 0) if accumulators else None,
+    )
+    return apply(operation, *operands, like=[out_spec])[0]
 
-    @property
-    def added(self) -> tuple[int, int] | None:
-        return (4, 0) if self.accumulates else None
 
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        num_groups = self.spec.num_groups // splits["e"].parts
+def _multiply_part(
+    spec: GemmSpec, splits: Splits, a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array
+) -> list[jax.Array]:
+    """Returns a device's part of a product of plain arrays."""
+    spec = dataclasses.replace(
+        spec,
+        num_groups=spec.num_groups // splits["e"].parts,
+        out_dtype=part_dtype(spec.out_dtype, splits) if spec.product == "wgrad" else spec.out_dtype,
         # Rows of other devices' groups are added up with theirs, so they must be zero.
-        zero_other_rows = self.spec.zero_other_rows or splits["e"].parts > 1
-        out_dtype = part_dtype(self.spec.out_dtype, splits) if self.spec.product == "wgrad" else self.spec.out_dtype
-        spec = dataclasses.replace(
-            self.spec, num_groups=num_groups, out_dtype=out_dtype, zero_other_rows=zero_other_rows
-        )
-
-        def product(a: jax.Array, b: jax.Array, sizes: jax.Array, offset: jax.Array, *more: jax.Array) -> Any:
-            groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=num_groups)
-            return bind(GEMM, a, b, *groups, *more, spec=spec)
-
-        return product
+        zero_other_rows=spec.zero_other_rows or splits["e"].parts > 1,
+    )
+    groups = own_groups(Groups(sizes, offset), splits, rows=a.shape[0], num_groups=spec.num_groups)
+    return bind(GEMM, a, b, *groups, *more, spec=spec)
 
 
-def part_dtype(dtype: DTypeLike, splits: Mapping[str, Split]) -> np.dtype:
+def part_dtype(dtype: DTypeLike, splits: Splits) -> np.dtype:
     """Returns the type of a device's part of the gradient of kernels, which has the type `dtype` once it is summed."""
     return sum_dtype(jnp.dtype(dtype)) if splits["t"].parts > 1 else jnp.dtype(dtype)
 
@@ -227,11 +311,6 @@ def multiply_xla(
     spec: GemmSpec,
 ) -> jax.Array:
     """Returns the product that `spec` names. With quantized operands, only the accumulation in float32 rounds."""
-    if spec.gathered is not None:
-        a, b = (permute_xla(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
-        spec, more = dataclasses.replace(spec, gathered=None), ()
-    if spec.a is None or spec.b is None:
-        return _multiply_plain(a, b, group_sizes, group_offset, *more, spec=spec)
 
     def numbers(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
         if layout.stack_rows is None:
@@ -239,17 +318,19 @@ def multiply_xla(
         tokens = dequantize_xla(data, scale_inv, layout.stack_sizes(), layout=layout, out_dtype=jnp.float32)
         return tokens.reshape(layout.num_groups, layout.stack_rows, layout.features)
 
-    a_scale, b_scale, *accumulator = more
-    a, b = numbers(a, a_scale, spec.a), numbers(b, b_scale, spec.b)
-    unscaled = dataclasses.replace(spec, a=None, b=None, precision=jax.lax.Precision.HIGHEST)
-    return _multiply_plain(a, b, group_sizes, group_offset, *accumulator, spec=unscaled)
-
-
-def _multiply_plain(a: jax.Array, b: jax.Array, *operands: jax.Array, spec: GemmSpec) -> jax.Array:
-    return grouped_product(
+    if spec.gathered is not None:
+        a, b = (permute_xla(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
+        spec, more = dataclasses.replace(spec, gathered=None), ()
+    elif spec.a is not None and spec.b is not None:
+        a, b = numbers(a, more[0], spec.a), numbers(b, more[1], spec.b)
+        more = more[2:]
+        spec = dataclasses.replace(spec, a=None, b=None, precision=jax.lax.Precision.HIGHEST)
+    return multiply_tiles(
         a,
         b,
-        *operands,
+        group_sizes,
+        group_offset,
+        *more,
         product=spec.product,
         out=spec.out(a.shape, b.shape),
         num_groups=spec.num_groups,

@@ -25,7 +25,7 @@ from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad, is_gated
-from jax_grouped.kernels.bias_gradient import bias_gradient_xla
+from jax_grouped.kernels.bias import bias_gradient_xla
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.rows import tokens_of
 

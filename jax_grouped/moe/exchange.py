@@ -12,8 +12,8 @@ from jax_grouped.core.groups import fit_to_capacity, group_rows
 from jax_grouped.core.values import as_array, axis_size, vary_alike
 from jax_grouped.fp8.arrays import short_repr
 from jax_grouped.moe.options import check_instance
-from jax_grouped.ops import checks
-from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops import inputs
+from jax_grouped.ops.inputs import GroupSizes
 
 #: Counts of the rows of all devices are int32, and so are positions among the rows that one device receives.
 _MOST_ROWS = 2**31 - 1
@@ -113,14 +113,14 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
         assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
     """
     devices = axis_size(axis_name)
-    num_rows, capacity = checks.static_size("num_rows", num_rows), checks.static_size("capacity", capacity)
+    num_rows, capacity = inputs.static_size("num_rows", num_rows), inputs.static_size("capacity", capacity)
     for name, value, most in (("num_rows", num_rows, _MOST_ROWS // devices), ("capacity", capacity, _MOST_ROWS)):
         if value > most:
             raise ValueError(
                 f"{name} must be at most {most} for the {devices} devices of the axis {axis_name!r}, because their "
                 f"rows are counted in int32, got {value}."
             )
-    sizes = checks.canonical_sizes_of(group_sizes, num_rows)
+    sizes = inputs.canonical_sizes_of(group_sizes, num_rows)
     experts = sizes.shape[0]
     if experts == 0 or experts % devices:
         raise ValueError(

@@ -26,13 +26,13 @@ from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.values import apply_rule, as_array, vary_alike
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.bias import add_bias
 from jax_grouped.kernels.partition import axes_of
 from jax_grouped.kernels.product import Gathered
-from jax_grouped.kernels.rows import gather, sum_of_choices, tokens_of
+from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_choices, sum_rows, tokens_of
 from jax_grouped.moe.gathers import Received, TokenGather, WeightGather, restored, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
-from jax_grouped.ops import checks
-from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import (
     CHECKPOINT_NAMES,
     OUTPUT_NAME,
@@ -51,10 +51,8 @@ from jax_grouped.ops.dense import (
     weights_gradient,
     zero_gradient,
 )
-from jax_grouped.ops.gemm import add_bias
-from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_weights, vary_inputs
+from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.quantize import Oriented, quantize_permuted, quantize_with_activation
-from jax_grouped.ops.rows import activate, activation_grad, sum_rows
 
 #: Name of the input of the activation, for policies of `jax.checkpoint`.
 HIDDEN_NAME = CHECKPOINT_NAMES[2]
@@ -115,7 +113,7 @@ def grouped_mlp(
     """
     x = as_array("x", x)
     gate_up, down, spec = _canonical(x, gate_up, down, activation, recipe, precision)
-    out_spec = checks.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
+    out_spec = inputs.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
     last = dataclasses.replace(spec.down, partitions=Partitions(out=out_spec))
     if recipe is None or is_on_mesh(x, gate_up, spec.up) or is_on_mesh(x, down, last):
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
@@ -124,7 +122,7 @@ def grouped_mlp(
         y = dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
         return checkpoint_name(y, OUTPUT_NAME)
 
-    groups = checks.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
+    groups = inputs.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
     y = apply_rule(_experts, arrays, spec, "grouped_mlp")
     return checkpoint_name(y, OUTPUT_NAME)
@@ -158,7 +156,7 @@ def routed_mlp(
     order, inverse = permutation.order, permutation.inverse
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
-    groups = checks.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
+    groups = inputs.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     if shared is not None:
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
     row_map = RowMap(groups, weights, order, inverse, tokens_of(order, inverse), down.bias)
@@ -188,7 +186,7 @@ def weighted_mlp(
 ) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already."""
     gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
-    groups = checks.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
+    groups = inputs.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     spec = spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
     arrays = ExpertsArrays(*vary_inputs(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
     weighted = apply_rule(_experts, arrays, spec, "moe_mlp")
@@ -211,11 +209,11 @@ def _canonical(
     """Returns both weights as arrays, and the static part of their products with rows such as these."""
     weight_gather = weight_gather or WeightGather()
     gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
-    checks.check_activation_name(activation)
+    inputs.check_activation_name(activation)
     check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     features = down.kernel.shape[1]
     if recipe is not None:
-        checks.check_fp8_features("down", down.kernel.shape, features, "F")
+        inputs.check_fp8_features("down", down.kernel.shape, features, "F")
     hidden = jax.ShapeDtypeStruct((rows.shape[0], features), rows.dtype)
     gate_up, up = canonical_weights(rows, gate_up, recipe, None, precision, "gate_up", weight_gather.parts)
     down, spec = canonical_weights(hidden, down, recipe, None, precision, "down", weight_gather.parts)

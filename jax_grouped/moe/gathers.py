@@ -18,13 +18,12 @@ from jax_grouped.core.values import axis_size, sum_dtype
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.product import Gathered
-from jax_grouped.kernels.rows import sum_of_choices
+from jax_grouped.kernels.rows import sum_of_choices, sum_rows
 from jax_grouped.moe.wire import RowForm, Wire, dequantize_rows, quantize_stacked_rows
 from jax_grouped.ops.dense import DenseResiduals, PendingWgrad, given_scales, quantized_kernels
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.inputs import DenseSpec, Weights
 from jax_grouped.ops.quantize import Oriented, check_for_gradients, grouped_dequantize
-from jax_grouped.ops.rows import sum_rows
 
 #: Rows of all devices, as they were sent.
 Received = jax.Array | ScaledArray

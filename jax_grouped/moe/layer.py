@@ -21,7 +21,7 @@ from jax_grouped.moe.options import DropBy, Parallel, Router, check_instance
 from jax_grouped.moe.permutation import Permutation, check_pairs, group_by_expert, permute
 from jax_grouped.moe.routing import Routing, balance_loss, expert_load, load_balancing_loss, route_arguments
 from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
-from jax_grouped.ops import checks
+from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
 from jax_grouped.ops.routing import route, route_and_group
@@ -178,7 +178,7 @@ def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> 
     """Returns the number of sequences of one of the devices that the tokens are split over."""
     if num_sequences is None:
         return None
-    if checks.static_size("num_sequences", num_sequences, least=1) % devices or tokens % num_sequences:
+    if inputs.static_size("num_sequences", num_sequences, least=1) % devices or tokens % num_sequences:
         raise ValueError(
             f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, and a divisor "
             f"of the {tokens} tokens, got {num_sequences}."
@@ -447,7 +447,7 @@ _sum_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
-    checks.check_tokens("x", x)
+    inputs.check_tokens("x", x)
     if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):

@@ -11,11 +11,10 @@ from jax.typing import DTypeLike
 from jax_grouped.core.groups import as_int32
 from jax_grouped.core.values import as_array, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
-from jax_grouped.kernels.rows import gather, sum_of_choices
+from jax_grouped.kernels.rows import gather, permute_rows, sum_of_choices
 from jax_grouped.moe.options import check_instance
-from jax_grouped.ops import checks
+from jax_grouped.ops import inputs
 from jax_grouped.ops.routing import group_pairs
-from jax_grouped.ops.rows import permute_rows
 
 #: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
 _MOST_PAIRS = 2**30
@@ -94,9 +93,9 @@ def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None
         )
     if pairs > _MOST_PAIRS:
         raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts}.")
-    checks.static_size("num_experts", num_experts, least=1)
+    inputs.static_size("num_experts", num_experts, least=1)
     if capacity is not None:
-        checks.static_size("capacity", capacity)
+        inputs.static_size("capacity", capacity)
     return pairs
 
 
@@ -168,7 +167,7 @@ def unpermute(
         sums = _unpermute(rows.dtype, *vary_alike(rows, order, inverse))
     else:
         weights = as_array("weights", weights)
-        checks.check_dtype("weights' type", weights.dtype)
+        inputs.check_dtype("weights' type", weights.dtype)
         if weights.shape != inverse.shape:
             raise ValueError(
                 f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
@@ -182,14 +181,14 @@ def unpermute(
 def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns `shared` as an array."""
     shared = as_array("shared", shared)
-    checks.check_dtype("shared's type", shared.dtype)
+    inputs.check_dtype("shared's type", shared.dtype)
     if shared.shape != shape:
         raise ValueError(f"shared must have the shape [T, N] of the result, {shape}, got {shared.shape}.")
     return shared
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
-    checks.check_dtype(f"{name}'s type", x.dtype)
+    inputs.check_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
     if x.shape[0] != rows:

@@ -11,7 +11,7 @@ from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
 from jax_grouped.kernels.routing import RouteSpec
 from jax_grouped.moe.options import Router, check_instance
-from jax_grouped.ops import checks
+from jax_grouped.ops import inputs
 from jax_grouped.ops.routing import route
 
 
@@ -62,8 +62,8 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
         assert logits.dtype == jnp.float32 and jnp.all(logits == 32)
     """
     x, kernel = as_array("x", x), as_array("kernel", kernel)
-    checks.check_tokens("x", x)
-    checks.check_dtype("kernel's type", kernel.dtype)
+    inputs.check_tokens("x", x)
+    inputs.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
         raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
     x, kernel = in_reverse_mode("router_logits", (x, kernel))
@@ -131,7 +131,7 @@ def route_arguments(
 ) -> tuple[jax.Array | None, RouteSpec]:
     """Checks the arguments of `top_k_routing`. Returns the bias as `float32[E]` and the static part."""
     check_instance("router", router, Router)
-    checks.check_dtype("logits' type", logits.dtype)
+    inputs.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
     experts, top_k, groups = logits.shape[1], router.top_k, router.groups or 1
@@ -151,7 +151,7 @@ def route_arguments(
             raise ValueError("A router with use_selection_bias needs a selection_bias, got None.")
         return None, spec
     bias = as_array("selection_bias", selection_bias)
-    checks.check_dtype("selection_bias's type", bias.dtype)
+    inputs.check_dtype("selection_bias's type", bias.dtype)
     if bias.shape != (experts,):
         raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {bias.shape}.")
     return bias.astype(jnp.float32), spec
@@ -197,7 +197,7 @@ def load_balancing_loss(
     if num_sequences is None:
         sums = jnp.sum(routing.probabilities, axis=0)
         return balance_loss(expert_load(routing.experts, num_experts), sums, routing.experts.size, tokens, axis_name)
-    sequences = checks.static_size("num_sequences", num_sequences, least=1)
+    sequences = inputs.static_size("num_sequences", num_sequences, least=1)
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
     pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
@@ -248,7 +248,7 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
         assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
     """
     logits = as_array("logits", logits)
-    checks.check_dtype("logits' type", logits.dtype)
+    inputs.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
@@ -283,7 +283,7 @@ def update_selection_bias(
     """
     selection_bias, expert_load = (
         as_array("selection_bias", selection_bias),
-        checks.integers("expert_load", expert_load),
+        inputs.integers("expert_load", expert_load),
     )
     if selection_bias.dtype != jnp.float32:
         raise TypeError(

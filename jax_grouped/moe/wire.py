@@ -17,11 +17,11 @@ from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
 from jax_grouped.kernels.quantization import QuantizeSpec, spread
-from jax_grouped.kernels.rows import sum_of_choices
+from jax_grouped.kernels.rows import permute_rows, sum_of_choices
 from jax_grouped.moe.exchange import Exchange, move_rows, move_rows_back, return_rows, send_rows
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
-from jax_grouped.ops.quantize import quantize_stack, scaling_options
-from jax_grouped.ops.rows import permute_rows
+from jax_grouped.ops.inputs import scaling_options
+from jax_grouped.ops.quantize import quantize_stack
 
 
 class RowForm(NamedTuple):

@@ -14,9 +14,8 @@ from jax_grouped._layers import Initializer, default_kernel_init
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe
 from jax_grouped.fp8.state import Fp8State
-from jax_grouped.ops.checks import GroupSizes
 from jax_grouped.ops.dense import DenseResiduals, grouped_dense
-from jax_grouped.ops.inputs import Weights, flat_weights
+from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
 
 
 class Fp8Variable(nnx.Param[Fp8State]):

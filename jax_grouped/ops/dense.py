@@ -8,14 +8,13 @@ Inside of it each device calls the same functions on its own part, and `x` itsel
 `jax_grouped.ops.split` exposes the products one by one, and `jax_grouped.moe.experts` has the rule of two products.
 """
 
-import abc
 import dataclasses
 import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +28,22 @@ from jax_grouped.fp8.arrays import KernelCache, ScaledArray, short_repr
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
+from jax_grouped.kernels.bias import add_bias, bias_gradient
 from jax_grouped.kernels.partition import (
-    GROUP_DIMENSIONS,
-    Gathers,
-    Local,
     Operation,
     Result,
-    Split,
+    Splits,
     apply,
     lie_on_mesh,
     own_groups,
 )
-from jax_grouped.kernels.product import RESULTS, part_dtype
-from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.kernels.product import RESULTS, Operand, gradient_type, multiply, part_dtype
 from jax_grouped.ops.gather import gather_kernels
-from jax_grouped.ops.gemm import Operand, add_bias, bias_grad, gemm, gradient_type
-from jax_grouped.ops.inputs import DenseSpec, Partitions, Weights, canonical_inputs
+from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_inputs, kernel_spec
 from jax_grouped.ops.quantize import (
     Oriented,
     cache_dimensions,
     check_for_gradients,
-    kernel_spec,
     quantize_stack,
     quantize_tokens,
 )
@@ -222,7 +216,7 @@ Arrays = tuple[jax.Array, Weights, Groups]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(arrays: Arrays, spec: DenseSpec) -> jax.Array:
-    if spec.recipe is not None and is_on_mesh(arrays[0], arrays[1], spec):
+    if is_on_mesh(arrays[0], arrays[1], spec):
         return _run_on_mesh(arrays, spec)[0]
     return run(arrays, spec, for_gradients=False)[0]
 
@@ -242,7 +236,7 @@ def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], d
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return ((None, zero_gradient(residuals, accumulator), None),)
     if spec.recipe is not None and not isinstance(residuals.x, ScaledArray):
-        return (_gradients_on_mesh(residuals, accumulator, dy),)
+        return (_run_gradients_on_mesh(residuals, accumulator, dy),)
     scales = given_scales(spec, residuals.fp8_state)
     dx, pending = dgrad(residuals, quantized_gradient(dy, residuals.groups, spec, scales))
     return ((dx, weights_gradient(pending, accumulator), None),)
@@ -393,7 +387,7 @@ def quantized_gradient(
     assert not isinstance(dy, ScaledArray)
     dbias = None
     if spec.bias_dtype is not None:
-        dbias = bias_grad(dy, groups, spec.kernel.shape[0], jnp.dtype(spec.bias_dtype), spec.partitions.bias)
+        dbias = bias_gradient(dy, groups, spec.kernel.shape[0], jnp.dtype(spec.bias_dtype), spec.partitions.bias)
     dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
     return Oriented(dy, dy, dbias=dbias)
 
@@ -403,7 +397,7 @@ def fprop(
 ) -> jax.Array:
     """Returns the result of the layer."""
     product = spec.gemm("fprop", spec.out_dtype)
-    y = gemm(tokens.rowwise, kernels.columnwise, groups, product, out_spec=spec.partitions.out)
+    y = multiply(tokens.rowwise, kernels.columnwise, groups, product, out_spec=spec.partitions.out)
     return y if bias is None else add_bias(y, bias, groups)
 
 
@@ -413,7 +407,7 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented) -> tuple[jax.Array, Pen
     check_for_gradients(residuals.kernel)
     assert residuals.kernel is not None
     product = spec.gemm("dgrad", spec.x_dtype)
-    dx = gemm(gradient.rowwise, residuals.kernel, groups, product, out_spec=spec.partitions.x)
+    dx = multiply(gradient.rowwise, residuals.kernel, groups, product, out_spec=spec.partitions.x)
     dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)
     return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
@@ -426,7 +420,7 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: DTypeLike
     assert pending.x is not None
     assert pending.dy is not None
     product, out_spec = pending.spec.gemm("wgrad", dtype), pending.spec.partitions.kernel
-    return gemm(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
+    return multiply(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
 
 
 def make_residuals(
@@ -478,11 +472,12 @@ def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResid
     x, weights, groups = arrays
     cache, state = weights.kernel_cache, weights.fp8_state
     assert isinstance(cache, KernelCache | None)
-    kernels = (weights.kernel,) if cache is None else (cache.columnwise.data, cache.columnwise.scale_inv)
-    scales = given_scales(spec, state)
-    operation = _Fprop(spec, cache is not None)
-    given = [scales[name] for name in operation.scales]
-    y, *amax = apply(operation, x, *kernels, *groups, *given, like=[spec.partitions.out])
+    kernel, maxima = weights.kernel if cache is None else cache.columnwise, []
+    if state is not None:
+        maxima = [Result("e", over=over, how="max") for over in (("t k", "k n") if cache is None else ("t k",))]
+    scales = {name: scale for name, scale in given_scales(spec, state).items() if name != "output_grad"}
+    results = (RESULTS["fprop"], *maxima)
+    y, *amax = _apply_pass(_compute_part, spec, x, kernel, groups, scales, results, [spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     tokens = Oriented(None, x, amax[0] if amax else None)
@@ -490,181 +485,125 @@ def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResid
     return y, make_residuals(tokens, read, groups, spec, state)
 
 
-def _gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | None, dy: jax.Array) -> Any:
+def _run_gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | None, dy: jax.Array) -> Any:
     """Returns the gradients of the arrays of the rule."""
     spec, kernel, x = residuals.spec, residuals.kernel, residuals.x
     check_for_gradients(kernel)
     assert isinstance(x, jax.Array)
     assert isinstance(kernel, ScaledArray | jax.Array)
-    kernels = (kernel.data, kernel.scale_inv) if isinstance(kernel, ScaledArray) else (kernel,)
     scales = given_scales(spec, residuals.fp8_state)
-    out_dtype = spec.kernel.dtype if accumulator is None else accumulator.dtype
-    operation = _Gradients(spec, isinstance(kernel, ScaledArray), jnp.dtype(out_dtype), accumulator is not None)
-    accumulators = () if accumulator is None else (accumulator,)
-    given = [scales[name] for name in operation.scales]
-    like = [spec.partitions.x, spec.partitions.kernel, *([] if spec.bias_dtype is None else [spec.partitions.bias])]
-    dx, dkernel, *more = apply(operation, x, *kernels, dy, *residuals.groups, *accumulators, *given, like=like)
-    dbias = None if spec.bias_dtype is None else more.pop(0).astype(spec.bias_dtype)
-    state = next_state(residuals, more.pop() if more else None)
+    results = [RESULTS["dgrad"], RESULTS["wgrad"]]
+    like = [spec.partitions.x, spec.partitions.kernel]
+    if spec.bias_dtype is not None:
+        results.append(Result("e n", over="t"))
+        like.append(spec.partitions.bias)
+    if scales:
+        results.append(Result("e", over="t n", how="max"))
+    more = {"dy": ("t n", dy)} | ({} if accumulator is None else {"accumulator": ("e k n", accumulator)})
+    made = _apply_pass(_compute_gradients_part, spec, x, kernel, residuals.groups, scales, tuple(results), like, **more)
+    dx, dkernel, *optional = made
+    dbias = None if spec.bias_dtype is None else optional.pop(0).astype(spec.bias_dtype)
+    state = next_state(residuals, optional.pop() if optional else None)
     return dx, Weights(dkernel, bias=dbias, fp8_state=state), None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass(Operation):
-    """A pass: t tokens, e kernels, k and n their features. With `cached`, kernels are quantized already."""
-
-    spec: DenseSpec
-    cached: bool
-
-    @property
-    def splittable(self) -> tuple[str, ...]:
-        return ("t", "e") if self.cached else ("t", "e", "n", "k")
-
-    @property
-    def gathers(self) -> Gathers | None:
-        if self.cached:
-            return None
-        # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
-        by_features = isinstance(self.spec.recipe, Float8BlockScaling | DelayedScaling)
-        return Gathers(1, ("e", "k", "n") if by_features else ("e",))
-
-    @property
-    @abc.abstractmethod
-    def scales(self) -> tuple[str, ...]:
-        """The fields of `PerTensor` that are operands, the last ones; none if scales are not given."""
-
-    @property
-    def _recipe(self) -> Recipe:
-        assert self.spec.recipe is not None
-        return self.spec.recipe
-
-    @property
-    def _has_scales(self) -> bool:
-        return isinstance(self.spec.recipe, DelayedScaling)
-
-    def grain(self, dimension: str) -> int:
-        return feature_grain(self._recipe.token_mode) if dimension in {"k", "n"} else 1
-
-    def _kernel_operands(self, *, columnwise: bool) -> tuple[str, ...]:
-        if not self.cached:
-            return ("e k n",)
+def _apply_pass(
+    part: Callable[..., Sequence[jax.Array]],
+    spec: DenseSpec,
+    x: jax.Array,
+    kernel: jax.Array | ScaledArray,
+    groups: Groups,
+    scales: Mapping[str, jax.Array],
+    results: tuple[Result, ...],
+    like: Sequence[PartitionSpec | None],
+    **more: tuple[str, jax.Array],
+) -> list[jax.Array]:
+    """Applies a pass as one operation: t tokens, e kernels, k and n their features. `more` has further operands."""
+    assert spec.recipe is not None
+    operands = {"x": ("t k", x)}
+    if isinstance(kernel, ScaledArray):
         row_data, row_scale, column_data, column_scale, _ = cache_dimensions(
-            kernel_spec(self.spec.kernel.shape, self._recipe)
+            kernel_spec(spec.kernel.shape, spec.recipe)
         )
-        return (column_data, column_scale) if columnwise else (row_data, row_scale)
+        operands["data"] = column_data if kernel.layout.columnwise else row_data, kernel.data
+        operands["scale_inv"] = column_scale if kernel.layout.columnwise else row_scale, kernel.scale_inv
+    else:
+        operands["kernels"] = "e k n", kernel
+    operands |= {"sizes": ("g", groups.sizes), "offset": ("o", groups.offset)}
+    operands |= {name: ("e", scale) for name, scale in scales.items() if name != "kernel" or "kernels" in operands}
+    operands |= more
+    # The scales of a part of the features are those of the whole, unless they depend on all of a kernel.
+    by_features = isinstance(spec.recipe, Float8BlockScaling | DelayedScaling)
+    grain = feature_grain(spec.recipe.token_mode)
+    operation = Operation(
+        part,
+        (spec, tuple(operands)),
+        tuple(dimensions for dimensions, _ in operands.values()),
+        results,
+        splittable=("t", "e", "n", "k") if "kernels" in operands else ("t", "e"),
+        added=(len(operands) - 1, 1) if "accumulator" in operands else None,
+        gathered=(1, ("e", "k", "n") if by_features else ("e",)) if "kernels" in operands else None,
+        grains=(("k", grain), ("n", grain)),
+    )
+    return apply(operation, *(array for _, array in operands.values()), like=like)
 
-    def _on_device(
-        self, x: jax.Array, sizes: jax.Array, offset: jax.Array, splits: Mapping[str, Split]
-    ) -> tuple[Groups, DenseSpec]:
-        """Returns the groups of one device's tokens, and the spec of its tokens and its part of the kernels."""
-        whole = self.spec.kernel
-        shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.shape, strict=True))
-        spec = dataclasses.replace(
-            self.spec, tokens=x.shape[0], kernel=jax.ShapeDtypeStruct(shape, whole.dtype), partitions=Partitions()
-        )
-        return own_groups(Groups(sizes, offset), splits, rows=x.shape[0], num_groups=shape[0]), spec
 
-    def _kernels(
-        self,
-        kernels: Sequence[jax.Array],
-        spec: DenseSpec,
-        scales: Mapping[str, jax.Array],
-        splits: Mapping[str, Split],
-        *,
-        columnwise: bool,
-    ) -> Oriented:
-        """Returns the kernels that this device multiplies by, and their largest values if they are quantized here."""
-        groups, rows, features = spec.kernel.shape
-        layout = kernel_spec(spec.kernel.shape, self._recipe).layout((groups * rows, features), columnwise=columnwise)
-        if self.cached:
-            data, scale_inv = kernels
-            scaled = ScaledArray(data, scale_inv, None, layout)
-            return Oriented(scaled, scaled)
-        (kernel,) = kernels
-        experts = splits["e"].stored
-        if experts and "kernel" in scales:
-            start = kernel.shape[0] * jax.lax.axis_index(experts)
-            scales = {"kernel": jax.lax.dynamic_slice_in_dim(scales["kernel"], start, kernel.shape[0])}
-        own = quantized_kernels(Weights(kernel), spec, scales, rowwise=not columnwise, columnwise=columnwise)
-        storage = [splits[name].stored for name in ("enk" if columnwise else "ekn")]
-        if not any(storage):
-            return own
+class _Part(NamedTuple):
+    """One device's part of a pass: its operands by name, its groups, spec and scales, and the kernels of its groups."""
+
+    operands: Mapping[str, jax.Array]
+    groups: Groups
+    spec: DenseSpec
+    scales: Mapping[str, jax.Array]
+    kernels: Oriented
+
+
+def _read_part(
+    static: tuple[DenseSpec, tuple[str, ...]], splits: Splits, arrays: Sequence[jax.Array], *, columnwise: bool
+) -> _Part:
+    """Returns the part of one device, with kernels in one orientation, gathered if they are stored in parts."""
+    whole, names = static
+    operands = dict(zip(names, arrays, strict=False))  # There is no accumulator if gradients are summed first.
+    rows = operands["x"].shape[0]
+    shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.kernel.shape, strict=True))
+    kernel = jax.ShapeDtypeStruct(shape, whole.kernel.dtype)
+    spec = dataclasses.replace(whole, tokens=rows, kernel=kernel, partitions=Partitions())
+    assert spec.recipe is not None
+    groups = own_groups(Groups(operands["sizes"], operands["offset"]), splits, rows=rows, num_groups=shape[0])
+    scales = {name: operands[name] for name in PerTensor._fields if name in operands}
+    layout = kernel_spec(shape, spec.recipe).layout((shape[0] * shape[1], shape[2]), columnwise=columnwise)
+    if "data" in operands:
+        scaled = ScaledArray(operands["data"], operands["scale_inv"], None, layout)
+        return _Part(operands, groups, spec, scales, Oriented(scaled, scaled))
+    stored, own_scales, experts = operands["kernels"], scales, splits["e"].stored
+    if experts and "kernel" in scales:
+        start = stored.shape[0] * jax.lax.axis_index(experts)
+        own_scales = {"kernel": jax.lax.dynamic_slice_in_dim(scales["kernel"], start, stored.shape[0])}
+    own = quantized_kernels(Weights(stored), spec, own_scales, rowwise=not columnwise, columnwise=columnwise)
+    storage = [splits[name].stored for name in ("enk" if columnwise else "ekn")]
+    if any(storage):
         amax = own.amax
-        if amax is not None and self._has_scales:
+        if scales and amax is not None:
             if features_over := tuple(itertools.chain(*storage[1:])):
                 amax = jax.lax.pmax(amax, features_over)
             amax = jax.lax.all_gather(amax, experts, tiled=True) if experts else amax
         gathered = gather_kernels(own.columnwise if columnwise else own.rowwise, storage, layout)
-        return Oriented(gathered, gathered, amax)
+        own = Oriented(gathered, gathered, amax)
+    return _Part(operands, groups, spec, scales, own)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fprop(_Pass):
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return "t k", *self._kernel_operands(columnwise=True), *GROUP_DIMENSIONS, *["e"] * len(self.scales)
-
-    @property
-    def scales(self) -> tuple[str, ...]:
-        names = ("input",) if self.cached else ("input", "kernel")
-        return names if self._has_scales else ()
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        amax = Result("e", over="t k", how="max"), Result("e", over="k n", how="max")
-        return RESULTS["fprop"], *(amax[:1] if self.cached else amax) * self._has_scales
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
-            kernels, (sizes, offset, *given) = more[: 1 + self.cached], more[1 + self.cached :]
-            groups, spec = self._on_device(x, sizes, offset, splits)
-            scales = dict(zip(self.scales, given, strict=True))
-            tokens = quantized_tokens(x, groups, spec, scales, columnwise=False)
-            own = self._kernels(kernels, spec, scales, splits, columnwise=True)
-            amax = (tokens.amax, own.amax) if self._has_scales else ()
-            return [fprop(tokens, own, groups, spec), *(largest for largest in amax if largest is not None)]
-
-        return run
+def _compute_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
+    operands, groups, spec, scales, kernels = _read_part(static, splits, arrays, columnwise=True)
+    tokens = quantized_tokens(operands["x"], groups, spec, scales, columnwise=False)
+    amax = [largest for largest in (tokens.amax, kernels.amax) if scales and largest is not None]
+    return [fprop(tokens, kernels, groups, spec), *amax]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gradients(_Pass):
-    kernel_dtype: jnp.dtype
-    accumulates: bool
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        accumulators = ["e k n"] * self.accumulates
-        scales = ["e"] * len(self.scales)
-        return "t k", *self._kernel_operands(columnwise=False), "t n", *GROUP_DIMENSIONS, *accumulators, *scales
-
-    @property
-    def scales(self) -> tuple[str, ...]:
-        names = ("input", "output_grad") if self.cached else PerTensor._fields
-        return names if self._has_scales else ()
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        biases = [Result("e n", over="t")] * (self.spec.bias_dtype is not None)
-        amax = [Result("e", over="t n", how="max")] * self._has_scales
-        return RESULTS["dgrad"], RESULTS["wgrad"], *biases, *amax
-
-    @property
-    def added(self) -> tuple[int, int] | None:
-        return (self.operands.index("o") + 1, 1) if self.accumulates else None
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        def run(x: jax.Array, *more: jax.Array) -> Sequence[jax.Array]:
-            kernels, (dy, sizes, offset, *given) = more[: 1 + self.cached], more[1 + self.cached :]
-            accumulator = given.pop(0) if len(given) > len(self.scales) else None
-            groups, spec = self._on_device(x, sizes, offset, splits)
-            scales = dict(zip(self.scales, given, strict=True))
-            tokens = quantized_tokens(x, groups, spec, scales, rowwise=False)
-            own = self._kernels(kernels, spec, scales, splits, columnwise=False)
-            gradient = quantized_gradient(dy, groups, spec, scales)
-            dx, pending = dgrad(make_residuals(tokens, own, groups, spec, None), gradient)
-            dkernel = wgrad(pending, accumulator, part_dtype(self.kernel_dtype, splits))
-            optional = pending.dbias, gradient.amax if self._has_scales else None
-            return [dx, dkernel, *(result for result in optional if result is not None)]
-
-        return run
+def _compute_gradients_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
+    operands, groups, spec, scales, kernels = _read_part(static, splits, arrays, columnwise=False)
+    tokens = quantized_tokens(operands["x"], groups, spec, scales, rowwise=False)
+    gradient = quantized_gradient(operands["dy"], groups, spec, scales)
+    dx, pending = dgrad(make_residuals(tokens, kernels, groups, spec, None), gradient)
+    dkernel = wgrad(pending, operands.get("accumulator"), part_dtype(spec.kernel.dtype, splits))
+    optional = pending.dbias, gradient.amax if scales else None
+    return [dx, dkernel, *(result for result in optional if result is not None)]

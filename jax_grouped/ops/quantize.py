@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ from jax_grouped.core.values import as_array, shown, static_bool, vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
 from jax_grouped.fp8.recipes import (
     DelayedScaling,
-    MXFP8BlockScaling,
     Recipe,
     ScalingMode,
     canonical_epsilon,
@@ -22,12 +21,12 @@ from jax_grouped.fp8.recipes import (
     check_recipe,
 )
 from jax_grouped.kernels.activations import Activation
-from jax_grouped.kernels.partition import Local, Operation, Result, Split, apply
+from jax_grouped.kernels.partition import Operation, Result, Splits, apply
 from jax_grouped.kernels.primitive import bind
 from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
 from jax_grouped.kernels.rows import tokens_of
-from jax_grouped.ops import checks
-from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops import inputs
+from jax_grouped.ops.inputs import GroupSizes, check_cache, kernel_spec
 
 
 class Oriented(NamedTuple):
@@ -107,7 +106,7 @@ def grouped_quantize(
     """
     x = as_array("x", x)
     activation_input = None if activation_input is None else as_array("activation_input", activation_input)
-    checks.check_dtype("x's type", x.dtype)
+    inputs.check_dtype("x's type", x.dtype)
     if group_sizes is None and x.ndim != 3:
         raise ValueError(f"x must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
     if group_sizes is not None and x.ndim != 2:
@@ -122,11 +121,11 @@ def grouped_quantize(
         raise ValueError(f"swizzled_scales is for ScalingMode.MX, got {mode}.")
     if scale is not None and mode != ScalingMode.TENSOR:
         raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
-    checks.check_activation(activation, x, activation_input)
+    inputs.check_activation(activation, x, activation_input)
     if row_indices is not None:
         if group_sizes is None or activation is not None:
             raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
-        row_indices = checks.integers("row_indices", row_indices)
+        row_indices = inputs.integers("row_indices", row_indices)
         if row_indices.ndim != 1:
             raise ValueError(f"row_indices must have shape [R], got {row_indices.shape}.")
         row_indices = as_int32(row_indices, -1, x.shape[0])
@@ -136,7 +135,7 @@ def grouped_quantize(
         x, sizes = x.reshape(num_groups * stack_rows, features), stack_sizes(num_groups, stack_rows)
     else:
         capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
-        sizes, stack_rows = checks.canonical_sizes_of(group_sizes, capacity), None
+        sizes, stack_rows = inputs.canonical_sizes_of(group_sizes, capacity), None
         num_groups = sizes.shape[0]
     spec = QuantizeSpec(
         mode,
@@ -152,7 +151,7 @@ def grouped_quantize(
         activation=activation,
         given=() if activation_input is None else ("activation_input",),
     )
-    checks.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
+    inputs.check_fp8_features("x", x.shape, spec.features(x.shape[1]))
     if activation_input is not None:
         activation_input = activation_input.reshape(x.shape[0], activation_input.shape[-1])
     quantized = quantize_tokens(
@@ -160,7 +159,7 @@ def grouped_quantize(
         Groups(sizes, jnp.zeros((1,), jnp.int32)),
         spec,
         row_indices=row_indices,
-        scale=None if scale is None else checks.canonical_scale(scale, spec.num_groups),
+        scale=None if scale is None else inputs.canonical_scale(scale, spec.num_groups),
         activation_input=activation_input,
     )
     assert quantized.amax is not None
@@ -273,9 +272,9 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
         raise TypeError(
             f"scaled must be a ScaledArray (rowwise or columnwise of what was quantized), got {type(scaled).__name__}."
         )
-    checks.check_dtype("dtype", dtype)
+    inputs.check_dtype("dtype", dtype)
     layout, sizes = scaled.layout, scaled.group_sizes
-    checks.check_scaled(scaled)
+    inputs.check_scaled(scaled)
     if sizes is None:
         sizes = layout.stack_sizes()
     operands = vary_alike(scaled.data, scaled.scale_inv, sizes)
@@ -326,7 +325,7 @@ def quantize_kernel(
         assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
     kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
-    checks.check_dtype("kernel's type", kernel.dtype)
+    inputs.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"kernel must have shape [E, K, N], got {kernel.shape}.")
     check_recipe(recipe, optional=False)
@@ -335,20 +334,28 @@ def quantize_kernel(
     if (scale is not None) != isinstance(recipe, DelayedScaling):
         needs = "needs" if isinstance(recipe, DelayedScaling) else "takes no"
         raise ValueError(f"{type(recipe).__name__} {needs} scale, one per kernel.")
-    checks.check_fp8_kernel("kernel", kernel.shape)
+    inputs.check_fp8_kernel("kernel", kernel.shape)
 
     rowwise = static_bool("for_gradients", for_gradients)
     spec = dataclasses.replace(kernel_spec(kernel.shape, recipe), rowwise=rowwise)
     operands, kept = {}, []
     if scale is not None:
-        operands["scale"] = checks.canonical_scale(scale, spec.num_groups)
+        operands["scale"] = inputs.canonical_scale(scale, spec.num_groups)
     if previous is not None:
         check_cache("previous", previous, "the result", kernel.shape, recipe)
         if (previous.rowwise is not None) != rowwise:
             raise ValueError("previous must have been made with the same for_gradients.")
-        operands["skip"], kept = checks.canonical_flag("skip", skip), _arrays(previous)
+        operands["skip"], kept = inputs.canonical_flag("skip", skip), _arrays(previous)
     spec = dataclasses.replace(spec, given=tuple(operands))
-    *arrays, amax = apply(_QuantizeKernel(spec), kernel, *operands.values(), *kept)
+    *dimensions, _ = cache_dimensions(spec)[0 if rowwise else 2 :]
+    operation = Operation(
+        _quantize_part,
+        spec,
+        operands=("e k n", *["e" if name == "scale" else "f" for name in operands], *[*dimensions, "e"][: len(kept)]),
+        results=(*[Result(names, kept_whole=i % 2 == 1) for i, names in enumerate(dimensions)], Result("e")),
+        splittable=("e",),
+    )
+    *arrays, amax = apply(operation, kernel, *operands.values(), *kept)
     tokens = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     *row_arrays, data, scale_inv = arrays
     column = ScaledArray(data, scale_inv, None, spec.layout(tokens, columnwise=True))
@@ -358,35 +365,9 @@ def quantize_kernel(
     return KernelCache(row, column, amax, recipe)
 
 
-@dataclasses.dataclass(frozen=True)
-class _QuantizeKernel(Operation):
-    """The quantization of kernels: e of them, which devices can share, with k and n features."""
-
-    spec: QuantizeSpec
-    splittable = ("e",)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        previous = ("f", *self._dimensions) if "skip" in self.spec.given else ()
-        return "e k n", *["e"] * ("scale" in self.spec.given), *previous
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        *arrays, amax = self._dimensions
-        data_and_scales = (Result(names, kept_whole=i % 2 == 1) for i, names in enumerate(arrays))
-        return *data_and_scales, Result(amax)
-
-    @property
-    def _dimensions(self) -> tuple[str, ...]:
-        return cache_dimensions(self.spec)[0 if self.spec.rowwise else 2 :]
-
-    def local(self, splits: Mapping[str, Split]) -> Local:
-        spec = dataclasses.replace(self.spec, num_groups=self.spec.num_groups // splits["e"].parts)
-
-        def run(kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
-            return _arrays(quantize_stack(kernel, spec, **spec.named(more)))
-
-        return run
+def _quantize_part(spec: QuantizeSpec, splits: Splits, kernel: jax.Array, *more: jax.Array) -> list[jax.Array]:
+    spec = dataclasses.replace(spec, num_groups=spec.num_groups // splits["e"].parts)
+    return _arrays(quantize_stack(kernel, spec, **spec.named(more)))
 
 
 def _arrays(cache: KernelCache | Oriented) -> list[Any]:
@@ -407,57 +388,3 @@ def cache_dimensions(spec: QuantizeSpec) -> tuple[str, str, str, str, str]:
     if spec.swizzled_scales:
         scales = "e r", "e c"
     return "e k n", scales[0], "e n k", scales[1], "e"
-
-
-def kernel_spec(shape: tuple[int, ...], recipe: Recipe) -> QuantizeSpec:
-    """Returns the spec with which `recipe` quantizes kernels `[E, K, N]`, in both orientations."""
-    return QuantizeSpec(
-        recipe.kernel_mode,
-        recipe.fwd_dtype,
-        num_groups=shape[0],
-        stack_rows=shape[1],
-        columnwise=True,
-        **scaling_options(recipe),
-    )
-
-
-def scaling_options(recipe: Recipe) -> dict[str, Any]:
-    """Returns a recipe's options about scales, as keyword arguments of `QuantizeSpec`."""
-    return dict(
-        pow2_scales=getattr(recipe, "pow2_scales", False),
-        amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
-        # Products need scales in the order that Blackwell's matmul reads.
-        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
-    )
-
-
-def check_cache(name: str, cache: Any, like: str, shape: tuple[int, ...], recipe: Recipe) -> None:
-    """Raises unless `cache` is what `quantize_kernel` returns for kernels `[E, K, N]` of this shape and this recipe."""
-    if not isinstance(cache, KernelCache):
-        raise TypeError(f"{name} must be a KernelCache, got {type(cache).__name__}.")
-    spec, made_with = kernel_spec(shape, recipe), cache.recipe
-    fields: list[tuple[str, Any, Any]] = []
-    if made_with is not None:
-        fields.append(("recipe", type(recipe).__name__, type(made_with).__name__))
-        fields += [
-            (f"recipe.{field}", getattr(recipe, field, None), getattr(made_with, field, None))
-            for field in ("fwd_dtype", "pow2_scales", "amax_epsilon")
-        ]
-    for orientation, columnwise in (("rowwise", False), ("columnwise", True)):
-        got, expected = getattr(cache, orientation), spec.layout((shape[0] * shape[1], shape[2]), columnwise=columnwise)
-        if got is None and not columnwise:
-            continue
-        fields += [(f"{orientation}.dtype", spec.dtype, got.dtype), (f"{orientation}.shape", shape, got.shape)]
-        fields += [
-            (f"{orientation}.layout.{field}", value, getattr(got.layout, field))
-            for field, value in vars(expected).items()
-        ]
-    for field, wanted, got in fields:
-        if got != wanted:
-            raise ValueError(
-                f"{name} must be of the same shape and recipe as {like}: {field} must be {wanted}, got {got}."
-            )
-    for scaled in filter(None, (cache.rowwise, cache.columnwise)):
-        checks.check_scaled(scaled)
-    if cache.amax.shape != (spec.num_groups,) or cache.amax.dtype != jnp.float32:
-        raise ValueError(f"{name}.amax must be float32[{spec.num_groups}], got {jax.typeof(cache.amax)}.")

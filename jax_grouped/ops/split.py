@@ -11,10 +11,9 @@ from jax_grouped.core.values import as_array, vary_alike
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.fp8.state import Fp8State
-from jax_grouped.ops import checks
-from jax_grouped.ops.checks import GroupSizes
+from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import DenseResiduals, PendingWgrad, dgrad, given_scales, quantized_gradient, run, wgrad
-from jax_grouped.ops.inputs import Weights, canonical_inputs, check_accumulator
+from jax_grouped.ops.inputs import GroupSizes, Weights, canonical_inputs, check_accumulator
 
 
 def grouped_dense_fwd(
@@ -109,7 +108,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     if not isinstance(residuals, DenseResiduals):
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
     dy = as_array("dy", dy)
-    checks.check_dtype("dy's type", dy.dtype)
+    inputs.check_dtype("dy's type", dy.dtype)
     spec, groups = residuals.spec, residuals.groups
     if dy.shape != (expected := (spec.tokens, spec.kernel.shape[2])):
         raise ValueError(f"dy must have the result's shape {expected}, got {dy.shape}.")

@@ -24,8 +24,7 @@ import jax_grouped as jg
 from benchmarks import shapes
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.recipes import Recipe
-from jax_grouped.kernels.product import GemmSpec, Product, multiply_cuda
-from jax_grouped.ops.gemm import gemm
+from jax_grouped.kernels.product import GemmSpec, Product, multiply, multiply_cuda
 from tests.gpu import replays
 
 #: The first shape has 80 tokens per group on average and more than two tiles per multiprocessor, so cuBLASLt computes
@@ -54,7 +53,7 @@ def product(name: Product, a: Any, b: Any, sizes: jax.Array, out_dtype: Any, *, 
     groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
     spec = GemmSpec(name, sizes.shape[0], out_dtype)
     if not inline:
-        return gemm(a, b, groups, spec)
+        return multiply(a, b, groups, spec)
     if not isinstance(a, jg.ScaledArray):
         return multiply_cuda(a, b, *groups, spec=spec, batch=1)
     spec = dataclasses.replace(spec, a=a.layout, b=b.layout)

@@ -19,9 +19,9 @@ from benchmarks.__main__ import main as benchmark
 from benchmarks.memory import compile_for_h200, h200s, missing
 from benchmarks.shapes import SHAPES
 from jax_grouped.fp8.recipes import Recipe
+from jax_grouped.kernels import rows
 from jax_grouped.kernels.routing import RouteSpec
 from jax_grouped.moe import experts
-from jax_grouped.ops import rows
 from jax_grouped.ops.routing import route_and_group
 from tests.programs import struct
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from jax_grouped import moe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.ops.rows import activate
+from jax_grouped.kernels.rows import activate
 from tests import oracle, quantize_oracle
 from tests.activations import GPT_OSS, by_jax
 from tests.meshes import data_mesh

@@ -14,8 +14,7 @@ from benchmarks import shapes
 from jax_grouped import ScalingMode
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.layout import QuantizedLayout
-from jax_grouped.kernels.product import GemmSpec, Product
-from jax_grouped.ops.gemm import gemm
+from jax_grouped.kernels.product import GemmSpec, Product, multiply
 from tests import oracle, quantize_oracle
 from tests.operands import random_operands
 
@@ -79,7 +78,7 @@ class Case:
         a = jg.ScaledArray(a_data, a_scale, None, self.a.layout)
         b = jg.ScaledArray(b_data, b_scale, None, self.b.layout)
         spec = GemmSpec(self.product, self.a.layout.num_groups, out_dtype)
-        return gemm(a, b, Groups(sizes, offset), spec, *accumulator)
+        return multiply(a, b, Groups(sizes, offset), spec, *accumulator)
 
     def check(self, out_dtype: str = "float32") -> None:
         out = self.multiply(*self.arrays, out_dtype=out_dtype)

@@ -11,9 +11,8 @@ import pytest
 
 from jax_grouped.core.groups import Groups
 from jax_grouped.kernels import extension, product
-from jax_grouped.kernels.product import GemmSpec, Product
-from jax_grouped.ops.gemm import Gathered, gemm
-from jax_grouped.ops.rows import permute_rows
+from jax_grouped.kernels.product import Gathered, GemmSpec, Product, multiply
+from jax_grouped.kernels.rows import permute_rows
 from tests import oracle
 from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, products, struct, types
@@ -98,7 +97,7 @@ def check(case: Case, product: Product, gathered: str, dtype: str, out_dtype: st
     sizes, num_groups = np.asarray(case.sizes), len(case.sizes)
 
     spec = GemmSpec(product, num_groups, out_dtype)
-    got = jax.jit(lambda a, b, groups: gemm(a, b, groups, spec))(*operands.arrays, operands.groups)
+    got = jax.jit(lambda a, b, groups: multiply(a, b, groups, spec))(*operands.arrays, operands.groups)
 
     assert got.dtype == out_dtype
     a, b = operands.rows
@@ -125,7 +124,8 @@ def test_rows_of_no_group_may_hold_anything(backend: str, product: Product, gath
 
     for arrays in (operands.arrays, copied):
         got, expected = (
-            gemm(*arrays, operands.groups, dataclasses.replace(spec, zero_other_rows=zero)) for zero in (False, True)
+            multiply(*arrays, operands.groups, dataclasses.replace(spec, zero_other_rows=zero))
+            for zero in (False, True)
         )
 
         rows = slice(None) if product == "wgrad" else slice(sum(case.sizes))
@@ -146,10 +146,10 @@ def test_gathered_products_under_vmap(backend: str, product: Product, gathered: 
     spec = GemmSpec(product, len(case.sizes), "float32")
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *((*one.arrays, one.groups) for one in elements))
 
-    got = jax.vmap(lambda a, b, groups: gemm(a, b, groups, spec))(*stacked)
+    got = jax.vmap(lambda a, b, groups: multiply(a, b, groups, spec))(*stacked)
 
     for one, element in zip(got, elements, strict=True):
-        expected = gemm(*element.arrays, element.groups, spec)
+        expected = multiply(*element.arrays, element.groups, spec)
         np.testing.assert_array_equal(one, expected)
 
 
@@ -170,7 +170,7 @@ def test_second_derivatives_are_those_of_the_product_of_copied_rows(
 
     def gradient_of_gradient(copies: bool) -> Any:
         def loss(values: Any) -> jax.Array:
-            return jnp.sum(gemm(*map(with_values, (a, b), values, (copies, copies)), operands.groups, spec) ** 3)
+            return jnp.sum(multiply(*map(with_values, (a, b), values, (copies, copies)), operands.groups, spec) ** 3)
 
         def norm(values: Any) -> jax.Array:
             return sum(jnp.sum(gradient**2) for gradient in jax.grad(loss)(values))
@@ -186,7 +186,7 @@ def test_products_of_no_tokens(backend: str) -> None:
 
     groups = Groups(jnp.array([2, 2]), jnp.zeros(1, jnp.int32))
 
-    got = gemm(none, jnp.ones((2, 8, 16)), groups, GemmSpec("fprop", 2, "float32"))
+    got = multiply(none, jnp.ones((2, 8, 16)), groups, GemmSpec("fprop", 2, "float32"))
 
     np.testing.assert_array_equal(got, jnp.zeros((4, 16)))
 
@@ -199,7 +199,7 @@ class Gpu:
 def lowered_fprop(in_features: int = 16, dtype: str = "bfloat16", groups: int = 4) -> str:
     def fprop(x: jax.Array, order: jax.Array, inverse: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         spec = GemmSpec("fprop", groups, "float32")
-        return gemm(Gathered(x, order, inverse), weight, Groups(sizes, jnp.zeros(1, jnp.int32)), spec)
+        return multiply(Gathered(x, order, inverse), weight, Groups(sizes, jnp.zeros(1, jnp.int32)), spec)
 
     arrays = [struct((10, in_features), dtype), struct((20,), "int32"), struct((10, 2), "int32")]
     return lowered(fprop, *arrays, struct((groups, in_features, 24), dtype), struct((groups,), "int32"))

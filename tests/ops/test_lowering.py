@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.kernels import primitive
-from jax_grouped.ops import rows
+from jax_grouped.kernels import primitive, rows
 from tests.programs import custom_calls, lowered, products, struct
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
-from jax_grouped.ops.rows import activate, activation_grad, permute_rows, sum_rows
+from jax_grouped.kernels.rows import activate, activation_grad, permute_rows, sum_rows
 from tests import quantize_oracle
 from tests.activations import GPT_OSS, by_jax
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
