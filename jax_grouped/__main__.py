@@ -27,23 +27,9 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _version(package: str) -> str:
-    missing = "not installed"
-    if package == "jax_grouped":
-        missing += f", imported from {Path(jax_grouped.__file__).parent}"
-    return _installed(package) or missing
-
-
-def _describe(device: jax.Device) -> str:
-    capability = getattr(device, "compute_capability", None)
-    return f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
-
-
-def _devices() -> list[str]:
-    if error := _start_jax():
-        return [f"none: JAX does not start: {error}"]
-    counts = collections.Counter(_describe(device) for device in jax.devices())
-    return [f"{count} x {description}" for description, count in counts.items()]
+def _platforms() -> str:
+    """Returns the platforms that JAX may use; empty if it chooses."""
+    return os.environ.get("JAX_PLATFORMS", "")
 
 
 def _start_jax() -> str | None:
@@ -53,28 +39,6 @@ def _start_jax() -> str | None:
     except Exception as error:  # Any type: with JAX_PLATFORMS=cuda and no GPU it is an AssertionError without text.
         return " ".join(str(error).split()) or f"it finds no device of JAX_PLATFORMS={_platforms()}"
     return None
-
-
-def _platforms() -> str:
-    """Returns the platforms that JAX may use; empty if it chooses."""
-    return os.environ.get("JAX_PLATFORMS", "")
-
-
-def _extension() -> str:
-    try:
-        return "built" if extension.load() else "not built"
-    except ImportError as error:
-        return f"does not load: {error}"
-
-
-def _cublas() -> str:
-    needed = ".".join(str(part) for part in extension.CUBLAS_NEEDED)
-    try:
-        version = extension.cublas_version()
-    except ImportError:
-        version = None
-    found = ".".join(str(part) for part in version) if version else "not loaded"
-    return f"{found} ({needed} or newer needed)"
 
 
 def choose_backend() -> list[str]:
@@ -121,17 +85,32 @@ def _has_driver() -> bool:
 
 def report(backend: list[str]) -> str:
     """Returns the whole report, one aligned line per fact. The last lines are those of `choose_backend`."""
-    rows = [(package, [_version(package)]) for package in _PACKAGES]
-    rows.append(("python", [platform.python_version()]))
-    rows.append(("devices", _devices()))
-    rows.append(("extension", [_extension()]))
-    rows.append(("cuBLASLt", [_cublas()]))
-    rows.append(("backend", backend))
-    width = max(len(name) for name, _ in rows) + 2
-    lines = []
-    for name, values in rows:
-        lines += [f"{label:<{width}}{value}" for label, value in zip([name, *[""] * len(values)], values, strict=False)]
-    return "\n".join(lines)
+    rows = {package: [_installed(package) or "not installed"] for package in _PACKAGES}
+    if not _installed("jax_grouped"):
+        rows["jax_grouped"] = [f"not installed, imported from {Path(jax_grouped.__file__).parent}"]
+    rows["python"] = [platform.python_version()]
+    if error := _start_jax():
+        rows["devices"] = [f"none: JAX does not start: {error}"]
+    else:
+        capabilities = [(device.device_kind, getattr(device, "compute_capability", None)) for device in jax.devices()]
+        rows["devices"] = [
+            f"{count} x {kind}" + (f" (compute capability {capability})" if capability else "")
+            for (kind, capability), count in collections.Counter(capabilities).items()
+        ]
+    version = None
+    try:
+        rows["extension"] = ["built" if extension.load() else "not built"]
+        version = extension.cublas_version()
+    except ImportError as error:
+        rows["extension"] = [f"does not load: {error}"]
+    found = ".".join(map(str, version)) if version else "not loaded"
+    needed = ".".join(map(str, extension.CUBLAS_NEEDED))
+    rows["cuBLASLt"] = [f"{found} ({needed} or newer needed)"]
+    rows["backend"] = backend
+    width = max(map(len, rows)) + 2
+    return "\n".join(
+        f"{name if i == 0 else '':<{width}}{value}" for name, values in rows.items() for i, value in enumerate(values)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

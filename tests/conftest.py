@@ -1,7 +1,4 @@
-"""The backends to test, several CPU devices, and the handling of tests marked `gpu`.
-
-On a machine without a GPU, these tests are skipped. `pytest -m gpu` and `pytest --require-gpu` fail instead.
-"""
+"""The backends to test, several CPU devices, and tests marked `gpu`: without one skipped, or an error if asked for."""
 
 import os
 import re

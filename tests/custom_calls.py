@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped.core.groups import max_row_blocks
-from jax_grouped.kernels import bias_gradient, primitive, product, quantization, routing
+from jax_grouped.kernels import bias, primitive, product, quantization, routing
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
 #: Values of attributes.
@@ -18,7 +18,7 @@ NUMBERS = dict(limit=np.float32(7), alpha=np.float32(1), offset=np.float32(0))
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16
-TILES, TABLE = bias_gradient.count_partial_sums(ROWS, GROUPS), primitive.group_table_size(GROUPS)
+TILES, TABLE = bias.count_partial_sums(ROWS, GROUPS), primitive.group_table_size(GROUPS)
 #: Scales of two rows per token, in blocks of 1 x 128.
 BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
 #: Every routing has 2 of 4 experts for each of 32 tokens.
@@ -94,7 +94,6 @@ def quantize(
         dbias=bool(dbias),
         pow2_scales=False,
         amax_epsilon=np.float32(0),
-        swizzled_scales=False,
         given_scale=False,
         gathered=False,
         activation=np.int32(0),
@@ -138,7 +137,6 @@ def dequantize(
         num_groups=np.int64(GROUPS),
         stack_rows=np.int64(0),
         columnwise=False,
-        swizzled_scales=False,
     )
     return call("jax_grouped_dequantize", [data, scale], [out, table], defaults, attributes, offset)[0]
 
@@ -155,7 +153,7 @@ def activation_grad(
 ) -> jax.Array:
     operands, results = [x, da, (weights, F32), *more], [dx, weighted, (inner_products, F32)]
     attributes = dict(activation=np.int32(activation), **NUMBERS)
-    return ungrouped_call("jax_grouped_activation_grad", operands, results, attributes)[2]
+    return call("jax_grouped_activation_grad", operands, results, attributes)[2]
 
 
 def permute_rows(
@@ -166,7 +164,7 @@ def permute_rows(
 ) -> jax.Array:
     """Copies every token to row 1."""
     operands = [x, (order, I32), (inverse, I32)]
-    return ungrouped_call("jax_grouped_permute_rows", operands, [rows], dict(zero_tail=True))[0]
+    return call("jax_grouped_permute_rows", operands, [rows], dict(zero_tail=True))[0]
 
 
 def sum_rows(
@@ -176,7 +174,7 @@ def sum_rows(
     sums: Array = ((ROWS, FEATURES), BF16),
 ) -> jax.Array:
     """Adds row 1 to itself, for every token."""
-    return ungrouped_call("jax_grouped_sum_rows", [rows, (inverse, I32), *weights], [sums])[0]
+    return call("jax_grouped_sum_rows", [rows, (inverse, I32), *weights], [sums])[0]
 
 
 def route(
@@ -198,7 +196,7 @@ def route(
         top_groups=np.int64(1),
     )
     results = [(experts, I32), (weights, F32), (probabilities, F32), (block_counts, I32), (block_sums, F32)]
-    return ungrouped_call("jax_grouped_route", [logits, *bias], results, defaults, attributes)[0]
+    return call("jax_grouped_route", [logits, *bias], results, defaults, attributes)[0]
 
 
 def group_pairs(
@@ -215,40 +213,28 @@ def group_pairs(
     """Sorts pairs that are all of expert 1. Returns the inverse."""
     results = [(shape, I32) for shape in (order, inverse, group_sizes, dropped, expert_load)]
     operands = [(experts, I32), *blocks]
-    return ungrouped_call("jax_grouped_group_pairs", operands, [*results, last], dict(batch=np.int64(batch)))[1]
-
-
-def ungrouped_call(
-    target: str,
-    operands: Sequence[Array],
-    results: Sequence[Array],
-    defaults: dict[str, Any] | None = None,
-    attributes: dict[str, Any] | None = None,
-) -> Sequence[jax.Array]:
-    """Makes a custom call without groups, whose operands are ones; attributes take the types of their defaults."""
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    typed = with_types(defaults or {}, attributes or {})
-    # XLA drops a call with an empty result unless it has a side effect.
-    custom_call = jax.ffi.ffi_call(target, shapes, has_side_effect=True, vmap_method="sequential")
-    return custom_call(*(jnp.ones(*of) for of in operands), **typed)
-
-
-def with_types(defaults: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: type(defaults[name])(value) for name, value in (defaults | attributes).items()}
+    return call("jax_grouped_group_pairs", operands, [*results, last], dict(batch=np.int64(batch)))[1]
 
 
 def call(
     target: str,
     operands: Sequence[Array],
     results: Sequence[Array],
-    defaults: dict[str, Any],
-    attributes: dict[str, Any],
-    offset: Shape,
+    defaults: dict[str, Any] | None = None,
+    attributes: dict[str, Any] | None = None,
+    offset: Shape | None = None,
 ) -> Sequence[jax.Array]:
-    """Makes a custom call whose operands are ones; attributes take the types of their defaults."""
-    arguments = [jnp.ones(shape, dtype) for shape, dtype in operands]
-    after = 1 if target in ("jax_grouped_bias_grad", "jax_grouped_quantize") else 2
-    arguments[after:after] = [jnp.full(GROUPS, ROWS // GROUPS, I32), jnp.zeros(offset, I32)]
-    typed = with_types(defaults, attributes)
+    """Makes a custom call whose operands are ones, with groups if there is an offset of them.
+
+    Attributes take the types of their defaults.
+    """
+    arguments = [jnp.ones(*operand) for operand in operands]
+    if offset is not None:
+        after = 1 if target in ("jax_grouped_bias_grad", "jax_grouped_quantize") else 2
+        arguments[after:after] = [jnp.full(GROUPS, ROWS // GROUPS, I32), jnp.zeros(offset, I32)]
+    given = (defaults or {}) | (attributes or {})
+    typed = {name: type((defaults or {})[name])(value) for name, value in given.items()}
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    return jax.ffi.ffi_call(target, shapes, vmap_method="sequential")(*arguments, **typed)
+    # XLA drops a call with an empty result unless it has a side effect.
+    custom_call = jax.ffi.ffi_call(target, shapes, has_side_effect=offset is None, vmap_method="sequential")
+    return custom_call(*arguments, **typed)

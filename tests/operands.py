@@ -29,14 +29,8 @@ def random_operands(
 ) -> Operands:
     """Draws operands that hide nothing: a row or a scale that reaches the wrong group shows in the result.
 
-    Args:
-        shape: the sizes.
-        group_sizes: any `int32[E]`.
-        dtype: of every operand. With float16, a `magnitude` of 10 keeps the products of all shapes finite.
-        seed: of the values.
-        magnitude: the experts' standard deviations run from `1 / magnitude` to `magnitude`, in another order for each
-            operand.
-        tail: what the rows of `x` and `dy` that belong to no group hold.
+    The experts' standard deviations run from `1 / magnitude` to `magnitude`, in another order for each operand. With
+    float16, a `magnitude` of 10 keeps products finite. Rows of `x` and `dy` that belong to no group hold `tail`.
     """
     rng = np.random.default_rng(seed)
     ends = group_ends(group_sizes, shape.tokens)

@@ -78,8 +78,7 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
 def assert_groups_close(
     got: np.ndarray, expected: np.ndarray, group_sizes: np.ndarray, num_groups: int, tolerance: float, offset: int = 0
 ) -> None:
-    """Checks token arrays group by group, so that a group of small numbers can't hide behind one of large numbers, and
-    that all other rows are zero."""
+    """Checks token arrays group by group, as large numbers would hide small ones, and that all other rows are zero."""
     got = np.asarray(got)
     assert got.shape == expected.shape, f"shape {got.shape}, expected {expected.shape}"
     covered = np.zeros(got.shape[0], bool)
@@ -119,11 +118,8 @@ def permutation(tokens: int, choices: int, rows: int) -> tuple[jax.Array, jax.Ar
 
 
 def fp8_tolerance(out_dtype: str = "float32") -> float:
-    """Returns the relative error of products of FP8 operands on the current backend.
-
-    Hopper's tensor cores keep about 14 bits of the partial sums of FP8 products (DeepSeek-V3, arXiv:2412.19437, section
-    3.5.2): 1e-4 to 3e-4 were measured on an H200, whatever cuBLASLt does with the sums afterwards.
-    """
+    """Returns the relative error of products of FP8 operands on the current backend."""
+    # Hopper's tensor cores keep about 14 bits of partial sums (DeepSeek-V3, arXiv:2412.19437, section 3.5.2).
     if out_dtype != "float32":
         return 5e-3
     return 1e-5 if config.backend == "xla" or not cuda_devices() else 1e-3

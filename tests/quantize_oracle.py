@@ -3,9 +3,7 @@
 Quantization is the same to the bit on every backend, so it is computed in float32 here too.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,28 +25,18 @@ BLOCKS = {ScalingMode.BLOCK_1D: (1, 128), ScalingMode.BLOCK_2D: (128, 128), Scal
 SCALE_MIN, SCALE_MAX = np.float32(2.0**-126), np.float32(2.0**126)
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One orientation of a quantized array.
+class Copy(NamedTuple):
+    """One orientation of a quantized array, whole, or the regions of all groups with which a flat array starts."""
 
-    Attributes:
-        data: the bytes of the FP8 numbers: the whole array, or if it is not `data_is_whole`, the regions of all groups
-            one after another, with which the flat array starts.
-        scale_inv: the inverse scales, float32 or the bytes of E8M0 numbers; whole, or likewise regions.
-        inverse: float32, the inverse scale of every element, in the order of `x`; 0 in the rows of no group.
-        dequantized: float32, `data * scale_inv` in the order of `x`; 0 in the rows of no group.
-    """
-
-    data: np.ndarray
-    scale_inv: np.ndarray
-    inverse: np.ndarray
-    dequantized: np.ndarray
+    data: np.ndarray  # The bytes of the FP8 numbers.
+    scale_inv: np.ndarray  # float32, or the bytes of E8M0 numbers.
+    inverse: np.ndarray  # The float32 inverse scale of every element, in the order of `x`; 0 in the rows of no group.
+    dequantized: np.ndarray  # float32, `data * scale_inv` in the order of `x`; 0 in the rows of no group.
     data_is_whole: bool = True
     scales_are_whole: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """Both orientations, and the largest finite absolute value of each group."""
 
     rowwise: Copy
@@ -56,15 +44,8 @@ class Quantized:
     amax: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """A quantized group of `m` rows.
-
-    Attributes:
-        codes: `[m, C]`, the bytes of the FP8 numbers.
-        scale_inv: the stored inverse scale of each block of rows and features.
-        inverse: `[m, C]`, the inverse scale of each element.
-    """
+class _Group(NamedTuple):
+    """A quantized group: bytes, the stored inverse scale of each block, and the inverse scale of each element."""
 
     codes: np.ndarray
     scale_inv: np.ndarray
@@ -80,7 +61,6 @@ def quantize(
     pow2_scales: bool = False,
     amax_epsilon: float = 0.0,
     scale: np.ndarray | None = None,
-    swizzled_scales: bool = False,
 ) -> Quantized:
     """Quantizes tokens `[T, C]` with the rows per group, or a stack of equal groups `[E, K, C]` without."""
     sizes = np.full(x.shape[0], x.shape[1]) if group_sizes is None else group_sizes
@@ -109,7 +89,7 @@ def quantize(
     def copy(*, columnwise: bool) -> Copy:
         quantized = [quantize_group(values, group, columnwise) for group, values in enumerate(groups)]
         data = [_padded(group.codes.T, 1, 16) if columnwise else group.codes for group in quantized]
-        scale_inv = [_scale_region(group.scale_inv, mode, columnwise, swizzled_scales) for group in quantized]
+        scale_inv = [_scale_region(group.scale_inv, mode, columnwise) for group in quantized]
         inverse = _rows([group.inverse for group in quantized], tokens.shape).reshape(x.shape)
         numbers = _rows([group.codes for group in quantized], tokens.shape).view(FP8[dtype]).reshape(x.shape)
         dequantized = flush(numbers.astype(np.float32) * inverse)
@@ -185,10 +165,8 @@ def _padded(array: np.ndarray, axis: int, multiple: int) -> np.ndarray:
     return np.pad(array, widths)
 
 
-def _scale_region(scale_inv: np.ndarray, mode: ScalingMode, columnwise: bool, swizzled: bool) -> np.ndarray:
+def _scale_region(scale_inv: np.ndarray, mode: ScalingMode, columnwise: bool) -> np.ndarray:
     """Returns the region of one group's inverse scales, given one per block of rows and features."""
-    if swizzled:
-        return _swizzled(scale_inv.T if columnwise else scale_inv)
     match mode, columnwise:
         case ScalingMode.TENSOR, _:
             return scale_inv[0, 0]
@@ -198,25 +176,19 @@ def _scale_region(scale_inv: np.ndarray, mode: ScalingMode, columnwise: bool, sw
             return scale_inv
         case ScalingMode.BLOCK_2D, _:
             return _padded(scale_inv.T if columnwise else scale_inv, 1, 4)
-        case ScalingMode.MX, False:
-            return _padded(scale_inv, 0, 16)
-        case ScalingMode.MX, True:
-            return scale_inv.T
+        case ScalingMode.MX, _:
+            return _swizzled(scale_inv.T if columnwise else scale_inv)
     raise ValueError(mode)
 
 
 def _swizzled(scale_inv: np.ndarray) -> np.ndarray:
     """Swizzles into tiles of 128 outer by 4 inner blocks, row by row; (r, c) is byte r % 32 * 16 + r // 32 * 4 + c."""
     scale_inv = _padded(_padded(scale_inv, 0, 128), 1, 4)
-    tiles = []
-    for outer in range(0, scale_inv.shape[0], 128):
-        for inner in range(0, scale_inv.shape[1], 4):
-            tile = np.empty(512, np.uint8)
-            for r in range(128):
-                for c in range(4):
-                    tile[r % 32 * 16 + r // 32 * 4 + c] = scale_inv[outer + r, inner + c]
-            tiles.append(tile)
-    return _flat(tiles) if tiles else np.zeros(0, np.uint8)
+    swizzled = np.empty(scale_inv.size, np.uint8)
+    for r, c in np.ndindex(scale_inv.shape):
+        tile = r // 128 * (scale_inv.shape[1] // 4) + c // 4
+        swizzled[512 * tile + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale_inv[r, c]
+    return swizzled
 
 
 def _rows(groups: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -275,21 +247,13 @@ def _silu_grad(x: np.ndarray) -> np.ndarray:
     return _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))
 
 
-class _Function(NamedTuple):
-    """A function of one argument `x`, and the gradient of `x` from that of the value.
-
-    Gradients select where a derivative is 0: an infinite gradient times 0 would be NaN.
-    """
-
-    value: Callable[[np.ndarray], np.ndarray]
-    gradient: Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
+#: Functions of one argument, and its gradient from that of the value. Gradients select where a derivative is 0: an
+#: infinite gradient times 0 would be NaN.
 _FUNCTIONS = {
-    "silu": _Function(lambda x: x * _sigmoid(x), lambda dy, x: dy * _silu_grad(x)),
-    "gelu": _Function(lambda x: 0.5 * x * (1 + _tanh_of_gelu(x)), lambda dy, x: dy * _gelu_grad(x)),
-    "relu": _Function(lambda x: np.where((x > 0) | np.isnan(x), x, 0), lambda dy, x: np.where(x > 0, dy, 0)),
-    "relu_squared": _Function(
+    "silu": (lambda x: x * _sigmoid(x), lambda dy, x: dy * _silu_grad(x)),
+    "gelu": (lambda x: 0.5 * x * (1 + _tanh_of_gelu(x)), lambda dy, x: dy * _gelu_grad(x)),
+    "relu": (lambda x: np.where((x > 0) | np.isnan(x), x, 0), lambda dy, x: np.where(x > 0, dy, 0)),
+    "relu_squared": (
         lambda x: np.where((x > 0) | np.isnan(x), x, 0) ** 2,
         # 2 x may overflow in float32, even if its product with a small gradient would not.
         lambda dy, x: np.where(x > 0, dy * (2 * x).astype(np.float32), 0),
@@ -297,21 +261,19 @@ _FUNCTIONS = {
 }
 
 
-def _gated(activation: Activation) -> tuple[_Function, _Function] | None:
+def _gated(activation: Activation) -> Any:
     """Returns the functions of the gate and of the other half, which are multiplied."""
     if not isinstance(activation, SwiGLU):
         name = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation)
-        return None if name is None else (_FUNCTIONS[name], _Function(lambda x: x, lambda dy, _: dy))
+        return None if name is None else (_FUNCTIONS[name], (lambda x: x, lambda dy, _: dy))
     limit, alpha = np.inf if activation.limit is None else activation.limit, activation.alpha
     return (
-        _Function(
+        (
             lambda x: np.minimum(x, limit) * _sigmoid(alpha * np.minimum(x, limit)),
             # x sigmoid(alpha x) is silu(alpha x) / alpha.
             lambda dy, x: np.where(x > limit, 0, dy * _silu_grad(alpha * x)),
         ),
-        _Function(
-            lambda x: np.clip(x, -limit, limit) + activation.offset, lambda dy, x: np.where(np.abs(x) > limit, 0, dy)
-        ),
+        (lambda x: np.clip(x, -limit, limit) + activation.offset, lambda dy, x: np.where(np.abs(x) > limit, 0, dy)),
     )
 
 
@@ -320,9 +282,9 @@ def activation(name: Activation, x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         x, gated = flush(x).astype(np.float64), _gated(name)
         if gated is None:
-            return _FUNCTIONS[name].value(x)
+            return _FUNCTIONS[name][0](x)
         gate, factor = np.split(x, 2, axis=-1)
-        return gated[0].value(gate) * gated[1].value(factor)
+        return gated[0][0](gate) * gated[1][0](factor)
 
 
 def activation_grad(name: Activation, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -330,10 +292,8 @@ def activation_grad(name: Activation, dy: np.ndarray, x: np.ndarray) -> np.ndarr
     with np.errstate(over="ignore", invalid="ignore"):
         dy, x, gated = flush(dy).astype(np.float64), flush(x).astype(np.float64), _gated(name)
         if gated is None:
-            return _FUNCTIONS[name].gradient(dy, x)
+            return _FUNCTIONS[name][1](dy, x)
         gate, factor = np.split(x, 2, axis=-1)
-        halves = (
-            gated[0].gradient(dy * gated[1].value(factor), gate),
-            gated[1].gradient(dy * gated[0].value(gate), factor),
-        )
+        (value, gradient), (factor_value, factor_gradient) = gated
+        halves = gradient(dy * factor_value(factor), gate), factor_gradient(dy * value(gate), factor)
         return np.concatenate(halves, axis=-1)

@@ -1,5 +1,6 @@
 // One custom call as its handler sees it: operands and results in order, and checks of them. Handlers refuse what would
-// make a kernel access memory outside of the call's buffers or compute wrong numbers; Python explains options.
+// make a kernel access memory outside of the call's buffers or compute wrong numbers, unless only the device could
+// tell; Python explains options.
 
 #ifndef JAX_GROUPED_XLA_FFI_DECODE_H_
 #define JAX_GROUPED_XLA_FFI_DECODE_H_

@@ -18,7 +18,6 @@ struct QuantizeAttributes {
   bool dbias;
   bool pow2_scales;
   float amax_epsilon;
-  bool swizzled_scales;
   bool given_scale;
   bool gathered;
   ActivationKind activation;
@@ -44,7 +43,6 @@ struct DequantizeAttributes {
   int64_t num_groups;
   int64_t stack_rows;
   bool columnwise;
-  bool swizzled_scales;
 };
 
 // Fails unless a batch element's tokens can be a stack: groups of `stack_rows` rows each. 0 stands for groups of other
@@ -56,9 +54,9 @@ void CheckStackRows(Call& call, int64_t stack_rows, const Groups& groups) {
              "stack_rows must be 0, or the number of rows divided by the number of groups");
 }
 
-// Returns the layout of the rows of groups, without swizzled scales.
+// Returns the rowwise layout of groups of any sizes.
 QuantizedLayout MakeLayout(ScalingMode mode, const Groups& groups, int64_t features) {
-  return {mode, false, false, groups.batch, groups.capacity, features, groups.num_groups, 0};
+  return {mode, false, groups.batch, groups.capacity, features, groups.num_groups, 0};
 }
 
 cudaDataType_t TakeInputType(Call& call, const Array& x) {
@@ -80,7 +78,7 @@ void TakeQuantized(Call& call, const QuantizedLayout& layout, cudaDataType_t* ty
   *scale_bytes = scale_result.Bytes();
 }
 
-// Returns the next operand or result, if the call has it, which must have this size.
+// Return the data of the next operand (result), which must be float32 of this size; null if the call has none.
 const float* TakeOperand(Call& call, bool has, const char* name, int64_t size) {
   if (!has) return nullptr;
   const Array operand = call.Operand(name);
@@ -128,7 +126,7 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   Quantization args{};
   args.mode = attributes.mode;
   args.input_type = TakeInputType(call, x);
-  args.layout = {features, attributes.swizzled_scales && attributes.mode == ScalingMode::kMx};
+  args.layout = {features};
   args.pow2_scales = attributes.pow2_scales;
   args.amax_epsilon = attributes.amax_epsilon;
   args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
@@ -155,7 +153,6 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   if (!call.ok()) return call.Error();
   CheckStackRows(call, attributes.stack_rows, args.groups);
   QuantizedLayout layout = MakeLayout(args.mode, args.groups, features);
-  layout.swizzled_scales = args.layout.swizzled;
   layout.stack_rows = attributes.stack_rows;
   args.element_row_blocks = layout.ElementRowBlocks();
 
@@ -242,37 +239,36 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   call.CheckArray(data, data.Type(), {data.Axis(0), features});
   call.CheckAligned({x});
   call.Check(!is_fp8 || !attributes.given_scale, "FP8 tokens have scales of their own; given_scale is for others");
-  PermutedBuffers buffers{};
-  const cudaDataType_t input_type = TakeInputType(call, x);
-  const cudaDataType_t output_type = call.TakeFp8Type(data);
-  const Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups, data.Axis(0));
+  PermutedQuantization args{};
+  args.input_type = TakeInputType(call, x);
+  args.output_type = call.TakeFp8Type(data);
+  args.groups = call.TakeGroups(sizes, offset, attributes.num_groups, data.Axis(0));
   if (!call.ok()) return call.Error();
-  call.Check(tokens % groups.batch == 0, "the batch must divide the number of tokens");
+  call.Check(tokens % args.groups.batch == 0, "the batch must divide the number of tokens");
   const auto mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
-  const QuantizedLayout layout = MakeLayout(mode, groups, features);
+  const QuantizedLayout layout = MakeLayout(mode, args.groups, features);
   call.CheckQuantized(layout, data, scale);
-  call.CheckRoom(table, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));
+  call.CheckRoom(table, ffi::S32, args.groups.batch * GroupTable::Size(args.groups.num_groups));
   if (is_fp8) {
     const Array x_scale = call.Operand("x_scale");
-    buffers.x_group_rows = call.CheckScaledInput(x, x_scale);
-    buffers.x_scale = x_scale.Data<float>();
+    args.x_group_rows = call.CheckScaledInput(x, x_scale);
+    args.x_scale = x_scale.Data<float>();
   }
-  buffers.given_scale = TakeOperand(call, attributes.given_scale, "scale", attributes.num_groups);
-  buffers.amax = reinterpret_cast<uint32_t*>(TakeResult(call, attributes.given_scale, "amax", attributes.num_groups));
+  args.given_scale = TakeOperand(call, attributes.given_scale, "scale", attributes.num_groups);
+  args.amax = reinterpret_cast<uint32_t*>(TakeResult(call, attributes.given_scale, "amax", attributes.num_groups));
   if (!call.Finish()) return call.Error();
-  const PermutedProblem problem{input_type,
-                                output_type,
-                                tokens / groups.batch,
-                                static_cast<int>(choices),
-                                features,
-                                attributes.pow2_scales,
-                                attributes.amax_epsilon};
-  buffers.x = x.Data();
-  buffers.inverse = inverse.Data<int32_t>();
-  buffers.data = data.Data<uint8_t>();
-  buffers.scale = scale.Data<float>();
-  buffers.table = table.Data<int32_t>();
-  return call.ToError(LaunchQuantizePermuted(call.stream, groups, problem, layout.ElementRowBlocks(), buffers));
+  args.element_row_blocks = layout.ElementRowBlocks();
+  args.tokens = tokens;
+  args.choices = static_cast<int>(choices);
+  args.features = static_cast<int32_t>(features);
+  args.pow2_scales = attributes.pow2_scales;
+  args.amax_epsilon = attributes.amax_epsilon;
+  args.x = x.Data();
+  args.inverse = inverse.Data<int32_t>();
+  args.data = data.Data<uint8_t>();
+  args.scale = scale.Data<float>();
+  args.table = table.Data<int32_t>();
+  return call.ToError(LaunchQuantizePermuted(call.stream, args));
 }
 
 ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
@@ -294,7 +290,6 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
   CheckStackRows(call, attributes.stack_rows, groups);
   QuantizedLayout layout = MakeLayout(attributes.mode, groups, out.Axis(1));
   layout.columnwise = attributes.columnwise;
-  layout.swizzled_scales = attributes.swizzled_scales;
   layout.stack_rows = attributes.stack_rows;
   call.CheckQuantized(layout, data, scale_inv);
   call.CheckRoom(table, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));
@@ -307,22 +302,24 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
 }  // namespace
 }  // namespace jax_grouped
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jax_grouped::QuantizeAttributes, StructMember<::jax_grouped::ScalingMode>("mode"),
-    StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
-    StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
-    StructMember<bool>("swizzled_scales"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
-    StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
-    StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<bool>("backward"),
-    StructMember<bool>("weighted"), StructMember<bool>("inner_products"), StructMember<bool>("activated"),
-    StructMember<bool>("cached"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizeAttributes,
+                                      StructMember<::jax_grouped::ScalingMode>("mode"),
+                                      StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"),
+                                      StructMember<bool>("columnwise"), StructMember<bool>("dbias"),
+                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
+                                      StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
+                                      StructMember<::jax_grouped::ActivationKind>("activation"),
+                                      StructMember<float>("limit"), StructMember<float>("alpha"),
+                                      StructMember<float>("offset"), StructMember<bool>("backward"),
+                                      StructMember<bool>("weighted"), StructMember<bool>("inner_products"),
+                                      StructMember<bool>("activated"), StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizePermutedAttributes, StructMember<int64_t>("num_groups"),
                                       StructMember<bool>("given_scale"), StructMember<bool>("pow2_scales"),
                                       StructMember<float>("amax_epsilon"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::DequantizeAttributes,
                                       StructMember<::jax_grouped::ScalingMode>("mode"),
                                       StructMember<int64_t>("num_groups"), StructMember<int64_t>("stack_rows"),
-                                      StructMember<bool>("columnwise"), StructMember<bool>("swizzled_scales"));
+                                      StructMember<bool>("columnwise"));
 
 namespace jax_grouped {
 

@@ -27,6 +27,18 @@ constexpr float kGeluCubic = 0.044715f;
 __device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
 __device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
 
+// Return the minimum and the maximum, or NaN if an argument is NaN, which fminf and fmaxf drop.
+__device__ inline float MinOrNan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline float MaxOrNan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // The arithmetic of one kind of activation.
 template <ActivationKind kActivation>
 struct ActivationFunctions {
@@ -43,11 +55,11 @@ struct ActivationFunctions {
   __device__ float Activate(float x) const {
     if constexpr (kIsGelu) return x * Sigmoid(GeluInner(x));
     if constexpr (kIsRelu) {
-      const float relu = x > 0.0f || isnan(x) ? x : 0.0f;
+      const float relu = MaxOrNan(x, 0.0f);
       return kIsSquared ? relu * relu : relu;
     }
     if constexpr (kHasNumbers) {
-      const float clamped = x > numbers.limit ? numbers.limit : x;
+      const float clamped = MinOrNan(x, numbers.limit);
       return clamped * Sigmoid(numbers.alpha * clamped);
     }
     return x * Sigmoid(x);
@@ -76,9 +88,7 @@ struct ActivationFunctions {
   // Returns what a gate's activation is multiplied by.
   __device__ float Factor(float factor) const {
     if constexpr (!kHasNumbers) return factor;
-    // Comparisons keep NaN.
-    const float below = factor > numbers.limit ? numbers.limit : factor;
-    return (below < -numbers.limit ? -numbers.limit : below) + numbers.offset;
+    return MaxOrNan(MinOrNan(factor, numbers.limit), -numbers.limit) + numbers.offset;
   }
 
   // Returns the gradient of a factor from that of Factor's result.

@@ -120,7 +120,6 @@ QuantizedLayout LayoutOfA(const GemmProblem& problem, const Groups& groups) {
   QuantizedLayout tokens{};
   tokens.mode = problem.a_mode;
   tokens.columnwise = problem.product == Product::kWgrad;
-  tokens.swizzled_scales = problem.a_mode == ScalingMode::kMx;
   tokens.batch = groups.batch;
   tokens.tokens = groups.capacity;
   tokens.features = problem.product == Product::kDgrad ? problem.out_features : problem.in_features;
@@ -137,7 +136,6 @@ QuantizedLayout LayoutOfB(const GemmProblem& problem, const Groups& groups) {
   QuantizedLayout weights{};
   weights.mode = problem.b_mode;
   weights.columnwise = problem.product == Product::kFprop;
-  weights.swizzled_scales = problem.b_mode == ScalingMode::kMx;
   weights.batch = 1;
   weights.tokens = NumWeights(problem) * problem.in_features;
   weights.features = problem.out_features;

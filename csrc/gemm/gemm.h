@@ -33,7 +33,7 @@ enum class Gather : int32_t { kNone, kA, kB };
 //
 // Scaled operands are quantized along the contraction axis, as Hopper and the MX format require. Weights are columnwise
 // for kFprop and rowwise for kDgrad. Both operands of kWgrad are columnwise. All others are rowwise.
-// csrc/groups/layout.h has their layouts. Scales of kMx are swizzled.
+// csrc/groups/layout.h has their layouts.
 struct GemmProblem {
   Product product;
   cudaDataType_t a_type;  // CUDA_R_16BF or CUDA_R_16F for both a and b; for scaled operands CUDA_R_8F_E4M3 or _E5M2

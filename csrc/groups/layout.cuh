@@ -76,7 +76,7 @@ struct alignas(16) Chunk {
   int32_t first_row;      // the chunk's first row, counted in the array
   int32_t rows;           // number of rows
   RowBlockCounts before;  // row blocks before the group
-  int32_t filler;         // occupies the padding: chunks are copied whole
+  int32_t filler;         // unused; chunks are copied whole, with the padding
 
   __device__ int32_t Before(RowBlock block) const { return before.count[static_cast<int>(block)]; }
   // Returns the group's number of chunks.
@@ -102,8 +102,9 @@ __device__ inline int64_t ColumnDataChunk(const ScaleLayout& layout, const Chunk
   return layout.features * chunk.Before(RowBlock::k16) + feature * chunk.PerColumn() + chunk.row / kFp8Alignment;
 }
 
-// Returns the byte offset of a block's scale in swizzled scales, which consist of tiles of 128 x 4.
-__device__ inline int64_t InSwizzledTile(int64_t tile, int outer, int inner) {
+// Returns the byte offset of a block's scale of kMx. These scales consist of tiles of 128 x 4, in the order that
+// Blackwell's tensor cores read.
+__device__ inline int64_t InScaleTile(int64_t tile, int outer, int inner) {
   return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
 }
 
@@ -121,11 +122,8 @@ __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chun
     case ScalingMode::kMx:
       break;
   }
-  if (layout.swizzled) {
-    const int64_t tile = layout.FeatureBlocks() * (chunk.Before(RowBlock::k128) + row / kBlock) + block / 4;
-    return InSwizzledTile(tile, row % kBlock, block % 4);
-  }
-  return CeilDiv(layout.features, kMxBlock) * (16 * static_cast<int64_t>(chunk.Before(RowBlock::k16)) + row) + block;
+  const int64_t tile = layout.FeatureBlocks() * (chunk.Before(RowBlock::k128) + row / kBlock) + block / 4;
+  return InScaleTile(tile, row % kBlock, block % 4);
 }
 
 // Returns the position of the scale of a chunk's rows in columnwise data, for one feature, or for one block of features
@@ -144,13 +142,9 @@ __device__ int64_t ColumnScalePosition(const ScaleLayout& layout, const Chunk& c
     case ScalingMode::kMx:
       break;
   }
-  if (layout.swizzled) {
-    const int64_t tile = layout.FeatureBlocks() * chunk.Before(RowBlock::k128) +
-                         feature / kBlock * CeilDiv(chunk.group_rows, kBlock) + chunk.row / kBlock;
-    return InSwizzledTile(tile, static_cast<int>(feature % kBlock), chunk.row % kBlock / kMxBlock);
-  }
-  return layout.features * chunk.Before(RowBlock::k32) + feature * CeilDiv(chunk.group_rows, kMxBlock) +
-         chunk.row / kMxBlock;
+  const int64_t tile = layout.FeatureBlocks() * chunk.Before(RowBlock::k128) +
+                       feature / kBlock * CeilDiv(chunk.group_rows, kBlock) + chunk.row / kBlock;
+  return InScaleTile(tile, static_cast<int>(feature % kBlock), chunk.row % kBlock / kMxBlock);
 }
 
 }  // namespace jax_grouped

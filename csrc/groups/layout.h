@@ -59,11 +59,11 @@ struct Groups {
 
 // Blocks of 4 to 512 rows of one group. The position of a group's scales, or of its product tiles, follows from the
 // number of row blocks before the group. The last row block of a group may be shorter.
-enum class RowBlock : int { k4, k16, k32, k128, k256, k512 };
-constexpr int kNumRowBlocks = 6;
+enum class RowBlock : int { k4, k16, k128, k256, k512 };
+constexpr int kNumRowBlocks = 5;
 
 JAX_GROUPED_HOST_DEVICE constexpr int RowsOf(RowBlock block) {
-  constexpr int kRows[kNumRowBlocks] = {4, 16, 32, 128, 256, 512};
+  constexpr int kRows[kNumRowBlocks] = {4, 16, 128, 256, 512};
   return kRows[static_cast<int>(block)];
 }
 
@@ -107,7 +107,6 @@ enum class ScalingMode : int32_t { kTensor, kBlock1D, kBlock2D, kMx };
 struct QuantizedLayout {
   ScalingMode mode;
   bool columnwise;
-  bool swizzled_scales;
   int64_t batch;
   int64_t tokens;  // per element, as are the groups
   int64_t features;
@@ -139,23 +138,22 @@ struct QuantizedLayout {
       case ScalingMode::kBlock2D:
         return columnwise ? feature_blocks * 4 * RowBlocks(4 * kBlock) : RoundUp(feature_blocks, 4) * RowBlocks(kBlock);
       case ScalingMode::kMx:
-        if (swizzled_scales) return 512 * feature_blocks * RowBlocks(kBlock);
-        return columnwise ? features * RowBlocks(kMxBlock) : CeilDiv(features, kMxBlock) * 16 * RowBlocks(16);
+        return 512 * feature_blocks * RowBlocks(kBlock);
     }
     return 0;
   }
 };
 
-// The static properties that positions of scales depend on.
+// The number of features, on which positions of scales depend.
 struct ScaleLayout {
   int64_t features;
-  bool swizzled;
 
   JAX_GROUPED_HOST_DEVICE int64_t FeatureBlocks() const { return CeilDiv(features, kBlock); }
 };
 
 // Device memory of one quantization. First come the windows of every batch element, enough for any group sizes. A
-// window has kChunksPerWindow chunks of 16 rows. Then comes the table of every element.
+// window is made for kChunksPerWindow chunks of 16 rows, and has room for the 8 that may follow. Then comes the table
+// of every element.
 constexpr int64_t kChunksPerWindow = 32;
 constexpr int64_t kWindowBytes = 64 + 40 * 48;
 

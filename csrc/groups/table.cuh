@@ -57,7 +57,7 @@ struct Counts {
   }
 };
 
-using AllRowBlocks = Counts<RowBlock::k4, RowBlock::k16, RowBlock::k32, RowBlock::k128, RowBlock::k256, RowBlock::k512>;
+using AllRowBlocks = Counts<RowBlock::k4, RowBlock::k16, RowBlock::k128, RowBlock::k256, RowBlock::k512>;
 
 template <RowBlock... kRowBlocks>
 __device__ Counts<kRowBlocks...> operator+(const Counts<kRowBlocks...>& a, const Counts<kRowBlocks...>& b) {

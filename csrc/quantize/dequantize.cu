@@ -151,11 +151,8 @@ Status LaunchKernel(cudaStream_t stream, const QuantizedLayout& layout, const De
 Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const QuantizedLayout& layout, const void* data,
                         cudaDataType_t input_type, const void* scale_inv, void* out, cudaDataType_t output_type,
                         int32_t* table) {
-  const DequantizeArguments args{{table, groups.num_groups},
-                                 layout.tokens,
-                                 {layout.features, layout.swizzled_scales},
-                                 static_cast<const uint8_t*>(data),
-                                 scale_inv};
+  const DequantizeArguments args{
+      {table, groups.num_groups}, layout.tokens, {layout.features}, static_cast<const uint8_t*>(data), scale_inv};
   JAX_GROUPED_RETURN_IF_FAILED(LaunchTables<AllRowBlocks>("Launching the setup of a dequantization", stream, groups,
                                                           layout.ElementRowBlocks(), args.table));
   switch (layout.mode) {

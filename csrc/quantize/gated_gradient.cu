@@ -656,7 +656,7 @@ Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization
   args.inner_products = quantization.inner_products;
   args.activation = quantization.activation;
   args.activated_data = quantization.activated_data;
-  args.activated_layout = {quantization.layout.features / 2, false};
+  args.activated_layout = {quantization.layout.features / 2};
   if (quantization.mode == ScalingMode::kBlock1D)
     return LaunchOfMode<ScalingMode::kBlock1D>(stream, args, quantization);
   return LaunchOfMode<ScalingMode::kTensor>(stream, args, quantization);

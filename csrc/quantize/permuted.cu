@@ -17,19 +17,11 @@ constexpr int kLaneColumns = 8;
 constexpr int kBlockLanes = kBlock / kLaneColumns;
 constexpr int kStepColumns = 32 * kLaneColumns;
 
-struct PermutedArguments {
-  PermutedBuffers buffers;
-  ScaledRows scaled;  // the tokens, if they have scales
-  Groups groups;
-  GroupTable table;  // the first batch element's
-  RowBlockCounts element_row_blocks;
-  int64_t tokens;  // of all elements
+struct PermutedArguments : PermutedQuantization {
+  ScaledRows scaled;       // the tokens, if they have scales
+  GroupTable group_table;  // the first batch element's
   int64_t element_tokens;
-  int choices;
-  int32_t features;
   int32_t feature_blocks;
-  bool pow2_scales;
-  float amax_epsilon;
 };
 
 // Writes the inverse of each group's given scale, and zeros its amax. Threads divide the groups of a batch element
@@ -37,8 +29,8 @@ struct PermutedArguments {
 __device__ void WriteInverseScales(const PermutedArguments& args, int32_t element) {
   for (int64_t i = threadIdx.x; i < args.groups.num_groups; i += kSetUpThreads) {
     const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
-    args.buffers.amax[group] = 0;
-    args.buffers.scale[group] = ClampScale(args.buffers.given_scale[group]).inverse;
+    args.amax[group] = 0;
+    args.scale[group] = ClampScale(args.given_scale[group]).inverse;
   }
 }
 
@@ -49,17 +41,17 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
-    return ZeroOtherRows<kSetUpThreads>(args.groups.At(element), element, args.buffers.data, args.features);
+    return ZeroOtherRows<kSetUpThreads>(args.groups.At(element), element, args.data, args.features);
   }
-  const GroupTable table = args.table.At(element);
+  const GroupTable table = args.group_table.At(element);
   FillGroupTable<kSetUpThreads, Counts<RowBlock::k4>>(args.groups, element, args.element_row_blocks, table);
-  if (args.buffers.given_scale != nullptr) return WriteInverseScales(args, element);
+  if (args.given_scale != nullptr) return WriteInverseScales(args, element);
   const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
   for (int64_t i = threadIdx.x; i < scale_rows; i += kSetUpThreads) {
     const auto group = static_cast<int32_t>(i / args.feature_blocks);
     const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
     const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
-    float* scales = args.buffers.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
+    float* scales = args.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
     for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
   }
 }
@@ -76,17 +68,17 @@ __device__ Destination FindDestination(const PermutedArguments& args, int64_t to
   Destination found;
   if (choice >= args.choices) return found;
   const auto element = static_cast<int32_t>(token / args.element_tokens);
-  const int32_t in_element = args.buffers.inverse[token * args.choices + choice];
+  const int32_t in_element = args.inverse[token * args.choices + choice];
   if (in_element < 0 || in_element >= args.groups.capacity) return found;
-  const GroupTable table = args.table.At(element);
+  const GroupTable table = args.group_table.At(element);
   const int32_t* first_rows = table.FirstRow();
   const auto row = static_cast<int32_t>(element * args.groups.capacity + in_element);
   if (row < first_rows[0] || row >= first_rows[table.num_groups]) return found;
   const int32_t group = FindGroup(first_rows, 0, table.num_groups, row);
   found.row = row;
-  if (args.buffers.given_scale != nullptr) {
+  if (args.given_scale != nullptr) {
     found.scale = static_cast<int64_t>(element) * table.num_groups + group;
-    found.given_scale = ClampScale(args.buffers.given_scale[found.scale]).scale;
+    found.given_scale = ClampScale(args.given_scale[found.scale]).scale;
     return found;
   }
   const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
@@ -176,7 +168,7 @@ struct Columns {
 // Stores the lane's columns of a row, from `first` on.
 template <int kSteps>
 __device__ void StoreRow(const PermutedArguments& args, int32_t row, int32_t first, const uint2 (&data)[kSteps]) {
-  uint8_t* to = args.buffers.data + int64_t{row} * args.features;
+  uint8_t* to = args.data + int64_t{row} * args.features;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int32_t column = first + step * kStepColumns;
@@ -212,7 +204,7 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
     const int32_t row = FromLane(choice, own.row);
     const int64_t position = FromLane(choice, own.scale) + int64_t{own_block} * FromLane(choice, own.scale_step);
     if (row >= 0 && choice % kOwners == Lane() % kOwners && own_block < args.feature_blocks) {
-      args.buffers.scale[position] = scale.inverse;
+      args.scale[position] = scale.inverse;
     }
   }
   const auto scale_at = [&](int step) {
@@ -230,7 +222,7 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
 // atomic operation.
 __device__ void RecordTokenAmax(const PermutedArguments& args, const Destination& own, uint32_t amax) {
   if (own.row < 0 || amax < kTinyBits) return;
-  uint32_t* group_amax = args.buffers.amax + own.scale;
+  uint32_t* group_amax = args.amax + own.scale;
   if (__ldcg(group_amax) < amax) atomicMax(group_amax, amax);
 }
 
@@ -247,7 +239,7 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
     if constexpr (kScaled) {
       columns->Load(args.scaled, token, first);
     } else {
-      columns->Load(static_cast<const T*>(args.buffers.x) + token * args.features, first, args.features);
+      columns->Load(static_cast<const T*>(args.x) + token * args.features, first, args.features);
     }
   };
   for (int first_choice = 0; first_choice < args.choices; first_choice += 32) {
@@ -274,39 +266,31 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
 }
 
 template <typename T, bool kScaled, bool kGivenScales>
-Status LaunchOfType(cudaStream_t stream, cudaDataType_t output_type, const PermutedArguments& args) {
-  const auto kernel = output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled, kGivenScales>
-                                                    : QuantizePermuted<T, E5m2, kScaled, kGivenScales>;
+Status LaunchOfType(cudaStream_t stream, const PermutedArguments& args) {
+  const auto kernel = args.output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled, kGivenScales>
+                                                         : QuantizePermuted<T, E5m2, kScaled, kGivenScales>;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
   return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
 }
 
 }  // namespace
 
-Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const PermutedProblem& problem,
-                              const RowBlockCounts& element_row_blocks, const PermutedBuffers& buffers) {
-  PermutedArguments args{};
-  args.buffers = buffers;
-  args.groups = groups;
-  args.table = {buffers.table, groups.num_groups};
-  args.element_row_blocks = element_row_blocks;
-  args.tokens = groups.batch * problem.tokens;
-  args.element_tokens = problem.tokens;
-  args.choices = problem.choices;
-  args.features = static_cast<int32_t>(problem.features);
-  args.feature_blocks = static_cast<int32_t>(CeilDiv(problem.features, kBlock));
-  args.pow2_scales = problem.pow2_scales;
-  args.amax_epsilon = problem.amax_epsilon;
-  args.scaled = MakeScaledRows(buffers.x, buffers.x_scale, problem.input_type, args.tokens, problem.features,
-                               buffers.x_group_rows);
-  const dim3 blocks(1 + ZeroingBlocks(groups.capacity * problem.features), groups.batch);
+Status LaunchQuantizePermuted(cudaStream_t stream, const PermutedQuantization& quantization) {
+  const Groups& groups = quantization.groups;
+  const PermutedArguments args{quantization,
+                               MakeScaledRows(quantization.x, quantization.x_scale, quantization.input_type,
+                                              quantization.tokens, quantization.features, quantization.x_group_rows),
+                               {quantization.table, groups.num_groups},
+                               quantization.tokens / groups.batch,
+                               static_cast<int32_t>(CeilDiv(quantization.features, kBlock))};
+  const dim3 blocks(1 + ZeroingBlocks(groups.capacity * args.features), groups.batch);
   JAX_GROUPED_RETURN_IF_FAILED(
       Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
-  if (buffers.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true, false>(stream, problem.output_type, args);
-  return WithFloatType(problem.input_type, [&](auto number) {
+  if (args.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true, false>(stream, args);
+  return WithFloatType(args.input_type, [&](auto number) {
     using T = decltype(number);
-    return buffers.given_scale != nullptr ? LaunchOfType<T, false, true>(stream, problem.output_type, args)
-                                          : LaunchOfType<T, false, false>(stream, problem.output_type, args);
+    return args.given_scale != nullptr ? LaunchOfType<T, false, true>(stream, args)
+                                       : LaunchOfType<T, false, false>(stream, args);
   });
 }
 

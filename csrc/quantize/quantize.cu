@@ -103,8 +103,8 @@ Status LaunchSetUp(cudaStream_t stream, const QuantizeArguments& args) {
   return Launch(kSettingUp, stream, {WindowBlocks(args, kSetUpThreads), kSetUpThreads}, SetUpWindows, args);
 }
 
-// Zeros scales of a layout that has scales without a block. Regions are multiples of 512 bytes. `count` is that of one
-// element.
+// Zeros the scales of kMx. Tiles of 512 bytes also have scales of rows and features that do not exist, and products
+// read whole tiles. `count` is that of one element.
 __global__ void __launch_bounds__(kZeroThreads) ZeroScales(uint4* scales, int64_t count, const bool* skip) {
   if (skip != nullptr && skip[blockIdx.y]) return;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kZeroThreads + threadIdx.x;
@@ -279,7 +279,7 @@ Status LaunchQuantize(cudaStream_t stream, Quantization args) {
   JAX_GROUPED_RETURN_IF_FAILED(ChooseSingleLaunch(&args));
   args.slab_tiles = ChooseSlabTiles(args);
 
-  if (args.layout.swizzled) {
+  if (args.mode == ScalingMode::kMx) {
     JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, args.row_scale, args.row_scale_bytes, args));
     JAX_GROUPED_RETURN_IF_FAILED(LaunchZeroScales(stream, args.column_scale, args.column_scale_bytes, args));
   }

@@ -49,7 +49,7 @@ struct QuantizeArguments {
   JAX_GROUPED_HOST_DEVICE bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
 };
 
-// A quantization: also what only its launches and the sources of its input need.
+// A quantization: the arguments of its kernels, and what chooses the kernels and reads their input.
 struct Quantization : QuantizeArguments {
   ScalingMode mode;
   cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
@@ -77,7 +77,7 @@ struct Quantization : QuantizeArguments {
   // backward form. Its features are half of the result's with a gate, else the same.
   uint8_t* activated_data;
   int64_t activated_scale_bytes;
-  void* scratch;  // QuantizeScratchBytes of an element's tokens and groups
+  void* scratch;  // QuantizeScratchBytes
 };
 
 // Quantizes in one pass over the input, or two passes for current scaling. With `activated_data`, a quantization that
@@ -98,19 +98,18 @@ Status LaunchDequantize(cudaStream_t stream, const Groups& groups, const Quantiz
                         cudaDataType_t input_type, const void* scale_inv, void* out, cudaDataType_t output_type,
                         int32_t* table);
 
-// The static part, with scales of kBlock1D, or given ones of kTensor.
-struct PermutedProblem {
-  cudaDataType_t input_type;   // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
-  cudaDataType_t output_type;  // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
-  int64_t tokens;              // per batch element
-  int choices;                 // per token
-  int64_t features;            // a multiple of kFp8Alignment
+// A quantization of the rows of a permutation, with scales of kBlock1D, or given ones of kTensor. Device memory is that
+// of all elements of a batch. The groups' capacity is the number of rows.
+struct PermutedQuantization {
+  Groups groups;
+  RowBlockCounts element_row_blocks;  // room of a batch element's arrays
+  cudaDataType_t input_type;          // CUDA_R_16BF, CUDA_R_16F or CUDA_R_32F; an FP8 type if x has scales
+  cudaDataType_t output_type;         // CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2
+  int64_t tokens;                     // of all elements
+  int choices;                        // per token
+  int32_t features;                   // a multiple of kFp8Alignment
   bool pow2_scales;
   float amax_epsilon;
-};
-
-// Device memory for all elements of a batch. The groups' capacity is the number of rows.
-struct PermutedBuffers {
   const void* x;         // [tokens, features]
   const float* x_scale;  // of an FP8 x, or null: as in Quantization
   int64_t x_group_rows;
@@ -125,8 +124,7 @@ struct PermutedBuffers {
 // Gives each row the bits that LaunchQuantize gives it. Reads each token once (per 32 choices) and quantizes it once,
 // or with given scales once for each choice. Every row of a group must occur in `inverse` once. Rows of no group become
 // zero.
-Status LaunchQuantizePermuted(cudaStream_t stream, const Groups& groups, const PermutedProblem& problem,
-                              const RowBlockCounts& element_row_blocks, const PermutedBuffers& buffers);
+Status LaunchQuantizePermuted(cudaStream_t stream, const PermutedQuantization& quantization);
 
 }  // namespace jax_grouped
 

@@ -155,8 +155,8 @@ class RowQuantizer {
     }
   }
 
-  // Returns the scale of a row's block from its amax. Writes the inverse. Inverses are written for rows in groups of 4,
-  // or of 16 with kMx; they are zero for rows that do not exist.
+  // Returns the scale of a row's block from its amax. Writes the inverse, and zeros for rows that do not exist: those
+  // that pad a group to a multiple of 4, or with kMx to 16, where the rest of a tile is zeroed before.
   __device__ float WriteScale(int row, uint32_t amax) const {
     const Chunk& chunk = SlotChunk();
     const bool exists = row < chunk.rows;

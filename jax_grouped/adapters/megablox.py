@@ -51,7 +51,7 @@ def gmm(
         partial_sum: `[T, N]` in the type of the result, is added to the product.
         recipe: how to compute in FP8, as in `jax_grouped.grouped_dense`; bind it with `functools.partial`.
         options: more arguments of MaxText's version of the kernel. Those that choose among its kernels are not used.
-            Others, such as `lhs_quantize_dtype`, must be None, False or empty: to compute in FP8, bind a recipe.
+            Others, such as `lhs_quantize_dtype`, must be None, False or empty.
 
     Returns:
         `[T, N]`.
@@ -68,31 +68,18 @@ def gmm(
         if name not in _NOT_USED and not is_off:
             raise NotImplementedError(f"gmm does not take {name} = {value!r}. To compute in FP8, bind a recipe.")
     lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
+    shared: Any = dict(preferred_element_type=preferred_element_type, group_offset=group_offset)
     if recipe is None:
         numbers = jax.lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
             lhs_ragged_dimensions=[0],
             rhs_group_dimensions=[0],
         )
-        y = ragged_dot_general(
-            lhs,
-            rhs,
-            group_sizes,
-            numbers,
-            preferred_element_type=preferred_element_type,
-            group_offset=group_offset,
-        )
+        y = ragged_dot_general(lhs, rhs, group_sizes, numbers, **shared)
     elif transpose_rhs:
         raise NotImplementedError("With a recipe, gmm takes no transposed rhs.")
     else:
-        y = grouped_dense(
-            lhs,
-            rhs,
-            group_sizes,
-            recipe=recipe,
-            preferred_element_type=preferred_element_type,
-            group_offset=group_offset,
-        )
+        y = grouped_dense(lhs, rhs, group_sizes, recipe=recipe, **shared)
     for name, array in {"partial_sum": partial_sum, "existing_out": existing_out}.items():
         if array is not None and (array.shape != y.shape or array.dtype != y.dtype):
             raise ValueError(

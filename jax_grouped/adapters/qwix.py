@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, recipe_error
 from jax_grouped.ops.dense import grouped_dense
 from jax_grouped.ops.inputs import GroupSizes
 from jax_grouped.ops.ragged_dot import ragged_dot
@@ -36,7 +36,8 @@ class QtProvider(qwix.QtProvider):  # type: ignore[misc]  # Qwix has no types.
     """
 
     def __init__(self, rules: Sequence[Any], *, recipe: Recipe | None = None, **options: Any):
-        check_recipe(recipe)
+        if not isinstance(recipe, Recipe | None):
+            raise recipe_error(recipe)
         if isinstance(recipe, DelayedScaling):
             raise ValueError("recipe must be one without a state, got DelayedScaling.")
         super().__init__(rules, **options)

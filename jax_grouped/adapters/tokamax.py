@@ -50,15 +50,11 @@ def ragged_dot(
     Raises:
         NotImplementedError: an operand is no array of bfloat16, float16 or float32, such as Tokamax's quantized arrays,
             or the dimension numbers describe no product that is supported. Tokamax then tries its next implementation.
-        TypeError: as in these functions.
-        ValueError: likewise.
+        TypeError, ValueError: as in these functions.
     """
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not isinstance(operand, jax.Array | np.ndarray) or operand.dtype not in (
-            jnp.bfloat16,
-            jnp.float16,
-            jnp.float32,
-        ):
+        is_array = isinstance(operand, jax.Array | np.ndarray)
+        if not is_array or operand.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise NotImplementedError(f"{name} must be an array of bfloat16, float16 or float32 for jax_grouped.")
     sizes = getattr(group_sizes, "value", group_sizes)
     dimension_numbers = _PLAIN if ragged_dot_dimension_numbers is None else ragged_dot_dimension_numbers

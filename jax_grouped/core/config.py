@@ -6,13 +6,11 @@ import difflib
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jax_grouped.core.values import static_bool
-
-T = TypeVar("T")
 
 _BACKENDS = ("auto", "xla")
 #: Spellings of a boolean variable of the environment, in any case.
@@ -49,24 +47,20 @@ def from_environment() -> _Settings:
     return _Settings(os.environ.get("JAX_GROUPED_BACKEND") or "auto", _FLAGS[check.lower() or "0"])
 
 
-class _Setting(Generic[T]):
-    """An attribute of `Config`."""
+def _setting(name: str) -> Any:
+    """Returns the property of `Config` that reads and changes a setting."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def read(config: "Config") -> Any:
+        return getattr(_override.value or config._changed or from_environment(), name)
 
-    def __get__(self, config: "Config | None", owner: type) -> T:
-        if config is None:
-            raise AttributeError(self._name)
-        return getattr(_override.value or config._changed or from_environment(), self._name)
-
-    def __set__(self, config: "Config", value: T) -> None:
+    def change(config: "Config", value: Any) -> None:
         process = config._changed or from_environment()
-        change: Any = {self._name: value}
-        settings = dataclasses.replace(process, **change)
+        settings = dataclasses.replace(process, **{name: value})
         if settings != process:
             config._changed = settings
             jax.clear_caches()
+
+    return property(read, change)
 
 
 class Config:
@@ -80,8 +74,7 @@ class Config:
             platform; `"xla"` picks the `xla` backend everywhere. Initial value: `JAX_GROUPED_BACKEND`, or `"auto"`.
         check: whether `group_sizes` that are negative or reach past the rows raise an error on the host, and so does
             an `Fp8State` that something other than its gradient has changed. This costs a host callback in every
-            operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`, which is 0 or 1, false or true,
-            off or on, no or yes, in upper or lower case.
+            operation, so it is meant for debugging. Initial value: `JAX_GROUPED_CHECK`, or False.
 
     Example:
         with jg.config.override(backend="xla", check=True):
@@ -90,8 +83,8 @@ class Config:
         assert y.shape == (16, 16)
     """
 
-    backend = _Setting[str]()
-    check = _Setting[bool]()
+    backend: str = _setting("backend")
+    check: bool = _setting("check")
 
     def __init__(self) -> None:
         self._changed: _Settings | None = None

@@ -3,16 +3,13 @@
 Each error names the argument, its value and the rule. `shard_map`'s checks track the axes over which values vary.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 
@@ -117,45 +114,8 @@ def is_bound(axis_name: Hashable) -> bool:
     return True
 
 
-#: The identity of a tangent. Reverse mode transposes it, and never computes it.
-_TANGENT = Primitive("jax_grouped_tangent_of_reverse_mode")
-
-
-def _refuse_forward_mode(*_: Any, name: str) -> NoReturn:
-    raise TypeError(
-        f"{name} has derivatives in reverse mode only (jax.grad, jax.vjp, jax.jacrev), but forward mode was asked for "
-        "(jax.jvp, jax.jacfwd, jax.linearize, or jax.hessian, which contains it)."
-    )
-
-
-_TANGENT.def_abstract_eval(lambda tangent, **_: tangent)
-_TANGENT.def_impl(_refuse_forward_mode)
-mlir.register_lowering(_TANGENT, lambda _, *tangents, name: _refuse_forward_mode(*tangents, name=name))
-ad.deflinear(_TANGENT, lambda cotangent, **_: [cotangent])
-batching.defvectorized(_TANGENT)
-
-
-def in_reverse_mode(name: str, arrays: Any) -> Any:
-    """Returns the arrays, of which forward mode then raises a TypeError about the function `name`, unlike JAX's own."""
-    leaves, structure = jax.tree.flatten(arrays)
-    marked = [_same(name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
-    return jax.tree.unflatten(structure, marked)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _same(name: str, x: jax.Array) -> jax.Array:
-    del name
-    return x
-
-
-@_same.defjvp
-def _same_jvp(name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _same(name, *primals), _TANGENT.bind(*tangents, name=name)
-
-
-def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable, name: str = "grouped_dense") -> Any:
-    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`, for users called `name`."""
-    arrays = in_reverse_mode(name, arrays)
+def apply_rule(rule: Callable[..., Any], arrays: Any, spec: Hashable) -> Any:
+    """Returns `rule(arrays, spec)` of a `jax.custom_vjp` function with `symbolic_zeros`."""
     try:
         return rule(arrays, spec)
     except NotImplementedError as error:

@@ -1,6 +1,7 @@
-"""Layout of the data and scales of a quantized array. The counterpart in C++ is `csrc/groups/layout.h`."""
+"""Layout of the data and scales of a quantized array. The counterparts in C++ are `csrc/groups/layout.{h,cuh}`."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -41,11 +42,11 @@ class QuantizedLayout:
     | `TENSOR`   | one                                         | one                                           |
     | `BLOCK_1D` | `[ceil(C / 128), round_up(m, 4)]`           | `[ceil(m / 128), C]`                          |
     | `BLOCK_2D` | `[ceil(m / 128), round_up(ceil(C/128), 4)]` | `[ceil(C / 128), round_up(ceil(m/128), 4)]`   |
-    | `MX`       | `[round_up(m, 16), ceil(C / 32)]`           | `[C, ceil(m / 32)]`                           |
+    | `MX`       | tiles of `[m, ceil(C / 32)]`                | tiles of `[C, ceil(m / 32)]`                  |
 
-    With `swizzled_scales`, `MX` scales are in the order that Blackwell's matmul reads: tiles of 128 outer by 4 inner
-    blocks, row by row. In a tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. See "1D block scaling
-    factors layout" in the cuBLAS documentation.
+    `MX` scales are in the order that Blackwell's matmul reads: tiles of 128 outer by 4 inner blocks, row by row. In a
+    tile, block `(r, c)` is the byte `r % 32 * 16 + r // 32 * 4 + c`. See "1D block scaling factors layout" in the
+    cuBLAS documentation.
 
     A stack of equal groups has the same regions, and its arrays have the group axis in front.
 
@@ -56,7 +57,6 @@ class QuantizedLayout:
         features: `C`.
         num_groups: number of groups.
         stack_rows: rows of every group of a stack; None if the device knows the sizes.
-        swizzled_scales: see above.
     """
 
     mode: ScalingMode
@@ -65,10 +65,8 @@ class QuantizedLayout:
     features: int
     num_groups: int
     stack_rows: int | None = None
-    swizzled_scales: bool = False
 
     def stack_sizes(self, batch: int = 1) -> jax.Array:
-        """Returns `jax_grouped.core.groups.stack_sizes` of this stack."""
         assert self.stack_rows is not None
         return stack_sizes(self.num_groups, self.stack_rows, batch)
 
@@ -82,7 +80,7 @@ class QuantizedLayout:
     def data_shape(self) -> tuple[int, ...]:
         """`[T, C]` or flat regions; `[E, K, C]` or `[E, C, round_up(K, 16)]` for a stack."""
         if self.stack_rows is None:
-            flat = (FP8_ALIGNMENT * self.row_blocks(FP8_ALIGNMENT) * self.features,)
+            flat = (FP8_ALIGNMENT * max_row_blocks(self.tokens, self.num_groups, FP8_ALIGNMENT) * self.features,)
             return flat if self.columnwise else (self.tokens, self.features)
         if self.columnwise:
             return (self.num_groups, self.features, round_up(self.stack_rows, FP8_ALIGNMENT))
@@ -93,73 +91,57 @@ class QuantizedLayout:
         """Flat regions, or one region per group of a stack."""
         if self.mode == ScalingMode.TENSOR:
             return (self.num_groups,)
-        stacked = self.stack_rows is not None
-        blocks = dataclasses.replace(self, num_groups=1).row_blocks if stacked else self.row_blocks
+        feature_blocks = -(-self.features // BLOCK)
+        # One region of a stack, or all regions of groups whose sizes only the device knows.
+        rows, groups = (self.tokens, self.num_groups) if self.stack_rows is None else (self.stack_rows, 1)
+        blocks = functools.partial(max_row_blocks, rows, groups)
         match self.mode, self.columnwise:
             case ScalingMode.BLOCK_1D, False:
-                region: tuple[int, ...] = (self._feature_blocks, 4 * blocks(4))
+                region: tuple[int, ...] = (feature_blocks, 4 * blocks(4))
             case ScalingMode.BLOCK_1D, True:
                 region = blocks(128), self.features
             case ScalingMode.BLOCK_2D, False:
-                region = blocks(128), round_up(self._feature_blocks, 4)
+                region = blocks(128), round_up(feature_blocks, 4)
             case ScalingMode.BLOCK_2D, True:
-                region = self._feature_blocks, 4 * blocks(512)
-            case _ if self.swizzled_scales:
-                region = (512 * self._feature_blocks * blocks(128),)
-            case _, False:
-                region = 16 * blocks(16), -(-self.features // MX_BLOCK)
+                region = feature_blocks, 4 * blocks(512)
             case _:
-                region = self.features, blocks(32)
-        return (self.num_groups, *region) if stacked else (math.prod(region),)
-
-    @property
-    def _feature_blocks(self) -> int:
-        return -(-self.features // BLOCK)
+                region = (512 * feature_blocks * blocks(128),)
+        return (math.prod(region),) if self.stack_rows is None else (self.num_groups, *region)
 
     def row_scales(self, positions: RowPositions) -> jax.Array:
         """Returns the positions of the scales of rowwise data: `int32[n, blocks]`, or one with `TENSOR`."""
         positions = positions.as_column()
         block = jnp.arange(self.blocks(self.features), dtype=jnp.int32)
+        feature_blocks = -(-self.features // BLOCK)
         match self.mode:
             case ScalingMode.TENSOR:
                 return positions.group
             case ScalingMode.BLOCK_1D:
-                return (
-                    self._feature_blocks * 4 * positions.before(4)
-                    + block * (4 * positions.row_blocks(4))
-                    + positions.row
-                )
+                return feature_blocks * 4 * positions.before(4) + block * (4 * positions.row_blocks(4)) + positions.row
             case ScalingMode.BLOCK_2D:
-                return round_up(self._feature_blocks, 4) * positions.block(128) + block
-            case _ if self.swizzled_scales:
-                tile = self._feature_blocks * positions.block(128) + block // 4
+                return round_up(feature_blocks, 4) * positions.block(128) + block
+            case ScalingMode.MX:
+                tile = feature_blocks * positions.block(128) + block // 4
                 return _in_tile(tile, remainder(positions.row, 128), block % 4)
-            case _:
-                return block.shape[0] * (16 * positions.before(16) + positions.row) + block
 
     def column_scales(self, positions: RowPositions) -> jax.Array:
         """Returns the positions of the scales of columnwise data: `int32[n, C]`, or one per 128 features."""
         positions = positions.as_column()
         feature = jnp.arange(self.features, dtype=jnp.int32)
+        feature_blocks = -(-self.features // BLOCK)
         match self.mode:
             case ScalingMode.TENSOR:
                 return positions.group
             case ScalingMode.BLOCK_1D:
                 return self.features * positions.block(128) + feature
             case ScalingMode.BLOCK_2D:
-                block = jnp.arange(self._feature_blocks, dtype=jnp.int32)
-                region = self._feature_blocks * positions.before(512) + block * positions.row_blocks(512)
+                block = jnp.arange(feature_blocks, dtype=jnp.int32)
+                region = feature_blocks * positions.before(512) + block * positions.row_blocks(512)
                 return 4 * region + quotient(positions.row, 128)
-            case _ if self.swizzled_scales:
-                tile = self._feature_blocks * positions.before(128) + feature // 128 * positions.row_blocks(128)
+            case ScalingMode.MX:
+                tile = feature_blocks * positions.before(128) + feature // 128 * positions.row_blocks(128)
                 inner = quotient(remainder(positions.row, 128), MX_BLOCK)
                 return _in_tile(tile + quotient(positions.row, 128), feature % 128, inner)
-            case _:
-                return (
-                    self.features * positions.before(32)
-                    + feature * positions.row_blocks(32)
-                    + quotient(positions.row, MX_BLOCK)
-                )
 
     def column_data(self, positions: RowPositions) -> tuple[jax.Array, jax.Array]:
         """Returns the chunk of 16 elements of each feature of some rows, `int32[n, C]`, and the index in it."""
@@ -186,20 +168,16 @@ class QuantizedLayout:
         return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
 
     def blocks(self, size: int) -> int:
-        """Returns the number of blocks along an axis of this size."""
-        return -(-size // self.block)
-
-    @property
-    def block(self) -> int:
-        """Number of elements along the quantized axis that share a scale."""
-        return MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
+        """Returns the number of blocks along an axis of this size, if that is the quantized one."""
+        return -(-size // (MX_BLOCK if self.mode == ScalingMode.MX else BLOCK))
 
     @property
     def block_shape(self) -> tuple[int, int]:
         """Numbers of rows and features that share a scale, unless the whole group does."""
         if self.mode == ScalingMode.BLOCK_2D:
             return BLOCK, BLOCK
-        return (self.block, 1) if self.columnwise else (1, self.block)
+        block = MX_BLOCK if self.mode == ScalingMode.MX else BLOCK
+        return (block, 1) if self.columnwise else (1, block)
 
 
 def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:

@@ -45,13 +45,7 @@ def clamp_scale(scale: jax.Array) -> jax.Array:
 
 
 def _divide(numerator: int, numerator_exponent: int, x: jax.Array) -> jax.Array:
-    """Computes `numerator * 2**numerator_exponent / x`, rounded to nearest even and clamped to [2^-126, 2^126].
-
-    Args:
-        numerator: 1 or 7.
-        numerator_exponent: exponent of two.
-        x: positive normal float32 numbers.
-    """
+    """Computes `numerator * 2**numerator_exponent / x` for 1 or 7 and normal `x > 0`, clamped to [2^-126, 2^126]."""
     dividend = np.float32(numerator * 2.0**numerator_exponent)
     return jax.lax.platform_dependent(
         x,
@@ -102,10 +96,7 @@ def scale_from_amax(amax: jax.Array, dtype: DTypeLike, epsilon: float, *, pow2: 
 
 
 def mx_exponent(amax: jax.Array, dtype: DTypeLike, epsilon: float) -> jax.Array:
-    """Computes the biased exponent, `uint8`, of `max(amax, epsilon) / fp8_max` rounded up.
-
-    It is 0 for a block of zeros, else at least 1.
-    """
+    """Computes the biased exponent, `uint8`, of `max(amax, epsilon) / fp8_max` rounded up; 0 for a block of zeros."""
     amax = flush(jnp.maximum(amax, jnp.float32(epsilon)))
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
     # fp8_max of both types is 1.75 times a power of two, so only the mantissa's order relative to 1.75 matters.

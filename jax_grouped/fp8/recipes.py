@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +53,11 @@ def canonical_epsilon(value: float) -> float:
 
 
 class _Types:
-    """Base of the recipes: the two types, checked and normalised when a recipe is constructed."""
+    """Base of the recipes, which checks and normalises their fields."""
 
+    #: Scaling modes of tokens and gradients, and of kernels.
+    token_mode: ClassVar[ScalingMode]
+    kernel_mode: ClassVar[ScalingMode]
     fwd_dtype: DTypeLike
     grad_dtype: DTypeLike
 
@@ -74,8 +77,7 @@ class Float8BlockScaling(_Types):
     DeepSeek-V3 was trained with this recipe (arXiv:2412.19437, section 3.3).
 
     Attributes:
-        fwd_dtype: FP8 type of tokens and kernels.
-        grad_dtype: FP8 type of gradients.
+        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
         pow2_scales: round scales down to powers of two, which adds no rounding error of its own.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
 
@@ -91,20 +93,12 @@ class Float8BlockScaling(_Types):
         assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
 
+    token_mode: ClassVar[ScalingMode] = ScalingMode.BLOCK_1D
+    kernel_mode: ClassVar[ScalingMode] = ScalingMode.BLOCK_2D
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
     grad_dtype: DTypeLike = jnp.float8_e4m3fn
     pow2_scales: bool = True
     amax_epsilon: float = 0.0
-
-    @property
-    def token_mode(self) -> ScalingMode:
-        """Scaling mode of tokens and gradients."""
-        return ScalingMode.BLOCK_1D
-
-    @property
-    def kernel_mode(self) -> ScalingMode:
-        """Scaling mode of kernels."""
-        return ScalingMode.BLOCK_2D
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +106,7 @@ class Float8CurrentScaling(_Types):
     """One scale per group and tensor, from the tensor's own largest value.
 
     Attributes:
-        fwd_dtype: FP8 type of tokens and kernels.
-        grad_dtype: FP8 type of gradients.
+        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
         pow2_scales: round scales down to powers of two.
         amax_epsilon: groups whose largest value is below this are scaled as if it were this.
 
@@ -128,20 +121,12 @@ class Float8CurrentScaling(_Types):
         assert cache.amax.tolist() == [1.0, 1.0]
     """
 
+    token_mode: ClassVar[ScalingMode] = ScalingMode.TENSOR
+    kernel_mode: ClassVar[ScalingMode] = ScalingMode.TENSOR
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
     grad_dtype: DTypeLike = jnp.float8_e5m2
     pow2_scales: bool = False
     amax_epsilon: float = 0.0
-
-    @property
-    def token_mode(self) -> ScalingMode:
-        """Scaling mode of tokens and gradients."""
-        return ScalingMode.TENSOR
-
-    @property
-    def kernel_mode(self) -> ScalingMode:
-        """Scaling mode of kernels."""
-        return ScalingMode.TENSOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +136,7 @@ class DelayedScaling(_Types):
     The next scale is `fp8_max / (amax * 2**margin)` (Micikevicius et al., arXiv:2209.05433).
 
     Attributes:
-        fwd_dtype: FP8 type of tokens and kernels.
-        grad_dtype: FP8 type of gradients.
+        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
         amax_history_len: number of steps in the history.
         amax_compute_algo: whether `amax` is the maximum of the history or its most recent entry.
         margin: headroom, in powers of two.
@@ -168,6 +152,8 @@ class DelayedScaling(_Types):
         assert state.kernel_amax_history.shape == (2, 16)
     """
 
+    token_mode: ClassVar[ScalingMode] = ScalingMode.TENSOR
+    kernel_mode: ClassVar[ScalingMode] = ScalingMode.TENSOR
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
     grad_dtype: DTypeLike = jnp.float8_e5m2
     amax_history_len: int = 1024
@@ -185,24 +171,13 @@ class DelayedScaling(_Types):
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}.")
 
-    @property
-    def token_mode(self) -> ScalingMode:
-        """Scaling mode of tokens and gradients."""
-        return ScalingMode.TENSOR
-
-    @property
-    def kernel_mode(self) -> ScalingMode:
-        """Scaling mode of kernels."""
-        return ScalingMode.TENSOR
-
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(_Types):
     """Blocks of 1x32 with power-of-two scales for every tensor (OCP Microscaling Formats 1.0). Made for Blackwell.
 
     Attributes:
-        fwd_dtype: FP8 type of tokens and kernels.
-        grad_dtype: FP8 type of gradients.
+        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
 
     Raises:
         TypeError: a type is not one of the two FP8 types.
@@ -213,18 +188,10 @@ class MXFP8BlockScaling(_Types):
         assert layer.recipe.kernel_mode == jg.ScalingMode.MX
     """
 
+    token_mode: ClassVar[ScalingMode] = ScalingMode.MX
+    kernel_mode: ClassVar[ScalingMode] = ScalingMode.MX
     fwd_dtype: DTypeLike = jnp.float8_e4m3fn
     grad_dtype: DTypeLike = jnp.float8_e4m3fn
-
-    @property
-    def token_mode(self) -> ScalingMode:
-        """Scaling mode of tokens and gradients."""
-        return ScalingMode.MX
-
-    @property
-    def kernel_mode(self) -> ScalingMode:
-        """Scaling mode of kernels."""
-        return ScalingMode.MX
 
 
 #: Type of the `recipe` argument of `grouped_dense` and the layers.
@@ -236,10 +203,8 @@ def is_recipe_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Recipe)
 
 
-def check_recipe(recipe: object, *, optional: bool = True) -> None:
-    """Raises TypeError unless `recipe` is a recipe, or None where it is optional."""
-    if isinstance(recipe, Recipe) or (optional and recipe is None):
-        return
+def recipe_error(recipe: object, *, optional: bool = True) -> TypeError:
+    """Returns the error about a value that is no recipe."""
     rule = ", or None" if optional else ""
     remedy = f": pass {recipe.__name__}()" if isinstance(recipe, type) and is_recipe_class(recipe) else ""
-    raise TypeError(f"recipe must be a recipe such as Float8BlockScaling(){rule}, got {shown(recipe)}{remedy}.")
+    return TypeError(f"recipe must be a recipe such as Float8BlockScaling(){rule}, got {shown(recipe)}{remedy}.")

@@ -63,12 +63,8 @@ class Fp8State:
             first; 0 for none.
         input_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
         input_scale: `float32[E]`, the factor of the last multiplication before rounding to FP8.
-        kernel_amax_history: like `input_amax_history`, of `kernel`.
-        kernel_amax_mark: like `input_amax_mark`.
-        kernel_scale: like `input_scale`.
-        output_grad_amax_history: like `input_amax_history`, of the result's gradient.
-        output_grad_amax_mark: like `input_amax_mark`.
-        output_grad_scale: like `input_scale`.
+        kernel_amax_history, kernel_amax_mark, kernel_scale: likewise of `kernel`.
+        output_grad_amax_history, output_grad_amax_mark, output_grad_scale: likewise of the result's gradient.
 
     Example:
         recipe = jg.DelayedScaling(amax_history_len=4)
@@ -94,11 +90,7 @@ class Fp8State:
 
     @classmethod
     def initial(cls, recipe: DelayedScaling, num_groups: int) -> Self:
-        """Returns the state before the first step: empty histories, and scales of 1.
-
-        Raises:
-            TypeError: the recipe is not DelayedScaling.
-        """
+        """Returns the state before the first step: empty histories, and scales of 1."""
         if not isinstance(recipe, DelayedScaling):
             raise TypeError(f"recipe must be DelayedScaling, which alone has a state, got {recipe!r}.")
         fields = {}
@@ -120,28 +112,25 @@ class Fp8State:
         state, or 1 if that is no scale either. It is NaN where the state's marks do not fit.
         """
         histories = self._histories(PerTensor._fields)
-        intact = self.intact()
-        amax = jnp.max(histories, axis=2) if recipe.amax_compute_algo == "max" else histories[:, :, 0]
-        amax = numerics.flush(amax * np.float32(2.0**recipe.margin))
+        largest = jnp.max(histories, axis=2) if recipe.amax_compute_algo == "max" else histories[:, :, 0]
+        largest = numerics.flush(largest * np.float32(2.0**recipe.margin))
         dtypes = recipe.fwd_dtype, recipe.fwd_dtype, recipe.grad_dtype
-        scales = map(self._scale, PerTensor._fields, amax, dtypes)
-        return PerTensor(*(jnp.where(ok, scale, jnp.nan) for ok, scale in zip(intact, scales, strict=True)))
+        scales = []
+        for name, amax, dtype, fits in zip(PerTensor._fields, largest, dtypes, self.intact(), strict=True):
+            last = _float32(getattr(self, f"{name}_scale"))
+            last = jnp.where((last > 0) & jnp.isfinite(last), numerics.clamp_scale(last), 1)
+            known = (amax > 0) & jnp.isfinite(amax)
+            scale = numerics.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False)
+            scales.append(jnp.where(fits, jnp.where(known, scale, last), jnp.nan))
+        return PerTensor(*scales)
 
     def intact(self) -> PerTensor:
         """Tells for each tensor and group whether the mark fits, `bool[E]` each."""
-
-        def intact(name: str) -> jax.Array:
-            expected = _expected_mark(getattr(self, f"{name}_amax_history"))
-            return jnp.abs(_float32(getattr(self, f"{name}_amax_mark")) - expected) <= _ROUNDING * expected
-
-        return PerTensor(*map(intact, PerTensor._fields))
-
-    def _scale(self, name: str, amax: jax.Array, dtype: DTypeLike) -> jax.Array:
-        last = _float32(getattr(self, f"{name}_scale"))
-        known = (amax > 0) & jnp.isfinite(amax)
-        usable = (last > 0) & jnp.isfinite(last)
-        last = jnp.where(usable, numerics.clamp_scale(last), 1)
-        return jnp.where(known, numerics.scale_from_amax(jnp.where(known, amax, 1), dtype, 0.0, pow2=False), last)
+        fit = []
+        for name in PerTensor._fields:
+            expected = _mark(_float32(getattr(self, f"{name}_amax_history"))[..., 0])
+            fit.append(jnp.abs(_float32(getattr(self, f"{name}_amax_mark")) - expected) <= _ROUNDING * expected)
+        return PerTensor(*fit)
 
     def _histories(self, names: Iterable[str]) -> jax.Array:
         """Stacks the histories of some tensors: a GPU then launches as many kernels for all of them as for one."""
@@ -149,7 +138,17 @@ class Fp8State:
 
     def after(self, recipe: DelayedScaling, amax: dict[str, jax.Array]) -> Self:
         """Returns the next state: the used scales, and the histories with `amax` added, `float32[E]` for each name."""
-        newest = jnp.stack([_reduced(amax[name], getattr(self, f"{name}_amax_history")) for name in amax])
+        reduced = []
+        for name, x in amax.items():
+            # The maximum over the mesh axes over which only `x` varies, in a type that is sharded as the history's.
+            history = getattr(self, f"{name}_amax_history")
+            axes = tuple(sorted(varying_axes(x) - varying_axes(history), key=str))
+            largest = jax.lax.pmax(x, axes) if axes else x
+            mesh, spec = jax.typeof(history).sharding.mesh, jax.typeof(history).sharding.spec
+            if AxisType.Explicit in mesh.axis_types and jax.typeof(largest).sharding.spec != spec[:1]:
+                largest = jax.sharding.reshard(largest, NamedSharding(mesh, PartitionSpec(*spec[:1])))
+            reduced.append(largest)
+        newest = jnp.stack(reduced)
         histories = jnp.concatenate([newest[:, :, None], self._histories(amax)[:, :, :-1]], axis=2)
         fields = {f"{name}_amax_history": history for name, history in zip(amax, histories, strict=True)}
         fields |= {f"{name}_scale": scale for name, scale in self.scales(recipe)._asdict().items()}
@@ -163,26 +162,9 @@ def _float32(x: jax.Array) -> jax.Array:
 
 
 def _mark(amax: jax.Array) -> jax.Array:
-    """Returns the mark of an amax; 0 if the value is not an amax.
-
-    It grows with the amax: the larger of two marks is that of the larger amax. The squared numbers are far enough from
-    the ends of float32 that the result is exact to rounding.
-    """
+    """Returns the mark of an amax, which grows with it; 0 if the value is not an amax."""
+    # The squares are far enough from the ends of float32 that the result is exact to rounding.
     return jnp.where(amax > 0, _MARK * jnp.square(jnp.clip(amax, 2.0**-60, 2.0**60)), 0)
-
-
-def _expected_mark(history: jax.Array) -> jax.Array:
-    return _mark(_float32(history)[..., 0])
-
-
-def _reduced(amax: jax.Array, history: jax.Array) -> jax.Array:
-    """Takes the maximum over the mesh axes over which only `amax` varies, in a type sharded as that of the history."""
-    axes = tuple(sorted(varying_axes(amax) - varying_axes(history), key=str))
-    amax = jax.lax.pmax(amax, axes) if axes else amax
-    mesh, spec = jax.typeof(history).sharding.mesh, jax.typeof(history).sharding.spec
-    if AxisType.Explicit not in mesh.axis_types or jax.typeof(amax).sharding.spec == spec[:1]:
-        return amax
-    return jax.sharding.reshard(amax, NamedSharding(mesh, PartitionSpec(*spec[:1])))
 
 
 def part_of_state(state: Fp8State, axis_name: Hashable, groups: int) -> Fp8State:
@@ -252,7 +234,7 @@ def check_marks(arrays: Mapping[str, jax.Array], where: str = "") -> None:
     names = [name.removesuffix("_mark") for name in arrays if name.endswith("_amax_mark")]
     if not names:
         return
-    expected = jnp.stack([_expected_mark(arrays[f"{name}_history"]) for name in names])
+    expected = jnp.stack([_mark(_float32(arrays[f"{name}_history"])[..., 0]) for name in names])
     marks = jnp.stack([_float32(arrays[f"{name}_mark"]) for name in names])
     if isinstance(expected, jax.core.Tracer) or isinstance(marks, jax.core.Tracer):
         jax.debug.callback(check, expected, marks)

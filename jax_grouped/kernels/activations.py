@@ -61,14 +61,14 @@ _KINDS = (None, "silu", "gelu", "relu", "relu_squared", "swiglu", "geglu", "regl
 
 
 def is_gated(activation: Activation | None) -> bool:
-    """Returns true for an activation that has a gate."""
+    """Tells whether an activation has a gate."""
     return isinstance(activation, SwiGLU) or activation in _GATED
 
 
 def activation_attributes(activation: Activation | None) -> dict[str, np.generic]:
     """Returns the attributes by which a custom call gets an activation."""
-    numbers = activation if isinstance(activation, SwiGLU) else SwiGLU()
-    kind = activation if numbers is not activation else "swiglu" if numbers == SwiGLU() else SwiGLU
+    numbers = activation if isinstance(activation, SwiGLU) else _SWIGLU
+    kind = activation if numbers is not activation else "swiglu" if numbers == _SWIGLU else SwiGLU
     return {
         "activation": np.int32(_KINDS.index(kind)),
         "limit": np.float32(math.inf if numbers.limit is None else numbers.limit),
@@ -82,8 +82,10 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     if not is_gated(activation):
         return _PLAIN[activation](x)
     gate, up = jnp.split(x, 2, axis=-1)
-    if not isinstance(activation, SwiGLU) or activation == SwiGLU():
-        return _GATED["swiglu" if activation == SwiGLU() else activation](gate) * up
+    if activation == _SWIGLU:
+        activation = "swiglu"
+    if not isinstance(activation, SwiGLU):
+        return _GATED[activation](gate) * up
     limit = jnp.inf if activation.limit is None else activation.limit
     # Comparisons keep NaN, and pass on the gradient of a number at the limit.
     gate = jnp.where(gate > limit, limit, gate)
@@ -107,4 +109,5 @@ _PLAIN: dict[Any, Callable[[jax.Array], jax.Array]] = {
     "relu": _relu,
     "relu_squared": lambda x: _relu(x) ** 2,
 }
+_SWIGLU = SwiGLU()
 _GATED: dict[Any, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": _relu}

@@ -79,9 +79,10 @@ class Operation:
     Dimensions of an array are words in one string. Equal words are the same dimension.
 
     Attributes:
-        local: the function of one device, `local(spec, splits, *arrays)`. Results that have to be reduced over devices
-            are those of its parts. Parts that are summed may have a wider type: the sum is rounded once.
-        spec: what `local` needs beside the arrays.
+        local: the function of one device, `local(spec, splits, *arrays)`; one of a module, as it is compared by
+            identity. Results that have to be reduced over devices are those of its parts. Parts that are summed may
+            have a wider type: the sum is rounded once.
+        spec: what `local` needs beside the arrays, hashable.
         operands: the dimensions of each operand.
         results: the results.
         splittable: the dimensions that can be split. Of two that are split over one axis, the first one stays split.
@@ -220,7 +221,8 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
     added, to = operation.added or (None, 0)
     if added is not None:
         operand_specs[added] = result_specs[to]
-        if not any(reductions[to][1:]):
+        _, scatters, axes = reductions[to]
+        if not (scatters or axes):
             added = None  # The local function adds it.
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

@@ -2,7 +2,7 @@
 
 A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. JAX chooses
 when it lowers a program, by the platform alone. So a program for a GPU can be lowered, exported and inspected on a
-machine without a GPU. `jax_grouped.ops` defines the derivatives.
+machine without a GPU. Modules that bind a primitive define its derivatives.
 
 Under `jax.vmap` a primitive stays one call, and the batch becomes more groups. Operands and results keep their rank and
 concatenate the batch elements along their first axis. `batches` gives the number of batch elements in each operand.
@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import ROW_BLOCKS, round_up
+from jax_grouped.core.groups import round_up
 from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels import extension
 
@@ -142,25 +142,21 @@ def define(
         **static: Any,
     ) -> Any:
         for_cuda &= backend != "xla"
+        function: Any = functools.partial(on_xla, batches=batches, **static)
+        are_several = True
         if for_cuda:
+            function, are_several = functools.partial(cuda, batch=batches[0], **static), len(ctx.avals_out) > 1
             extension.require_usable()
             if isinstance(batches[0], int) and batches[0] > MAX_BATCH:  # In an export, the batch may be symbolic.
                 raise ValueError(
                     f"jax.vmap over {batches[0]} calls of jax_grouped makes one custom call, which takes a batch of at "
                     f"most {MAX_BATCH}: use jax.vmap over fewer, or jax.lax.map."
                 )
-
-        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            if not for_cuda:
-                return on_xla(*operands, batches=batches, **static)
-            results = cuda(*operands, batch=batches[0], **static)
-            return results if isinstance(results, tuple) else (results,)
-
         # Inside `jax.shard_map`, avals also carry the mesh axes over which values vary. JAX has checked them, and there
         # is no access to the mesh here, so the implementation could not create arrays that vary over them: drop them.
         known: tuple[list[Any], list[Any]] = list(ctx.avals_in), list(ctx.avals_out)
         avals_in, avals_out = [[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in known]
-        rule = mlir.lower_fun(run, multiple_results=True)
+        rule = mlir.lower_fun(function, multiple_results=are_several)
         return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
 
     mlir.register_lowering(primitive, lower)
@@ -232,8 +228,8 @@ def in_whole_batch(row_indices: jax.Array, x_rows: int, batch: int) -> jax.Array
 
 def group_table_size(num_groups: int) -> int:
     """Returns the number of `int32` in the device's table of groups and their regions (`GroupTable` in C++)."""
-    # First rows, the row blocks of scales, and the tiles of products.
-    return (2 + len(ROW_BLOCKS)) * round_up(num_groups + 1, 4)
+    # First rows, and `kNumRowBlocks` kinds of row blocks.
+    return 6 * round_up(num_groups + 1, 4)
 
 
 def _fold(x: jax.Array) -> jax.Array:

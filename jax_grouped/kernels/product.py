@@ -46,7 +46,7 @@ _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _GATHERED = (None, "a", "b")
 #: Dimensions of the operands and results of products: t tokens, e kernels, k and n their features.
 _OPERANDS = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}
-#: A kernel adds nothing to tokens of other groups.
+#: Results are summed over `e` too: a device's part is zero in the rows of other devices' groups.
 RESULTS = {
     "fprop": Result("t n", over="k e"),
     "dgrad": Result("t k", over="n e"),
@@ -67,7 +67,7 @@ class GemmSpec:
     With quantized operands, `scales` are those of a and of b. Both operands are contiguous along the contracted axis,
     as Hopper's FP8 matmul requires: `fprop` reads x rowwise and the kernel columnwise, `dgrad` reads dy and the kernel
     rowwise, `wgrad` reads x and dy columnwise. Tokens and kernels have the modes `BLOCK_1D` and `BLOCK_2D`, or both
-    `TENSOR`, or both `MX` with swizzled scales.
+    `TENSOR`, or both `MX`.
 
     Without scales, a kernel may be narrow: it has one of the `NARROW_TYPES` beside tokens of another type. Its numbers
     are then converted to that type a few groups at a time.
@@ -172,18 +172,18 @@ def multiply(
     """
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
-        return _call(a.data, b.data, groups, spec, (a.scale_inv, b.scale_inv), accumulator)
+        return _multiply(a.data, b.data, groups, spec, None, (a.scale_inv, b.scale_inv), accumulator)
     assert not isinstance(a, ScaledArray)
     assert not isinstance(b, ScaledArray)
     if b.dtype not in NARROW_TYPES:
         dtype = promoted_type(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
-        return _call(_rows(a), _rows(b), groups, spec, accumulator=accumulator, out_spec=out_spec)
+        return _multiply(_rows(a), _rows(b), groups, spec, out_spec, accumulator=accumulator)
     gathered: Literal["a", "b"] | None = None
     if isinstance(a, Gathered) or isinstance(b, Gathered):
         gathered = "a" if isinstance(a, Gathered) else "b"
-    return _multiply(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
+    return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
 
 
 def _rows(operand: jax.Array | Gathered) -> jax.Array:
@@ -195,68 +195,14 @@ def gradient_type(dtype: np.dtype, dy: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 and dy != jnp.float16 else dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(
-    a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
-) -> jax.Array:
-    # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
-    return _call(a, b, groups, spec, out_spec=out_spec)
-
-
-def _multiply_forward(
-    a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
-) -> tuple[jax.Array, Any]:
-    return _multiply(a, b, groups, spec, out_spec), (a, b, groups)
-
-
-def _multiply_backward(
-    spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
-) -> tuple[Any, ...]:
-    del out_spec
-    a, b, groups = residuals
-    if spec.gathered is not None:
-        spec = dataclasses.replace(spec, gathered=None)
-        _, pull_back = jax.vjp(lambda a, b: _multiply(_rows(a), _rows(b), groups, spec, None), a, b)
-        return (*pull_back(gradient), None)
-    like_a, like_b = (jax.typeof(operand).sharding.spec for operand in (a, b))
-    out_dtype = a.dtype
-    b_dtype, dtype, b_axes = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
-    a, b, g = (array if array.dtype in NARROW_TYPES else array.astype(dtype) for array in (a, b, gradient))
-
-    def product(
-        name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec, out_dtype: np.dtype = out_dtype
-    ) -> jax.Array:
-        return _multiply(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
-
-    def dkernel(x: jax.Array, dy: jax.Array) -> Any:
-        if jnp.issubdtype(b_dtype, jnp.integer):
-            return np.zeros(b.shape, jax.dtypes.float0)
-        if axes := added_axes(b_axes, x, dy, groups):
-            own = product("wgrad", x, dy, like_b, sum_dtype(out_dtype))
-            return jax.lax.psum(own, axes).astype(b_dtype)
-        return product("wgrad", x, dy, like_b).astype(b_dtype)
-
-    match spec.product:
-        case "fprop":
-            da, db = product("dgrad", g, b, like_a), dkernel(a, g)
-        case "dgrad":
-            da, db = product("fprop", g, b, like_a), dkernel(g, a)
-        case "wgrad":
-            da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
-    return da, db, None
-
-
-_multiply.defvjp(_multiply_forward, _multiply_backward)
-
-
-def _call(
     a: jax.Array | Gathered,
     b: jax.Array | Gathered,
     groups: Groups,
     spec: GemmSpec,
+    out_spec: PartitionSpec | None = None,
     scales: Sequence[jax.Array] = (),
     accumulator: jax.Array | None = None,
-    out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     permutation = [array for operand in (a, b) if isinstance(operand, Gathered) for array in operand[1:]]
     a, b = [operand.x if isinstance(operand, Gathered) else operand for operand in (a, b)]
@@ -280,6 +226,60 @@ def _call(
         added=(4, 0) if accumulators else None,
     )
     return apply(operation, *operands, like=[out_spec])[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _differentiable(
+    a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> jax.Array:
+    return _multiply(a, b, groups, spec, out_spec)
+
+
+def _multiply_forward(
+    a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+) -> tuple[jax.Array, Any]:
+    return _differentiable(a, b, groups, spec, out_spec), (a, b, groups)
+
+
+def _multiply_backward(
+    spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
+    del out_spec
+    a, b, groups = residuals
+    if spec.gathered is not None:
+        spec = dataclasses.replace(spec, gathered=None)
+        _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec, None), a, b)
+        return (*pull_back(gradient), None)
+    like_a, like_b = (jax.typeof(operand).sharding.spec for operand in (a, b))
+    out_dtype = a.dtype
+    b_dtype, dtype, b_axes = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
+    a, b, g = (array if array.dtype in NARROW_TYPES else array.astype(dtype) for array in (a, b, gradient))
+
+    def product(
+        name: Product, lhs: jax.Array, rhs: jax.Array, like: PartitionSpec, out_dtype: np.dtype = out_dtype
+    ) -> jax.Array:
+        return _differentiable(lhs, rhs, groups, GemmSpec(name, spec.num_groups, out_dtype, spec.precision), like)
+
+    def dkernel(x: jax.Array, dy: jax.Array) -> Any:
+        if jnp.issubdtype(b_dtype, jnp.integer):
+            return np.zeros(b.shape, jax.dtypes.float0)
+        if axes := added_axes(b_axes, x, dy, groups):
+            own = product("wgrad", x, dy, like_b, sum_dtype(out_dtype))
+            return jax.lax.psum(own, axes).astype(b_dtype)
+        return product("wgrad", x, dy, like_b).astype(b_dtype)
+
+    match spec.product:
+        case "fprop":
+            da, db = product("dgrad", g, b, like_a), dkernel(a, g)
+        case "dgrad":
+            da, db = product("fprop", g, b, like_a), dkernel(g, a)
+        case "wgrad":
+            da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
+    return da, db, None
+
+
+_differentiable.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _multiply_part(
@@ -404,7 +404,7 @@ def multiply_cuda(
 
 def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
     """Tells whether cuBLASLt can read these operands and write this result without conversion."""
-    aligned = all(size % FEATURE_ALIGNMENT == 0 for size in (*a.shape[1:], *b.shape[1:]))
+    aligned = {size % FEATURE_ALIGNMENT for size in (*a.shape[1:], *b.shape[1:])} <= {0}
     return aligned and a.dtype != jnp.float32 and spec.out_dtype in (a.dtype, jnp.float32)
 
 

@@ -66,7 +66,6 @@ class QuantizeSpec:
         dbias: whether to sum each group's rows.
         pow2_scales: whether scales are rounded down to powers of two.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
-        swizzled_scales: whether scales of `MX` are in the order of Blackwell's matmul.
         activation: function applied to `x` before quantization, in float32. With an `activation_input`, the gradient of
             the activation's input is quantized instead.
         inner_products: whether to make, with an `activation_input`, the inner products of each row of the activation's
@@ -86,7 +85,6 @@ class QuantizeSpec:
     dbias: bool = False
     pow2_scales: bool = False
     amax_epsilon: float = 0.0
-    swizzled_scales: bool = False
     activation: Activation | None = None
     inner_products: bool = False
     activated: bool = False
@@ -114,10 +112,6 @@ class QuantizeSpec:
             by_name["previous"] = tuple(operands[len(self.given) :])
         return by_name
 
-    def rows(self, x_rows: int) -> int:
-        """Returns the number of rows of the quantized array, from that of `x`."""
-        return x_rows if self.gathered_rows is None else self.gathered_rows
-
     def features(self, x_features: int) -> int:
         """Returns the number of features of the quantized array, from that of `x`."""
         if not is_gated(self.activation):
@@ -129,26 +123,21 @@ class QuantizeSpec:
         return QuantizedLayout(
             self.mode,
             columnwise,
-            tokens=self.rows(x_shape[0]),
+            tokens=x_shape[0] if self.gathered_rows is None else self.gathered_rows,
             features=self.features(x_shape[1]),
             num_groups=self.num_groups,
             stack_rows=self.stack_rows,
-            swizzled_scales=self.swizzled_scales,
         )
-
-    @property
-    def scale_dtype(self) -> np.dtype:
-        """Type of the inverse scales."""
-        return jnp.dtype(jnp.float8_e8m0fnu if self.mode == ScalingMode.MX else jnp.float32)
 
     def results(self, x_shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and types of the results, in the order that the primitive and the custom call have them."""
         results = {}
+        scale_dtype = jnp.float8_e8m0fnu if self.mode == ScalingMode.MX else jnp.float32
         for name, columnwise, wanted in (("row", False, self.rowwise), ("column", True, self.columnwise)):
             if wanted:
                 layout = self.layout(x_shape, columnwise=columnwise)
                 results[f"{name}_data"] = jax.ShapeDtypeStruct(layout.data_shape, self.dtype)
-                results[f"{name}_scale"] = jax.ShapeDtypeStruct(layout.scale_shape, self.scale_dtype)
+                results[f"{name}_scale"] = jax.ShapeDtypeStruct(layout.scale_shape, scale_dtype)
         results["amax"] = jax.ShapeDtypeStruct((self.num_groups,), jnp.float32)
         if self.dbias:
             results["dbias"] = jax.ShapeDtypeStruct((self.num_groups, self.features(x_shape[1])), jnp.float32)
@@ -185,7 +174,7 @@ def quantize(
     if rows is not None and x.shape[0] == 0:
         x = jnp.zeros((1, x.shape[1]), x.dtype)  # No index finds this row either, or it is as good as none.
     arrays = vary_alike(x, *groups, *given.values(), *previous)
-    if 0 in (spec.rows(x.shape[0]), x.shape[1], spec.num_groups):
+    if 0 in (x.shape[0] if rows is None else rows, x.shape[1], spec.num_groups):
         made = [vary_alike(result, arrays[0])[0] for result in _quantize_nothing(x, given, spec)]
     else:
         made = bind(QUANTIZE, *arrays, spec=spec)
@@ -262,13 +251,12 @@ def _quantize(
     amax = copies.amax()
     scaling = _Scaling(spec, amax, scale)
 
-    results: dict[str, jax.Array] = {"amax": amax}
-    for name, columnwise, wanted in (("row", False, spec.rowwise), ("column", True, spec.columnwise)):
-        if wanted:
-            layout = spec.layout(x_shape, columnwise=columnwise)
-            data, scale_inv = copies.copy(scaling, layout)
-            results[f"{name}_data"] = numerics.as_type(data, spec.dtype).reshape(layout.data_shape)
-            results[f"{name}_scale"] = numerics.as_type(scale_inv, spec.scale_dtype).reshape(layout.scale_shape)
+    wanted, results = spec.results(x_shape), {"amax": amax}
+    for name, columnwise in (("row", False), ("column", True)):
+        if f"{name}_data" in wanted:
+            copy = copies.copy(scaling, spec.layout(x_shape, columnwise=columnwise))
+            for key, array in zip((f"{name}_data", f"{name}_scale"), copy, strict=True):
+                results[key] = numerics.as_type(array, wanted[key].dtype).reshape(wanted[key].shape)
     if spec.dbias:
         results["dbias"] = bias_gradient_xla(
             unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
@@ -495,7 +483,7 @@ def _to_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
     """Lays out one inverse scale per block, `[E, blocks of rows, blocks of features]`, as `QuantizedLayout` says."""
     if _is_transposed(layout):
         scale_inv = scale_inv.swapaxes(1, 2)
-    if not layout.swizzled_scales:
+    if layout.mode != ScalingMode.MX:
         return _pad(scale_inv, layout.scale_shape)
     groups, outer, inner = scale_inv.shape
     tiles = _pad(scale_inv, (groups, round_up(outer, 128), round_up(inner, 4)))
@@ -508,7 +496,7 @@ def _from_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
     rows, features = layout.block_shape
     blocks = -(-layout.stack_rows // rows), -(-layout.features // features)
     outer, inner = reversed(blocks) if _is_transposed(layout) else blocks
-    if layout.swizzled_scales:
+    if layout.mode == ScalingMode.MX:
         tiles = scale_inv.reshape(layout.num_groups, -(-outer // 128), -(-inner // 4), 32, 4, 4)
         scale_inv = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(layout.num_groups, round_up(outer, 128), -1)
     scale_inv = scale_inv[:, :outer, :inner]
@@ -551,7 +539,7 @@ def _quantize_cuda(
     """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
     shape = (x.shape[0] // batch, x.shape[1])
     layout = spec.layout(shape, columnwise=False)
-    scratch = jax.ShapeDtypeStruct((scratch_bytes(spec.rows(shape[0]), spec.num_groups),), jnp.uint8)
+    scratch = jax.ShapeDtypeStruct((scratch_bytes(layout.tokens, spec.num_groups),), jnp.uint8)
     partial_sums = jax.ShapeDtypeStruct((layout.row_blocks(BLOCK) if spec.dbias else 0, layout.features), jnp.float32)
     results = list(spec.results(shape).values())
     if "row_indices" in spec.given and batch > 1:
@@ -574,7 +562,6 @@ def _quantize_cuda(
         dbias=spec.dbias,
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),
-        swizzled_scales=spec.swizzled_scales,
         given_scale="scale" in spec.given,
         gathered="row_indices" in spec.given,
         **activation_attributes(spec.activation),
@@ -633,7 +620,6 @@ def dequantize_cuda(
         num_groups=np.int64(layout.num_groups),
         stack_rows=np.int64(layout.stack_rows or 0),
         columnwise=layout.columnwise,
-        swizzled_scales=layout.swizzled_scales,
     )[0]
 
 

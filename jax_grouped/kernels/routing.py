@@ -1,4 +1,10 @@
-"""Routing: the choice of each token's experts, and the rows of the chosen pairs, sorted by expert."""
+"""Routing: the choice of each token's experts, and the rows of the chosen pairs, sorted by expert.
+
+The choice is a constant to derivatives, while weights and probabilities depend on the logits. Their tangents follow
+from weights and probabilities themselves, so that nothing else of the forward pass waits for the backward pass, and
+gradients of any order exist. The gradient of a gather would be a scatter-add, which a GPU does with atomics in any
+order. So each logit's gradient compares its expert with the token's few choices instead.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped.core.groups import as_int32, count_not_above, fit_to_capacity
-from jax_grouped.kernels.primitive import batched, define
+from jax_grouped.core.values import vary_alike
+from jax_grouped.kernels.primitive import bind, define
 
 #: Function from a router's logits to scores.
 Score = Literal["softmax", "sigmoid"]
@@ -22,6 +29,8 @@ _SCORES = ("softmax", "sigmoid")
 #: Most blocks of successive tokens in which the kernels count choices, and fewest tokens in one (`RoutingBlocks` in
 #: csrc).
 _MOST_BLOCKS, _LEAST_BLOCK_TOKENS = 128, 32
+#: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
+_MOST_PAIRS = 2**30
 _LOWEST = np.float32(np.finfo(np.float32).min)
 
 
@@ -29,24 +38,26 @@ _LOWEST = np.float32(np.finfo(np.float32).min)
 class RouteSpec:
     """The static part of a routing `(logits, *bias) -> (experts, weights, probabilities)`.
 
-    | array           | type and shape  | contents                                                            |
-    |-----------------|-----------------|---------------------------------------------------------------------|
-    | `logits`        | `[T, E]`        | bfloat16, float16 or float32                                        |
-    | `bias`          | `float32[E]`    | if given, what is added to the scores for the choice                |
-    | `experts`       | `int32[T, k]`   | highest sums of score and bias, best first; of equal ones, by index |
-    | `weights`       | `float32[T, k]` | scores of these experts                                             |
-    | `probabilities` | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
+    | array              | type and shape  | contents                                                            |
+    |--------------------|-----------------|---------------------------------------------------------------------|
+    | `logits`           | `[T, E]`        | bfloat16, float16 or float32                                        |
+    | `bias`             | `float32[E]`    | if given, what is added to the scores for the choice                |
+    | `experts`          | `int32[T, k]`   | highest sums of score and bias, best first; of equal ones, by index |
+    | `weights`          | `float32[T, k]` | scores of these experts                                             |
+    | `probabilities`    | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
+
+    With a number of rows, the results of `group_pairs` for these experts follow, and then:
+
+    | array              | type and shape  | contents                                                            |
+    |--------------------|-----------------|---------------------------------------------------------------------|
+    | `expert_load`      | `int32[E]`      | choices of each expert                                              |
+    | `probability_sums` | `float32[E]`    | sums of the probabilities over the tokens                           |
 
     In the choice, a NaN counts as the lowest score. Without a bias, sigmoids are compared by their logits, and groups
     by sums of sigmoids that are divided by a common factor: float32 rounds the sigmoids themselves to 0 or 1.
 
-    Attributes:
-        top_k: `k`, at most the experts of the groups that a token may use.
-        score: function from the logits to the scores, which are computed in float32.
-        normalize_weights: whether a token's weights are divided by their sum, unless that is 0.
-        expert_groups: number of groups of successive experts.
-        top_groups: number of groups that a token's experts come from: those with the highest sum of the two highest
-            numbers that the choice compares.
+    A token's experts come from `top_groups` of the `expert_groups` groups of successive experts: those with the highest
+    sum of the two highest numbers that the choice compares.
     """
 
     top_k: int
@@ -55,39 +66,97 @@ class RouteSpec:
     expert_groups: int = 1
     top_groups: int = 1
 
-    def results(self, logits: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
-        """Returns shapes and types of the results for logits of this shape."""
-        choices = (logits[0], self.top_k)
-        return [
-            jax.ShapeDtypeStruct(choices, jnp.int32),
-            jax.ShapeDtypeStruct(choices, jnp.float32),
-            jax.ShapeDtypeStruct(logits, jnp.float32),
-        ]
+
+def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int | None = None) -> list[jax.Array]:
+    """Returns the results of `RouteSpec`. Weights, probabilities and their sums are differentiable."""
+    operands = vary_alike(logits) if bias is None else vary_alike(logits, bias)
+    experts, weights, probabilities, *grouped = bind(ROUTE, *map(jax.lax.stop_gradient, operands), spec=spec, rows=rows)
+    if rows is None:
+        return [experts, *_depend_on_logits(spec, operands[0], experts, weights, probabilities)]
+    *grouped, sums = grouped
+    weights, probabilities, sums = _depend_on_logits(spec, operands[0], experts, weights, probabilities, sums)
+    return [experts, weights, probabilities, *grouped, sums]
 
 
-def _pair_shapes(experts: tuple[int, ...], num_experts: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Returns shapes and types of an order of pairs, its inverse, the group sizes, and the number of dropped pairs."""
-    shapes = ((rows,), experts, (num_experts,), (1,))
-    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+def group_pairs(experts: jax.Array, num_experts: int, rows: int) -> list[jax.Array]:
+    """Gives every pair of `int32[T, k]` experts one of `rows` rows, as `jax_grouped.moe.group_by_expert` documents.
+
+    Returns the order, its inverse, the group sizes, and the number of dropped pairs, `int32[1]`.
+    """
+    return bind(GROUP_PAIRS, experts, num_experts=num_experts, rows=rows)
 
 
-def route_xla(logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec) -> tuple[jax.Array, ...]:
-    """Returns the experts, weights and probabilities of `RouteSpec`."""
-    logits = logits.astype(jnp.float32)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _depend_on_logits(
+    spec: RouteSpec, logits: jax.Array, experts: jax.Array, *constants: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the weights, the probabilities, and sums of these if given, as functions of the logits."""
+    del spec, logits, experts
+    return constants
+
+
+@_depend_on_logits.defjvp
+def _depend_on_logits_jvp(spec: RouteSpec, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    results = _depend_on_logits(spec, *primals)
+
+    def tangent(
+        is_for_weights: bool,
+        dlogits: jax.Array,
+        logits: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        probabilities: jax.Array,
+    ) -> jax.Array:
+        # The tangent of each score, divided by the score, up to a term that a token's scores have in common.
+        relative = dlogits.astype(jnp.float32)
+        if spec.score == "sigmoid":
+            relative = relative * jax.nn.sigmoid(-logits.astype(jnp.float32))
+        if not is_for_weights or (spec.score == "softmax" and not spec.normalize_weights):
+            relative = relative - jnp.sum(probabilities * relative, axis=1, keepdims=True)
+        if not is_for_weights:
+            return probabilities * relative
+        relative = jnp.sum(jnp.where(chosen(experts, logits.shape[1]), relative[:, None], 0), axis=2)
+        if spec.normalize_weights:
+            relative = relative - jnp.sum(weights * relative, axis=1, keepdims=True)
+        return weights * relative
+
+    # With `jax.checkpoint`, the backward pass keeps the arguments alone: it computes comparisons and slopes again.
+    dweights, dprobabilities = [
+        jax.checkpoint(functools.partial(tangent, is_for_weights), prevent_cse=False)(
+            tangents[0], *primals[:2], *results[:2]
+        )
+        for is_for_weights in (True, False)
+    ]
+    dsums = [jnp.sum(dprobabilities, axis=0)] * len(results[2:])
+    return results, (dweights, dprobabilities, *dsums)
+
+
+def route_xla(
+    logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec, rows: int | None
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `RouteSpec`."""
+    num_experts, logits = logits.shape[1], logits.astype(jnp.float32)
     if spec.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
         experts = _best(scores if bias is None else scores + bias, spec)
         weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
-        return experts, _normalized(weights) if spec.normalize_weights else weights, probabilities
-    if bias is not None:
-        experts = _best(_sigmoid(logits) + bias, spec)
+        if spec.normalize_weights:
+            weights = _normalized(weights)
     else:
-        # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
-        compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
-        experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
-    chosen_logits = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
-    weights = _normalized(_relative_sigmoid(chosen_logits)) if spec.normalize_weights else _sigmoid(chosen_logits)
-    return experts, weights, _normalized(_relative_sigmoid(logits))
+        if bias is not None:
+            experts = _best(_sigmoid(logits) + bias, spec)
+        else:
+            # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
+            compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
+            experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
+        chosen_logits = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
+        weights = _normalized(_relative_sigmoid(chosen_logits)) if spec.normalize_weights else _sigmoid(chosen_logits)
+        probabilities = _normalized(_relative_sigmoid(logits))
+    if rows is None:
+        return experts, weights, probabilities
+    grouped = group_pairs_xla(experts, num_experts=num_experts, rows=rows)
+    load, sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
+    return experts, weights, probabilities, *grouped, load, sums
 
 
 def _sigmoid(logits: jax.Array) -> jax.Array:
@@ -193,58 +262,54 @@ def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
     return place.astype(jnp.int32)
 
 
-def route_and_group_xla(
-    logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec, rows: int
+def _route_cuda(
+    logits: jax.Array, *bias: jax.Array, spec: RouteSpec, rows: int | None, batch: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the results of `route` and of `group_pairs`, the experts' loads, and the sums of the probabilities."""
-    experts, weights, probabilities = route_xla(logits, bias, spec=spec)
     num_experts = logits.shape[1]
-    return (
-        experts,
-        weights,
-        probabilities,
-        *group_pairs_xla(experts, num_experts=num_experts, rows=rows),
-        expert_load(experts, num_experts),
-        jnp.sum(probabilities, axis=0),
+    is_small = spec.top_k <= _MOST_CHOICES and spec.expert_groups <= _MOST_EXPERT_GROUPS
+    if not is_small or not _has_kernels(logits, num_experts, batch):
+        return _by_elements(functools.partial(route_xla, spec=spec, rows=rows), batch, logits, *bias)
+    # For each block of tokens, counts of the choices and sums of the probabilities by expert.
+    blocks = batch * count_blocks(logits.shape[0] // batch), num_experts
+    block_sums = [jax.ShapeDtypeStruct(blocks, dtype) for dtype in (jnp.int32, jnp.float32)]
+    call = jax.ffi.ffi_call("jax_grouped_route", [*_route_results(logits, spec=spec, rows=None), *block_sums])
+    experts, weights, probabilities, *sums = call(
+        logits,
+        *bias,
+        batch=np.int64(batch),
+        score=np.int32(_SCORES.index(spec.score)),
+        normalize_weights=spec.normalize_weights,
+        expert_groups=np.int64(spec.expert_groups),
+        top_groups=np.int64(spec.top_groups),
     )
-
-
-def _route_cuda(logits: jax.Array, *bias: jax.Array, spec: RouteSpec, batch: int) -> tuple[jax.Array, ...]:
-    if not _can_route(logits, spec, batch):
-        return _by_elements(functools.partial(route_xla, spec=spec), batch, logits, *bias)
-    return _call_route(logits, *bias, spec=spec, batch=batch)[:3]
-
-
-def _group_pairs_cuda(experts: jax.Array, *, num_experts: int, rows: int, batch: int) -> tuple[jax.Array, ...]:
-    if not _can_group(experts, num_experts, batch):
-        function = functools.partial(group_pairs_xla, num_experts=num_experts, rows=rows)
-        return _by_elements(function, batch, experts)
-    counts = jax.ShapeDtypeStruct((batch * count_blocks(experts.shape[0] // batch), num_experts), jnp.int32)
-    return _call_group_pairs(experts, counts, num_experts=num_experts, rows=rows, batch=batch)[:4]
-
-
-def _route_and_group_cuda(
-    logits: jax.Array, *bias: jax.Array, spec: RouteSpec, rows: int, batch: int
-) -> tuple[jax.Array, ...]:
-    if not _can_route(logits, spec, batch):
-        function = functools.partial(route_and_group_xla, spec=spec, rows=rows)
-        return _by_elements(function, batch, logits, *bias)
-    num_experts = logits.shape[1]
-    experts, weights, probabilities, *block_sums = _call_route(logits, *bias, spec=spec, batch=batch)
-    sums = jax.ShapeDtypeStruct((batch * num_experts,), jnp.float32)
-    grouped = _call_group_pairs(experts, sums, *block_sums, num_experts=num_experts, rows=rows, batch=batch)
+    if rows is None:
+        return experts, weights, probabilities
+    grouped = _group_pairs_cuda(experts, *sums, num_experts=num_experts, rows=rows, batch=batch)
     return experts, weights, probabilities, *grouped
 
 
-def _can_route(logits: jax.Array, spec: RouteSpec, batch: int) -> bool:
-    few = spec.top_k <= _MOST_CHOICES and spec.expert_groups <= _MOST_EXPERT_GROUPS
-    return few and _can_group(logits, logits.shape[1], batch)
+def _group_pairs_cuda(
+    experts: jax.Array, *block_sums: jax.Array, num_experts: int, rows: int, batch: int
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `group_pairs` and, with the sums of each block of tokens, those of all tokens."""
+    if block_sums:
+        last = jax.ShapeDtypeStruct((batch * num_experts,), jnp.float32)
+    elif _has_kernels(experts, num_experts, batch):
+        # Scratch memory for the counts of each block.
+        last = jax.ShapeDtypeStruct((batch * count_blocks(experts.shape[0] // batch), num_experts), jnp.int32)
+    else:
+        function = functools.partial(group_pairs_xla, num_experts=num_experts, rows=rows)
+        return _by_elements(function, batch, experts)
+    load = jax.ShapeDtypeStruct((batch * num_experts,), jnp.int32)
+    results = [*_pair_results(experts.shape, num_experts, rows, batch), load, last]
+    outputs = jax.ffi.ffi_call("jax_grouped_group_pairs", results)(experts, *block_sums, batch=np.int64(batch))
+    return tuple(outputs if block_sums else outputs[:4])
 
 
-def _can_group(per_token: jax.Array, num_experts: int, batch: int) -> bool:
+def _has_kernels(per_token: jax.Array, num_experts: int, batch: int) -> bool:
     # In an export, the number of tokens may be symbolic.
-    known = isinstance(per_token.shape[0], int) and isinstance(batch, int)
-    return known and per_token.size > 0 and num_experts <= _MOST_EXPERTS
+    is_known = isinstance(per_token.shape[0], int) and isinstance(batch, int)
+    return is_known and per_token.size > 0 and num_experts <= _MOST_EXPERTS
 
 
 def _by_elements(
@@ -262,47 +327,33 @@ def count_blocks(tokens: int) -> int:
     return -(-tokens // max(_LEAST_BLOCK_TOKENS, -(-tokens // _MOST_BLOCKS)))
 
 
-def _call_route(logits: jax.Array, *bias: jax.Array, spec: RouteSpec, batch: int) -> tuple[jax.Array, ...]:
-    """Returns the results of `RouteSpec`, and for each block of tokens counts and sums of probabilities by expert."""
-    blocks = (batch * count_blocks(logits.shape[0] // batch), logits.shape[1])
-    block_sums = [jax.ShapeDtypeStruct(blocks, dtype) for dtype in (jnp.int32, jnp.float32)]
-    outputs = jax.ffi.ffi_call("jax_grouped_route", [*spec.results(logits.shape), *block_sums])(
-        logits,
-        *bias,
-        batch=np.int64(batch),
-        score=np.int32(_SCORES.index(spec.score)),
-        normalize_weights=spec.normalize_weights,
-        expert_groups=np.int64(spec.expert_groups),
-        top_groups=np.int64(spec.top_groups),
-    )
-    return tuple(outputs)
+def _pair_results(experts: tuple[int, ...], num_experts: int, rows: int, batch: int = 1) -> list[jax.ShapeDtypeStruct]:
+    """Returns shapes and types of the results of `group_pairs`."""
+    if experts[0] * experts[1] > batch * _MOST_PAIRS:
+        raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts}.")
+    shapes = (batch * rows,), experts, (batch * num_experts,), (batch,)
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
-def _call_group_pairs(
-    experts: jax.Array, last: jax.ShapeDtypeStruct, *block_sums: jax.Array, num_experts: int, rows: int, batch: int
-) -> tuple[jax.Array, ...]:
-    """Returns what `_pair_shapes` says, loads, and `last`: sums over `block_sums`, or without, scratch memory."""
-    element = (experts.shape[0] // batch, experts.shape[1])
-    grouped = [batched(shape, batch) for shape in _pair_shapes(element, num_experts, rows)]
-    load = jax.ShapeDtypeStruct((batch * num_experts,), jnp.int32)
-    call = jax.ffi.ffi_call("jax_grouped_group_pairs", [*grouped, load, last])
-    return tuple(call(experts, *block_sums, batch=np.int64(batch)))
-
-
-def _route_and_group_results(logits: Any, *_: Any, spec: RouteSpec, rows: int) -> list[jax.ShapeDtypeStruct]:
-    tokens, num_experts = logits.shape
+def _route_results(logits: Any, *_: Any, spec: RouteSpec, rows: int | None) -> list[jax.ShapeDtypeStruct]:
+    choices, num_experts = (logits.shape[0], spec.top_k), logits.shape[1]
+    results = [
+        jax.ShapeDtypeStruct(choices, jnp.int32),
+        jax.ShapeDtypeStruct(choices, jnp.float32),
+        jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+    ]
+    if rows is None:
+        return results
     totals = [jax.ShapeDtypeStruct((num_experts,), dtype) for dtype in (jnp.int32, jnp.float32)]
-    return [*spec.results(logits.shape), *_pair_shapes((tokens, spec.top_k), num_experts, rows), *totals]
+    return [*results, *_pair_results(choices, num_experts, rows), *totals]
 
 
-#: `(logits, *bias) -> [experts, weights, probabilities]` with a `RouteSpec`, which describes them.
-ROUTE = define("route", lambda logits, *_, spec: spec.results(logits.shape), route_xla, _route_cuda)
+#: `(logits, *bias) -> [experts, weights, probabilities, ...]` with a `RouteSpec`, and `rows` or None.
+ROUTE = define("route", _route_results, route_xla, _route_cuda)
 #: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
 GROUP_PAIRS = define(
     "group_pairs",
-    lambda experts, *, num_experts, rows: _pair_shapes(experts.shape, num_experts, rows),
+    lambda experts, *, num_experts, rows: _pair_results(experts.shape, num_experts, rows),
     group_pairs_xla,
     _group_pairs_cuda,
 )
-#: `(logits, *bias) -> [*route, *group_pairs, expert_load, probability_sums]` with a `RouteSpec` and `rows`.
-ROUTE_AND_GROUP = define("route_and_group", _route_and_group_results, route_and_group_xla, _route_and_group_cuda)

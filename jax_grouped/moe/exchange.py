@@ -1,19 +1,32 @@
-"""Expert parallelism: rows travel to the devices that hold their experts, and the results travel back."""
+"""Expert parallelism: rows or tokens travel to the devices that hold their experts, and the results travel back.
+
+With block scaling, rows can travel as FP8 numbers and their scales, which take 0.516 of the bytes of bfloat16. Blocks
+whose scales are powers of two can be quantized again without another error: the numbers have as few digits, and the
+scale is the same or fits them better. Only numbers far below the largest of another block lose digits.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
-from jax_grouped.core.values import as_array, axis_size, vary_alike
-from jax_grouped.fp8.arrays import short_repr
-from jax_grouped.moe.options import check_instance
+from jax_grouped.core.values import as_array, axis_size, static_size, vary_alike
+from jax_grouped.fp8.arrays import ScaledArray, short_repr
+from jax_grouped.fp8.layout import BLOCK
+from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
+from jax_grouped.kernels.quantization import QuantizeSpec, spread
+from jax_grouped.kernels.rows import permute_rows, sum_of_choices
+from jax_grouped.moe.permutation import Permutation, checked_shared
+from jax_grouped.moe.routing import check_instance
 from jax_grouped.ops import inputs
-from jax_grouped.ops.inputs import GroupSizes
+from jax_grouped.ops.gather import exchange_stacks, gather_stack
+from jax_grouped.ops.inputs import GroupSizes, scaling_options
+from jax_grouped.ops.quantize import grouped_dequantize, quantize_stack
 
 #: Counts of the rows of all devices are int32, and so are positions among the rows that one device receives.
 _MOST_ROWS = 2**31 - 1
@@ -21,17 +34,14 @@ _MOST_ROWS = 2**31 - 1
 #: Origin of a row without a source: an index past the end of every array.
 _NOWHERE = _MOST_ROWS
 
+#: Rows of all devices, as they were sent.
+Received = jax.Array | ScaledArray
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Slices:
-    """Slices of an array's rows that go to each device, or come from it: `n = E / D` slices per device.
-
-    Attributes:
-        starts: `int32[D, n]`, first rows of the slices on this device.
-        sizes: `int32[D, n]`, numbers of rows of the slices.
-        num_rows: rows of this device's array; static.
-    """
+    """Slices of the rows of an array with `num_rows`: `E / D` that go to each of `D` devices, or come from it."""
 
     starts: jax.Array
     sizes: jax.Array
@@ -52,18 +62,14 @@ class Exchange:
         axis_name: the mesh axis; static.
 
     Example:
-        from jax.sharding import AxisType, PartitionSpec as P
-
-        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
-
         def rows_per_own_expert(group_sizes):
             exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8)
             assert isinstance(exchange, jg.moe.Exchange)
             return exchange.group_sizes
 
-        sharded = jax.shard_map(rows_per_own_expert, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        two_devices = jax.vmap(rows_per_own_expert, axis_name="expert")  # in place of jax.shard_map
 
-        assert jax.jit(sharded)(jnp.array([3, 4])).tolist() == [3, 4]
+        assert two_devices(jnp.array([[3, 4], [1, 2]])).tolist() == [[4], [6]]
     """
 
     group_sizes: jax.Array
@@ -100,20 +106,15 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
             large, or `axis_name` is no axis of a surrounding `jax.shard_map`.
 
     Example:
-        from jax.sharding import AxisType, PartitionSpec as P
-
-        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
-
         def dropped(group_sizes):
-            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=6)
-            return jax.lax.psum(exchange.dropped, "expert")
+            return jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=5).dropped
 
-        sharded = jax.shard_map(dropped, mesh=mesh, in_specs=P("expert"), out_specs=P())
+        two_devices = jax.vmap(dropped, axis_name="expert")  # in place of jax.shard_map
 
-        assert int(jax.jit(sharded)(jnp.array([3, 4]))) == 1
+        assert two_devices(jnp.array([[3, 4], [1, 2]])).tolist() == [1, 0]
     """
     devices = axis_size(axis_name)
-    num_rows, capacity = inputs.static_size("num_rows", num_rows), inputs.static_size("capacity", capacity)
+    num_rows, capacity = static_size("num_rows", num_rows), static_size("capacity", capacity)
     for name, value, most in (("num_rows", num_rows, _MOST_ROWS // devices), ("capacity", capacity, _MOST_ROWS)):
         if value > most:
             raise ValueError(
@@ -175,8 +176,7 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
         assert y[:7].tolist() == 7 * [[2.0, 2.0]] and not y[7:].any()
     """
-    check_instance("exchange", exchange, Exchange)
-    return _exchanged(rows, exchange, exchange.outgoing, exchange.incoming)
+    return _exchanged(rows, exchange, back=False)
 
 
 def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
@@ -194,45 +194,34 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         ValueError: `rows` is not `[capacity, C]` with the `capacity` of the plan.
 
     Example:
-        from jax.sharding import AxisType, PartitionSpec as P
-
-        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
-
         def there_and_back(rows, group_sizes):
             exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=6)
             return jg.moe.return_rows(jg.moe.send_rows(rows, exchange), exchange)
 
-        sharded = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-        y = jax.jit(sharded)(jnp.ones((8, 1)), jnp.array([3, 4]))
+        one_device = jax.vmap(there_and_back, axis_name="expert")  # in place of jax.shard_map
+        y = one_device(jnp.ones((1, 8, 1)), jnp.array([[3, 4]]))
 
-        assert y[:, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]  # the second expert's last row found no room
+        assert y[0, :, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]  # the second expert's last row found no room
     """
+    return _exchanged(rows, exchange, back=True)
+
+
+def _exchanged(rows: jax.Array, exchange: Exchange, *, back: bool) -> jax.Array:
     check_instance("exchange", exchange, Exchange)
-    return _exchanged(rows, exchange, exchange.incoming, exchange.outgoing)
-
-
-def _exchanged(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
     rows = as_array("rows", rows)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise TypeError(f"rows must be of a floating-point type, got {rows.dtype.name}.")
+    source, target = exchange.outgoing, exchange.incoming
+    if back:
+        source, target = target, source
     if rows.ndim != 2 or rows.shape[0] != source.num_rows:
         raise ValueError(f"rows must have shape [{source.num_rows}, C] for this exchange, got {rows.shape}.")
-    return _vary_and_move(rows, exchange, source, target)
+    return _move(exchange.axis_name, *_varying((rows, source, target)))
 
 
-def move_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """Sends rows of any type, as `send_rows` does; without a gradient."""
-    return _vary_and_move(rows, exchange, exchange.outgoing, exchange.incoming)
-
-
-def move_rows_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """Returns rows of any type, as `return_rows` does; without a gradient."""
-    return _vary_and_move(rows, exchange, exchange.incoming, exchange.outgoing)
-
-
-def _vary_and_move(rows: jax.Array, exchange: Exchange, source: _Slices, target: _Slices) -> jax.Array:
-    arrays, structure = jax.tree.flatten((rows, source, target))
-    return _move(exchange.axis_name, *jax.tree.unflatten(structure, vary_alike(*arrays)))
+def _varying(arrays: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, vary_alike(*leaves))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -279,3 +268,172 @@ def _origins(starts: jax.Array, sizes: jax.Array, origins: jax.Array, *, num_row
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Returns `rows[index]`, zeros where the index is past the end."""
     return rows.at[index].get(mode="fill", fill_value=0)
+
+
+class RowForm(NamedTuple):
+    """Recipe and FP8 type with which rows are quantized for a transfer."""
+
+    recipe: Float8BlockScaling
+    dtype: DTypeLike
+
+
+class Wire(NamedTuple):
+    """Forms in which tokens and results travel, and their gradients back; None for rows in their own type."""
+
+    tokens: RowForm | None = None
+    results: RowForm | None = None
+    dresults: RowForm | None = None
+    dtokens: RowForm | None = None
+
+    @classmethod
+    def make(cls, recipe: Recipe | None, *, dispatch: bool, combine: bool) -> Self:
+        """Returns FP8 forms, if the recipe scales blocks by powers of two."""
+        if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
+            return cls()
+        forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
+        return cls(
+            tokens=forward if dispatch else None,
+            results=forward if combine else None,
+            dresults=backward if dispatch else None,
+            dtokens=backward if combine else None,
+        )
+
+
+def gather_tokens(x: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:
+    """Gathers `[T, C]` to `[D T, C]`."""
+    if form is None or 0 in x.shape:
+        return jax.lax.all_gather(x, axis_name, tiled=True)
+    return gather_stack(_quantized(x[None], form), axis_name)
+
+
+def restored(received: Received, dtype: DTypeLike) -> jax.Array:
+    """Returns gathered tokens as an array `[D T, C]` of this type."""
+    if not isinstance(received, ScaledArray):
+        return received
+    return grouped_dequantize(received, dtype).reshape(-1, received.layout.features)
+
+
+def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:
+    """Sends each device what this one has for its tokens: `[D T, C]` to `[D, T, C]`, the parts from all devices."""
+    devices = jax.lax.axis_size(axis_name)
+    device_rows = parts.reshape(devices, parts.shape[0] // devices, parts.shape[1])
+    if form is None or 0 in parts.shape:
+        return jax.lax.all_to_all(device_rows, axis_name, 0, 0)
+    return exchange_stacks(_quantized(device_rows, form), axis_name)
+
+
+def summed(parts: Received) -> jax.Array:
+    """Sums over the devices in float32, as `jax.lax.psum_scatter` would not: `[D, T, C]` to `[T, C]`."""
+    if isinstance(parts, ScaledArray):
+        tokens = parts.data.shape[1]
+        scales = jnp.swapaxes(parts.scale_inv, 1, 2)[:, :tokens]
+        return functools.reduce(jnp.add, map(_dequantized, parts.data, scales))
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+
+
+def send_tokens(x: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire) -> jax.Array:
+    """Computes `send_rows(permute(x, permutation), exchange)`, with each token quantized at most once for the way."""
+    way = _Way(exchange.axis_name) if 0 in x.shape else _Way(exchange.axis_name, wire.tokens, wire.dtokens)
+    return _send(way, *_varying((x, _arrays(permutation, exchange))))
+
+
+def sum_returned(
+    rows: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire, shared: jax.Array | None
+) -> jax.Array:
+    """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`."""
+    way = _Way(exchange.axis_name) if 0 in rows.shape else _Way(exchange.axis_name, wire.results, wire.dresults)
+    sums = _sum(way, *_varying((rows, _arrays(permutation, exchange))))
+    if shared is not None:
+        sums += checked_shared(shared, sums.shape).astype(jnp.float32)
+    return sums.astype(rows.dtype)
+
+
+class _Way(NamedTuple):
+    """Mesh axis along which rows travel, their form, and the form of their gradients on the way back."""
+
+    axis_name: Hashable
+    form: RowForm | None = None
+    gradient_form: RowForm | None = None
+
+    def back(self) -> Self:
+        return self._replace(form=self.gradient_form, gradient_form=self.form)
+
+
+def _arrays(permutation: Permutation, exchange: Exchange) -> Any:
+    """Returns what transfers read. The rules keep all that they are given for the backward pass."""
+    return permutation.order, permutation.inverse, exchange.outgoing, exchange.incoming
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send(way: _Way, x: jax.Array, arrays: Any) -> jax.Array:
+    """Sends the rows of tokens to their experts."""
+    order, inverse, outgoing, incoming = arrays
+    words = permute_rows(_words(x, way.form), order, inverse)
+    return _rows(_move(way.axis_name, words, outgoing, incoming), x, way.form)
+
+
+def _send_forward(way: _Way, x: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+    return _send(way, x, arrays), arrays
+
+
+def _send_backward(way: _Way, arrays: Any, drows: jax.Array) -> tuple[Any, ...]:
+    return _sum(way.back(), drows, arrays).astype(drows.dtype), None
+
+
+_send.defvjp(_send_forward, _send_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(way: _Way, rows: jax.Array, arrays: Any) -> jax.Array:
+    """Sends rows back, and sums those of each token in float32."""
+    _, inverse, outgoing, incoming = arrays
+    words = _move(way.axis_name, _words(rows, way.form), incoming, outgoing)
+    return sum_of_choices(_rows(words, rows, way.form), inverse)
+
+
+def _sum_forward(way: _Way, rows: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+    # The gradients of sums travel in the type of the rows.
+    return _sum(way, rows, arrays), (rows[:0], arrays)
+
+
+def _sum_backward(way: _Way, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+    no_rows, arrays = residuals
+    return _send(way.back(), dy.astype(no_rows.dtype), arrays), None
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+def _words(x: jax.Array, form: RowForm | None) -> jax.Array:
+    """Quantizes rows `[T, C]` to `int32[T, C / 4 + blocks]`: their numbers, then their scales."""
+    if form is None:
+        return x
+    quantized = _quantized(x[None], form)
+    tokens, features = x.shape
+    numbers = jax.lax.bitcast_convert_type(quantized.data.reshape(tokens, features // 4, 4), jnp.int32)
+    scales = jax.lax.bitcast_convert_type(quantized.scale_inv[0, :, :tokens].T, jnp.int32)
+    return jnp.concatenate([numbers, scales], axis=1)
+
+
+def _rows(words: jax.Array, like: jax.Array, form: RowForm | None) -> jax.Array:
+    """Returns the rows of `_words`, with features and type like these."""
+    if form is None:
+        return words
+    features = like.shape[1]
+    numbers, scales = jnp.split(words, [features // 4], axis=1)
+    data = jax.lax.bitcast_convert_type(numbers, form.dtype).reshape(-1, features)
+    return _dequantized(data, jax.lax.bitcast_convert_type(scales, jnp.float32)).astype(like.dtype)
+
+
+def _quantized(x: jax.Array, form: RowForm) -> ScaledArray:
+    """Quantizes a stack of rows, `[D, T, C]`, rowwise."""
+    options = scaling_options(form.recipe)
+    spec = QuantizeSpec(form.recipe.token_mode, form.dtype, num_groups=x.shape[0], stack_rows=x.shape[1], **options)
+    rowwise = quantize_stack(x, spec).rowwise
+    assert rowwise is not None
+    return rowwise
+
+
+def _dequantized(data: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """Computes the float32 values of rows `[T, C]` with scales `[T, blocks]`, for XLA to fuse with what reads them."""
+    return data.astype(jnp.float32) * spread(scale_inv, BLOCK, data.shape[1], axis=1)

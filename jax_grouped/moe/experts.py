@@ -9,11 +9,16 @@ The gradient of a routing weight comes from the activation's result `a` and that
 expert's result is kept or gathered for it, as in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the
 second product's wgrad, and `da` after its dgrad. With a recipe, one pass over the first product's result quantizes the
 weighted `a` and the gradient of that result.
+
+On a mesh, the tokens of all devices may be gathered along `expert_axis`, and kernels that are stored in parts along
+`fsdp_axis`. XLA runs one collective at a time, and other work during it: optimization barriers decide which work that
+is. All that a barrier returns is used in place of its operands, or XLA removes it.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +28,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_grouped.core.groups import Groups, count_not_above
-from jax_grouped.core.values import apply_rule, as_array, vary_alike
+from jax_grouped.core.values import apply_rule, as_array, axis_size, sum_dtype, vary_alike
+from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
+from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
 from jax_grouped.kernels.partition import axes_of
 from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_choices, sum_rows, tokens_of
-from jax_grouped.moe.gathers import Received, TokenGather, WeightGather, restored, summed
+from jax_grouped.moe.exchange import Received, Wire, gather_tokens, restored, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import (
@@ -47,12 +54,14 @@ from jax_grouped.ops.dense import (
     next_state,
     primal_values,
     quantized_gradient,
+    quantized_kernels,
     quantized_tokens,
     weights_gradient,
     zero_gradient,
 )
+from jax_grouped.ops.gather import gather_stack
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
-from jax_grouped.ops.quantize import Oriented, quantize_permuted, quantize_with_activation
+from jax_grouped.ops.quantize import Oriented, check_for_gradients, quantize_permuted, quantize_with_activation
 
 #: Name of the input of the activation, for policies of `jax.checkpoint`.
 HIDDEN_NAME = CHECKPOINT_NAMES[2]
@@ -74,12 +83,10 @@ def grouped_mlp(
 ) -> jax.Array:
     """Applies a feed-forward network per group: by default `(silu(x @ gate) * (x @ up)) @ down` (arXiv:2002.05202).
 
-    With a recipe, the activation is fused into the quantization of the second product's input, and its derivative into
-    the quantization of the first product's output gradient. Both are computed in float32, rounded once, to FP8, and
-    never written in a wider type. Without a recipe they are plain JAX, and the backward pass computes the activation
-    again from the first product's result, which is kept in its own type. Everything else is as in
-    `jax_grouped.grouped_dense`: types, rows of no group, gradients, the values kept under
-    `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
+    With a recipe, the activation and its derivative are fused into quantizations: computed in float32, rounded once, to
+    FP8, and never written in a wider type. Without a recipe, the backward pass computes the activation again from the
+    first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
+    rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Under plain `jax.jit` with sharded arrays, both products are split as `jax_grouped.grouped_dense` is: activation and
     quantization are then two passes, with a rounding to the type of `x` in between.
@@ -112,7 +119,8 @@ def grouped_mlp(
         assert jnp.allclose(y[:14], 16 * 32 * jax.nn.silu(32.0)) and not y[14:].any()
     """
     x = as_array("x", x)
-    gate_up, down, spec = _canonical(x, gate_up, down, activation, recipe, precision)
+    network = Network(as_weights("gate_up", gate_up), as_weights("down", down), activation, recipe, precision)
+    gate_up, down, spec = _canonical(x, network)
     out_spec = inputs.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
     last = dataclasses.replace(spec.down, partitions=Partitions(out=out_spec))
     if recipe is None or is_on_mesh(x, gate_up, spec.up) or is_on_mesh(x, down, last):
@@ -124,7 +132,7 @@ def grouped_mlp(
 
     groups = inputs.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
-    y = apply_rule(_experts, arrays, spec, "grouped_mlp")
+    y = apply_rule(_experts, arrays, spec)
     return checkpoint_name(y, OUTPUT_NAME)
 
 
@@ -137,96 +145,91 @@ def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> Partition
     return PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
 
 
+class Network(NamedTuple):
+    """The experts' weights, and how they compute."""
+
+    gate_up: Weights
+    down: Weights
+    activation: Activation = "swiglu"
+    recipe: Recipe | None = None
+    precision: jax.lax.PrecisionLike = None
+    #: Mesh axis whose devices have different tokens, and store each a part of the kernels and biases.
+    fsdp_axis: Hashable | None = None
+    #: `GemmSpec.expected_tokens`.
+    expected_rows: int = 0
+
+
 def routed_mlp(
     x: jax.Array,
-    gate_up: Weights,
-    down: Weights,
+    network: Network,
     permutation: Permutation,
     weights: jax.Array,
-    activation: Activation = "swiglu",
-    recipe: Recipe | None = None,
-    precision: jax.lax.PrecisionLike = None,
+    *,
     shared: jax.Array | None = None,
-    expected_rows: int = 0,
-    token_gather: TokenGather | None = None,
+    expert_axis: Hashable | None = None,
+    wire: Wire | None = None,
     received: Received | None = None,
-    weight_gather: WeightGather | None = None,
 ) -> jax.Array:
-    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`."""
+    """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
+
+    With an `expert_axis`, the permutation is that of the tokens of all its devices, which are there as `received`.
+    """
     order, inverse = permutation.order, permutation.inverse
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
-    gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
+    gate_up, down, spec = _canonical(rows, network)
     groups = inputs.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     if shared is not None:
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
-    row_map = RowMap(groups, weights, order, inverse, tokens_of(order, inverse), down.bias)
     # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
-    others = dict(zero_other_rows=jax.debug_nans.value)
+    zero_other_rows = jax.debug_nans.value
     spec = spec._replace(
-        token_gather=token_gather or TokenGather(),
+        up=dataclasses.replace(spec.up, zero_other_rows=zero_other_rows),
+        down=dataclasses.replace(spec.down, bias_dtype=None, zero_other_rows=zero_other_rows),
+        expert_axis=expert_axis,
+        wire=wire or Wire(),
         shared_dtype=None if shared is None else shared.dtype,
-        up=dataclasses.replace(spec.up, **others),
-        down=dataclasses.replace(spec.down, bias_dtype=None, **others),
     )
+    row_map = RowMap(groups, weights, order, inverse, tokens_of(order, inverse), down.bias)
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down._replace(bias=None), row_map, shared))
-    return apply_rule(_experts, arrays._replace(received=received), spec, "moe_mlp").astype(x.dtype)
+    return apply_rule(_experts, arrays._replace(received=received), spec).astype(x.dtype)
 
 
-def weighted_mlp(
-    rows: jax.Array,
-    gate_up: Weights,
-    down: Weights,
-    group_sizes: jax.Array,
-    row_weights: jax.Array,
-    activation: Activation = "swiglu",
-    recipe: Recipe | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    expected_rows: int = 0,
-    weight_gather: WeightGather | None = None,
-) -> jax.Array:
+def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_weights: jax.Array) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already."""
-    gate_up, down, spec = _canonical(rows, gate_up, down, activation, recipe, precision, expected_rows, weight_gather)
+    gate_up, down, spec = _canonical(rows, network)
     groups = inputs.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     spec = spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
     arrays = ExpertsArrays(*vary_inputs(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
-    weighted = apply_rule(_experts, arrays, spec, "moe_mlp")
+    weighted = apply_rule(_experts, arrays, spec)
     if down.bias is not None:
         zeros, bias, *varying_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
         weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*varying_groups))
     return weighted.astype(rows.dtype)
 
 
-def _canonical(
-    rows: jax.Array | jax.ShapeDtypeStruct,
-    gate_up: jax.Array | Weights,
-    down: jax.Array | Weights,
-    activation: Activation,
-    recipe: Recipe | None,
-    precision: jax.lax.PrecisionLike,
-    expected_rows: int = 0,
-    weight_gather: WeightGather | None = None,
-) -> tuple[Weights, Weights, "ExpertsSpec"]:
+def _canonical(rows: jax.Array | jax.ShapeDtypeStruct, network: Network) -> tuple[Weights, Weights, "ExpertsSpec"]:
     """Returns both weights as arrays, and the static part of their products with rows such as these."""
-    weight_gather = weight_gather or WeightGather()
-    gate_up, down = as_weights("gate_up", gate_up), as_weights("down", down)
+    gate_up, down, activation, recipe, precision, fsdp_axis, expected_rows = network
     inputs.check_activation_name(activation)
     check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     features = down.kernel.shape[1]
     if recipe is not None:
         inputs.check_fp8_features("down", down.kernel.shape, features, "F")
+    parts = 1
+    if fsdp_axis is not None:
+        parts = axis_size(fsdp_axis)
+        # Biases are gathered in the type in which their gradients are summed.
+        up_bias, down_bias = jax.tree.map(
+            lambda bias: jax.lax.all_gather(bias.astype(sum_dtype(bias.dtype)), fsdp_axis, tiled=True),
+            (gate_up.bias, down.bias),
+        )
+        gate_up, down = gate_up._replace(bias=up_bias), down._replace(bias=down_bias)
     hidden = jax.ShapeDtypeStruct((rows.shape[0], features), rows.dtype)
-    gate_up, up = canonical_weights(rows, gate_up, recipe, None, precision, "gate_up", weight_gather.parts)
-    down, spec = canonical_weights(hidden, down, recipe, None, precision, "down", weight_gather.parts)
-    return (
-        gate_up,
-        down,
-        ExpertsSpec(
-            activation,
-            up=dataclasses.replace(up, output_activation=activation, expected_tokens=expected_rows),
-            down=dataclasses.replace(spec, input_activation=activation, expected_tokens=expected_rows),
-            weight_gather=weight_gather,
-        ),
-    )
+    gate_up, up_spec = canonical_weights(rows, gate_up, recipe, None, precision, "gate_up", parts)
+    down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down", parts)
+    up_spec = dataclasses.replace(up_spec, output_activation=activation, expected_tokens=expected_rows)
+    down_spec = dataclasses.replace(down_spec, input_activation=activation, expected_tokens=expected_rows)
+    return gate_up, down, ExpertsSpec(activation, up_spec, down_spec, fsdp_axis)
 
 
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
@@ -247,32 +250,29 @@ def check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Ac
 
 
 class ExpertsSpec(NamedTuple):
-    """The static part: the activation, both products, the gathers, and the type of a shared result."""
+    """The static part of the rule: both products, the axis of `Network`, and the type of a shared result."""
 
     activation: Activation
     up: DenseSpec
     down: DenseSpec
-    weight_gather: WeightGather = WeightGather()
-    token_gather: TokenGather = TokenGather()
+    fsdp_axis: Hashable | None = None
+    #: Mesh axis along which each device has other experts, and gathers the tokens of all.
+    expert_axis: Hashable | None = None
+    wire: Wire = Wire()
     shared_dtype: np.dtype | None = None
 
 
 class RowMap(NamedTuple):
-    """Map between tokens and the rows of the experts. With `groups` alone, the rows stand already, and have no weights.
-
-    Attributes:
-        groups: the rows of each expert.
-        weights: `float32[T, k]` of tokens, or `float32[R]` of rows that stand.
-        order, inverse: those of the `Permutation`.
-        row_indices: `int32[R]`, the token of each row.
-        bias: `[E, N]` of the second product, or None.
-    """
+    """Map between tokens and the rows of the experts. With `groups` alone, the rows stand already, unweighted."""
 
     groups: Groups
+    #: `float32[T, k]` of tokens, or `float32[R]` of rows that stand.
     weights: jax.Array | None = None
+    #: Those of the `Permutation`, and the token of each row, `int32[R]`.
     order: jax.Array | None = None
     inverse: jax.Array | None = None
     row_indices: jax.Array | None = None
+    #: `[E, N]` of the second product, whose weights then have none.
     bias: jax.Array | None = None
 
     def rows(self, x: Any, recipe: Recipe | None) -> Any:
@@ -280,15 +280,6 @@ class RowMap(NamedTuple):
         if recipe is not None or self.order is None or self.inverse is None:
             return x
         return Gathered(x, self.order, self.inverse)
-
-    def combined(self, rows: jax.Array) -> jax.Array:
-        """Returns the weighted sum of each token's rows, or the weighted rows, in float32; without weights the rows."""
-        if self.weights is None:
-            return rows
-        if self.inverse is None:
-            return rows.astype(jnp.float32) * self.weights[:, None]
-        sums = sum_of_choices(rows, self.inverse, self.weights)
-        return sums if self.bias is None else sums + self.weighted_bias(self.bias, self.weights)
 
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""
@@ -299,33 +290,22 @@ class RowMap(NamedTuple):
         expert_weights = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
         return jnp.matmul(expert_weights, bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
-    def row_weights(self) -> jax.Array:
-        """Returns the weight of each row, `float32[R]`."""
-        assert self.weights is not None
-        return self.weights if self.order is None else gather(self.weights.reshape(self.weights.size), self.order)
-
 
 class ExpertsArrays(NamedTuple):
-    """The arrays of the rule.
-
-    Attributes:
-        x: the tokens `[T, K]`, or the rows `[R, K]` if they stand already.
-        up, down: the weights. With a `bias` of the map, `down` has none.
-        row_map: the map between tokens and rows.
-        shared: `[T, N]`, added to the sums of this device's tokens, or None; not kept for the backward pass.
-        received: the tokens of all devices as they were sent, which the products read in place of `x`; or None.
-    """
+    """The arrays of the rule; `x` are tokens `[T, K]`, or the rows `[R, K]` if they stand already."""
 
     x: jax.Array
     up: Weights
     down: Weights
     row_map: RowMap
+    #: `[T, N]`, added to the sums of this device's tokens.
     shared: jax.Array | None = None
+    #: The tokens of all devices as they were sent, which the products read in place of `x`.
     received: Received | None = None
 
 
 class _Saved(NamedTuple):
-    """Residuals; `x` is None if the products' own residuals hold the rows."""
+    """Residuals; `x` is None if those of the products hold the rows."""
 
     x: Any
     row_map: RowMap
@@ -338,122 +318,162 @@ class _Saved(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _experts(arrays: ExpertsArrays, spec: ExpertsSpec) -> jax.Array:
     """Returns the weighted sum of each token's results, `[T, N]`, or the results of rows that stand, `[R, N]`."""
-    return _run(arrays, spec, for_gradients=False)[0]
+    return _forward(arrays, spec, for_gradients=False)[0]
 
 
-def _forward(primals: Any, spec: ExpertsSpec) -> tuple[jax.Array, _Saved]:
-    return _run(primal_values(primals), spec, for_gradients=True)
+def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> tuple[jax.Array, _Saved]:
+    x, up, down, row_map, shared, received = primal_values(primals) if for_gradients else primals
+    groups, weights, order, inverse, row_indices, bias = row_map
+    recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
+    up_scales, down_scales = given_scales(spec.up, up.fp8_state), given_scales(spec.down, down.fp8_state)
+    # Rows that stand are quantized once, for both passes.
+    with_wgrad_rows = for_gradients and weights is None
 
+    up_kernels, _ = _kernels_for_fprop(up, spec.up, fsdp_axis, None, with_dgrad=for_gradients)
+    if expert_axis is not None:
+        if fsdp_axis is not None or (recipe is not None and up.kernel_cache is None):
+            # The gather or the quantization of these kernels runs while the tokens travel.
+            x, up_kernels, shared = jax.lax.optimization_barrier((received, up_kernels, shared))
+        else:
+            x, shared = jax.lax.optimization_barrier((received, shared))
+        weights = jax.lax.all_gather(weights, expert_axis, tiled=True)
+        row_map = row_map._replace(weights=weights)
+    if inverse is not None and recipe is not None and (recipe.token_mode == ScalingMode.BLOCK_1D or up_scales):
+        # Read each token once, as its scales are known or depend on the token alone.
+        row_spec = spec.up.quantization()
+        rowwise, amax = quantize_permuted(x, groups, order, inverse, up_scales.get("input"), spec=row_spec)
+        tokens = Oriented(rowwise, None, amax)
+    else:
+        rows = row_map.rows(x, recipe)
+        tokens = quantized_tokens(rows, groups, spec.up, up_scales, columnwise=with_wgrad_rows, row_indices=row_indices)
+    down_kernels, up_kernels = _kernels_for_fprop(down, spec.down, fsdp_axis, up_kernels, with_dgrad=for_gradients)
 
-def _run(arrays: ExpertsArrays, spec: ExpertsSpec, *, for_gradients: bool) -> tuple[jax.Array, _Saved]:
-    x, up, down, row_map, shared, received = arrays
-    groups, keeps = row_map.groups, for_gradients and row_map.weights is None
-    kernels, _ = spec.weight_gather.for_fprop(up, spec.up, None, rowwise=for_gradients)
-    # Kernels that a gather or a quantization makes are made while the tokens travel.
-    is_made = spec.weight_gather.axis_name is not None or not (spec.up.recipe is None or up.kernel_cache is not None)
-    x, made, shared = spec.token_gather.tokens_while(x, received, kernels if is_made else None, shared)
-    kernels = kernels if made is None else made
-    row_map = row_map._replace(weights=spec.token_gather.routing_weights(row_map.weights))
-    tokens = _quantized_once(x, row_map, spec, up)
-    down_kernels, kernels = spec.weight_gather.for_fprop(down, spec.down, kernels, rowwise=for_gradients)
-    if tokens is None:
-        rows, scales = row_map.rows(x, spec.up.recipe), given_scales(spec.up, up.fp8_state)
-        indices = row_map.row_indices
-        tokens = quantized_tokens(rows, groups, spec.up, scales, columnwise=keeps, row_indices=indices)
-    hidden = checkpoint_name(fprop(tokens, kernels, groups, spec.up, up.bias), HIDDEN_NAME)
-    activated = activate(hidden, spec.activation) if spec.down.recipe is None else hidden
-    scales = given_scales(spec.down, down.fp8_state)
-    down_tokens = quantized_tokens(activated, groups, spec.down, scales, columnwise=keeps)
-    sums = _sums(row_map, fprop(down_tokens, down_kernels, groups, spec.down, down.bias), spec)
+    hidden = checkpoint_name(fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
+    activated = activate(hidden, spec.activation) if recipe is None else hidden
+    down_tokens = quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
+    y = fprop(down_tokens, down_kernels, groups, spec.down, down.bias)
+
+    if weights is not None and inverse is None:
+        y = y.astype(jnp.float32) * weights[:, None]
+    elif expert_axis is not None:
+        y = _sums_of_devices(y, row_map, spec)
+    elif weights is not None and inverse is not None:
+        y = sum_of_choices(y, inverse, weights)
+        if bias is not None:
+            y += row_map.weighted_bias(bias, weights)
     if shared is not None:
-        sums += shared.astype(jnp.float32)
-    if not keeps:
+        y += shared.astype(jnp.float32)
+
+    if not with_wgrad_rows:
         tokens, down_tokens = tokens._replace(columnwise=None), down_tokens._replace(columnwise=None)
-    return sums, _Saved(
-        None if keeps else x,
+    return y, _Saved(
+        None if with_wgrad_rows else x,
         row_map,
         hidden,
-        named(make_residuals(tokens, kernels, groups, spec.up, up.fp8_state)),
+        named(make_residuals(tokens, up_kernels, groups, spec.up, up.fp8_state)),
         named(make_residuals(down_tokens, down_kernels, groups, spec.down, down.fp8_state)),
         (up.dkernel_accumulator, down.dkernel_accumulator),
     )
 
 
-def _quantized_once(x: Any, row_map: RowMap, spec: ExpertsSpec, up: Weights) -> Oriented | None:
-    """Quantizes the first product's tokens in a pass that reads each once.
+def _kernels_for_fprop(
+    weights: Weights, spec: DenseSpec, fsdp_axis: Hashable | None, after: Any, *, with_dgrad: bool
+) -> tuple[Oriented, Any]:
+    """Returns the kernels that fprop reads, gathered once `after` is there, and those of dgrad in parts."""
+    state = weights.fp8_state
+    if fsdp_axis is not None and state is not None:
+        state = part_of_state(state, fsdp_axis, weights.kernel.shape[0])
+    kernels = quantized_kernels(weights, spec, given_scales(spec, state), rowwise=with_dgrad)
+    if fsdp_axis is None:
+        return kernels, after
+    if state is not None:
+        assert kernels.amax is not None
+        kernels = kernels._replace(amax=jax.lax.all_gather(kernels.amax, fsdp_axis, tiled=True))
+    columnwise, after = _gathered_kernels(kernels.columnwise, fsdp_axis, after)
+    return kernels._replace(columnwise=columnwise), after
 
-    Returns None without a recipe, if the rows stand already, or if scales would have to be found first. Scales of
-    blocks do not depend on a token's expert, and delayed scaling gives one per expert.
-    """
-    recipe, order, inverse = spec.up.recipe, row_map.order, row_map.inverse
-    if recipe is None or order is None or inverse is None:
-        return None
-    scales = given_scales(spec.up, up.fp8_state)
-    if recipe.token_mode != ScalingMode.BLOCK_1D and not scales:
-        return None
-    row_spec = spec.up.quantization()
-    rowwise, amax = quantize_permuted(x, row_map.groups, order, inverse, scales.get("input"), spec=row_spec)
-    return Oriented(rowwise, None, amax)
+
+def _gathered_kernels(parts: Any, fsdp_axis: Hashable, after: Any) -> tuple[Any, Any]:
+    """Gathers kernels once `after` is there: XLA would start the gathers of all kernels before the first product."""
+    parts, after = jax.lax.optimization_barrier((parts, after))
+    if isinstance(parts, ScaledArray):
+        return gather_stack(parts, fsdp_axis), after
+    return jax.lax.all_gather(parts, fsdp_axis, tiled=True), after
 
 
-def _sums(row_map: RowMap, rows: jax.Array, spec: ExpertsSpec) -> jax.Array:
+def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax.Array:
     """Returns the sums for this device's tokens, in float32; one chunk travels while the next one is summed."""
-    gather = spec.token_gather
-    if gather.axis_name is None or row_map.inverse is None or row_map.weights is None:
-        return row_map.combined(rows)
-    chunks = [gather.device_chunks(array, _CHUNKS) for array in (row_map.inverse, row_map.weights)]
+
+    def chunks(tokens: Any) -> list[jax.Array]:
+        """Splits `[D T, C]` into arrays that have a part of each device's tokens."""
+        device_rows = tokens.reshape(axis_size(spec.expert_axis), -1, tokens.shape[1])
+        parts = jnp.array_split(device_rows, _CHUNKS, axis=1)
+        return [part.reshape(-1, tokens.shape[1]) for part in parts if part.shape[1] > 0]
+
     received: list[Received] = []
-    for inverse, weights in zip(*chunks, strict=True):
+    for inverse, weights in zip(chunks(row_map.inverse), chunks(row_map.weights), strict=True):
         if row_map.bias is None:
             parts = sum_rows(rows, inverse, weights)
         else:
-            parts = row_map._replace(inverse=inverse, weights=weights).combined(rows)
+            bias = row_map._replace(inverse=inverse).weighted_bias(row_map.bias, weights)
+            parts = sum_of_choices(rows, inverse, weights) + bias
         parts = parts.astype(spec.up.x_dtype)
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
-        received.append(gather.results(parts))
+        received.append(return_parts(parts, spec.expert_axis, spec.wire.results))
     return jnp.concatenate([summed(part) for part in received])
 
 
 def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]:
     x, row_map, hidden, up, down, (up_accumulator, down_accumulator) = saved
-    groups, indices, recipe = row_map.groups, row_map.row_indices, spec.up.recipe
+    groups, weights, order, inverse, row_indices, bias = row_map
+    recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         dup, ddown = zero_gradient(up, up_accumulator), zero_gradient(down, down_accumulator)
         return (ExpertsArrays(zero, dup, ddown, zero),)
     up_scales, down_scales = given_scales(spec.up, up.fp8_state), given_scales(spec.down, down.fp8_state)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
-    stored_over = spec.weight_gather.axis_name
 
-    up, down, dy = spec.weight_gather.for_dgrad(up, down, dy)
+    if fsdp_axis is not None:
+        # Gather the kernels of `down` once `dy` is there, and during its products those of `up`.
+        for residuals in (up, down):
+            check_for_gradients(residuals.kernel)
+        down_kernels, dy = _gathered_kernels(down.kernel, fsdp_axis, dy)
+        up_kernels, down_kernels = _gathered_kernels(up.kernel, fsdp_axis, down_kernels)
+        up, down = dataclasses.replace(up, kernel=up_kernels), dataclasses.replace(down, kernel=down_kernels)
     tokens = up.x
     if tokens is None:
         # Without the barrier, XLA would find that the forward pass has made these rows, and keep them until now.
         x, dy = jax.lax.optimization_barrier((x, dy.astype(spec.up.x_dtype)))
         rows = row_map.rows(x, recipe)
-        tokens = quantized_tokens(rows, groups, spec.up, up_scales, rowwise=False, row_indices=indices).columnwise
-    dy, tokens = spec.token_gather.dresults_while(dy, tokens, spec.up)
-    dbias = bias_dweights = None
-    if row_map.bias is not None:
-        _, pull_back = jax.vjp(row_map.weighted_bias, row_map.bias, row_map.weights)
-        dbias, bias_dweights = pull_back(restored(dy, spec.up.x_dtype).astype(jnp.float32))
+        tokens = quantized_tokens(rows, groups, spec.up, up_scales, rowwise=False, row_indices=row_indices).columnwise
+    if expert_axis is not None:
+        # The rows of tokens are made while gradients of results travel.
+        if isinstance(tokens, Gathered):
+            features = spec.up.kernel.shape[2]
+            tokens = tokens.copied_unless_fast("wgrad", features, zero_tail=spec.up.zero_other_rows)
+        dy = gather_tokens(dy, expert_axis, spec.wire.dresults)
+        dy, tokens = jax.lax.optimization_barrier((dy, tokens))
 
-    results_gradient = quantized_gradient(row_map.rows(dy, recipe), groups, spec.down, down_scales, row_indices=indices)
+    results_gradient = quantized_gradient(
+        row_map.rows(dy, recipe), groups, spec.down, down_scales, row_indices=row_indices
+    )
     dactivated, pending = dgrad(down, results_gradient)
+    row_weights, row_pairs = weights, None
+    if weights is not None and order is not None:
+        row_weights, row_pairs = weights.reshape(weights.size), order
+        if recipe is not None or spec.up.zero_other_rows:
+            row_weights, row_pairs = gather(row_weights, order), None
     activated: Any
     dweights: Any = None
-    if recipe is None:
-        if row_map.order is None or spec.up.zero_other_rows:
-            weights, order = row_map.row_weights(), None
-        else:
-            assert row_map.weights is not None
-            weights, order = row_map.weights.reshape(row_map.weights.size), row_map.order
-        dhidden, activated, dweights = activation_grad(hidden, dactivated, weights, spec.activation, order)
-        gradient = quantized_gradient(dhidden, groups, spec.up, up_scales)
-    elif row_map.weights is None:
+    if row_weights is None:
+        assert recipe is not None  # Without one, `grouped_mlp` applies the activation itself.
         activated = down.x
         gradient = quantized_gradient(dactivated, groups, spec.up, up_scales, activation_input=hidden)
+    elif recipe is None:
+        dhidden, activated, dweights = activation_grad(hidden, dactivated, row_weights, spec.activation, row_pairs)
+        gradient = quantized_gradient(dhidden, groups, spec.up, up_scales)
     else:
         gradient, weighted, dweights = quantize_with_activation(
             dactivated,
@@ -461,7 +481,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
             spec.up.quantization(for_gradient=True, inner_products=True, activated=True),
             scale=up_scales.get("output_grad"),
             activation_input=hidden,
-            row_weights=row_map.row_weights(),
+            row_weights=row_weights,
             activated_scale=down_scales.get("input"),
         )
         activated = weighted.columnwise
@@ -470,19 +490,30 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
             amax = down.amax | {"input": jnp.maximum(down.amax["input"], weighted.amax)}
             state = next_state(dataclasses.replace(down, amax=amax), results_gradient.amax)
             pending = dataclasses.replace(pending, fp8_state=state)
-    ddown = weights_gradient(dataclasses.replace(pending, x=activated), down_accumulator, stored_over)
-    if dweights is not None and row_map.inverse is not None:
-        dweights = gather(dweights, row_map.inverse)
-    if bias_dweights is not None:
-        dweights += bias_dweights
+    ddown = weights_gradient(dataclasses.replace(pending, x=activated), down_accumulator, fsdp_axis)
+    if dweights is not None and inverse is not None:
+        dweights = gather(dweights, inverse)
+    dbias = None
+    if bias is not None:
+        _, pull_back = jax.vjp(row_map.weighted_bias, bias, weights)
+        dbias, dweights_of_bias = pull_back(restored(dy, spec.up.x_dtype).astype(jnp.float32))
+        dweights += dweights_of_bias
 
     drows, pending = dgrad(up, gradient)
     pending = dataclasses.replace(pending, x=tokens)
-    if row_map.inverse is None:
+    if inverse is None:
         dx = drows
+    elif expert_axis is None:
+        dx = sum_of_choices(drows, inverse).astype(drows.dtype)
     else:
-        dx, dweights, pending = spec.token_gather.dtokens_while(drows, dweights, row_map.inverse, pending)
-    dup = weights_gradient(pending, up_accumulator, stored_over)
+        # Gradients of routing weights travel during dgrad, and those of tokens during wgrad.
+        dweights = summed(return_parts(dweights, expert_axis, None))
+        drows, dweights = jax.lax.optimization_barrier((drows, dweights))
+        parts = sum_rows(drows, inverse)
+        parts, (wgrad_x, wgrad_dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
+        dx = summed(return_parts(parts, expert_axis, spec.wire.dtokens)).astype(parts.dtype)
+        pending = dataclasses.replace(pending, x=wgrad_x, dy=wgrad_dy)
+    dup = weights_gradient(pending, up_accumulator, fsdp_axis)
     return (ExpertsArrays(dx, dup, ddown, RowMap(zero, dweights, bias=dbias), dshared),)
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_grouped.kernels.activations import SwiGLU
-from jax_grouped.moe.options import Router
+from jax_grouped.moe.routing import Router
 
 #: Numbers of FP4 (e2m1) by their four bits.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -22,22 +22,18 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 @dataclasses.dataclass(frozen=True)
 class _Architecture:
-    """The names of one kind of block.
-
-    Attributes:
-        router: name of the router.
-        projections: names of an expert's gate, up and down, where each expert has arrays of its own.
-        hidden: key of the configuration that has `F`.
-        interleaved: whether kernels are `[E, in, out]` and gate and up alternate; then experts and router have biases.
-        selects: whether sigmoids with a selection bias choose the experts, beside any that all tokens share.
-        normalizes: whether weights are divided by their sum; None if the configuration says.
-    """
+    """The names of one kind of block."""
 
     router: str = "gate"
+    #: Those of an expert's gate, up and down, where each expert has arrays of its own.
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    #: Key of the configuration that has `F`.
     hidden: str = "moe_intermediate_size"
+    #: Whether kernels are `[E, in, out]` and gate and up alternate; then experts and router have biases.
     interleaved: bool = False
+    #: Whether sigmoids with a selection bias choose the experts, beside any that all tokens share.
     selects: bool = False
+    #: Whether weights are divided by their sum; None if the configuration says.
     normalizes: bool | None = None
 
 
@@ -73,8 +69,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
 
         assert layer.hidden_features == 16
     """
-    values, architecture = _known(config)
-    sizes = _Sizes.read(values, architecture)
+    values, architecture, sizes = _known(config)
     normalize = architecture.normalizes
     router: dict[str, Any] = dict(normalize=_value(values, "norm_topk_prob") if normalize is None else normalize)
     options: dict[str, Any] = dict(num_experts=sizes.experts, hidden_features=sizes.hidden)
@@ -135,47 +130,40 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
         assert variables["params"]["gate_up"]["kernel"].shape == (2, 8, 2, 4)
     """
-    values, architecture = _known(config)
-    sizes = _Sizes.read(values, architecture)
+    values, architecture, (experts, features, hidden, shared) = _known(config)
     block = _Block(state, prefix, values["model_type"])
-    experts, features, hidden, shared = sizes
     router = {"kernel": block.take(f"{architecture.router}.weight", experts, features).T}
     if architecture.interleaved:
         router["bias"] = block.take(f"{architecture.router}.bias", experts)
-        gate_up_kernel, gate_up_bias = (
-            np.swapaxes(array.reshape(*array.shape[:-1], hidden, 2), -1, -2)
-            for array in (
-                block.take_transposed("experts.gate_up_proj", experts, features, 2 * hidden),
-                block.take("experts.gate_up_proj_bias", experts, 2 * hidden),
-            )
-        )
-        gate_up = {"kernel": gate_up_kernel, "bias": gate_up_bias}
+        interleaved = {
+            "kernel": block.take_transposed("experts.gate_up_proj", experts, features, 2 * hidden),
+            "bias": block.take("experts.gate_up_proj_bias", experts, 2 * hidden),
+        }
+        gate_up = {
+            name: np.swapaxes(array.reshape(*array.shape[:-1], hidden, 2), -1, -2)
+            for name, array in interleaved.items()
+        }
         down = {
             "kernel": block.take_transposed("experts.down_proj", experts, hidden, features),
             "bias": block.take("experts.down_proj_bias", experts, features),
         }
     elif "experts.gate_up_proj" in block:
-        stacked = block.take("experts.gate_up_proj", experts, 2 * hidden, features).reshape(
-            experts, 2, hidden, features
-        )
-        gate_up = {"kernel": np.transpose(stacked, (0, 3, 1, 2))}
+        stacked = block.take("experts.gate_up_proj", experts, 2 * hidden, features)
+        gate_up = {"kernel": np.transpose(stacked.reshape(experts, 2, hidden, features), (0, 3, 1, 2))}
         down = {"kernel": np.swapaxes(block.take("experts.down_proj", experts, features, hidden), 1, 2)}
     else:
-        prefixes = [f"experts.{expert}." for expert in range(experts)]
-        gate_up = {
-            "kernel": np.stack([block.take_gate_up(prefix, architecture, hidden, features) for prefix in prefixes])
-        }
-        down = {"kernel": np.stack([block.take_down(prefix, architecture, hidden, features) for prefix in prefixes])}
+        kernels = [block.take_expert(f"experts.{i}.", architecture, hidden, features) for i in range(experts)]
+        gate_up, down = ({"kernel": np.stack(stack)} for stack in zip(*kernels, strict=True))
     variables: dict[str, Any] = {"params": {"router": router, "gate_up": gate_up, "down": down}}
     if architecture.selects:
         bias = block.take(f"{architecture.router}.e_score_correction_bias", experts)
         # In bfloat16 an update of 0.001 would be lost.
         variables["router_state"] = {"selection_bias": bias.astype(np.float32)}
     if shared:
-        shared_prefix = "shared_experts."
+        shared_gate_up, shared_down = block.take_expert("shared_experts.", architecture, shared, features)
         variables["params"] |= {
-            "shared_gate_up": {"kernel": block.take_gate_up(shared_prefix, architecture, shared, features)[None]},
-            "shared_down": {"kernel": block.take_down(shared_prefix, architecture, shared, features)[None]},
+            "shared_gate_up": {"kernel": shared_gate_up[None]},
+            "shared_down": {"kernel": shared_down[None]},
         }
     block.check_all_taken()
     return variables
@@ -211,8 +199,7 @@ def to_huggingface(
 
         assert state["experts.1.down_proj.weight"].shape == (8, 4)
     """
-    values, architecture = _known(config)
-    experts, features, hidden, shared = _Sizes.read(values, architecture)
+    _, architecture, (experts, features, hidden, shared) = _known(config)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
     params = variables["params"]
@@ -250,19 +237,9 @@ class _Sizes(NamedTuple):
     hidden: int
     shared: int
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any], architecture: _Architecture) -> "_Sizes":
-        hidden = _value(values, architecture.hidden)
-        return cls(
-            experts=_value(values, "num_local_experts", "num_experts", "n_routed_experts"),
-            features=_value(values, "hidden_size"),
-            hidden=hidden,
-            shared=hidden * (values.get("n_shared_experts") or 0) if architecture.selects else 0,
-        )
 
-
-def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture]:
-    """Returns the values of a configuration, and the architecture of its model."""
+def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, _Sizes]:
+    """Returns the values of a configuration, and the names and sizes of the block of its model."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         found = type(config).__name__
         raise TypeError(f"config must be a mapping, or a configuration of transformers, got {found}.")
@@ -270,7 +247,11 @@ def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture]:
     model = _value(values, "model_type")
     if model not in _ARCHITECTURES:
         raise ValueError(f"model_type must be one of {[*_ARCHITECTURES]}, got {model!r}.")
-    return values, _ARCHITECTURES[model]
+    architecture = _ARCHITECTURES[model]
+    hidden = _value(values, architecture.hidden)
+    experts = _value(values, "num_local_experts", "num_experts", "n_routed_experts")
+    shared = hidden * (values.get("n_shared_experts") or 0) if architecture.selects else 0
+    return values, architecture, _Sizes(experts, _value(values, "hidden_size"), hidden, shared)
 
 
 def _value(values: Mapping[str, Any], *names: str) -> Any:
@@ -340,14 +321,13 @@ class _Block:
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
         return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
 
-    def take_gate_up(self, prefix: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
-        """Returns an expert's `[K, 2, F]`."""
-        gate, up = (self.take(f"{prefix}{name}.weight", hidden, features).T for name in architecture.projections[:2])
-        return np.stack([gate, up], axis=1)
-
-    def take_down(self, prefix: str, architecture: _Architecture, hidden: int, features: int) -> np.ndarray:
-        """Returns an expert's `[F, K]`."""
-        return self.take(f"{prefix}{architecture.projections[2]}.weight", features, hidden).T
+    def take_expert(
+        self, prefix: str, architecture: _Architecture, hidden: int, features: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns an expert's kernels, `[K, 2, F]` and `[F, K]`."""
+        gate, up, down = architecture.projections
+        halves = [self.take(f"{prefix}{name}.weight", hidden, features).T for name in (gate, up)]
+        return np.stack(halves, axis=1), self.take(f"{prefix}{down}.weight", features, hidden).T
 
     def check_all_taken(self) -> None:
         if self._left:

@@ -10,21 +10,26 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import as_array, axis_size, is_tracked, vary_alike, varying_axes
+from jax_grouped.core.values import as_array, axis_size, is_tracked, static_size, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.moe.exchange import plan_exchange, send_rows
-from jax_grouped.moe.experts import as_weights, check_shapes, routed_mlp, weighted_mlp
-from jax_grouped.moe.gathers import TokenGather, WeightGather
-from jax_grouped.moe.on_mesh import MoEArrays, call_on_mesh, mesh_to_split
-from jax_grouped.moe.options import DropBy, Parallel, Router, check_instance
-from jax_grouped.moe.permutation import Permutation, check_pairs, group_by_expert, permute
-from jax_grouped.moe.routing import Routing, balance_loss, expert_load, load_balancing_loss, route_arguments
-from jax_grouped.moe.wire import Wire, send_tokens, sum_returned
+from jax_grouped.kernels.routing import expert_load, route
+from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_rows, send_tokens, sum_returned
+from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
+from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
+from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
+from jax_grouped.moe.routing import (
+    DropBy,
+    Router,
+    Routing,
+    balance_loss,
+    check_instance,
+    load_balancing_loss,
+    route_arguments,
+)
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
-from jax_grouped.ops.routing import route, route_and_group
 
 
 class MoEMetrics(NamedTuple):
@@ -87,14 +92,12 @@ def moe_mlp(
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
 
-    The backward pass gathers the tokens again. Only `x`, the activation's input, the routing and the kernels are kept
-    for it. With a recipe, quantization gathers the tokens, so that no row of them is written in a wider type. The
-    routing weights' gradient is computed from the activation's, with the precision of the recipe.
+    Only `x`, the activation's input, the routing and the kernels are kept for the backward pass. With a recipe, the
+    routing weights' gradient has its precision too.
 
     `parallel` names axes of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one
-    device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes. Each device then
-    computes its part, and the metrics are those of all tokens. The number of tokens need not be a multiple of the
-    devices: each computes as many, and the last ones have tokens that choose no expert. The result is split over the
+    device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes, with any number of
+    tokens. Each device then computes its part, and the metrics are those of all tokens. The result is split over the
     axes of the tokens or, where these are of type `Explicit`, as `x` is. A surrounding `jax.shard_map` may split the
     call over other axes, such as those of pipeline stages.
 
@@ -112,8 +115,7 @@ def moe_mlp(
         recipe: how the experts compute in FP8, None to compute in the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
         selection_bias: `[E]`, added to the scores for the choice only.
-        num_sequences: number of sequences of equal length in `x`, of which each gets a balance loss of its own, see
-            `load_balancing_loss`. No sequence may be split over devices. None for one loss of the batch.
+        num_sequences: as in `load_balancing_loss`, of whole arrays or of this device. No sequence may be split.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `parallel.features`,
             whose first device adds it to its part of the sum.
@@ -149,20 +151,27 @@ def moe_mlp(
     if router.balance_sequences and num_sequences is None:
         raise ValueError("A router with balance_sequences needs num_sequences, got None.")
     run = functools.partial(_run_on_device, router=router, activation=activation, recipe=recipe, precision=precision)
-    mesh = mesh_to_split(parallel, *jax.tree.leaves(arrays))
+    mesh = mesh_to_split(parallel, *jax.tree.leaves(arrays)) if parallel.axes else None
     if mesh is None:
         return run(arrays, parallel, num_sequences=num_sequences)
     if x.shape[:1] == (0,):
         return run(arrays, Parallel(), num_sequences=num_sequences)
-    axes = parallel.token_axes
+    tokens, axes = x.shape[0], parallel.token_axes
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    sequences_of_each = _sequences_of_each(num_sequences, x.shape[0], devices)
+    own_sequences = None
+    if num_sequences is not None:
+        if static_size("num_sequences", num_sequences, least=1) % devices or tokens % num_sequences:
+            raise ValueError(
+                f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, and a "
+                f"divisor of the {tokens} tokens, got {num_sequences}."
+            )
+        own_sequences = num_sequences // devices
     _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
     def run_on_part(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
         bound = dataclasses.replace(parallel, batch=axes)
-        y, metrics = run(own, bound, num_sequences=sequences_of_each, all_tokens=x.shape[0])
+        y, metrics = run(own, bound, num_sequences=own_sequences, all_tokens=tokens)
         if not axes:
             return y, metrics
         me = jax.lax.axis_index(axes)
@@ -172,18 +181,6 @@ def moe_mlp(
         return y, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
     return call_on_mesh(run_on_part, mesh, parallel, arrays, gated=is_gated(activation))
-
-
-def _sequences_of_each(num_sequences: int | None, tokens: int, devices: int) -> int | None:
-    """Returns the number of sequences of one of the devices that the tokens are split over."""
-    if num_sequences is None:
-        return None
-    if inputs.static_size("num_sequences", num_sequences, least=1) % devices or tokens % num_sequences:
-        raise ValueError(
-            f"num_sequences must be a multiple of the {devices} devices that the tokens are split over, and a divisor "
-            f"of the {tokens} tokens, got {num_sequences}."
-        )
-    return num_sequences // devices
 
 
 def _run_on_device(
@@ -197,33 +194,27 @@ def _run_on_device(
     num_sequences: int | None,
     all_tokens: int | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Computes `moe_mlp` for one device's arrays, with axes that are bound.
-
-    `all_tokens` is the number of tokens on all devices of `parallel.token_axes`, which the tokens of the last ones may
-    exceed.
-    """
+    """Computes `moe_mlp` for one device's arrays, with bound axes. Those past `all_tokens` in all are padding."""
     x, logits, gate_up, down, selection_bias, shared = arrays
-    expert_axis, feature_axis, fsdp_axis, token_axes = (
-        parallel.experts,
-        parallel.features,
-        parallel.fsdp,
-        parallel.token_axes,
-    )
+    expert_axis, feature_axis, fsdp_axis = parallel.experts, parallel.features, parallel.fsdp
     top_k, drop_by = router.top_k, router.drop_by
     gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
     if feature_axis is not None and axis_size(feature_axis) > 1:
         _check_split("gate_up", gate_up.kernel, feature_axis)
         _check_split("down", down.kernel, feature_axis)
-        if shared is not None:
-            _check_same("shared", shared, feature_axis)
-    weight_gather = None
+        if shared is not None and is_tracked(feature_axis) and feature_axis in varying_axes(shared):
+            # Only the first device would use its own.
+            raise ValueError(
+                f"shared must be the same on every device of the mesh axis {feature_axis!r}, got {shared.shape}, which "
+                "varies over it: sum the devices' parts first (jax.lax.psum)."
+            )
+    parts = 1
     if fsdp_axis is not None and axis_size(fsdp_axis) > 1:
-        weight_gather = WeightGather(fsdp_axis)
+        parts = axis_size(fsdp_axis)
         for name, array in (("x", x), ("gate_up", gate_up.kernel), ("down", down.kernel)):
             _check_split(name, array, fsdp_axis)
-    stored_over = devices if weight_gather is None else devices * weight_gather.parts
-    _check_arguments(x, logits, gate_up.kernel.shape, stored_over)
+    _check_arguments(x, logits, gate_up.kernel.shape, devices * parts)
     tokens, num_experts = logits.shape
     if feature_axis is not None:
         # The results of all devices are summed, so only the first device adds what all of them have.
@@ -232,70 +223,101 @@ def _run_on_device(
             down = down._replace(bias=jnp.where(first, down.bias, 0))
         if shared is not None:
             shared = jnp.where(first, shared, 0)
-    if weight_gather is not None:
-        gate_up, down = map(weight_gather.with_biases, (gate_up, down))
 
-    bias, spec = route_arguments(logits, router, selection_bias)
-    check_pairs((tokens, top_k), num_experts, None)
     real_tokens: float = tokens  # on average over the devices
     exists = None
-    sources = math.prod(map(axis_size, token_axes))
-    if all_tokens is not None and all_tokens < sources * tokens:
-        real_tokens = all_tokens / sources
-        exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(token_axes) < all_tokens
+    if all_tokens is not None:
+        sources = math.prod(map(axis_size, parallel.token_axes))
+        if all_tokens < sources * tokens:
+            real_tokens = all_tokens / sources
+            exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(parallel.token_axes) < all_tokens
     pairs = real_tokens * top_k
     worst = devices * tokens * min(top_k, num_experts // devices)
     capacity = worst
     if router.capacity_factor is not None:
         capacity = min(worst, math.ceil(router.capacity_factor * pairs))
-    wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")
-    options: dict[str, Any] = dict(
-        gate_up=gate_up,
-        down=down,
-        activation=activation,
-        recipe=recipe,
-        precision=precision,
-        shared=shared,
-        weight_gather=weight_gather,
-    )
-    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded"
     has_room = capacity == worst
     rows = capacity if devices == 1 else tokens * top_k
-    if exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even")):
-        routed, grouped, load, probability_sums = route_and_group(logits, bias, spec, rows=rows)
-        experts, permutation = routed.experts, Permutation(*grouped)
+    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded"
+
+    # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
+    groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
+    bias, spec = route_arguments(logits, router, selection_bias)
+    experts, weights, probabilities, *grouped = route(logits, bias, spec, rows if groups_all else None)
+    routing = Routing(experts, weights, probabilities)
+    weights = weights * jnp.asarray(router.scale, jnp.float32)
+    if groups_all:
+        load, probability_sums = grouped[4:]
     else:
-        routed, permutation = route(logits, bias, spec), None
-        experts, probabilities = routed.experts, routed.probabilities
         if exists is not None:
             experts = jnp.where(exists[:, None], experts, num_experts)
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
-    weights = routed.weights * jnp.asarray(router.scale, jnp.float32)
+
+    network = Network(gate_up, down, activation, recipe, precision, fsdp_axis if parts > 1 else None)
+    if devices > 1:
+        network = network._replace(expected_rows=tokens * top_k)
+        wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")
     if gathers:
-        options |= dict(num_experts=num_experts // devices, capacity=capacity, drop_by=drop_by, wire=wire)
-        y, dropped = _mlp_on_gathered_tokens(x, experts, weights, expert_axis, expected_rows=tokens * top_k, **options)
+        # Gather the tokens of all devices, apply this device's experts to them, and sum each token's results.
+        me = jax.lax.axis_index(expert_axis)
+        # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after
+        # the sum of parts, which leaves fewer bytes.
+        x, weights, *_ = vary_alike(x, weights, gate_up.kernel, me)
+        experts, me = vary_alike(experts, me)
+        axes = varying_axes(experts)
+        received = gather_tokens(jax.lax.stop_gradient(x), expert_axis, wire.tokens)
+        if recipe is None:
+            # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
+            # expert run during it. With a recipe, the quantization of kernels does.
+            received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
+        own_experts = num_experts // devices
+        experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
+        all_weights = jax.lax.all_gather(weights, expert_axis, tiled=True)
+        permutation = group_in_room(
+            experts, all_weights, own_experts, capacity=capacity, sources=devices, drop_by=drop_by
+        )
+        has_no_row = (experts >= 0) & (experts < own_experts) & (permutation.inverse == permutation.order.shape[0])
+        dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
+        y = routed_mlp(
+            x, network, permutation, weights, shared=shared, expert_axis=expert_axis, wire=wire, received=received
+        )
+        dropped = jax.lax.psum_scatter(dropped, expert_axis, tiled=True)
+        # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
+        if others := tuple(varying_axes(dropped) - axes):
+            dropped = jax.lax.pmax(dropped, others)
     else:
-        if devices > 1 and not has_room:
-            kept = are_kept(experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by)
-            experts = jnp.where(kept, experts, num_experts)
-        if permutation is None:
+        if groups_all:
+            order, inverse, group_sizes, no_row = grouped[:4]
+            permutation = Permutation(order, inverse, group_sizes, no_row[0])
+        else:
+            if devices > 1 and not has_room:
+                kept = are_kept(
+                    experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by
+                )
+                experts = jnp.where(kept, experts, num_experts)
             permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
-            y = routed_mlp(x, permutation=permutation, weights=weights, **options)
+            y = routed_mlp(x, network, permutation, weights, shared=shared)
         else:
-            options |= dict(capacity=capacity, wire=wire, expected_rows=tokens * top_k)
-            y = _mlp_on_exchanged_rows(x, permutation, weights, expert_axis, **options)
+            # Send the rows of each token to their experts' devices, and sum the results that are sent back.
+            exchange = plan_exchange(permutation.group_sizes, expert_axis, num_rows=rows, capacity=capacity)
+            sent = send_tokens(x, permutation, exchange, wire)
+            by_pair = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
+            row_weights = send_rows(permute(weights.reshape(weights.size, 1), by_pair), exchange)[:, 0]
+            results = weighted_mlp(sent, network, exchange.group_sizes, row_weights)
+            y = sum_returned(results, permutation, exchange, wire, shared)
     if has_room:
         dropped = jnp.zeros(1, jnp.int32)
     if feature_axis is not None:
         y = _sum_over_features(y, feature_axis)
+
     batch = tuple(parallel.batch) or None
     if num_sequences is None:
         loss = balance_loss(load, probability_sums, pairs, real_tokens, batch)
     else:
-        loss = load_balancing_loss(Routing(*routed), num_sequences=num_sequences, axis_name=batch)
+        loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch)
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
     z_loss = jnp.sum(squares if exists is None else jnp.where(exists, squares, 0)) / (real_tokens or 1)
     if batch is not None:
@@ -305,78 +327,6 @@ def _run_on_device(
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
     needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (pairs or 1)
     return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed)
-
-
-def _mlp_on_gathered_tokens(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    axis_name: Hashable,
-    *,
-    num_experts: int,
-    capacity: int,
-    drop_by: DropBy,
-    wire: Wire,
-    recipe: Recipe | None,
-    shared: jax.Array | None,
-    **network: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
-
-    A device rounds its part of a token's sum to the type of `x`. The parts are summed in float32. Gradients likewise.
-    """
-    me = jax.lax.axis_index(axis_name)
-    # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after the
-    # sum of parts, which leaves fewer bytes.
-    x, weights, *_ = vary_alike(x, weights, network["gate_up"].kernel, me)
-    experts, me = vary_alike(experts, me)
-    axes = varying_axes(experts)
-    gather = TokenGather(axis_name, wire)
-    received = gather.tokens(jax.lax.stop_gradient(x))
-    if recipe is None:
-        # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
-        # expert run during it. With a recipe, the quantization of kernels does.
-        received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
-    experts = jax.lax.all_gather(experts, axis_name, tiled=True) - num_experts * me
-    all_weights, devices = gather.routing_weights(weights), jax.lax.axis_size(axis_name)
-    permutation = group_in_room(experts, all_weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
-    has_no_row = (experts >= 0) & (experts < num_experts) & (permutation.inverse == permutation.order.shape[0])
-    dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
-    y = routed_mlp(
-        x,
-        permutation=permutation,
-        weights=weights,
-        token_gather=gather,
-        received=received,
-        recipe=recipe,
-        shared=shared,
-        **network,
-    )
-    dropped = jax.lax.psum_scatter(dropped, axis_name, tiled=True)
-    # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
-    others = tuple(varying_axes(dropped) - axes)
-    return y, jax.lax.pmax(dropped, others) if others else dropped
-
-
-def _mlp_on_exchanged_rows(
-    x: jax.Array,
-    permutation: Permutation,
-    weights: jax.Array,
-    axis_name: Hashable,
-    *,
-    capacity: int,
-    wire: Wire,
-    shared: jax.Array | None,
-    **network: Any,
-) -> jax.Array:
-    """Sends the rows of each token to their experts' devices, and sums the results that are sent back."""
-    num_rows = permutation.order.shape[0]
-    exchange = plan_exchange(permutation.group_sizes, axis_name, num_rows=num_rows, capacity=capacity)
-    rows = send_tokens(x, permutation, exchange, wire)
-    pairs = dataclasses.replace(permutation, inverse=permutation.inverse.reshape(weights.size, 1))
-    row_weights = send_rows(permute(weights.reshape(weights.size, 1), pairs), exchange)[:, 0]
-    rows = weighted_mlp(rows, group_sizes=exchange.group_sizes, row_weights=row_weights, **network)
-    return sum_returned(rows, permutation, exchange, wire, shared)
 
 
 def group_in_room(
@@ -398,10 +348,7 @@ def group_in_room(
 def are_kept(
     experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, axis_name: Hashable, drop_by: DropBy
 ) -> jax.Array:
-    """Tells which pairs get a row on their experts' device, `bool[T, k]`; False for no pair.
-
-    The arguments are those of `group_in_room` on one device of the mesh axis, with the experts of all devices.
-    """
+    """Tells which pairs of one device get a row on their experts' device, where `group_in_room` decides."""
     me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     experts, weights = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (experts, weights))
     experts, num_experts = experts - num_experts // devices * me, num_experts // devices
@@ -448,6 +395,8 @@ _sum_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
     inputs.check_tokens("x", x)
+    if not isinstance(x.shape[0], int):
+        raise ValueError(f"The number of tokens must be known when the program is traced, got x of shape {x.shape}.")
     if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
         raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
     if kernel[:1] != (logits.shape[1] / devices,):
@@ -458,24 +407,9 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
 
 
 def _check_split(name: str, x: jax.Array, axis_name: str) -> None:
-    """Raises ValueError if `jax.shard_map` with its checks on knows that all devices of the axis have the same array.
-
-    Sums over the devices would count all features, or tokens, once per device.
-    """
+    # Sums over the devices would count all features, or tokens, once per device.
     if is_tracked(axis_name) and axis_name not in varying_axes(x):
         raise ValueError(
             f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {x.shape}, the "
             "same on every device."
-        )
-
-
-def _check_same(name: str, x: jax.Array, axis_name: str) -> None:
-    """Raises ValueError if `jax.shard_map` with its checks on does not know that all devices of the axis have the same.
-
-    Only the first device would use its own.
-    """
-    if is_tracked(axis_name) and axis_name in varying_axes(x):
-        raise ValueError(
-            f"{name} must be the same on every device of the mesh axis {axis_name!r}, got {x.shape}, which varies "
-            "over it: sum the devices' parts first (jax.lax.psum)."
         )

@@ -1,23 +1,18 @@
 """Permutation of tokens to the rows of their experts and back. Both directions and both gradients are gathers."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import as_int32
-from jax_grouped.core.values import as_array, vary_alike
+from jax_grouped.core.values import as_array, static_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
+from jax_grouped.kernels.routing import group_pairs
 from jax_grouped.kernels.rows import gather, permute_rows, sum_of_choices
-from jax_grouped.moe.options import check_instance
+from jax_grouped.moe.routing import check_instance
 from jax_grouped.ops import inputs
-from jax_grouped.ops.routing import group_pairs
-
-#: Pairs without a row get distinct indices past the end, so there are twice as many indices as pairs, counted in int32.
-_MOST_PAIRS = 2**30
 
 
 @register_pytree
@@ -50,8 +45,8 @@ class Permutation:
 def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | None = None) -> Permutation:
     """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
 
-    On the `cuda` backend it is two kernels for up to 512 experts. Beyond that it is a sort, which takes several times
-    as long.
+    On the `cuda` backend it is two kernels for up to 512 experts, and beyond that a sort, which takes several times as
+    long.
 
     Args:
         experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Pairs with a value outside of
@@ -76,27 +71,18 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     experts = as_array("experts", experts)
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
-    pairs = check_pairs(experts.shape, num_experts, capacity)
-    rows = pairs if capacity is None else min(capacity, pairs)
-    return Permutation(*group_pairs(as_int32(experts, -1, num_experts), num_experts, rows))
-
-
-def check_pairs(experts: tuple[int, ...], num_experts: int, capacity: int | None) -> int:
-    """Returns the number of pairs of a token and an expert, from the shape of `experts`."""
-    if len(experts) != 2 or experts[1] == 0:
-        raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts}.")
-    pairs = experts[0] * experts[1]
-    if not isinstance(pairs, int):
+    if experts.ndim != 2 or experts.shape[1] == 0:
+        raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
+    if not isinstance(experts.shape[0], int):
         raise ValueError(
-            f"To group tokens by expert, the number of tokens must be known when the program is traced, got experts of "
-            f"shape {experts}."
+            f"The number of tokens must be known when the program is traced, got experts of shape {experts.shape}."
         )
-    if pairs > _MOST_PAIRS:
-        raise ValueError(f"experts must have at most 2^30 pairs of a token and an expert, got shape {experts}.")
-    inputs.static_size("num_experts", num_experts, least=1)
+    num_experts = static_size("num_experts", num_experts, least=1)
+    rows = experts.size
     if capacity is not None:
-        inputs.static_size("capacity", capacity)
-    return pairs
+        rows = min(rows, static_size("capacity", capacity))
+    order, inverse, group_sizes, dropped = group_pairs(as_int32(experts, -1, num_experts), num_experts, rows)
+    return Permutation(order, inverse, group_sizes, dropped[0])
 
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
@@ -164,7 +150,8 @@ def unpermute(
     order, inverse = permutation.order, permutation.inverse
     _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
     if weights is None:
-        sums = _unpermute(rows.dtype, *vary_alike(rows, order, inverse))
+        rows, order, inverse = vary_alike(rows, order, inverse)
+        sums = _unpermute(rows, None, order, inverse)
     else:
         weights = as_array("weights", weights)
         inputs.check_dtype("weights' type", weights.dtype)
@@ -172,14 +159,14 @@ def unpermute(
             raise ValueError(
                 f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
             )
-        sums = _unpermute_weighted(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
+        sums = _unpermute(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
     if shared is not None:
         sums += checked_shared(shared, sums.shape).astype(jnp.float32)
     return sums.astype(rows.dtype)
 
 
 def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `shared` as an array."""
+    """Returns `shared` as an array, if it has this shape."""
     shared = as_array("shared", shared)
     inputs.check_dtype("shared's type", shared.dtype)
     if shared.shape != shape:
@@ -210,53 +197,39 @@ def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tupl
 
 
 def _permute_backward(residuals: Any, drows: jax.Array) -> tuple[Any, ...]:
-    return _unpermute(drows.dtype, drows, *residuals).astype(drows.dtype), None, None
+    order, inverse = residuals
+    return _unpermute(drows, None, order, inverse).astype(drows.dtype), None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unpermute(dtype: DTypeLike, rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Sums rows of this type."""
-    del dtype, order
-    return sum_of_choices(rows, inverse)
-
-
-def _unpermute_forward(
-    dtype: DTypeLike, rows: jax.Array, order: jax.Array, inverse: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _unpermute(dtype, rows, order, inverse), (order, inverse)
-
-
-def _unpermute_backward(dtype: DTypeLike, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    return _permute(dy.astype(dtype), *residuals), None, None
-
-
-_unpermute.defvjp(_unpermute_forward, _unpermute_backward)
-
-
 @jax.custom_vjp
-def _unpermute_weighted(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def _unpermute(rows: jax.Array, weights: jax.Array | None, order: jax.Array, inverse: jax.Array) -> jax.Array:
     del order
     return sum_of_choices(rows, inverse, weights)
 
 
-def _weighted_forward(
-    rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array
+def _unpermute_forward(
+    rows: jax.Array, weights: jax.Array | None, order: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _unpermute_weighted(rows, weights, order, inverse), (rows, weights, order, inverse)
+    # Without weights, the backward pass needs no row, but their type.
+    kept = rows[:0] if weights is None else rows
+    return _unpermute(rows, weights, order, inverse), (kept, weights, order, inverse)
 
 
-def _weighted_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _unpermute_backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
     rows, weights, order, inverse = residuals
     dy = dy.astype(rows.dtype)
-    weight_of_row = gather(weights.reshape(weights.size), order)
-    drows = (_permute(dy, order, inverse).astype(jnp.float32) * weight_of_row[:, None]).astype(rows.dtype)
+    drows = _permute(dy, order, inverse)
+    if weights is None:
+        return drows, None, None, None
+    row_weights = gather(weights.reshape(weights.size), order)
+    drows = (drows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
     # Gather the rows, not `dy` again: XLA may materialise a gather that two fusions share.
     products = dy[:, None].astype(jnp.float32) * gather(rows, inverse).astype(jnp.float32)
     dweights = jnp.where(inverse < order.shape[0], jnp.sum(products, axis=2), 0)
     return drows, dweights, None, None
 
 
-_unpermute_weighted.defvjp(_weighted_forward, _weighted_backward)
+_unpermute.defvjp(_unpermute_forward, _unpermute_backward)

@@ -1,18 +1,116 @@
-"""Routing: the choice of each token's experts and their weights, and the loss that balances experts."""
+"""Routing: the options of a router, the choice of each token's experts with their weights, and losses that balance.
+
+The choice itself is `jax_grouped.kernels.routing`.
+"""
 
 import dataclasses
 import functools
+import math
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.values import as_array, axis_size, in_reverse_mode, scalar, sum_dtype, vary_alike
+from jax_grouped.core.values import (
+    as_array,
+    axis_size,
+    scalar,
+    shown,
+    static_bool,
+    static_number,
+    static_size,
+    sum_dtype,
+    vary_alike,
+)
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
-from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.moe.options import Router, check_instance
+from jax_grouped.kernels.routing import RouteSpec, Score
 from jax_grouped.ops import inputs
-from jax_grouped.ops.routing import route
+
+#: Choice of the pairs of a token and an expert that are dropped, see `Router`.
+DropBy = Literal["even", "weight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Options of the choice of each token's experts, of their weights, and of the room that they have.
+
+    With `groups` and `top_groups`, a token's experts come from the groups with the highest sum of the scores of their
+    two best experts, as if groups were nodes of a cluster (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The same
+    section's balancing without a loss is `score="sigmoid"` with a selection bias, see `update_selection_bias`.
+
+    Attributes:
+        top_k: experts per token, from 1 to `E`.
+        score: "softmax" over the experts, or "sigmoid" of each logit. Sigmoids that float32 does not tell apart are
+            chosen by their logits, unless there is a selection bias.
+        normalize: whether a token's weights are divided by their sum, which is right for logits of any size; scores
+            that are all 0 stay 0. With `top_k=1` the quotient is always 1, and the router gets gradients from balance
+            losses only: `normalize=False` gives it those of the weights.
+        scale: factor that multiplies the final weights.
+        groups: the number of groups of successive experts, a divisor of `E`; None for no groups.
+        top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
+        capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
+            experts are chosen equally often. Pairs of a token and an expert without room are dropped, and counted. None
+            gives room for the worst case: `T * top_k`, or `D * T * min(top_k, E / D)` with experts on `D` devices.
+        drop_by: which pairs are dropped on a device with too many. "even" cuts the largest groups, of one source for
+            one expert, to one length. Within a group, pairs are dropped at equal distances, so neither early nor late
+            tokens are favoured. "weight" drops those with the smallest routing weights, by absolute value.
+        use_bias: whether a layer's router adds a bias `[E]` to its logits. Functions get the logits.
+        use_selection_bias: whether a layer keeps a `selection_bias`, `float32[E]`, which starts at 0 and has no
+            gradient. Functions then need theirs.
+        balance_sequences: whether a layer's balance loss is the mean of the losses of the sequences of `x`
+            `[..., length, K]`, see `load_balancing_loss`. `moe_mlp` then needs `num_sequences`.
+
+    Raises:
+        TypeError: a field is not of its type.
+        ValueError: a field has a value that is not supported.
+
+    Example:
+        router = jg.moe.Router(top_k=2, score="sigmoid", scale=2.5)
+
+        routing = jg.moe.top_k_routing(jnp.array([[0.0, 2.0, 2.0]]), router)
+
+        assert routing.experts.tolist() == [[1, 2]] and routing.weights.tolist() == [[1.25, 1.25]]
+    """
+
+    top_k: int
+    _: dataclasses.KW_ONLY
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int | None = None
+    top_groups: int | None = None
+    capacity_factor: float | None = None
+    drop_by: DropBy = "even"
+    use_bias: bool = False
+    use_selection_bias: bool = False
+    balance_sequences: bool = False
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("top_k", static_size("top_k", self.top_k, least=1))
+        check_choice("score", self.score, Score)
+        check_choice("drop_by", self.drop_by, DropBy)
+        for name in ("normalize", "use_bias", "use_selection_bias", "balance_sequences"):
+            put(name, static_bool(name, getattr(self, name)))
+        put("scale", static_number("scale", self.scale))
+        if (self.groups is None) != (self.top_groups is None):
+            raise ValueError(f"groups and top_groups need each other, got {self.groups} and {self.top_groups}.")
+        if self.groups is not None:
+            groups, top_groups = (static_size(name, getattr(self, name), least=1) for name in ("groups", "top_groups"))
+            put("groups", groups)
+            put("top_groups", top_groups)
+            if top_groups > groups:
+                raise ValueError(f"top_groups must be at most the {groups} groups, got {top_groups}.")
+        if self.capacity_factor is not None:
+            put("capacity_factor", static_number("capacity_factor", self.capacity_factor))
+            if not 0 < self.capacity_factor < math.inf:
+                raise ValueError(
+                    "capacity_factor must be a positive number, or None for the worst case, got "
+                    f"{self.capacity_factor}."
+                )
 
 
 @register_pytree
@@ -42,8 +140,8 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes the logits of a linear router, `x @ kernel`, in float32 from operands in the type of `x`.
 
     The backward pass rounds the gradient of the logits to the type of `x` before it multiplies, as a dense layer of
-    this type does. (That of `jnp.dot(..., preferred_element_type=jnp.float32)` would multiply in float32, which takes a
-    GPU several times as long for 16-bit tokens.)
+    this type does. (That of `jnp.dot(..., preferred_element_type=jnp.float32)` multiplies in float32: several times as
+    long on a GPU, for 16-bit tokens.)
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
@@ -66,7 +164,6 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     inputs.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
         raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
-    x, kernel = in_reverse_mode("router_logits", (x, kernel))
     return _router_logits(*vary_alike(x, kernel.astype(sum_dtype(kernel.dtype))))
 
 
@@ -93,15 +190,13 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
 
     Everything is computed in float32. Gradients reach the logits through the weights and the probabilities, the same
-    bits in every run.
-
-    On the `cuda` backend it is one kernel for up to 512 experts, 32 choices of a token and 32 groups. Beyond that it is
-    a sort, which takes several times as long.
+    bits in every run. On the `cuda` backend it is one kernel for up to 512 experts, 32 choices of a token and 32
+    groups. Beyond that it is a sort, which takes several times as long.
 
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
             logit gives an expert outside of `[0, E)`.
-        router: the options of the choice and of the weights. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
+        router: the options. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
             as 0. It has no gradient.
 
@@ -120,17 +215,17 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         assert routing.experts.tolist() == [[1, 2], [0, 1]]
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
+    check_instance("router", router, Router)
     logits = as_array("logits", logits)
     bias, spec = route_arguments(logits, router, selection_bias)
-    experts, weights, probabilities = route(logits, bias, spec)
+    experts, weights, probabilities = kernel.route(logits, bias, spec)
     return Routing(experts, weights * jnp.asarray(router.scale, weights.dtype), probabilities)
 
 
 def route_arguments(
     logits: jax.Array, router: Router, selection_bias: jax.Array | None
 ) -> tuple[jax.Array | None, RouteSpec]:
-    """Checks the arguments of `top_k_routing`. Returns the bias as `float32[E]` and the static part."""
-    check_instance("router", router, Router)
+    """Returns the bias as `float32[E]` and the static part, if the arguments of `top_k_routing` fit."""
     inputs.check_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
@@ -148,7 +243,7 @@ def route_arguments(
     spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
     if selection_bias is None:
         if router.use_selection_bias:
-            raise ValueError("A router with use_selection_bias needs a selection_bias, got None.")
+            raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
         return None, spec
     bias = as_array("selection_bias", selection_bias)
     inputs.check_dtype("selection_bias's type", bias.dtype)
@@ -169,12 +264,11 @@ def load_balancing_loss(
     Args:
         routing: of `T` tokens to `E` experts.
         num_sequences: number of sequences of `T / num_sequences` successive tokens. The loss is then the mean of the
-            losses of the sequences, which permits less: like that of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20,
-            where its weight is 0.0001), but of the choices as they are, with their bias and groups. None for one loss
-            of all tokens.
+            losses of the sequences, like that of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20, where its weight is
+            0.0001), but of the choices with their bias and groups. None for one loss of all tokens.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
-            that of the whole batch, the same on every device. Unlike the mean of the devices' losses, it permits an
-            uneven load on each device. With `num_sequences`, that of this device, no sequence is split.
+            that of the whole batch, the same on every device, and permits an uneven load on each. With
+            `num_sequences`, that of this device, no sequence is split.
 
     Returns:
         `float32[]`; 0 for no tokens.
@@ -196,8 +290,9 @@ def load_balancing_loss(
     tokens, num_experts = routing.probabilities.shape
     if num_sequences is None:
         sums = jnp.sum(routing.probabilities, axis=0)
-        return balance_loss(expert_load(routing.experts, num_experts), sums, routing.experts.size, tokens, axis_name)
-    sequences = inputs.static_size("num_sequences", num_sequences, least=1)
+        load = kernel.expert_load(routing.experts, num_experts)
+        return balance_loss(load, sums, routing.experts.size, tokens, axis_name)
+    sequences = static_size("num_sequences", num_sequences, least=1)
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
     pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
@@ -206,14 +301,14 @@ def load_balancing_loss(
     sequence_losses = jax.vmap(
         lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
     )
-    loss = jnp.mean(sequence_losses(loads, sums))
-    return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
+    return _mean_over_devices(jnp.mean(sequence_losses(loads, sums)), axis_name)
 
 
-def checked_axis(axis_name: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns the mesh axes. Raises ValueError where there is none of the name."""
-    axis_size(axis_name)
-    return axis_name
+def _mean_over_devices(x: Any, axis_name: str | tuple[str, ...] | None) -> Any:
+    if axis_name is None:
+        return x
+    axis_size(axis_name)  # Raises where there is no such axis.
+    return jax.lax.pmean(x, axis_name)
 
 
 def balance_loss(
@@ -223,7 +318,7 @@ def balance_loss(
     fraction = load.astype(jnp.float32) / (pairs or 1)
     probability = probability_sums / (tokens or 1)
     if axis_name is not None:
-        fraction, probability = jax.lax.pmean((fraction, probability), checked_axis(axis_name))
+        fraction, probability = _mean_over_devices((fraction, probability), axis_name)
     return load.shape[0] * jnp.sum(fraction * probability)
 
 
@@ -252,8 +347,7 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
-    loss = jnp.sum(squares) / max(logits.shape[0], 1)
-    return loss if axis_name is None else jax.lax.pmean(loss, checked_axis(axis_name))
+    return _mean_over_devices(jnp.sum(squares) / max(logits.shape[0], 1), axis_name)
 
 
 def update_selection_bias(
@@ -281,10 +375,8 @@ def update_selection_bias(
 
         assert jnp.allclose(bias, jnp.array([-0.001, 0, 0.001]))
     """
-    selection_bias, expert_load = (
-        as_array("selection_bias", selection_bias),
-        inputs.integers("expert_load", expert_load),
-    )
+    selection_bias = as_array("selection_bias", selection_bias)
+    expert_load = inputs.integers("expert_load", expert_load)
     if selection_bias.dtype != jnp.float32:
         raise TypeError(
             f"selection_bias must be float32 to be updated, got {selection_bias.dtype.name}: 16-bit numbers and "
@@ -305,6 +397,13 @@ def update_selection_bias(
     return selection_bias + jnp.asarray(scalar("rate", rate), jnp.float32) * direction.astype(jnp.float32)
 
 
-def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
-    """Counts the choices of each expert, `int32[E]`."""
-    return kernel.expert_load(experts, num_experts)
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raises ValueError unless the value is one of a `Literal`."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}.")
+
+
+def check_instance(name: str, value: object, cls: type) -> None:
+    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
+    if not isinstance(value, cls):
+        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")

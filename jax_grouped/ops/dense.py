@@ -29,24 +29,11 @@ from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
 from jax_grouped.kernels.bias import add_bias, bias_gradient
-from jax_grouped.kernels.partition import (
-    Operation,
-    Result,
-    Splits,
-    apply,
-    lie_on_mesh,
-    own_groups,
-)
+from jax_grouped.kernels.partition import Operation, Result, Splits, apply, lie_on_mesh, own_groups
 from jax_grouped.kernels.product import RESULTS, Operand, gradient_type, multiply, part_dtype
 from jax_grouped.ops.gather import gather_kernels
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_inputs, kernel_spec
-from jax_grouped.ops.quantize import (
-    Oriented,
-    cache_dimensions,
-    check_for_gradients,
-    quantize_stack,
-    quantize_tokens,
-)
+from jax_grouped.ops.quantize import Oriented, cache_dimensions, check_for_gradients, quantize_stack, quantize_tokens
 
 #: Names of the residuals: the quantized tokens and kernels, and the input of the activation of
 #: `jax_grouped.moe.grouped_mlp`. Pass them to `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. An
@@ -216,7 +203,7 @@ Arrays = tuple[jax.Array, Weights, Groups]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dense(arrays: Arrays, spec: DenseSpec) -> jax.Array:
-    if is_on_mesh(arrays[0], arrays[1], spec):
+    if spec.recipe is not None and is_on_mesh(arrays[0], arrays[1], spec):
         return _run_on_mesh(arrays, spec)[0]
     return run(arrays, spec, for_gradients=False)[0]
 
@@ -518,15 +505,16 @@ def _apply_pass(
     like: Sequence[PartitionSpec | None],
     **more: tuple[str, jax.Array],
 ) -> list[jax.Array]:
-    """Applies a pass as one operation: t tokens, e kernels, k and n their features. `more` has further operands."""
+    """Applies a pass as one operation: t tokens, e kernels, k and n their features. `more` has further operands.
+
+    An accumulator is the last one: without it, where gradients are summed over devices, the others keep their places.
+    """
     assert spec.recipe is not None
     operands = {"x": ("t k", x)}
     if isinstance(kernel, ScaledArray):
-        row_data, row_scale, column_data, column_scale, _ = cache_dimensions(
-            kernel_spec(spec.kernel.shape, spec.recipe)
-        )
-        operands["data"] = column_data if kernel.layout.columnwise else row_data, kernel.data
-        operands["scale_inv"] = column_scale if kernel.layout.columnwise else row_scale, kernel.scale_inv
+        both = cache_dimensions(kernel_spec(spec.kernel.shape, spec.recipe))
+        data, scale_inv = both[int(kernel.layout.columnwise)]
+        operands |= {"data": (data, kernel.data), "scale_inv": (scale_inv, kernel.scale_inv)}
     else:
         operands["kernels"] = "e k n", kernel
     operands |= {"sizes": ("g", groups.sizes), "offset": ("o", groups.offset)}
@@ -563,7 +551,7 @@ def _read_part(
 ) -> _Part:
     """Returns the part of one device, with kernels in one orientation, gathered if they are stored in parts."""
     whole, names = static
-    operands = dict(zip(names, arrays, strict=False))  # There is no accumulator if gradients are summed first.
+    operands = dict(zip(names[: len(arrays)], arrays, strict=True))
     rows = operands["x"].shape[0]
     shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.kernel.shape, strict=True))
     kernel = jax.ShapeDtypeStruct(shape, whole.kernel.dtype)

@@ -15,16 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
 from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown, sum_dtype, vary_alike, varying_axes
-from jax_grouped.core.values import static_size as static_size
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
-from jax_grouped.fp8.recipes import (
-    MXFP8BlockScaling,
-    Recipe,
-    ScalingMode,
-    canonical_fp8,
-    check_recipe,
-    is_recipe_class,
-)
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, ScalingMode, canonical_fp8, is_recipe_class, recipe_error
 from jax_grouped.fp8.state import Fp8State, check_state
 from jax_grouped.kernels.activations import Activation, ActivationName, SwiGLU, is_gated
 from jax_grouped.kernels.product import NARROW_TYPES, GemmSpec, Product
@@ -367,7 +359,7 @@ def flat_weights(weights: Weights) -> Weights:
     changed: dict[str, Any] = {
         name: x.reshape(*x.shape[:2], -1) for name, x in arrays_like_kernel(weights).items() if x.ndim > 3
     }
-    if weights.bias is not None and weights.bias.ndim > 2:
+    if weights.bias is not None and weights.bias.ndim > 2:  # Weights in FP8 alone have a flat kernel.
         changed["bias"] = weights.bias.reshape(weights.bias.shape[0], -1)
     return weights._replace(**changed) if changed else weights
 
@@ -395,8 +387,8 @@ class DenseSpec:
     precision: jax.lax.Precision
     kernel: jax.ShapeDtypeStruct
     tokens: int
-    out_dtype: DTypeLike
-    x_dtype: DTypeLike
+    out_dtype: np.dtype
+    x_dtype: np.dtype
     bias_dtype: DTypeLike | None
     input_activation: Activation | None = None
     output_activation: Activation | None = None
@@ -488,7 +480,8 @@ def canonical_weights(
         bias = bias.astype(sum_dtype(bias.dtype))
     if recipe is not None or cache is not None or state is not None:
         _check_recipe(recipe, x, name, kernel, cache, precision)
-        check_state(state, recipe, whole.shape[0])
+        if state is not None or isinstance(recipe, DelayedScaling):
+            check_state(state, recipe, whole.shape[0])
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
@@ -538,7 +531,8 @@ def _check_recipe(
     precision: jax.lax.PrecisionLike,
 ) -> None:
     """Raises unless products take the recipe's types, and the recipe fits the kernel, the cache and the precision."""
-    check_recipe(recipe)
+    if not isinstance(recipe, Recipe | None):
+        raise recipe_error(recipe)
     if recipe is None:
         if isinstance(kernel_cache, KernelCache):
             raise ValueError("kernel_cache needs a recipe, the one that it was made with.")
@@ -592,8 +586,6 @@ def scaling_options(recipe: Recipe) -> dict[str, Any]:
     return dict(
         pow2_scales=getattr(recipe, "pow2_scales", False),
         amax_epsilon=getattr(recipe, "amax_epsilon", 0.0),
-        # Products need scales in the order that Blackwell's matmul reads.
-        swizzled_scales=isinstance(recipe, MXFP8BlockScaling),
     )
 
 

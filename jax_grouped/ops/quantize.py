@@ -12,14 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.core.groups import Groups, as_int32, stack_sizes
 from jax_grouped.core.values import as_array, shown, static_bool, vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
-from jax_grouped.fp8.recipes import (
-    DelayedScaling,
-    Recipe,
-    ScalingMode,
-    canonical_epsilon,
-    canonical_fp8,
-    check_recipe,
-)
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, ScalingMode, canonical_epsilon, canonical_fp8, recipe_error
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply
 from jax_grouped.kernels.primitive import bind
@@ -53,7 +46,6 @@ def grouped_quantize(
     dbias: bool = False,
     activation: Activation | None = None,
     activation_input: jax.Array | None = None,
-    swizzled_scales: bool = False,
 ) -> GroupedQuantized:
     """Quantizes the rows of each group to FP8, in one pass over `x` (two where a group's scale has to be found first).
 
@@ -87,7 +79,6 @@ def grouped_quantize(
             or a `SwiGLU` with numbers of its own.
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.
-        swizzled_scales: with `MX`, put the scales into the order that Blackwell's matmul reads.
 
     Returns:
         The copies with their scales, and `amax` of each group.
@@ -114,11 +105,8 @@ def grouped_quantize(
     if not isinstance(mode, ScalingMode):
         raise TypeError(f"mode must be a ScalingMode ({', '.join(map(str, ScalingMode))}), got {shown(mode)}.")
     rowwise, columnwise = static_bool("rowwise", rowwise), static_bool("columnwise", columnwise)
-    swizzled_scales = static_bool("swizzled_scales", swizzled_scales)
     if not (rowwise or columnwise):
         raise ValueError("rowwise or columnwise must be true, or nothing is quantized.")
-    if swizzled_scales and mode != ScalingMode.MX:
-        raise ValueError(f"swizzled_scales is for ScalingMode.MX, got {mode}.")
     if scale is not None and mode != ScalingMode.TENSOR:
         raise ValueError(f"scale is for ScalingMode.TENSOR, the other modes find their own; got {mode}.")
     inputs.check_activation(activation, x, activation_input)
@@ -147,7 +135,6 @@ def grouped_quantize(
         dbias=static_bool("dbias", dbias),
         pow2_scales=static_bool("pow2_scales", pow2_scales),
         amax_epsilon=canonical_epsilon(amax_epsilon),
-        swizzled_scales=swizzled_scales,
         activation=activation,
         given=() if activation_input is None else ("activation_input",),
     )
@@ -328,7 +315,8 @@ def quantize_kernel(
     inputs.check_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"kernel must have shape [E, K, N], got {kernel.shape}.")
-    check_recipe(recipe, optional=False)
+    if not isinstance(recipe, Recipe):
+        raise recipe_error(recipe, optional=False)
     if (previous is None) != (skip is None):
         raise ValueError("previous and skip must be given together: skip says whether to return previous.")
     if (scale is not None) != isinstance(recipe, DelayedScaling):
@@ -347,12 +335,16 @@ def quantize_kernel(
             raise ValueError("previous must have been made with the same for_gradients.")
         operands["skip"], kept = inputs.canonical_flag("skip", skip), _arrays(previous)
     spec = dataclasses.replace(spec, given=tuple(operands))
-    *dimensions, _ = cache_dimensions(spec)[0 if rowwise else 2 :]
+    orientations = cache_dimensions(spec)[0 if rowwise else 1 :]
+    dimensions = [*itertools.chain(*orientations), "e"]
     operation = Operation(
         _quantize_part,
         spec,
-        operands=("e k n", *["e" if name == "scale" else "f" for name in operands], *[*dimensions, "e"][: len(kept)]),
-        results=(*[Result(names, kept_whole=i % 2 == 1) for i, names in enumerate(dimensions)], Result("e")),
+        operands=("e k n", *["e" if name == "scale" else "f" for name in operands], *dimensions[: len(kept)]),
+        results=(
+            *itertools.chain(*[(Result(data), Result(scale, kept_whole=True)) for data, scale in orientations]),
+            Result("e"),
+        ),
         splittable=("e",),
     )
     *arrays, amax = apply(operation, kernel, *operands.values(), *kept)
@@ -382,9 +374,7 @@ def check_for_gradients(rowwise: object | None) -> None:
         raise ValueError("kernel_cache has no orientation for gradients: make it with for_gradients=True.")
 
 
-def cache_dimensions(spec: QuantizeSpec) -> tuple[str, str, str, str, str]:
-    """Returns the dimensions of the arrays of a `KernelCache`, as an `Operation` names them."""
-    scales = {ScalingMode.TENSOR: ("e", "e")}.get(spec.mode, ("e r s", "e c d"))
-    if spec.swizzled_scales:
-        scales = "e r", "e c"
-    return "e k n", scales[0], "e n k", scales[1], "e"
+def cache_dimensions(spec: QuantizeSpec) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Returns the dimensions of the data and scales of both orientations of kernels, as an `Operation` names them."""
+    scales = {ScalingMode.TENSOR: ("e", "e"), ScalingMode.MX: ("e r", "e c")}.get(spec.mode, ("e r s", "e c d"))
+    return ("e k n", scales[0]), ("e n k", scales[1])

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import as_array, in_reverse_mode, promoted_type, shown, vary_alike
+from jax_grouped.core.values import as_array, promoted_type, shown, vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
@@ -114,7 +114,6 @@ def _multiply(
     lhs: jax.Array, rhs: jax.Array, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
 ) -> jax.Array:
     """Returns the product that `spec` names, also of arrays that vary over different axes of a `jax.shard_map`."""
-    lhs, rhs = in_reverse_mode("ragged_dot", (lhs, rhs))
     lhs, varying_rhs, *varying = vary_alike(lhs, rhs, *groups)
     rhs = varying_rhs if spec.product == "wgrad" else rhs  # A kernel's gradient is summed by its own rule.
     return multiply(lhs, rhs, Groups(*varying), spec, out_spec=out_spec)
@@ -297,7 +296,7 @@ def scaled_ragged_dot(
     Args:
         lhs: from `grouped_quantize`, with `TENSOR`, `BLOCK_1D` or `MX`.
         rhs: of the same mode; a stack that belongs to `BLOCK_1D` is of `BLOCK_2D`. From `grouped_quantize` or
-            `quantize_kernel`. `MX` needs `swizzled_scales` in both, and at most one operand is float8_e5m2.
+            `quantize_kernel`. At most one operand is float8_e5m2.
         group_sizes: `[G]` integers, those with which the tokens were quantized.
         preferred_element_type: type of the result, bfloat16, float16 or float32.
         accumulator: for the third product, an array like its result to which it is added, by the matmul itself.
@@ -328,13 +327,13 @@ def scaled_ragged_dot(
     num_groups = lhs.layout.num_groups
     kernels = jax.ShapeDtypeStruct((num_groups, 1, 1), lhs.dtype)
     groups = inputs.canonical_groups(group_sizes, None, "lhs", kernels, capacity=lhs.layout.tokens)
-    spec = GemmSpec(product, num_groups, preferred_element_type)
+    dtype = jnp.dtype(preferred_element_type)
+    spec = GemmSpec(product, num_groups, dtype)
     if accumulator is not None:
         accumulator = as_array("accumulator", accumulator)
         if product != "wgrad":
             raise ValueError("accumulator is for the product of two columnwise arrays of tokens.")
         shape = (num_groups, lhs.layout.features, rhs.layout.features)
-        dtype = jnp.dtype(preferred_element_type)
         if accumulator.shape != shape or accumulator.dtype != dtype:
             raise ValueError(
                 f"accumulator must be like the result, {dtype.name} {shape}, got {accumulator.dtype.name} "
@@ -375,8 +374,6 @@ def _check_operands(lhs: ScaledArray, rhs: ScaledArray, product: Product) -> Non
     by_kernels = a.mode == ScalingMode.BLOCK_1D and product != "wgrad"
     if b.mode != (ScalingMode.BLOCK_2D if by_kernels else a.mode) or a.mode == ScalingMode.BLOCK_2D:
         raise ValueError(f"This product has no operands of {a.mode} and {b.mode}.")
-    if a.mode == ScalingMode.MX and not (a.swizzled_scales and b.swizzled_scales):
-        raise ValueError("With ScalingMode.MX, both operands need swizzled_scales.")
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
         raise TypeError("Of lhs and rhs, only one may be float8_e5m2.")
     for name, operand in (("lhs", lhs), ("rhs", rhs)):

@@ -1,10 +1,6 @@
 """Settings: from the environment, in the process, and in a block."""
 
-import os
 import re
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
@@ -12,39 +8,28 @@ import jax_grouped as jg
 from jax_grouped.core import config
 
 
-def from_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> Any:
-    monkeypatch.setenv(variable, text)
-    return config.from_environment.__wrapped__()
-
-
-def test_flags_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = dict.fromkeys(("1", "true", "True", "ON", "yes"), True)
-    texts |= dict.fromkeys(("0", "false", "FALSE", "off", "No", "", " "), False)
+def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = dict.fromkeys(("1", "True", "ON", "yes"), True) | dict.fromkeys(("0", "FALSE", "off", "No", "", " "), False)
     for text, value in texts.items():
-        assert from_environment(monkeypatch, "JAX_GROUPED_CHECK", text).check is value
-    for text in ("maybe", "2", "-1", "tru"):
-        message = f"JAX_GROUPED_CHECK must be 0 or 1, false or true, off or on, no or yes, got {text!r}."
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            from_environment(monkeypatch, "JAX_GROUPED_CHECK", text)
+        monkeypatch.setenv("JAX_GROUPED_CHECK", text)
+        assert config.from_environment.__wrapped__().check is value
+    flags = "JAX_GROUPED_CHECK must be 0 or 1, false or true, off or on, no or yes, got {!r}."
+    backends = "backend (JAX_GROUPED_BACKEND) must be one of ('auto', 'xla'), got {!r}."
+    bad = [("JAX_GROUPED_CHECK", text, flags) for text in ("maybe", "2", "-1", "tru")]
+    for variable, text, message in (*bad, ("JAX_GROUPED_BACKEND", "gpu", backends)):
+        monkeypatch.setenv("JAX_GROUPED_CHECK", "")
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(ValueError, match=f"^{re.escape(message.format(text))}$"):
+            config.from_environment.__wrapped__()
 
 
-def test_a_bad_variable_is_an_error_of_the_first_operation() -> None:
-    environment = os.environ | {"JAX_GROUPED_CHECK": "maybe"}
-    program = "import jax_grouped as jg, jax.numpy as jnp; jg.ragged_dot(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), [2])"
-    command = [sys.executable, "-c", program]
-    program = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert program.returncode == 1
-    assert program.stderr.splitlines()[-1].startswith("ValueError: JAX_GROUPED_CHECK must be 0 or 1, ")
-
-
-@pytest.mark.parametrize(("name", "hint"), [("chek", " Did you mean check?"), ("zzz", "")])
-def test_a_misspelt_setting_is_an_error(name: str, hint: str) -> None:
-    message = f"jax_grouped.config has no attribute {name!r}; its settings are backend, check.{hint}"
-    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
-        setattr(jg.config, name, True)
-    with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
-        getattr(jg.config, name)
+def test_a_misspelt_setting_is_an_error() -> None:
+    for name, hint in (("chek", " Did you mean check?"), ("zzz", "")):
+        message = f"jax_grouped.config has no attribute {name!r}; its settings are backend, check.{hint}"
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+            setattr(jg.config, name, True)
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+            getattr(jg.config, name)
 
 
 def test_a_flag_is_true_or_false() -> None:
@@ -58,10 +43,11 @@ def test_a_flag_is_true_or_false() -> None:
 
 
 def test_the_settings_are_printed_with_those_that_an_override_hides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("backend", "xla"), ("check", False)):
-        monkeypatch.setattr(jg.config, name, value)
-    process = "backend='xla', check=False"
-    assert repr(jg.config) == f"<jax_grouped.config: {process}>"
-    with jg.config.override(check=True):
-        shown = "backend='xla', check=True, by override"
-        assert repr(jg.config) == f"<jax_grouped.config: {shown}; the process has {process}>"
+    settings = config.from_environment().__class__(backend="xla", check=False)
+    monkeypatch.setattr(config, "from_environment", lambda: settings)
+    printed, process = config.Config(), "backend='xla', check=False"
+    assert repr(printed) == f"<jax_grouped.config: {process}>"
+    with printed.override(check=True):
+        assert (
+            repr(printed) == f"<jax_grouped.config: backend='xla', check=True, by override; the process has {process}>"
+        )

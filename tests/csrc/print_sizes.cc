@@ -21,12 +21,11 @@ jax_grouped::QuantizedLayout Layout(const Arguments& arguments) {
   jax_grouped::QuantizedLayout layout{};
   layout.mode = static_cast<jax_grouped::ScalingMode>(arguments.at(0));
   layout.columnwise = arguments.at(1) != 0;
-  layout.swizzled_scales = arguments.at(2) != 0;
-  layout.batch = arguments.at(3);
-  layout.tokens = arguments.at(4);
-  layout.features = arguments.at(5);
-  layout.num_groups = arguments.at(6);
-  layout.stack_rows = arguments.at(7);
+  layout.batch = arguments.at(2);
+  layout.tokens = arguments.at(3);
+  layout.features = arguments.at(4);
+  layout.num_groups = arguments.at(5);
+  layout.stack_rows = arguments.at(6);
   return layout;
 }
 

@@ -102,10 +102,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "gathered must": [dict(gathered=2)],
         "rows are gathered": [dict(gathered=1, accumulate=True)],
         "row_indices is missing": [dict(gathered=1)],
-        "row_indices must have 32": [
-            dict(gathered=1, more=[((32,), F32)]),
-            dict(gathered=1, a=(40, 16), more=[((40,), I32)]),
-        ],
+        "row_indices must have 32": [dict(gathered=1, a=(40, 16), more=[((40,), I32)])],
         "the number of rows to gather from": [dict(gathered=1, a=(0, 16), more=[((32,), I32)])],
         "the accumulator is missing": [dict(accumulate=True)],
         "the accumulator must have 768": [
@@ -140,10 +137,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "the size of group_offset must divide": [dict(offset=(3,))],
         "stack_rows must": [dict(stack_rows=7), dict(stack_rows=-8), dict(stack_rows=2**62 + 8)],
         "scales can be given": [dict(given_scale=True, mode=BLOCK_1D)],
-        "scale must have 4": [
-            dict(given_scale=True, more=[((4,), BF16)]),
-            dict(given_scale=True, more=[((3,), F32)]),
-        ],
+        "scale must have 4": [dict(given_scale=True, more=[((4,), BF16)]), dict(given_scale=True, more=[((3,), F32)])],
         "scale is missing": [dict(given_scale=True)],
         "x_scale is missing": [dict(x_type=FP8, mode=BLOCK_1D)],
         "an FP8 x": [dict(x_type=FP8)],
@@ -152,14 +146,8 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "the number of tokens must": [dict(gathered=True, more=[((0,), I32)])],
         "weights of rows": [dict(weighted=True), dict(backward=True)],
         "row_weights must": [dict(weighted=True, activation=SILU, more=[((4,), F32)])],
-        "activation_input must have 512": [
-            BACKWARD | dict(more=[((32, 16), F32)]),
-            BACKWARD | dict(more=[((32, 32), BF16)]),
-        ],
-        "inner products": [
-            dict(inner_products=True, activation=SILU),
-            dict(activated=ACTIVATED, activation=SILU),
-        ],
+        "activation_input must have 512": [BACKWARD | dict(more=[((32, 32), BF16)])],
+        "inner products": [dict(inner_products=True, activation=SILU), dict(activated=ACTIVATED, activation=SILU)],
         "dbias and the activation's result": [
             dict(activated=ACTIVATED, **BACKWARD, cached=True),
             dict(dbias=[((4, 16), F32)], cached=True),
@@ -168,9 +156,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
             BACKWARD | dict(activated=ACTIVATED, given_scale=True, more=[((4,), F32), ((32, 16), BF16), ((3,), F32)])
         ],
         "the columnwise data must have 1280": [dict(activated=[((1264,), FP8), *ACTIVATED[1:]], **BACKWARD)],
-        "the activation's result must": [
-            dict(activated=[((1280,), jnp.float8_e5m2), *ACTIVATED[1:]], **BACKWARD),
-        ],
+        "the activation's result must": [dict(activated=[((1280,), jnp.float8_e5m2), *ACTIVATED[1:]], **BACKWARD)],
         "activated_amax must": [dict(activated=[*ACTIVATED[:2], ((3,), F32)], **BACKWARD)],
         "rowwise or columnwise": [dict(rowwise=False)],
         "the rowwise data must be float8": [dict(data=((32, 16), BF16))],
@@ -183,9 +169,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "there are more results": [dict(surplus=[((4,), F32)])],
         "skip must": [dict(cached=True, more=[((1,), F32)]), dict(cached=True, more=[((2,), bool)])],
         "every result needs a previous one": [dict(cached=True, more=[((1,), bool), ((32, 16), FP8)])],
-        "a previous result must": [
-            dict(cached=True, more=[((1,), bool), ((32, 8), FP8), ((4,), F32), ((4,), F32)]),
-        ],
+        "a previous result must": [dict(cached=True, more=[((1,), bool), ((32, 8), FP8), ((4,), F32), ((4,), F32)])],
     },
     dequantize: {
         "the scaling mode must": [dict(mode=-1)],
@@ -220,27 +204,19 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "the number of tokens must": [dict(x=((0, 16), BF16), inverse=(0, 2))],
         "the number of choices must": [dict(inverse=(32, 0)), dict(inverse=(32,))],
         "the number of rows must": [dict(order=(0,), rows=((0, 16), BF16))],
-        "the bytes of a token must": [
-            dict(x=((32, 12), BF16), rows=((64, 12), BF16)),
-            dict(x=((32, 0), BF16), rows=((64, 0), BF16)),
-        ],
+        "the bytes of a token must": [dict(x=((32, n), BF16), rows=((64, n), BF16)) for n in (12, 0)],
         "the result must be BF16[64, 16]": [
-            dict(rows=((64, 16), F32)),
-            dict(rows=((4, 16), BF16)),
-            dict(rows=((64, 8), BF16)),
+            dict(rows=rows) for rows in (((64, 16), F32), ((4, 16), BF16), ((64, 8), BF16))
         ],
     },
     sum_rows: {
         "rows must be bfloat16": [dict(rows=((64, 16), F32))],
         "features must": [
             dict(rows=((64,), BF16)),
-            dict(rows=((64, 12), BF16), sums=((32, 12), BF16)),
-            dict(rows=((64, 0), BF16), sums=((32, 0), BF16)),
+            *(dict(rows=((64, n), BF16), sums=((32, n), BF16)) for n in (12, 0)),
         ],
         "the result must be BF16[32, 16]": [
-            dict(sums=((32, 16), F32)),
-            dict(sums=((31, 16), BF16)),
-            dict(sums=((32, 8), BF16)),
+            dict(sums=sums) for sums in (((32, 16), F32), ((31, 16), BF16), ((32, 8), BF16))
         ],
         "the number of tokens must": [dict(inverse=(0, 2), sums=((0, 16), BF16))],
         "the number of choices must": [dict(inverse=(32, 0), weights=[]), dict(inverse=(64,))],
@@ -259,16 +235,9 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "features must": [dict(x=((32, 24), BF16), data=((64, 24), FP8))],
         "the number of groups must": [dict(num_groups=0)],
         "the batch must divide": [dict(x=((31, 16), BF16), inverse=(31, 2), offset=(2,))],
-        "the scales must have": [
-            dict(scale=((4,), F32)),
-            dict(scale=((BLOCK_SCALES,), BF16)),
-            GIVEN | dict(scale=((BLOCK_SCALES,), F32)),
-        ],
+        "the scales must have": [dict(scale=((4,), F32)), GIVEN | dict(scale=((BLOCK_SCALES,), F32))],
         "x_scale is missing": [dict(x=((32, 16), FP8))],
-        "x_scale must have": [
-            dict(x=((32, 16), FP8), more=[((32,), F32)]),
-            dict(x=((32, 16), FP8), more=[((1, 1, 16), F32)]),
-        ],
+        "x_scale must have": [dict(x=((32, 16), FP8), more=[(shape, F32)]) for shape in ((32,), (1, 1, 16))],
         "the groups of x_scale must divide": [dict(x=((32, 16), FP8), more=[((3, 1, 32), F32)])],
         "there are more operands": [dict(more=[((1, 1, 32), F32)])],
         "there are more results": [dict(amax=[((GROUPS,), F32)])],

@@ -14,7 +14,7 @@ import pytest
 from jax_grouped.core.groups import ROW_BLOCKS, max_row_blocks
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels import bias_gradient, primitive, product, quantization, routing
+from jax_grouped.kernels import bias, primitive, product, quantization, routing
 from tests.csrc.compiler import COMPILER, compiled
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
@@ -37,7 +37,7 @@ def sizes_of_groups() -> Iterator[Call]:
         for batch in BATCHES:
             yield "gemm_scratch", (batch, groups), product.scratch_bytes(batch, groups)
         for rows in ROWS:
-            yield "bias_grad_tiles", (rows, groups), bias_gradient.count_partial_sums(rows, groups)
+            yield "bias_grad_tiles", (rows, groups), bias.count_partial_sums(rows, groups)
             for height in ROW_BLOCKS:
                 yield "row_blocks", (rows, groups, height), max_row_blocks(rows, groups, height)
             for batch in BATCHES:
@@ -46,14 +46,13 @@ def sizes_of_groups() -> Iterator[Call]:
 
 def sizes_of_layouts() -> Iterator[Call]:
     """As above, of the data and scales of quantized arrays."""
-    kinds = [(mode, False) for mode in ScalingMode] + [(ScalingMode.MX, True)]
     ragged = [(rows, groups, None) for rows, groups in itertools.product(ROWS, GROUPS)]
     stacks = [(rows * groups, groups, rows) for rows, groups in itertools.product(STACK_ROWS, GROUPS)]
-    for (mode, swizzled), columnwise, batch, features, (tokens, groups, stack_rows) in itertools.product(
-        kinds, (False, True), BATCHES, FEATURES, ragged + stacks
+    for mode, columnwise, batch, features, (tokens, groups, stack_rows) in itertools.product(
+        ScalingMode, (False, True), BATCHES, FEATURES, ragged + stacks
     ):
-        layout = QuantizedLayout(mode, columnwise, tokens, features, groups, stack_rows, swizzled)
-        arguments = (list(ScalingMode).index(mode), columnwise, swizzled, batch, tokens, features, groups)
+        layout = QuantizedLayout(mode, columnwise, tokens, features, groups, stack_rows)
+        arguments = (list(ScalingMode).index(mode), columnwise, batch, tokens, features, groups)
         arguments = (*map(int, arguments), stack_rows or 0)
         yield "data", arguments, batch * math.prod(layout.data_shape)
         yield "scale", arguments, batch * math.prod(layout.scale_shape)

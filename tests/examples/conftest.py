@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -20,16 +19,13 @@ def shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
         "jax_persistent_cache_min_compile_time_secs": 0,
     }
     before = {name: getattr(jax.config, name) for name in options}
-    _configure(options)
-    yield {name.upper(): str(value) for name, value in options.items()}
-    _configure(before)
-
-
-def _configure(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        jax.config.update(name, value)
-    # JAX looks once whether there is a cache.
-    compilation_cache.reset_cache()
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        # JAX looks once whether there is a cache.
+        compilation_cache.reset_cache()
+        if values is options:
+            yield {name.upper(): str(value) for name, value in options.items()}
 
 
 @pytest.fixture(scope="package")

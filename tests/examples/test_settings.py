@@ -1,15 +1,17 @@
-"""The options of `train_moe`, and its errors about those that do not fit."""
+"""The options of `train_moe`, the text that it reads, its loss curve, and errors about what does not fit."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jax_grouped as jg
-from jax_grouped.examples import parallel, settings
-from jax_grouped.examples.settings import parse
+from jax_grouped.examples import parallel, settings, text_data
+from jax_grouped.examples.loss_curve import Losses, draw, format_losses, read_losses
+from jax_grouped.examples.settings import UsageError, parse
 from jax_grouped.kernels import product
 from tests.examples.programs import TINY, run
 
@@ -55,7 +57,7 @@ def test_work_is_split_evenly_over_all_devices_unless_fewer_are_asked_for() -> N
         "--parallel expert --devices 4 --expert-devices 3": "--devices 4 must be a multiple of --expert-devices 3",
         "--parallel expert --experts 6": "--experts 6 must be a multiple of --expert-devices, here 8",
     }.items():
-        with pytest.raises(settings.UsageError, match=re.escape(message)):
+        with pytest.raises(UsageError, match=re.escape(message)):
             settings.devices_of(parse(flags.split()), available=8)
 
 
@@ -93,17 +95,72 @@ def test_a_run_resumes_only_as_it_was(finished_copy: Path, tmp_path: Path, monke
         assert_one_line(message, "--out", finished_copy, "--resume", *flags.split())
 
 
-def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flax", "orbax"):
-        program = f"import sys; sys.modules['{module}'] = None; from jax_grouped.examples.train_moe import main; main()"
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        message = f"{module} is missing: python3 -m pip install 'jax_grouped[examples]'"
-        assert ended.stderr == f"train_moe: error: {message}\n"
+def test_missing_extras_are_named() -> None:
+    program = "import sys; sys.modules['orbax'] = None; from jax_grouped.examples.train_moe import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    message = "orbax is missing: python3 -m pip install 'jax_grouped[examples]'"
+    assert ended.stderr == f"train_moe: error: {message}\n"
 
 
 def test_a_run_that_cools_down_ends_at_a_rate_of_zero_and_is_not_extended() -> None:
     chosen = parse(["--steps", "100", "--cool-down", "40", "--learning-rate", "0.5"])
     rate = parallel.learning_rate(chosen)
     assert [round(float(rate(number)), 3) for number in (20, 60, 80, 90, 100)] == [0.5, 0.5, 0.25, 0.125, 0.0]
-    with pytest.raises(settings.UsageError, match=r"was started with --steps 100, not 200"):
+    with pytest.raises(UsageError, match=r"was started with --steps 100, not 200"):
         parse(["--resume", "--steps", "200"], chosen.recorded())
+
+
+ROWS = [Losses(0, None, 6.0), Losses(1, 5.5, None), Losses(2, 5.0, 4.5)]
+
+
+def test_windows_depend_on_seed_and_step_alone_and_reach_the_ends_of_the_text() -> None:
+    data = np.arange(10_000, dtype=np.uint16)
+
+    windows = text_data.random_windows(data, sequence=64, batch=8, seed=1, step=2)
+
+    assert np.array_equal(windows - windows[:, :1], np.tile(np.arange(65), (8, 1)))
+    assert np.array_equal(windows, text_data.random_windows(data, 64, 8, 1, 2))
+    for seed, step in ((1, 3), (2, 2)):
+        assert not np.array_equal(windows, text_data.random_windows(data, 64, 8, seed, step))
+    random = text_data.random_windows(data[:34], sequence=32, batch=64, seed=0, step=0)
+    assert sorted(set(random[:, 0])) == [0, 1]
+    assert text_data.even_windows(data[:34], sequence=32, count=3)[:, 0].tolist() == [0, 0, 1]
+
+
+def test_a_folder_is_read_in_one_order_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    for name, content in {
+        "a.txt": b"a" * 100,
+        "b/c.md": b"c" * 100,
+        "binary": b"\0" * 100,
+        ".hidden": b"h" * 100,
+        ".git/config": b"g" * 100,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+
+    corpus = text_data.read_corpus(str(tmp_path), sequence=8)
+
+    assert bytes(corpus.train) + bytes(corpus.held_out) in (b"a" * 100 + b"c" * 100, b"c" * 100 + b"a" * 100)
+    assert len(corpus.held_out) == 10
+    assert corpus.sha256 == text_data.read_corpus(str(tmp_path), sequence=8).sha256
+
+
+def test_rows_are_read_as_they_were_written_and_a_file_that_is_no_curve_is_reported(tmp_path: Path) -> None:
+    path, header = tmp_path / "loss.csv", format_losses([])
+    path.write_text(format_losses(ROWS))
+    assert read_losses(path) == ROWS
+    for content in ("", "something,else\n1,2\n", f"{header}1,\udcff,\n", f"{header}2,five,\n", f"{header}2,4.5\n"):
+        path.write_text(content, errors="surrogateescape")
+
+        with pytest.raises(UsageError, match=f"{path} is not a loss curve of this program"):
+            read_losses(path)
+
+
+def test_the_picture_has_a_line_of_the_training_loss_and_dots_of_the_held_out_loss() -> None:
+    (axes,) = draw(ROWS, "a model").axes
+
+    assert axes.get_title() == "a model"
+    train, held_out = axes.lines
+    assert [list(line.get_xdata()) for line in (train, held_out)] == [[1, 2], [0, 2]]
+    assert [list(line.get_ydata()) for line in (train, held_out)] == [[5.5, 5.0], [6.0, 4.5]]
+    assert held_out.get_linestyle() == "None", "evaluations are steps apart"

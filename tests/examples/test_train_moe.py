@@ -1,6 +1,7 @@
-"""The example `train_moe`: whole runs on tiny sizes, on one device and on several."""
+"""The example `train_moe`: its language model in both of Flax's APIs, and whole runs, on one device and on several."""
 
 import json
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -8,12 +9,16 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
-from jax_grouped.examples import parallel, training
+import jax_grouped as jg
+from jax_grouped.examples import moe_lm, moe_lm_nnx, parallel, training
 from jax_grouped.examples.loss_curve import held_out_points, read_losses, train_points
+from jax_grouped.examples.moe_lm import VOCABULARY
 from jax_grouped.examples.parallel import StepMetrics, programs
 from jax_grouped.examples.settings import Devices, parse
 from tests.examples.programs import TINY, files_in, prepared, read_rows, succeed
@@ -38,8 +43,7 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
     assert losses[-1].held_out < losses[0].held_out - 1
     assert f"held-out loss before: {losses[0].held_out:.3f} nats" in out
     assert f"held-out loss after: {losses[-1].held_out:.3f} nats" in out
-    for name in ("loss.png", "load.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "load.png"))
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
     assert [row["step"] for row in metrics] == [3, 6, 9, 12]
     for row in metrics:
@@ -50,6 +54,18 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
         assert 1 < row["amax"][0] < 100, "tokens have a norm of 1 per value"
         assert row["gradient_norm"] > 0
 
+    writer = mock.Mock()
+    training._add_events(writer, losses, metrics)
+    shown: dict[str, list[tuple[int, float]]] = {}
+    for tag, value, step in (call.args for call in writer.add_scalar.call_args_list):
+        shown.setdefault(tag, []).append((step, value))
+    assert shown["loss/train"] == train_points(losses)
+    assert shown["loss/held_out"] == held_out_points(losses)
+    assert shown["amax/block_0"] == [(row["step"], row["amax"][0]) for row in metrics]
+    assert shown["expert_load/block_0/expert_3"] == [(row["step"], row["expert_load"][0][3]) for row in metrics]
+    (events,) = (folder / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"loss/train") == 12
+
 
 def test_metrics_that_are_no_numbers_are_null() -> None:
     blocks = parallel.BlockMetrics(*(np.array(value) for value in ([np.inf], [[1, 3]], [1], [2.0])))
@@ -58,24 +74,6 @@ def test_metrics_that_are_no_numbers_are_null() -> None:
 
     values = {"balance_loss": [None], "expert_load": [[0.25, 0.75]], "dropped": [0.25], "amax": [2.0]}
     assert row == {"step": 5, "gradient_norm": None, **values}
-
-
-def test_tensorboard_gets_losses_and_metrics(finished: tuple[Path, str]) -> None:
-    losses, metrics = read_losses(finished[0] / "loss.csv"), read_metrics(finished[0])
-    writer = mock.Mock()
-
-    training._add_events(writer, losses, metrics)
-
-    shown: dict[str, list[tuple[int, float]]] = {}
-    for tag, value, step in (call.args for call in writer.add_scalar.call_args_list):
-        shown.setdefault(tag, []).append((step, value))
-    assert shown["loss/train"] == train_points(losses)
-    assert shown["loss/held_out"] == held_out_points(losses)
-    assert shown["gradient_norm"] == [(row["step"], row["gradient_norm"]) for row in metrics]
-    assert shown["amax/block_0"] == [(row["step"], row["amax"][0]) for row in metrics]
-    assert shown["expert_load/block_0/expert_3"] == [(row["step"], row["expert_load"][0][3]) for row in metrics]
-    (events,) = (finished[0] / "tensorboard").iterdir()
-    assert events.read_bytes().count(b"loss/train") == 12
 
 
 def test_a_finished_run_writes_the_same_text_when_asked_again(finished: tuple[Path, str], finished_copy: Path) -> None:
@@ -90,10 +88,9 @@ def test_a_finished_run_writes_the_same_text_when_asked_again(finished: tuple[Pa
     assert files_in(finished_copy) == files_in(finished[0])
 
 
-@pytest.mark.parametrize("flags", ["", DELAYED], ids=["bf16", "delayed"])
-def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(flags: str, text_file: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    succeed("--data", text_file, "--out", folder, "--steps", 6, *TINY, *flags.split())
+    succeed("--data", text_file, "--out", folder, "--steps", 6, *TINY, *DELAYED.split())
     interrupted = shutil.copytree(folder, tmp_path / "interrupted")
     shutil.rmtree(interrupted / "checkpoints" / "6")
     # A process that is killed leaves this; other files may be lost.
@@ -140,32 +137,26 @@ def test_a_step_is_the_same_on_several_devices(
 ) -> None:
     need_devices(4)
     monkeypatch.setattr(parallel, "BALANCE_WEIGHT", 10.0)  # Most of a router's gradient is then the balance loss's.
-    windows = np.random.default_rng(0).integers(97, 105, size=(2, 8, 33), dtype=np.uint8)
 
-    expected, actual = (after_steps(prepared(these), windows) for these in (reference, flags))
+    def take_steps(run: training.Run) -> tuple[TrainState, StepMetrics]:
+        """Returns the state after two steps, and the metrics of the last one; whole arrays on the host."""
+        take_step, state = run.step.compile(), run.programs.initialise()
+        # Large gradients would be clipped, and that would hide a common factor.
+        params = dict(state.params["params"])
+        for layer in ("norm", "logits"):
+            params[layer] = jax.tree.map(lambda x: jax.device_put(np.asarray(x) / 5, x.sharding), params[layer])
+        state = state.replace(params={**state.params, "params": params})
+        for batch in np.random.default_rng(0).integers(97, 105, size=(2, 8, 33), dtype=np.uint8):
+            state, metrics = take_step(state, run.programs.split(batch))
+        return jax.device_get((state, metrics))
+
+    expected, actual = (take_steps(prepared(these)) for these in (reference, flags))
 
     # Beside the parameters, Adam's moments: they would show a gradient that is too large, and a balance loss that is a
     # mean over devices (0.07 in the embedding). Rounding to bfloat16 leaves up to 0.02.
     for (path, a), b in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         assert a.shape == b.shape
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
-
-
-def after_steps(run: training.Run, batches: np.ndarray) -> tuple[TrainState, StepMetrics]:
-    """The state after a step per batch, and the metrics of the last one; whole arrays on the host."""
-    take_step = run.step.compile()
-    state, metrics = with_small_gradients(run.programs.initialise()), None
-    for batch in batches:
-        state, metrics = take_step(state, run.programs.split(batch))
-    return jax.device_get((state, metrics))
-
-
-def with_small_gradients(state: TrainState) -> TrainState:
-    """A state whose gradients are not clipped, for that would hide a common factor."""
-    params = dict(state.params["params"])
-    for layer in ("norm", "logits"):
-        params[layer] = jax.tree.map(lambda x: jax.device_put(np.asarray(x) / 5, x.sharding), params[layer])
-    return state.replace(params={**state.params, "params": params})
 
 
 def test_with_expert_parallelism_each_device_has_its_experts() -> None:
@@ -179,3 +170,54 @@ def test_with_expert_parallelism_each_device_has_its_experts() -> None:
         experts = "/gate_up/" in name or "/down/" in name
         whole, local = leaf.shape, leaf.sharding.shard_shape(leaf.shape)
         assert local == ((whole[0] // 2, *whole[1:]) if experts else whole), name
+
+
+EXPERTS = dict(num_experts=4, router=jg.moe.Router(2), hidden_features=32)
+SIZES: dict[str, Any] = dict(d_model=16, num_layers=1, num_heads=2, dtype=jnp.float32, experts=EXPERTS)
+LINEN = moe_lm.MoELanguageModel(**SIZES)
+
+
+def as_in_nnx(params: dict[str, Any]) -> dict[Any, Any]:
+    """Returns the linen model's parameters as the NNX model has them, whose blocks are a list."""
+    blocks: dict[int, Any] = {}
+    tree: dict[Any, Any] = {"blocks": blocks}
+    for name, layer in params.items():
+        numbered = re.fullmatch(r"(\w+)_(\d+)", name)
+        if numbered:
+            blocks.setdefault(int(numbered[2]), {})[numbered[1]] = layer
+        else:
+            tree[name] = layer
+    return tree
+
+
+def test_both_models_are_one_function_in_which_no_prediction_sees_a_later_byte() -> None:
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, VOCABULARY)
+    params = jax.jit(LINEN.init)(jax.random.key(1), tokens)["params"]
+    graph, state = nnx.split(nnx.eval_shape(lambda: moe_lm_nnx.MoELanguageModel(**SIZES, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(state, as_in_nnx(params))
+    predict = jax.jit(LINEN.apply)
+
+    logits, metrics = predict({"params": params}, tokens)
+    nnx_logits, nnx_metrics = jax.jit(lambda state: nnx.merge(graph, state)(tokens))(state)
+    changed = predict({"params": params}, tokens.at[0, 8].add(1))[0]
+
+    np.testing.assert_allclose(nnx_logits, logits, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), nnx_metrics, metrics)
+    np.testing.assert_allclose(logits[:, :8], changed[:, :8], rtol=1e-5, atol=1e-5)
+    assert float(jnp.max(jnp.abs(logits[0, 8:] - changed[0, 8:]))) > 1e-3
+    np.testing.assert_array_equal(logits[1], changed[1])
+
+
+def test_a_recipe_computes_all_experts_and_nothing_else_in_fp8() -> None:
+    for flags, types in {
+        "--recipe bf16": set(),
+        "--recipe current --layer nnx": {"f8_e4m3fn", "f8_e5m2"},
+        "--recipe mxfp8": {"f8_e4m3fn", "f8_e8m0fnu"},
+    }.items():
+        computed = programs(parse([*flags.split(), "--layers", "2"]), Devices(1, 1))
+
+        step = str(computed.take_step.trace(computed.state, jax.ShapeDtypeStruct((1, 2, 17), "uint8")).jaxpr)
+
+        assert set(re.findall(r"f8_\w+", step)) == types, flags
+        # Two layers, of which each has two matmuls with three products.
+        assert step.count("a=QuantizedLayout(") == (12 if types else 0), flags

@@ -1,11 +1,14 @@
-"""Code shared by programs that run one step thousands of times with other sizes and keep the results on the device.
+"""Code shared by tests that run one step thousands of times with other sizes: digests of results, and profiles.
 
 Copying results to the host would take longer than the steps, and would leave the device idle between them. So results
 are digested where they are, and the digests are fetched at the end.
 """
 
 import collections
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -87,3 +90,12 @@ def events(run: Callable[[], Any]) -> dict[str, int]:
 def occurrences(counts: dict[str, int], *parts: str) -> int:
     """Counts the events with one of these parts in their name."""
     return sum(count for name, count in counts.items() if any(part.lower() in name.lower() for part in parts))
+
+
+def run_program(module: str, *options: object, xla_flags: str | None = None) -> None:
+    """Runs a module of this folder in a process of its own, which must succeed. `conftest` has set what it inherits."""
+    environment = os.environ if xla_flags is None else {**os.environ, "XLA_FLAGS": xla_flags}
+    command = [sys.executable, "-m", f"tests.gpu.{module}", *map(str, options)]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -23,31 +23,55 @@ def random(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-@jax.jit
-def products(x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-    y, vjp = jax.vjp(lambda x, kernel: jg.ragged_dot(x, kernel, sizes), x, kernel)
+@functools.partial(jax.jit, static_argnames="recipe")
+def products(
+    x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array, recipe: Recipe | None = None
+) -> tuple[jax.Array, ...]:
+    y, vjp = jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=recipe), x, kernel)
     return y, *vjp(dy)
 
 
-def test_token_arrays_of_more_than_2_31_elements() -> None:
+def multiplied(
+    recipe: Recipe | None, x: Any, sizes: np.ndarray | None, *, gradient: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what products by rows and by columns read of tokens, gradients, or kernels if there are no sizes."""
+    if recipe is None:
+        return (np.asarray(x, np.float64),) * 2
+    mode = recipe.kernel_mode if sizes is None else recipe.token_mode
+    dtype = jnp.dtype(recipe.grad_dtype if gradient else recipe.fwd_dtype).name
+    pow2_scales = getattr(recipe, "pow2_scales", False)
+    got = quantize_oracle.quantize(np.asarray(x), sizes, mode, dtype=dtype, pow2_scales=pow2_scales)
+    return got.rowwise.dequantized.astype(np.float64), got.columnwise.dequantized.astype(np.float64)
+
+
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=str)
+def test_token_arrays_of_more_than_2_31_elements(recipe: Recipe | None) -> None:
     tokens, in_features, features = 70_000, 16, 32_768
     sizes = np.array([30_000, 5, 39_000], np.int32)  # and a tail of 995 rows
     assert tokens * features > 2**31
     x, kernel = random(0, tokens, in_features), random(1, 3, in_features, features)
     dy = random(2, tokens, features).at[int(sizes.sum()) :].set(jnp.nan)
-    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes))
+    kernel = kernel if recipe is None else kernel.astype(jnp.float32)
+    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes), recipe)
 
-    group_of = np.repeat([0, 1, 2], sizes)
+    by_rows, by_columns = multiplied(recipe, kernel, None)
+    groups = np.repeat([0, 1, 2], sizes)
     for row in (0, 29_999, 30_000, 30_004, 30_005, 65_535, 65_536, 69_004):
-        weights = np.asarray(kernel[group_of[row]], np.float64)
-        assert oracle.relative_error(y[row], np.asarray(x[row], np.float64) @ weights) < 4e-3, f"y, row {row}"
-        assert oracle.relative_error(dx[row], np.asarray(dy[row], np.float64) @ weights.T) < 4e-3, f"dx, row {row}"
+        # Rowwise blocks do not depend on other rows.
+        alone, rows = np.array([1]), slice(row, row + 1)
+        expected = multiplied(recipe, x[rows], alone)[0] @ by_columns[groups[row]]
+        assert oracle.relative_error(y[rows], expected) < 5e-3, f"y, row {row}"
+        expected = multiplied(recipe, dy[rows], alone, gradient=True)[0] @ by_rows[groups[row]].T
+        assert oracle.relative_error(dx[rows], expected) < 5e-3, f"dx, row {row}"
     assert not bool(jnp.any(y[69_005:]))
     assert not bool(jnp.any(dx[69_005:]))
-    rows = slice(30_005, 69_005)
-    columns = slice(features - 64, features)
-    expected = np.asarray(x[rows], np.float64).T @ np.asarray(dy[rows, columns], np.float64)
-    assert oracle.relative_error(dkernel[2][:, columns], expected) < 4e-3
+
+    # Columnwise blocks do not depend on other features, and begin at the group's first row.
+    last, columns = slice(30_005, 69_005), slice(features - 64, features)
+    x_last = multiplied(recipe, x[last], sizes[2:])[1]
+    expected = x_last.T @ multiplied(recipe, dy[last, columns], sizes[2:], gradient=True)[1]
+    tolerance = 4e-3 if recipe is None else oracle.fp8_tolerance()
+    assert oracle.relative_error(dkernel[2][:, columns], expected) < tolerance
 
 
 def test_kernels_of_more_than_2_31_elements() -> None:
@@ -70,80 +94,30 @@ def test_kernels_of_more_than_2_31_elements() -> None:
         assert oracle.relative_error(dkernel[group], x_rows.T @ dy_rows) < 4e-3, f"dkernel, group {group}"
 
 
-@pytest.mark.parametrize(("groups", "skew"), [(1024, "lognormal"), (4096, "alternate_empty"), (4096, "one_hot")])
-def test_thousands_of_groups(groups: int, skew: str) -> None:
-    shape = shapes.Shape("many", groups, tokens=10_007, K=64, N=72)
-    sizes = shapes.group_sizes(shape, skew)
-    x, dy, kernel = random(0, shape.tokens, shape.K), random(1, shape.tokens, shape.N), random(2, groups, 64, 72)
-    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes))
-    x64, dy64, kernel64 = (np.asarray(a, np.float64) for a in (x, dy, kernel))
-    oracle.assert_groups_close(y, oracle.fprop(x64, kernel64, sizes), sizes, groups, 4e-3)
-    oracle.assert_groups_close(dx, oracle.dgrad(dy64, kernel64, sizes), sizes, groups, 4e-3)
-    oracle.assert_kernels_close(dkernel, oracle.wgrad(x64, dy64, sizes, groups), 4e-3)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def fp8_products(
-    recipe: Recipe, x: jax.Array, kernel: jax.Array, dy: jax.Array, sizes: jax.Array
-) -> tuple[jax.Array, ...]:
-    y, vjp = jax.vjp(lambda x, kernel: jg.grouped_dense(x, kernel, sizes, recipe=recipe), x, kernel)
-    return y, *vjp(dy)
-
-
-def quantized(recipe: Recipe, x: Any, sizes: np.ndarray | None, *, gradient: bool = False) -> quantize_oracle.Quantized:
-    """Quantizes tokens, gradients, or kernels if there are no sizes, as `recipe` says."""
-    mode = recipe.kernel_mode if sizes is None else recipe.token_mode
-    dtype = jnp.dtype(recipe.grad_dtype if gradient else recipe.fwd_dtype).name
-    pow2_scales = getattr(recipe, "pow2_scales", False)
-    return quantize_oracle.quantize(np.asarray(x), sizes, mode, dtype=dtype, pow2_scales=pow2_scales)
-
-
-def test_token_arrays_of_more_than_2_31_elements_in_fp8() -> None:
-    tokens, in_features, features = 70_000, 16, 32_768
-    sizes = np.array([30_000, 5, 39_000], np.int32)  # and a tail of 995 rows
-    assert tokens * features > 2**31
-    x, kernel = random(0, tokens, in_features), random(1, 3, in_features, features).astype(jnp.float32)
-    dy = random(2, tokens, features).at[int(sizes.sum()) :].set(jnp.nan)
-    y, dx, dkernel = fp8_products(BLOCK, x, kernel, dy, jnp.asarray(sizes))
-
-    weights = quantized(BLOCK, kernel, None)
-    group_of = np.repeat([0, 1, 2], sizes)
-    for row in (0, 29_999, 30_000, 30_004, 30_005, 65_535, 65_536, 69_004):
-        # Rowwise blocks do not depend on other rows.
-        group, alone = group_of[row], np.array([1])
-        x_row = quantized(BLOCK, x[row : row + 1], alone).rowwise.dequantized
-        dy_row = quantized(BLOCK, dy[row : row + 1], alone, gradient=True).rowwise.dequantized
-        expected = x_row.astype(np.float64) @ weights.columnwise.dequantized[group]
-        assert oracle.relative_error(y[row : row + 1], expected) < 5e-3, f"y, row {row}"
-        expected = dy_row.astype(np.float64) @ weights.rowwise.dequantized[group].T
-        assert oracle.relative_error(dx[row : row + 1], expected) < 5e-3, f"dx, row {row}"
-    assert not bool(jnp.any(y[69_005:]))
-    assert not bool(jnp.any(dx[69_005:]))
-
-    # Columnwise blocks do not depend on other features, and begin at the group's first row.
-    last, columns = slice(30_005, 69_005), slice(features - 64, features)
-    x_last = quantized(BLOCK, x[last], sizes[2:]).columnwise.dequantized
-    dy_last = quantized(BLOCK, dy[last, columns], sizes[2:], gradient=True).columnwise.dequantized
-    expected = x_last.astype(np.float64).T @ dy_last
-    assert oracle.relative_error(dkernel[2][:, columns], expected) < oracle.fp8_tolerance()
-
-
 @pytest.mark.parametrize(
-    ("skew", "recipe"), [("lognormal", BLOCK), ("alternate_empty", CURRENT), ("one_hot", BLOCK)], ids=str
+    ("groups", "skew", "recipe"),
+    [
+        (1024, "lognormal", None),
+        (4096, "alternate_empty", None),
+        (4096, "one_hot", None),
+        (4096, "lognormal", BLOCK),
+        (4096, "alternate_empty", CURRENT),
+        (4096, "one_hot", BLOCK),
+    ],
+    ids=str,
 )
-def test_thousands_of_groups_in_fp8(skew: str, recipe: Recipe) -> None:
-    shape = shapes.Shape("many", 4096, tokens=10_007, K=64, N=80)
-    sizes, groups = shapes.group_sizes(shape, skew), shape.num_groups
-    x, dy, kernel = random(0, shape.tokens, shape.K), random(1, shape.tokens, shape.N), random(2, groups, 64, 80)
-    y, dx, dkernel = fp8_products(recipe, x, kernel, dy, jnp.asarray(sizes))
-    qx, qdy = quantized(recipe, x, sizes), quantized(recipe, dy, sizes, gradient=True)
-    weights = quantized(recipe, kernel, None)
-    expected = oracle.fprop(qx.rowwise.dequantized, weights.columnwise.dequantized, sizes)
-    oracle.assert_groups_close(y, expected, sizes, groups, 5e-3)
-    expected = oracle.dgrad(qdy.rowwise.dequantized, weights.rowwise.dequantized, sizes)
-    oracle.assert_groups_close(dx, expected, sizes, groups, 5e-3)
-    expected = oracle.wgrad(qx.columnwise.dequantized, qdy.columnwise.dequantized, sizes, groups)
-    oracle.assert_kernels_close(dkernel, expected, 5e-3)
+def test_thousands_of_groups(groups: int, skew: str, recipe: Recipe | None) -> None:
+    shape = shapes.Shape("many", groups, tokens=10_007, K=64, N=72 if recipe is None else 80)
+    sizes = shapes.group_sizes(shape, skew)
+    x, dy = random(0, shape.tokens, shape.K), random(1, shape.tokens, shape.N)
+    kernel = random(2, groups, shape.K, shape.N)
+    y, dx, dkernel = products(x, kernel, dy, jnp.asarray(sizes), recipe)
+    x_row, x_column = multiplied(recipe, x, sizes)
+    dy_row, dy_column = multiplied(recipe, dy, sizes, gradient=True)
+    kernel_row, kernel_column = multiplied(recipe, kernel, None)
+    oracle.assert_groups_close(y, oracle.fprop(x_row, kernel_column, sizes), sizes, groups, 5e-3)
+    oracle.assert_groups_close(dx, oracle.dgrad(dy_row, kernel_row, sizes), sizes, groups, 5e-3)
+    oracle.assert_kernels_close(dkernel, oracle.wgrad(x_column, dy_column, sizes, groups), 5e-3)
 
 
 @pytest.mark.parametrize("features", [2_097_120, 2_097_127, 16_777_344])

@@ -24,21 +24,16 @@ Parts = tuple[jax.Array, jax.Array, jg.Fp8State | None]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Layer of `E` groups, `[T, K] -> [T, N]`.
+    """Layer of `E` groups, `[T, K] -> [T, N]`. `cache` is empty without `cache_kernel`.
 
-    Attributes:
-        trained: variables with gradients: the parameters and the state of delayed scaling.
-        cache: the quantized kernel, all zeros; an empty tree without `cache_kernel`.
-        apply: `(trained, cache, x, is_first_microbatch)` to the result and the cache afterwards.
-        parts: the kernel, the bias, and the state of delayed scaling or None, in a tree like `trained`.
-        with_kernel: `trained` with another kernel.
+    `apply` maps `(trained, cache, x, is_first_microbatch)` to the result and the next cache; `parts` gives the kernel,
+    the bias, and the state or None of a tree like `trained`.
     """
 
     trained: Any
     cache: Any
     apply: Callable[..., tuple[jax.Array, Any]]
     parts: Callable[[Any], Parts]
-    with_kernel: Callable[[Any, jax.Array], Any]
 
     def loss(self, trained: Any, cache: Any, x: jax.Array, first: Any = None) -> tuple[jax.Array, Any]:
         """Returns a loss with another gradient in every place, and the cache afterwards."""
@@ -65,10 +60,7 @@ def _linen(**options: Any) -> Layer:
         state = jg.Fp8State(**trained[OVERWRITE_WITH_GRADIENT]) if OVERWRITE_WITH_GRADIENT in trained else None
         return trained["params"]["kernel"], trained["params"]["bias"], state
 
-    def with_kernel(trained: Any, kernel: jax.Array) -> Any:
-        return trained | {"params": trained["params"] | {"kernel": kernel}}
-
-    return Layer(variables, cache, apply, parts, with_kernel)
+    return Layer(variables, cache, apply, parts)
 
 
 def _nnx(**options: Any) -> Layer:
@@ -83,12 +75,7 @@ def _nnx(**options: Any) -> Layer:
         values = nnx.as_pure(trained)
         return values["kernel"], values["bias"], values.get("fp8_state")
 
-    def with_kernel(trained: Any, kernel: jax.Array) -> Any:
-        model = nnx.merge(graph, trained, cache, copy=True)
-        model.kernel.set_value(kernel)
-        return nnx.state(model, jg.nnx.TRAINED)
-
-    return Layer(filled(trained), filled(cache), apply, parts, with_kernel)
+    return Layer(filled(trained), filled(cache), apply, parts)
 
 
 def filled(shapes: Any) -> Any:

@@ -1,5 +1,6 @@
 """Bad arguments of the layers: each error names the argument and the rule, in linen and in NNX."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from jax_grouped.moe import Parallel, Router
 from tests.meshes import data_mesh
+from tests.refusals import assert_refused
 
 E, K, N, F = 4, 32, 16, 16
 X, SIZES = jnp.ones((8, K)), jnp.array([3, 0, 2, 2])
-BLOCK, ROUTER = jg.Float8BlockScaling(), Router(2)
+ROUTER = Router(2)
 #: Splits `F` over two devices.
 FEATURES = dict(router=ROUTER, parallel=Parallel(features="data"))
 
@@ -37,79 +39,83 @@ LAYERS: dict[str, Callable[..., Any]] = {
         **dict(features=K, num_experts=E, hidden_features=F, router=ROUTER) | options, rngs=nnx.Rngs(0)
     ),
 }  # fmt: skip
-DENSE = ["linen.GroupedDense", "nnx.GroupedDense"]
 MIXTURES = ["linen.MoEMlp", "nnx.MoEMlp"]
+#: Its options that are features, other sizes, and flags.
+FIELDS = {
+    "linen.GroupedDense": (["features"], ["num_groups"], ["use_bias"]),
+    "linen.MoEMlp": (["hidden_features", "shared_features"], ["num_experts"], ["use_bias", "cache_kernel"]),
+    "nnx.GroupedDense": (["in_features", "out_features"], [], ["use_bias"]),
+    "nnx.MoEMlp": (["features", "hidden_features", "shared_features"], ["num_experts"], ["use_bias", "cache_kernel"]),
+}
 
 
-def call(layer: Any, *arguments: Any) -> Any:
+def call(layer: Any, *arguments: Any, **options: Any) -> Any:
     """Returns the result of a layer that has just been made."""
     if isinstance(layer, nn.Module):
-        return jax.eval_shape(layer.init_with_output, jax.random.key(0), *arguments)[0]
-    return layer(*arguments)
+        return jax.eval_shape(functools.partial(layer.init_with_output, **options), jax.random.key(0), *arguments)[0]
+    return layer(*arguments, **options)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_not_made_with_what_is_no_recipe(name: str) -> None:
-    for recipe, got in (
-        (jg.DelayedScaling, "the class DelayedScaling: pass DelayedScaling()"),
-        ("block", "'block'"),
-    ):
-        message = f"recipe must be a recipe such as Float8BlockScaling(), or None, got {got}."
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            LAYERS[name](recipe=recipe)
+def test_options_that_a_layer_does_not_take_are_named(name: str) -> None:
+    features, sizes, flags = FIELDS.get(name, ([], [], []))
+    recipe = "recipe must be a recipe such as Float8BlockScaling(), or None, got "
+    refused: dict[str, Any] = {
+        f"{recipe}the class DelayedScaling: pass DelayedScaling().": dict(recipe=jg.DelayedScaling),
+        f"{recipe}'block'.": dict(recipe="block"),
+    }
+    for size in features:
+        options = {"recipe": jg.Float8BlockScaling(), size: 20}
+        refused[f"{size} must be a multiple of 16 with a recipe, got 20."] = options
+    for size in features + sizes:
+        refused[f"{size} must be an integer, known when the program is traced, got '4'."] = {size: "4"}
+        refused[f"{size} must be an integer"] = {size: True}
+    for flag in flags:
+        refused[f"{flag} must be True or False"] = {flag: 1}
+    if name in MIXTURES:
+        refused |= {
+            "router must be a jax_grouped.moe.Router, got ": dict(router=2),
+            "parallel must be a jax_grouped.moe.Parallel, got 'data'": dict(parallel="data"),
+            "parallel must be a jax_grouped.moe.Parallel, got None": dict(parallel=None),
+            "top_k must be at most the 4 experts": dict(router=Router(E + 1)),
+            "activation must be one of (": dict(activation="swish"),
+            "logical_axes must name the axes of experts, K and F, got (": dict(logical_axes=("expert", "embed")),
+            "logical_axes must name the axes of experts, K and F, got 3": dict(logical_axes=3),
+            "cache_kernel=True needs a recipe, or a dtype": dict(cache_kernel=True),
+            "There is no mesh axis 'expert' here: put all arrays on": dict(parallel=Parallel(experts="expert")),
+            "There is no mesh axis 'model' here: put all arrays on": dict(parallel=Parallel(features="model")),
+            "There is no mesh axis 'data' here": dict(parallel=Parallel(batch="data")),
+        }
 
+    def made_and_called(**options: Any) -> Any:
+        layer = LAYERS[name](**options)
+        if name == "linen.MoEMlp" and isinstance(options.get("parallel"), Parallel):
+            # The first call needs no axes: there are no parts of parameters yet.
+            return jax.eval_shape(layer.apply, jax.eval_shape(LAYERS[name]().init, jax.random.key(0), X), X)
+        return call(layer, X) if name in MIXTURES else layer
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("linen.GroupedDense", "features"),
-        ("linen.MoEMlp", "hidden_features"),
-        ("nnx.GroupedDense", "in_features"),
-        ("nnx.GroupedDense", "out_features"),
-        ("nnx.MoEMlp", "features"),
-        ("nnx.MoEMlp", "hidden_features"),
-    ],
-)
-def test_features_that_a_recipe_does_not_take_are_named(name: str, size: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{size} must be a multiple of 16 with a recipe, got 20\.$"):
-        LAYERS[name](recipe=BLOCK, **{size: 20})
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("linen.GroupedDense", "num_groups"), ("nnx.GroupedDense", "out_features"), ("nnx.MoEMlp", "num_experts")],
-)
-def test_sizes_are_integers(name: str, size: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{size} must be an integer, known when the program is traced, got '4'\.$"):
-        LAYERS[name](**{size: "4"})
+    assert_refused(made_and_called, {}, refused)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_numbers_of_numpy_become_those_of_python_and_booleans_are_no_numbers(name: str) -> None:
-    flags = ["use_bias", "cache_kernel"] if name in MIXTURES else ["use_bias"] if name in DENSE else []
-    sizes = dict(num_experts=E, hidden_features=F, shared_features=16) if name in MIXTURES else {}
-    options = {field: np.int64(size) for field, size in sizes.items()} | dict.fromkeys(flags, np.False_)
+def test_numbers_of_numpy_become_those_of_python(name: str) -> None:
+    features, sizes, flags = FIELDS.get(name, ([], [], []))
+    values = dict(features=K, in_features=K, num_experts=E, num_groups=E)
+    options = {field: np.int64(values.get(field, 16)) for field in features + sizes} | dict.fromkeys(flags, np.False_)
 
     layer = LAYERS[name](**options)
 
     assert not any(isinstance(value, np.generic) for value in vars(layer).values())
     if name in MIXTURES:
         assert call(layer, X)[0].shape == X.shape
-    for field in options:
-        value, kind = (1, "True or False") if field in flags else (True, "an integer")
-        with pytest.raises(TypeError, match=f"^{field} must be {kind}"):
-            LAYERS[name](**{field: value})
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_options_are_objects(name: str) -> None:
-    for field, value, cls in (
-        ("router", 2, "Router"),
-        ("parallel", "data", "Parallel"),
-        ("parallel", None, "Parallel"),
-    ):
-        with pytest.raises(TypeError, match=rf"^{field} must be a jax_grouped\.moe\.{cls}, got "):
-            LAYERS[name](**{field: value})
+def test_functions_take_no_booleans_for_numbers() -> None:
+    moe = functools.partial(jg.moe.moe_mlp, X, X[:, :E], jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K)), router=ROUTER)
+    group = functools.partial(jg.moe.group_by_expert, jnp.ones((8, 2), jnp.int32))
+    for wrong in (lambda: moe(num_sequences=True), lambda: group(True), lambda: group(E, capacity=True)):
+        with pytest.raises(TypeError, match=r"must be an integer, known when .*, got True"):
+            wrong()
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -124,26 +130,32 @@ def test_a_router_that_the_loss_does_not_train_is_warned_of_where_it_is_made(nam
     LAYERS[name](router=Router(1), num_experts=1)
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-def test_tokens_have_features_and_computations_a_type(name: str) -> None:
-    sizes = [SIZES] if name in DENSE else []
-    shape = "[T, K]" if name in DENSE else "[..., K]"
-    for x, error, message in (
-        (1.0, ValueError, f"x must have shape {shape}, got ()."),
-        (None, TypeError, "x must be an array, got None."),
-    ):
-        with pytest.raises(error, match=f"^{re.escape(message)}"):
-            call(LAYERS[name](), x, *sizes)
-    for dtype, got in (("bf16", "'bf16'"), (jnp.int32, "int32")):
-        with pytest.raises(TypeError, match=f"^dtype must be bfloat16, float16 or float32, got {got}."):
-            call(LAYERS[name](dtype=dtype), X, *sizes)
+@pytest.mark.parametrize("name", FIELDS)
+def test_arguments_of_a_call_that_do_not_fit_are_named(name: str) -> None:
+    shape = "[..., K]" if name in MIXTURES else "[T, K]"
+    refused: dict[str, Any] = {
+        f"x must have shape {shape}, got ().": dict(x=1.0),
+        "x must be an array, got None.": dict(x=None),
+        "dtype must be bfloat16, float16 or float32, got 'bf16'": dict(dtype="bf16"),
+        "dtype must be bfloat16, float16 or float32, got int32": dict(dtype=jnp.int32),
+    }
+    if name in MIXTURES:
+        refused |= {
+            "shared must have the shape of x, (2, ": dict(x=X.reshape(2, -1, K), shared=X),
+            "accumulate_into takes gradients of gate_up, down, got ['router'].": dict(
+                accumulate_into={"router": jnp.zeros((K, E))}
+            ),
+            "accumulate_into must be like the kernel of down, ((4, 16, 32), 'float32')": dict(
+                accumulate_into={"down": jnp.zeros((E, K, F))}
+            ),
+        }
+    if name == "nnx.MoEMlp":
+        refused["gate_up.shape[1] must equal x.shape[1] (K), got gate_up (4, 32, 32)"] = dict(x=X[:, :16])
 
+    def made_and_called(x: Any, dtype: Any, **options: Any) -> Any:
+        return call(LAYERS[name](dtype=dtype), x, *([] if name in MIXTURES else [SIZES]), **options)
 
-def test_tokens_of_another_size_are_refused_by_a_mixture_of_nnx() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("gate_up.shape[1] must equal x.shape[1] (K), got gate_up (4, 32, 32)")
-    ):
-        LAYERS["nnx.MoEMlp"]()(X[:, :16])
+    assert_refused(made_and_called, dict(x=X, dtype=None), refused)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -161,73 +173,35 @@ def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: st
             return nnx.merge(graph, variables)(x)
 
     tokens = P("data") if axis == "experts" else P()
-    step = jax.shard_map(
-        lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(P(), tokens), out_specs=tokens
-    )
-    part = "(2, 32, 2, 16), got (4, 32, 2, 16)" if axis == "experts" else "(4, 32, 2, 8), got (4, 32, 2, 16)"
-    message = (
-        f"gate_up's kernel must be this device's part, of shape {part}: in_specs of jax.shard_map must split it over "
-        "['data']."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        jax.eval_shape(step, variables, X)
+    cases: list[Any] = [P()]
+    if name == "linen.MoEMlp" and axis == "experts":
+        split = {"kernel": P("data"), "bias": P()}
+        cases.append({"params": {"router": P(), "gate_up": split, "down": split}})
+    part = "(2, 32, 2, 16)" if axis == "experts" else "(4, 32, 2, 8)"
+    whole = f"kernel must be this device's part, of shape {part}, got (4, 32, 2, 16): in_specs of jax.shard_map must"
+    for specs, message in zip(cases, (f"{whole} split it over ['data'].", "bias must be this device's"), strict=False):
+        step = jax.shard_map(
+            lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(specs, tokens), out_specs=tokens
+        )
+        with pytest.raises(ValueError, match=f"^gate_up's {re.escape(message)}"):
+            jax.eval_shape(step, variables, X)
 
 
-def test_a_whole_bias_beside_a_part_of_its_kernel_says_what_splits_it() -> None:
-    layer = LAYERS["linen.MoEMlp"](use_bias=True, parallel=Parallel(experts="data"))
-    variables = jax.eval_shape(layer.init, jax.random.key(0), X)
-    split = {"kernel": P("data"), "bias": P()}
-    specs = {"params": {"router": P(), "gate_up": split, "down": split}}
-    step = jax.shard_map(
-        lambda *arguments: layer.apply(*arguments)[0],
-        mesh=data_mesh(2),
-        in_specs=(specs, P("data")),
-        out_specs=P("data"),
-    )
-    with pytest.raises(ValueError, match=r"^gate_up's bias must be this device's part, of shape "):
-        jax.eval_shape(step, variables, X)
-
-
-@pytest.mark.parametrize("whole", ["gate_up", "down"])
-def test_whole_kernels_that_would_be_summed_over_their_features_are_refused(whole: str) -> None:
-    gate_up, down = jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K))
-    specs = {"gate_up": P(None, None, "data"), "down": P(None, "data")} | {whole: P()}
-    if whole == "gate_up":  # Its part has this many features.
-        gate_up = gate_up[:, :, :F]
-    else:
-        down = down[:, : F // 2]
-
-    def step(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, **FEATURES)[0]
-
-    sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=(P(), specs["gate_up"], specs["down"]), out_specs=P())
-    with pytest.raises(ValueError, match=rf"^{whole} must be split over the mesh axis 'data' \(in_specs of"):
-        jax.eval_shape(sharded, X, gate_up, down)
-
-
-def test_parts_of_a_shared_result_are_refused() -> None:
+def test_whole_kernels_and_parts_of_a_shared_result_that_would_be_summed_are_refused() -> None:
     def step(x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: jax.Array) -> jax.Array:
         return jg.moe.moe_mlp(x, x[:, :E], gate_up, down, **FEATURES, shared=shared[0])[0]
 
-    kernels = jnp.ones((E, K, 2 * F)), jnp.ones((E, F, K))
-    specs = P(), P(None, None, "data"), P(None, "data"), P("data")
-    sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=specs, out_specs=P())
+    gate_up, down, split = (E, K, 2 * F), (E, F, K), (P(None, None, "data"), P(None, "data"))
     message = f"shared must be the same on every device of the mesh axis 'data', got {X.shape}, which varies over it: "
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        jax.eval_shape(sharded, X, *kernels, jnp.stack([X, X]))
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_shared_result_has_the_shape_of_the_tokens(name: str) -> None:
-    def apply(shared: jax.Array) -> Any:
-        layer, x = LAYERS[name](), X.reshape(2, -1, K)
-        if name == "nnx.MoEMlp":
-            return layer(x, shared=shared)
-        return layer.init_with_output(jax.random.key(0), x, shared=shared)[0]
-
-    assert apply(X.reshape(2, -1, K))[0].shape == (2, X.shape[0] // 2, K)
-    with pytest.raises(ValueError, match=f"^{re.escape('shared must have the shape of x, (2, ')}"):
-        apply(X)
+    for shapes, specs, shared, error in (
+        # A kernel that is whole has as many features as a part.
+        (((E, K, F), down), (P(), split[1]), P(), "gate_up must be split over the mesh axis 'data' (in_specs of"),
+        ((gate_up, (E, F // 2, K)), (split[0], P()), P(), "down must be split over the mesh axis 'data' (in_specs of"),
+        ((gate_up, down), split, P("data"), message),
+    ):
+        sharded = jax.shard_map(step, mesh=data_mesh(2), in_specs=(P(), *specs, shared), out_specs=P())
+        with pytest.raises(ValueError, match=f"^{re.escape(error)}"):
+            jax.eval_shape(sharded, X, *map(jnp.ones, shapes), jnp.stack([X, X]))
 
 
 @pytest.mark.parametrize("name", ["pmap", "shard_map"])
@@ -250,9 +224,3 @@ def test_the_gradient_over_split_features_needs_the_checks_of_shard_map(name: st
     for argument in range(3):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             jax.eval_shape(each(jax.grad(loss, argnums=argument)), x, gate_up, down)
-
-
-def test_one_axis_of_the_batch_is_no_sequence_of_letters() -> None:
-    layer = LAYERS["nnx.MoEMlp"](parallel=Parallel(batch="data"))
-    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here"):
-        layer(X)

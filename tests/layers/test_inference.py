@@ -14,13 +14,7 @@ import jax_grouped as jg
 
 TOKENS, K, F, E = 48, 128, 64, 4
 SIZES = jnp.array([20, 0, 17, 11], jnp.int32)
-RECIPES = {
-    "block": jg.Float8BlockScaling(),
-    "current": jg.Float8CurrentScaling(),
-    "delayed": jg.DelayedScaling(),
-    "mx": jg.MXFP8BlockScaling(),
-}
-each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+BLOCK, DELAYED = jg.Float8BlockScaling(), jg.DelayedScaling()
 MOE = dict(num_experts=E, router=jg.moe.Router(2), hidden_features=F, use_bias=True)
 
 
@@ -32,65 +26,60 @@ def kernel() -> jax.Array:
     return jax.random.normal(jax.random.key(1), (E, K, F), jnp.bfloat16)
 
 
-@each_recipe
-def test_linen_layers_give_the_same_numbers(backend: str, recipe: jg.Recipe) -> None:
-    x = tokens()
-    for layer, arguments in (
-        (jg.linen.GroupedDense(F, E, recipe=recipe, cache_kernel=True), (x, SIZES)),
-        (jg.linen.MoEMlp(**MOE, recipe=recipe, cache_kernel=True), (x,)),
-    ):
-        variables = layer.init(jax.random.key(2), *arguments)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("dense", BLOCK),
+        ("moe", DELAYED),
+        ("nnx dense", jg.Float8CurrentScaling()),
+        ("nnx moe", jg.MXFP8BlockScaling()),
+    ],
+)
+def test_layers_give_the_same_numbers(backend: str, name: str, recipe: jg.Recipe) -> None:
+    options = dict(recipe=recipe, cache_kernel=True)
+    arguments = (tokens(), SIZES) if "dense" in name else (tokens(),)
+    if "nnx" in name:
+        layer: Any = jg.nnx.GroupedDense(K, F, E, **options, rngs=nnx.Rngs(0))
+        if name == "nnx moe":
+            layer = jg.nnx.MoEMlp(K, **MOE, **options, shared_features=F, rngs=nnx.Rngs(0))
+        run = nnx.jit(lambda layer, *arguments: layer(*arguments))
+        expected = run(layer, *arguments)
+
+        jg.nnx.quantize_for_inference(layer)
+        jg.nnx.quantize_for_inference(layer)
+
+        got = run(layer, *arguments)
+        left = [path for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))]
+        assert not any(path[-1] == "kernel" and path[0] != "router" for path in left)
+    else:
+        layer = jg.linen.GroupedDense(F, E, **options) if name == "dense" else jg.linen.MoEMlp(**MOE, **options)
+        variables = jax.jit(layer.init)(jax.random.key(2), *arguments)
 
         in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
 
-        got = jax.jit(layer.apply)(in_fp8, *arguments)
-        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(layer.apply)(variables, *arguments))
+        got, expected = (jax.jit(layer.apply)(given, *arguments) for given in (in_fp8, variables))
         with pytest.raises(ValueError, match="which quantize_for_inference has removed"):
             layer.apply(in_fp8, *arguments, is_first_microbatch=True)
-
-
-@each_recipe
-def test_nnx_layers_give_the_same_numbers(backend: str, recipe: jg.Recipe) -> None:
-    x = tokens()
-    for layer, arguments in (
-        (jg.nnx.GroupedDense(K, F, E, recipe=recipe, rngs=nnx.Rngs(0)), (x, SIZES)),
-        (jg.nnx.MoEMlp(K, **MOE, recipe=recipe, shared_features=F, cache_kernel=True, rngs=nnx.Rngs(0)), (x,)),
-    ):
-        expected = nnx.jit(lambda layer, *arguments: layer(*arguments))(layer, *arguments)
-
-        jg.nnx.quantize_for_inference(layer)
-        jg.nnx.quantize_for_inference(layer)
-
-        got = nnx.jit(lambda layer, *arguments: layer(*arguments))(layer, *arguments)
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
-        left = [path for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))]
-        assert not any(path[-1] == "kernel" and path[0] != "router" for path in left)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_kernels_take_half_the_memory_of_bfloat16_and_come_back_from_a_checkpoint(tmp_path: Any) -> None:
-    recipe = RECIPES["block"]
-    layer = jg.linen.MoEMlp(
-        num_experts=E, router=jg.moe.Router(2), hidden_features=512, recipe=recipe, cache_kernel=True
-    )
+    layer = jg.linen.GroupedDense(512, E, recipe=BLOCK, cache_kernel=True)
     x = jax.random.normal(jax.random.key(0), (TOKENS, 512))
-    in_fp8 = jg.linen.quantize_for_inference(layer.init(jax.random.key(2), x), recipe)
+    in_fp8 = jg.linen.quantize_for_inference(jax.jit(layer.init)(jax.random.key(2), x, SIZES), BLOCK)
 
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "layer", in_fp8)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "layer", in_fp8)
 
-    experts = sum(of.nbytes for of in jax.tree.leaves(in_fp8[jg.linen.KERNEL_CACHE]))
-    assert experts < 0.51 * 2 * E * 3 * 512 * 512
-    np.testing.assert_array_equal(layer.apply(restored, x)[0], layer.apply(in_fp8, x)[0])
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(in_fp8[jg.linen.KERNEL_CACHE])) < 0.51 * 2 * E * 512 * 512
+    np.testing.assert_array_equal(layer.apply(restored, x, SIZES), layer.apply(in_fp8, x, SIZES))
 
 
-@each_recipe
-def test_products_need_no_kernel_but_its_cache(backend: str, recipe: jg.Recipe) -> None:
-    x, options, dense_options = tokens(), {}, {}
-    if isinstance(recipe, jg.DelayedScaling):
-        options, dense_options = dict(scale=jnp.full((E,), 100.0)), dict(fp8_state=jg.Fp8State.initial(recipe, E))
-    both = jg.quantize_kernel(kernel(), recipe, **options)
+def test_products_need_no_kernel_but_its_cache(backend: str) -> None:
+    recipe, x, options = DELAYED, tokens(), dict(scale=jnp.full((E,), 100.0))
+    state, both = jg.Fp8State.initial(recipe, E), jg.quantize_kernel(kernel(), recipe, **options)
 
     one = jg.quantize_kernel(kernel(), recipe, **options, for_gradients=False)
     later = jax.jit(
@@ -102,14 +91,14 @@ def test_products_need_no_kernel_but_its_cache(backend: str, recipe: jg.Recipe) 
     assert one.rowwise is None
     jax.tree.map(np.testing.assert_array_equal, (one.columnwise, one.amax), (both.columnwise, both.amax))
     jax.tree.map(np.testing.assert_array_equal, later, one)
-    got = jg.grouped_dense(x, None, SIZES, recipe=recipe, kernel_cache=one, **dense_options)
-    expected = jg.grouped_dense(x, kernel(), SIZES, recipe=recipe, kernel_cache=both, **dense_options)
+    got = jg.grouped_dense(x, None, SIZES, recipe=recipe, kernel_cache=one, fp8_state=state)
+    expected = jg.grouped_dense(x, kernel(), SIZES, recipe=recipe, kernel_cache=both, fp8_state=state)
     np.testing.assert_array_equal(got, expected)
 
 
 def test_gradients_are_refused_and_those_of_tokens_need_both_orientations() -> None:
-    recipe, x = RECIPES["block"], tokens()
-    both, one = (jg.quantize_kernel(kernel(), recipe, for_gradients=of) for of in (True, False))
+    recipe, x = BLOCK, tokens()
+    both, one = (jg.quantize_kernel(kernel(), recipe, for_gradients=kept) for kept in (True, False))
 
     def gradient(cache: jg.KernelCache) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
@@ -129,30 +118,6 @@ def test_gradients_are_refused_and_those_of_tokens_need_both_orientations() -> N
         jg.grouped_dense(x, None, SIZES, recipe=recipe)
 
 
-def test_stacks_of_layers_are_refused() -> None:
-    recipe, x = RECIPES["block"], tokens()
-
-    class Step(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, _: None) -> Any:
-            return jg.linen.MoEMlp(**MOE, recipe=recipe, cache_kernel=True)(x)[0], None
-
-    axes = {"params": 0, jg.linen.KERNEL_CACHE: 0}
-    variables = nn.scan(Step, variable_axes=axes, split_rngs={"params": True}, length=2)().init(
-        jax.random.key(0), x.astype(jnp.float32), None
-    )
-
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap
-    def stack(rngs: nnx.Rngs) -> jg.nnx.GroupedDense:
-        return jg.nnx.GroupedDense(K, F, E, recipe=recipe, rngs=rngs)
-
-    with pytest.raises(ValueError, match=r"kernel is stacked, as by nn\.scan: quantize layers one by one\."):
-        jg.linen.quantize_for_inference(variables, recipe)
-    with pytest.raises(ValueError, match=r"kernel \(2, 4, 128, 64\) is stacked, as by nnx\.vmap"):
-        jg.nnx.quantize_for_inference(stack(nnx.Rngs(0)))
-
-
 def test_layers_without_a_recipe_stay_as_they_are() -> None:
     class Two(nn.Module):
         @nn.compact
@@ -161,8 +126,8 @@ def test_layers_without_a_recipe_stay_as_they_are() -> None:
             x = jg.linen.GroupedDense(K, E, **options, recipe=recipe, name="quantized")(x, SIZES)
             return jg.linen.GroupedDense(F, E, **options, name="plain")(x, SIZES, is_first_microbatch=first)
 
-    recipe, model = RECIPES["delayed"], Two()
-    variables = model.init(jax.random.key(0), tokens())
+    recipe, model = DELAYED, Two()
+    variables = jax.jit(model.init)(jax.random.key(0), tokens())
 
     in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
 
@@ -172,14 +137,31 @@ def test_layers_without_a_recipe_stay_as_they_are() -> None:
 
 
 def test_what_cannot_be_quantized_is_named() -> None:
-    layer = jg.linen.GroupedDense(F, E, recipe=RECIPES["block"])
-    variables = layer.init(jax.random.key(0), tokens(), SIZES)
-    plain = jg.linen.GroupedDense(F, E, dtype=jnp.bfloat16, cache_kernel=True)
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> Any:
+            return jg.linen.GroupedDense(K, E, recipe=BLOCK, cache_kernel=True)(x, SIZES), None
 
-    for given in (variables, plain.init(jax.random.key(0), tokens(), SIZES)):
-        with pytest.raises(ValueError, match="variables must have the collection kernel_cache, which init makes"):
-            jg.linen.quantize_for_inference(given, RECIPES["block"])
-    with pytest.raises(TypeError, match=r"^Without a kernel, kernel_cache must be a KernelCache, got ArrayImpl\.$"):
-        jg.grouped_dense(tokens(), None, SIZES, kernel_cache=kernel())
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def nnx_stack(rngs: nnx.Rngs) -> jg.nnx.GroupedDense:
+        return jg.nnx.GroupedDense(K, F, E, recipe=BLOCK, rngs=rngs)
+
+    axes = {"params": 0, jg.linen.KERNEL_CACHE: 0}
+    stack = nn.scan(Step, variable_axes=axes, split_rngs={"params": True}, length=2)()
+    without_cache = jg.linen.GroupedDense(F, E, recipe=BLOCK)
+    without_recipe = jg.linen.GroupedDense(F, E, dtype=jnp.bfloat16, cache_kernel=True)
+    for layer, more, message in (
+        (stack, None, r"kernel is stacked, as by nn\.scan: quantize layers one by one\."),
+        (without_cache, SIZES, "variables must have the collection kernel_cache, which init makes"),
+        (without_recipe, SIZES, "variables must have the collection kernel_cache, which init makes"),
+    ):
+        variables = jax.eval_shape(layer.init, jax.random.key(0), tokens().astype(jnp.float32), more)
+        with pytest.raises(ValueError, match=message):
+            jg.linen.quantize_for_inference(variables, BLOCK)
+    with pytest.raises(ValueError, match=r"kernel \(2, 4, 128, 64\) is stacked, as by nnx\.vmap"):
+        jg.nnx.quantize_for_inference(nnx_stack(nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"quantize_for_inference needs a layer with a recipe\."):
         jg.nnx.quantize_for_inference(jg.nnx.GroupedDense(K, F, E, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"^Without a kernel, kernel_cache must be a KernelCache, got ArrayImpl\.$"):
+        jg.grouped_dense(tokens(), None, SIZES, kernel_cache=kernel())

@@ -1,20 +1,18 @@
 """Routing and its balance loss, against loops written from the definitions and gradients of dense formulations."""
 
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_grouped.moe import Router, routing
 from jax_grouped.moe.routing import Routing
-from tests.exports import exported
-from tests.meshes import data_mesh
+from tests.meshes import mesh_of
+from tests.refusals import assert_refused
 
 pytestmark = pytest.mark.slow
 
@@ -45,109 +43,45 @@ def expected_routing(
     return Routing(np.array(experts), np.array(weights), np.array(probabilities))
 
 
-@pytest.mark.parametrize(
-    ("score", "normalize", "top_k", "dtype"),
-    [
+def test_tokens_go_where_a_plain_loop_sends_them() -> None:
+    for score, normalize, top_k, dtype in (
         ("softmax", True, TOP_K, jnp.float32),
         ("softmax", False, 1, jnp.bfloat16),
         ("sigmoid", True, EXPERTS, jnp.float16),
-        ("sigmoid", False, TOP_K, jnp.float32),
-    ],
-    ids=["softmax", "softmax as is", "sigmoid of all", "sigmoid as is"],
-)
-def test_tokens_go_where_a_plain_loop_sends_them(score: str, normalize: bool, top_k: int, dtype: Any) -> None:
-    logits = LOGITS.astype(dtype)
-    got = route(logits, Router(top_k, score=score, normalize=normalize, scale=2.5), selection_bias=BIAS)
-    expected = expected_routing(logits, top_k, score, normalize, np.asarray(BIAS, np.float64), 2.5)
-    np.testing.assert_array_equal(got.experts, expected.experts)
-    np.testing.assert_allclose(got.weights, expected.weights, rtol=3e-6)
-    np.testing.assert_allclose(got.probabilities, expected.probabilities, rtol=3e-6)
-    assert [x.dtype for x in (got.experts, got.weights, got.probabilities)] == [jnp.int32, jnp.float32, jnp.float32]
+    ):
+        logits = LOGITS.astype(dtype)
+        got = route(logits, Router(top_k, score=score, normalize=normalize, scale=2.5), selection_bias=BIAS)
+        expected = expected_routing(logits, top_k, score, normalize, np.asarray(BIAS, np.float64), 2.5)
+        np.testing.assert_array_equal(got.experts, expected.experts)
+        np.testing.assert_allclose(got.weights, expected.weights, rtol=3e-6)
+        np.testing.assert_allclose(got.probabilities, expected.probabilities, rtol=3e-6)
+        assert [x.dtype for x in vars(got).values()] == [jnp.int32, jnp.float32, jnp.float32]
+    assert [x.shape for x in vars(route(LOGITS[:0], ROUTER)).values()] == [(0, TOP_K), (0, TOP_K), (0, EXPERTS)]
 
 
-def test_experts_come_from_the_best_groups_even_for_the_lowest_scores() -> None:
-    logits = jnp.array([[5.0, -jnp.inf, 1.0, 1.0], [0.0, 2.0, 2.0, 2.0]])
-
-    # The scores' sums decide with a bias too.
-    for bias, experts in ((None, [[0, 1], [2, 3]]), (jnp.array([9.0, 0, 0, 0]), [[0, 1], [0, 1]])):
-        got = route(logits, Router(2, groups=2, top_groups=1), selection_bias=bias)
-
-        np.testing.assert_array_equal(got.experts, experts)
-
-
-def test_no_tokens_are_routed_nowhere() -> None:
-    got = route(LOGITS[:0], ROUTER)
-    assert [x.shape for x in vars(got).values()] == [(0, TOP_K), (0, TOP_K), (0, EXPERTS)]
-
-
-def test_experts_with_a_logit_of_minus_infinity_come_last_and_get_no_weight() -> None:
-    logits = jnp.array([[-jnp.inf, 1.0, -jnp.inf, 2.0, -jnp.inf]])
-
-    @functools.partial(jax.jit, static_argnames="score")
-    def results(logits: jax.Array, score: str) -> tuple[Routing, jax.Array]:
-        got, transpose = jax.vjp(lambda logits: routing.top_k_routing(logits, Router(TOP_K, score=score)), logits)
-        cotangent = Routing(np.zeros((1, TOP_K), jax.dtypes.float0), got.weights, got.probabilities)
-        return got, *transpose(cotangent)
-
-    for score in ("softmax", "sigmoid"):
-        got, gradient = results(logits, score)
-        np.testing.assert_array_equal(got.experts, [[3, 1, 0]])
-        assert float(got.weights[0, 2]) == 0
-        np.testing.assert_allclose(got.weights.sum(), 1, rtol=1e-6)
-        assert np.isfinite(gradient).all(), gradient
-
-
-def test_scores_of_zero_get_weights_of_zero_and_finite_gradients() -> None:
-    router = Router(TOP_K, score="sigmoid")
-    weights, gradient = jax.jit(
-        jax.value_and_grad(lambda logits: jnp.sum(routing.top_k_routing(logits, router).weights))
-    )(jnp.full((2, EXPERTS), -jnp.inf))
-    assert float(weights) == 0
-    np.testing.assert_array_equal(gradient, 0)
-
-
-@pytest.mark.parametrize(("score", "normalize"), [("softmax", False), ("sigmoid", True)])
-def test_gradients_match_those_of_one_hot_products(score: str, normalize: bool) -> None:
-    router = Router(TOP_K, score=score, normalize=normalize, scale=2.5)
-    experts = route(LOGITS, router, selection_bias=BIAS).experts
+def test_gradients_match_those_of_one_hot_products() -> None:
     probe = np.random.default_rng(1).standard_normal((TOKENS, TOP_K + EXPERTS)).astype(np.float32)
 
     def loss(weights: jax.Array, probabilities: jax.Array) -> jax.Array:
         return jnp.sum(probe * jnp.sin(jnp.concatenate([weights, probabilities], axis=1)))
 
-    def ours(logits: jax.Array, bias: jax.Array) -> jax.Array:
+    router = Router(TOP_K, score="sigmoid", scale=2.5)
+
+    def ours(logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
         got = routing.top_k_routing(logits, router, selection_bias=bias)
-        return loss(got.weights, got.probabilities)
+        return loss(got.weights, got.probabilities), got.experts
 
-    def dense(logits: jax.Array) -> jax.Array:
-        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    def dense(logits: jax.Array, experts: jax.Array) -> jax.Array:
+        scores = jax.nn.sigmoid(logits)
         weights = jnp.einsum("te,tke->tk", scores, jax.nn.one_hot(experts, EXPERTS), precision="highest")
-        if normalize:
-            weights = weights / weights.sum(axis=1, keepdims=True)
-        return loss(2.5 * weights, scores / scores.sum(axis=1, keepdims=True))
+        shares = (x / x.sum(axis=1, keepdims=True) for x in (weights, scores))
+        return loss(2.5 * next(shares), next(shares))
 
-    dlogits, dbias = jax.jit(jax.grad(ours, argnums=(0, 1)))(LOGITS, BIAS)
-    np.testing.assert_allclose(dlogits, jax.jit(jax.grad(dense))(LOGITS), rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(ours, argnums=(0, 1), has_aux=True)
+    (dlogits, dbias), experts = jax.jit(gradient)(LOGITS, BIAS)
+    np.testing.assert_allclose(dlogits, jax.jit(jax.grad(dense))(LOGITS, experts), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(dbias, 0)
-
-
-def balanced_loss(logits: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
-    """Returns a loss with every gradient of a router."""
-    got = routing.top_k_routing(logits, ROUTER, selection_bias=BIAS)
-    return routing.load_balancing_loss(got, axis_name=axis_name)
-
-
-def test_nothing_is_scattered() -> None:
-    def loss(logits: jax.Array) -> jax.Array:
-        return balanced_loss(logits) + jnp.sum(routing.top_k_routing(logits, ROUTER).weights ** 2)
-
-    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(LOGITS))
-
-
-def test_a_routing_is_exported_with_its_program() -> None:
-    got = exported(lambda logits: routing.top_k_routing(logits, ROUTER), LOGITS)(LOGITS)
-    assert isinstance(got, Routing)
-    np.testing.assert_array_equal(got.experts, route(LOGITS, ROUTER).experts)
+    assert "scatter" not in str(jax.make_jaxpr(gradient)(LOGITS, BIAS))
 
 
 def test_the_balance_loss_and_its_gradient_are_those_of_the_definition() -> None:
@@ -177,10 +111,8 @@ def test_the_balance_loss_of_sequences_is_the_mean_of_their_losses() -> None:
     expected, gradients = jax.vmap(jax.value_and_grad(loss))(parts)
     np.testing.assert_allclose(got, jnp.mean(expected), rtol=1e-6)
     np.testing.assert_allclose(gradient, gradients.reshape(24, EXPERTS) / 4, rtol=1e-5, atol=1e-8)
-    of_halves = jax.vmap(functools.partial(loss, axis_name="data", num_sequences=2), axis_name="data")
-    np.testing.assert_allclose(of_halves(logits.reshape(2, 12, EXPERTS)), [got, got], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"^num_sequences must divide the 24 tokens, got 5\.$"):
-        loss(logits, num_sequences=5)
+    on_halves = jax.vmap(functools.partial(loss, axis_name="data", num_sequences=2), axis_name="data")
+    np.testing.assert_allclose(on_halves(logits.reshape(2, 12, EXPERTS)), [got, got], rtol=1e-6)
 
 
 def test_the_balance_loss_counts_experts_of_any_integer_type() -> None:
@@ -195,7 +127,9 @@ def test_the_balance_loss_counts_experts_of_any_integer_type() -> None:
 
 
 def router_loss(router: jax.Array, x: jax.Array, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
-    return balanced_loss(jnp.dot(x, router, precision="highest"), axis_name)
+    """Returns the balance loss of a linear router with a selection bias."""
+    got = routing.top_k_routing(jnp.dot(x, router, precision="highest"), ROUTER, selection_bias=BIAS)
+    return routing.load_balancing_loss(got, axis_name=axis_name)
 
 
 def router_operands(devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -205,90 +139,78 @@ def router_operands(devices: int) -> tuple[np.ndarray, np.ndarray]:
     return random.standard_normal((8, EXPERTS)).astype(np.float32), x.astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("shape", "names"), [((4,), "data"), ((2, 2), ("data", "expert"))], ids=["one axis", "two axes"]
-)
-def test_the_balance_loss_of_sharded_tokens_is_that_of_the_whole_batch(
-    shape: tuple[int, ...], names: str | tuple[str, ...]
-) -> None:
-    devices = data_mesh(4).devices.ravel().tolist()
-    axes = (names,) if isinstance(names, str) else names
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
-    operands = router_operands(4)
+def test_the_balance_loss_of_sharded_tokens_is_that_of_the_whole_batch() -> None:
+    mesh = mesh_of({"data": 2, "expert": 2})
+    router, x = router_operands(4)
+    expected, expected_gradient = jax.jit(jax.value_and_grad(router_loss))(router, x)
 
     # That the result has no axis is checked: it is the same on all devices.
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(P(), P(axes)), out_specs=(P(), P()))
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P(("data", "expert"))), out_specs=(P(), P()))
     def sharded(router: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.value_and_grad(router_loss)(router, x, names)
-
-    expected = jax.jit(jax.value_and_grad(router_loss))(*operands)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sharded(*operands), expected)
-
-
-def test_the_balance_loss_under_pmap_is_that_of_the_whole_batch() -> None:
-    devices = data_mesh(2).devices.ravel().tolist()
-    router, x = router_operands(2)
+        return jax.value_and_grad(router_loss)(router, x, ("data", "expert"))
 
     def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         loss, gradient = jax.value_and_grad(router_loss)(router, x, "data")
         return loss, jax.lax.pmean(gradient, "data")
 
-    losses, gradients = jax.pmap(step, axis_name="data", devices=devices)(x.reshape(2, TOKENS, 8))
-    expected, expected_gradient = jax.jit(jax.value_and_grad(router_loss))(router, x)
-    for device in range(2):
-        np.testing.assert_allclose(losses[device], expected, rtol=1e-5)
-        np.testing.assert_allclose(gradients[device], expected_gradient, rtol=1e-5, atol=1e-6)
+    mapped = jax.pmap(step, axis_name="data", devices=mesh.devices.ravel().tolist())(x.reshape(4, TOKENS, 8))
+    for loss, gradient in (sharded(router, x), *zip(*mapped, strict=True)):
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            dict(logits=LOGITS.astype(np.int32)),
-            TypeError,
-            "logits' type must be bfloat16, float16 or float32, got int32.",
-        ),
-        (dict(logits=LOGITS[0]), ValueError, "logits must have shape [T, E], got (5,)."),
-        (
-            dict(router=Router(6)),
-            ValueError,
-            "top_k must be at most the 5 experts of logits (6, 5), got 6.",
-        ),
-        (
-            dict(selection_bias=jnp.ones(5, bool)),
-            TypeError,
-            "selection_bias's type must be bfloat16, float16 or float32, got bool.",
-        ),
-        (dict(selection_bias=jnp.ones(6)), ValueError, "selection_bias must have shape [E] = (5,), got (6,)."),
-        (
-            dict(router=Router(3, use_selection_bias=True)),
-            ValueError,
-            "A router with use_selection_bias needs a selection_bias, got None.",
-        ),
-        (dict(router=Router(3, groups=2, top_groups=1)), ValueError, "groups must divide the 5 experts, got 2."),
-        (
-            dict(router=Router(3, groups=5, top_groups=1)),
-            ValueError,
-            "top_groups must be groups of at least top_k = 3 experts together, got 1 groups of 1.",
-        ),
-        (dict(router=3), TypeError, "router must be a jax_grouped.moe.Router, got 3."),
-        (dict(logits=None), TypeError, "logits must be an array, got None."),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_top_k_routing_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        routing.top_k_routing(**(dict(logits=LOGITS, router=ROUTER) | arguments))
-
-
-def test_the_balance_loss_rejects_what_is_no_routing_and_no_axis() -> None:
-    with pytest.raises(
-        TypeError, match=r"^routing must be a jax_grouped\.moe\.Routing, got an object of type ndarray\.$"
-    ):
-        routing.load_balancing_loss(LOGITS)
-    with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
-        routing.load_balancing_loss(routing.top_k_routing(LOGITS, ROUTER), axis_name="data")
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    types, bias = "type must be bfloat16, float16 or float32, got", "selection_bias"
+    assert_refused(
+        routing.top_k_routing,
+        dict(logits=LOGITS, router=ROUTER),
+        {
+            f"logits' {types} int32.": dict(logits=LOGITS.astype(np.int32)),
+            "logits must have shape [T, E], got (5,).": dict(logits=LOGITS[0]),
+            "logits must be an array, got None.": dict(logits=None),
+            "top_k must be at most the 5 experts of logits (6, 5), got 6.": dict(router=Router(6)),
+            f"{bias}'s {types} bool.": dict(selection_bias=jnp.ones(5, bool)),
+            f"{bias} must have shape [E] = (5,), got (6,).": dict(selection_bias=jnp.ones(6)),
+            f"A router with use_{bias} needs a {bias}, float32[E], ": dict(router=Router(3, use_selection_bias=True)),
+            "groups must divide the 5 experts, got 2.": dict(router=Router(3, groups=2, top_groups=1)),
+            "top_groups must be groups of at least top_k = 3 experts together, got 1 groups of 1.": dict(
+                router=Router(3, groups=5, top_groups=1)
+            ),
+            "router must be a jax_grouped.moe.Router, got 3.": dict(router=3),
+        },
+    )
+    assert_refused(
+        routing.load_balancing_loss,
+        dict(routing=routing.top_k_routing(LOGITS, ROUTER)),
+        {
+            "routing must be a jax_grouped.moe.Routing, got an object of type ndarray.": dict(routing=LOGITS),
+            "There is no mesh axis 'data' here: call it inside jax": dict(axis_name="data"),
+            "num_sequences must divide the 6 tokens, got 5.": dict(num_sequences=5),
+        },
+    )
+    assert_refused(
+        routing.update_selection_bias,
+        dict(selection_bias=jnp.zeros(3), expert_load=jnp.array([1, 2, 3])),
+        {
+            f"{bias} must be float32 to be updated,": dict(selection_bias=jnp.zeros(3, jnp.bfloat16)),
+            "expert_load must be of an integer type, got float32.": dict(expert_load=jnp.ones(3)),
+            f"{bias} and expert_load must have one shape [E], got (3,) and": dict(expert_load=jnp.ones(2, int)),
+            "rate must be a number, known when the program is traced, got 'x'.": dict(rate="x"),
+            "rate must be a number, got an array of type bool.": dict(rate=jnp.array(True)),
+            "rate must be a scalar, got shape (3,).": dict(rate=jnp.ones(3)),
+        },
+    )
+    assert_refused(
+        routing.router_logits,
+        dict(x=jnp.ones((5, 4))),
+        {
+            "kernel must have shape [K, E] for x (5, 4), got (3, 2).": dict(kernel=jnp.ones((3, 2))),
+            "kernel's type must be": dict(kernel=jnp.ones((4, 2), jnp.int32)),
+        },
+    )
+    refused = {"logits must have shape [T, E], got (5,).": dict(logits=LOGITS[0])}
+    assert_refused(routing.router_z_loss, {}, refused)
 
 
 def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
@@ -304,33 +226,23 @@ def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
     assert routing.router_z_loss(jnp.zeros((0, 5))) == 0
     halves = jax.vmap(functools.partial(routing.router_z_loss, axis_name="data"), axis_name="data")
     np.testing.assert_allclose(halves(logits.reshape(2, 4, 5)), [loss, loss], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"^logits must have shape \[T, E\], got \(5,\)\.$"):
-        routing.router_z_loss(logits[0])
 
 
-def test_a_selection_bias_moves_by_its_rate() -> None:
+def test_a_selection_bias_moves_by_its_rate_against_the_load() -> None:
     bias = routing.update_selection_bias(jnp.array([0.5, 0, 0], jnp.float32), jnp.array([9, 5, 1]), rate=0.25)
-
     np.testing.assert_array_equal(bias, [0.25, 0, 0.25])
-    with pytest.raises(ValueError, match=r"^selection_bias and expert_load must have one shape \[E\], got \(3,\) and"):
-        routing.update_selection_bias(bias, jnp.ones(2, jnp.int32))
 
-
-@pytest.mark.parametrize(
-    ("loads", "directions"),
-    [
+    # Loads are compared with their mean exactly: near the most, far apart, and more than float32 counts.
+    for loads, directions in (
         (7 * [131071], 7 * [0]),
         ([2**31 - 1, 2**31 - 1, 2**31 - 2], [-1, -1, 1]),
         ([2**31 - 1, 0, 0, 2**31 - 1], [-1, 1, 1, -1]),
         ([16777217, 16777217, 16777216], [-1, -1, 1]),
         ([16777217, 16777215, 16777216], [-1, 1, 0]),
-    ],
-    ids=["equal", "near the most", "far apart", "more than float32 counts", "around the mean"],
-)
-def test_loads_are_compared_with_their_mean_exactly(loads: list[int], directions: list[int]) -> None:
-    got = routing.update_selection_bias(jnp.zeros(len(loads)), jnp.array(loads, jnp.int32), rate=jnp.float32(1))
-
-    np.testing.assert_array_equal(got, directions)
+    ):
+        load = jnp.array(loads, jnp.int32)
+        got = routing.update_selection_bias(jnp.zeros(len(loads)), load, rate=jnp.float32(1))
+        np.testing.assert_array_equal(got, directions, err_msg=str(loads))
 
 
 def test_loads_of_any_integer_type() -> None:
@@ -341,24 +253,6 @@ def test_loads_of_any_integer_type() -> None:
             bias = routing.update_selection_bias(jnp.zeros(300, jnp.float32), load, rate=np.float64(1))
 
         np.testing.assert_array_equal(bias, np.where(np.arange(300) == 7, -1, 1), err_msg=dtype)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (dict(selection_bias=jnp.zeros(3, jnp.bfloat16)), TypeError, "selection_bias must be float32 to be updated,"),
-        (dict(expert_load=jnp.ones(3)), TypeError, "expert_load must be of an integer type, got float32."),
-        (dict(rate="x"), TypeError, "rate must be a number, known when the program is traced, got 'x'."),
-        (dict(rate=jnp.array(True)), TypeError, "rate must be a number, got an array of type bool."),
-        (dict(rate=jnp.ones(3)), ValueError, "rate must be a scalar, got shape (3,)."),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_update_selection_bias_rejects(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}"):
-        routing.update_selection_bias(
-            **(dict(selection_bias=jnp.zeros(3), expert_load=jnp.array([1, 2, 3])) | arguments)
-        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -381,16 +275,3 @@ def test_logits_of_a_linear_router(dtype: str) -> None:
         rounded(dx), rounded(dlogits) @ rounded(kernel).T, rtol=error, atol=2e-2 if error > 1e-3 else 1e-5
     )
     np.testing.assert_allclose(dkernel, rounded(x).T @ rounded(dlogits), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "error", "message"),
-    [
-        (jnp.ones((3, 2)), ValueError, r"kernel must have shape \[K, E\] for x \(5, 4\), got \(3, 2\)."),
-        (jnp.ones((4, 2), jnp.int32), TypeError, "kernel's type must be"),
-    ],
-    ids=["shape", "type"],
-)
-def test_kernels_of_a_router_that_do_not_fit(kernel: jax.Array, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        routing.router_logits(jnp.ones((5, 4)), kernel)

@@ -1,4 +1,4 @@
-"""Code shared by the tests of `grouped_dense` with a recipe: recipes, operands, states, and what a program takes."""
+"""Code shared by the tests of `grouped_dense` with a recipe: recipes, operands and states."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from benchmarks import shapes
 from tests import oracle
 from tests.operands import random_operands
 from tests.ops.quantize_cases import poison
-from tests.programs import struct
 from tests.states import NAMES, fp8_state
 
 HISTORY = 3
@@ -19,15 +18,6 @@ DELAYED = jg.DelayedScaling(amax_history_len=HISTORY, margin=1.0)
 
 SHAPE = shapes.Shape("unaligned", num_groups=4, tokens=300, K=144, N=272)
 SIZES = np.array([37, 0, 130, 1], np.int32)
-
-#: Arguments of a program, by their shapes.
-X, KERNEL, BIAS, GROUPS = (
-    struct((300, 144)),
-    struct((4, 144, 272), jnp.float32),
-    struct((4, 272)),
-    struct((4,), "int32"),
-)
-CACHE = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, BLOCK), KERNEL)
 
 
 def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]:

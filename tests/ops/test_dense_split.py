@@ -15,126 +15,97 @@ import jax_grouped as jg
 from tests.ops.dense_cases import BLOCK, CURRENT, DELAYED, SHAPE, SIZES, assert_close, operands, some_state
 from tests.ops.quantize_cases import assert_same_trees, some
 from tests.programs import custom_calls, lowered, products, struct
-from tests.refusals import assert_refused
 
 RECIPES = {"none": None, "block": BLOCK, "current": CURRENT, "delayed": DELAYED, "mxfp8": jg.MXFP8BlockScaling()}
+KERNEL = struct((SHAPE.num_groups, SHAPE.K, SHAPE.N), jnp.float32)
+X, DY = struct((SHAPE.tokens, SHAPE.K)), struct((SHAPE.tokens, SHAPE.N))
 
 
-def arguments(name: str) -> dict[str, Any]:
-    x, kernel, bias, _ = (jnp.asarray(array) for array in operands())
-    state = some_state() if name == "delayed" else None
-    return dict(x=x, kernel=kernel, bias=bias, fp8_state=state)
+def differentiated(recipe: Any, dy: jax.Array, accumulator: jax.Array, at: Any, **options: Any) -> Any:
+    """Computes `y`, `dx`, `dkernel`, `dbias` and the next state, and the accumulator with `dkernel` added."""
+
+    def gradients(**more: Any) -> tuple[jax.Array, dict[str, Any]]:
+        y, vjp = jax.vjp(lambda at: jg.grouped_dense(**at, group_sizes=SIZES, recipe=recipe, **options, **more), at)
+        return y, vjp(dy)[0]
+
+    y, plain = gradients()
+    results = y, *(plain[name] for name in ("x", "kernel", "bias", "fp8_state"))
+    return results, gradients(dkernel_accumulator=accumulator)[1]["kernel"]
 
 
-def whole(recipe: Any, dy: jax.Array, at: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """Computes `y`, `dx`, `dkernel`, `dbias` and the next state by differentiation."""
-    y, vjp = jax.vjp(lambda at: jg.grouped_dense(**at, group_sizes=SIZES, recipe=recipe, **options), at)
-    (gradients,) = vjp(dy)
-    return y, *(gradients[name] for name in ("x", "kernel", "bias", "fp8_state"))
-
-
-def halves(recipe: Any, dy: jax.Array, at: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """Computes the same step by step."""
-    accumulator = options.pop("dkernel_accumulator", None)
+def in_halves(recipe: Any, dy: jax.Array, accumulator: jax.Array, at: Any, **options: Any) -> Any:
+    """Computes the same step by step, and the sum in float32 too."""
     y, residuals = jg.grouped_dense_fwd(**at, group_sizes=SIZES, recipe=recipe, **options)
     dx, pending = jg.grouped_dense_dgrad(residuals, dy)
-    dkernel, dbias = jg.grouped_dense_wgrad(pending, dkernel_accumulator=accumulator)
-    return y, dx, dkernel, dbias, pending.fp8_state
+    total, in_float32 = (
+        jg.grouped_dense_wgrad(pending, dkernel_accumulator=accumulator.astype(dtype))[0]
+        for dtype in (accumulator.dtype, jnp.float32)
+    )
+    return ((y, dx, *jg.grouped_dense_wgrad(pending), pending.fp8_state), total), in_float32
+
+
+CHANGES: list[dict[str, Any]] = [{}, dict(kernel="bfloat16"), dict(preferred="float32"), dict(group_offset=1)]
 
 
 @pytest.mark.parametrize("names", [("none",), ("block", "current", "mxfp8"), ("delayed",)], ids=lambda names: names[0])
-def test_the_halves_are_the_whole_bit_for_bit(backend: str, names: tuple[str, ...]) -> None:
+def test_the_halves_are_the_whole_bit_for_bit_and_add_to_an_accumulator(backend: str, names: tuple[str, ...]) -> None:
     for name in some(backend, names, 0):
-        at, dy = arguments(name), jnp.asarray(operands()[3])
-        for options in some(backend, [{}, dict(group_offset=1), dict(preferred_element_type="float32")], 0):
-            dy = dy.astype(options.get("preferred_element_type", dy.dtype))
-            got, expected = (
-                jax.jit(functools.partial(function, RECIPES[name], **options))(dy, at) for function in (halves, whole)
+        for change in some(backend, CHANGES, list(RECIPES).index(name)):
+            x, kernel, bias, dy = (jnp.asarray(array) for array in operands())
+            kernel = kernel.astype(change.get("kernel", kernel.dtype))
+            dy = dy.astype(change.get("preferred", dy.dtype))
+            options = dict(preferred_element_type=change.get("preferred"), group_offset=change.get("group_offset"))
+            at = dict(x=x, kernel=kernel, bias=bias, fp8_state=some_state() if name == "delayed" else None)
+            accumulator = jax.random.normal(jax.random.key(0), kernel.shape).astype(kernel.dtype)
+
+            (got, in_float32), expected = (
+                jax.jit(functools.partial(function, RECIPES[name], **options))(dy, accumulator, at)
+                for function in (in_halves, differentiated)
             )
+
             assert_same_trees(got, expected)
-            assert all(np.any(np.asarray(array, np.float32)) for array in got[:4])
-
-
-def test_what_waits_for_wgrad_is_fp8() -> None:
-    def pending(dy: jax.Array, at: dict[str, Any]) -> Any:
-        return jg.grouped_dense_dgrad(jg.grouped_dense_fwd(**at, group_sizes=SIZES, recipe=BLOCK)[1], dy)[1]
-
-    waiting = jax.eval_shape(pending, jnp.asarray(operands()[3]), arguments("block"))
-    large = [leaf.dtype for leaf in jax.tree.leaves(waiting) if leaf.size > 10_000]
-    assert large == [jnp.float8_e4m3fn] * 2
-
-
-@pytest.mark.parametrize("names", [("none",), ("block", "current", "mxfp8")], ids=lambda names: names[0])
-def test_the_gradient_is_added_to_the_accumulator(backend: str, names: tuple[str, ...]) -> None:
-    for name in some(backend, names, 0):
-        at, dy = arguments(name), jnp.asarray(operands()[3])
-        for dtype in some(backend, ["float32", "bfloat16"], len(names)):
-            at["kernel"] = at["kernel"].astype(dtype)
-            accumulator = jax.random.normal(jax.random.key(0), at["kernel"].shape).astype(dtype)
-            pending = _pending(RECIPES[name], dy, at)
-            plain, _ = jg.grouped_dense_wgrad(pending)
-            got, _ = jg.grouped_dense_wgrad(pending, dkernel_accumulator=accumulator)
-            assert got.dtype == dtype
-            expected = plain.astype(jnp.float32) + accumulator.astype(jnp.float32)
-            assert_close((got,), (expected,), 1e-5 if dtype == "float32" else 4e-3)
-            assert_same_trees(_gradient(RECIPES[name], at["kernel"], at["x"], dy, accumulator), got)
+            (*results, _), total = got
+            assert all(np.any(np.asarray(array, np.float32)) for array in results)
+            assert total.dtype == kernel.dtype
+            assert in_float32.dtype == jnp.float32
+            tolerance = 1e-5 if kernel.dtype == jnp.float32 else 4e-3
+            sums = results[2].astype(jnp.float32) + accumulator.astype(jnp.float32)
+            assert_close((total, in_float32), (sums, sums), tolerance)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pending(recipe: Any, dy: jax.Array, at: dict[str, Any]) -> Any:
-    _, residuals = jg.grouped_dense_fwd(at["x"], at["kernel"], SIZES, recipe=recipe)
-    return jg.grouped_dense_dgrad(residuals, dy)[1]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _gradient(recipe: Any, kernel: jax.Array, x: jax.Array, dy: jax.Array, accumulator: jax.Array) -> jax.Array:
+def add_gradient(recipe: Any, kernel: jax.Array, x: jax.Array, dy: jax.Array, accumulator: jax.Array) -> jax.Array:
     """Returns the accumulator with the gradient of the kernel added, by differentiation."""
     options = dict(recipe=recipe, dkernel_accumulator=accumulator)
     return jax.vjp(lambda kernel: jg.grouped_dense(x, kernel, SIZES, **options), kernel)[1](dy)[0]
 
 
-def test_accumulators_of_odd_features_and_other_types(backend: str) -> None:
-    for x_dtype, kernel_dtype in (("bfloat16", "float32"), ("float32", "float32"), ("float16", "bfloat16")):
+def test_accumulators_with_odd_features_and_other_types(backend: str) -> None:
+    types = [("bfloat16", "float32"), ("float16", "bfloat16"), ("float32", "float32")]
+    for x_dtype, kernel_dtype in some(backend, types, 0, count=2):
         x, dy = jnp.ones((6, 5), x_dtype), jnp.ones((6, 3), x_dtype)
         kernel, accumulator = jnp.ones((2, 5, 3), kernel_dtype), jnp.full((2, 5, 3), 0.5, kernel_dtype)
-
-        def dense(kernel: jax.Array, x: jax.Array = x, accumulator: jax.Array = accumulator) -> jax.Array:
-            return jg.grouped_dense(x, kernel, jnp.array([2, 4]), dkernel_accumulator=accumulator)
-
-        (dkernel,) = jax.jit(lambda kernel, dy, dense=dense: jax.vjp(dense, kernel)[1](dy))(kernel, dy)
+        dense = functools.partial(jg.grouped_dense, group_sizes=jnp.array([2, 4]), dkernel_accumulator=accumulator)
+        (dkernel,) = jax.vjp(functools.partial(dense, x), kernel)[1](dy)
         assert dkernel.dtype == kernel_dtype
         np.testing.assert_array_equal(dkernel[:, 0, 0].astype(jnp.float32), [2.5, 4.5])
 
 
-def test_sums_may_lie_elsewhere_than_their_accumulators(backend: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("recipe", [None, BLOCK], ids=["none", "block"])
+def test_sums_may_lie_elsewhere_than_their_accumulators(backend: str, recipe: Any) -> None:
     # Results of a loop are parts of an array, which the accumulators are not.
-    accumulators = jax.random.normal(jax.random.key(0), (2, SHAPE.num_groups, SHAPE.K, SHAPE.N))
-    for name in some(backend, ["none", "block"], 0):
-        at, dy = arguments(name), jnp.asarray(operands()[3])
-        add = functools.partial(_gradient, RECIPES[name], at["kernel"], at["x"], dy)
-
-        sums = jax.jit(lambda accumulators, add=add: jax.lax.map(add, accumulators))(accumulators)
-
-        gradient = add(jnp.zeros_like(accumulators[0]))
-        assert_close(tuple(sums), tuple(accumulator + gradient for accumulator in accumulators), 1e-5)
+    accumulators = jax.random.normal(jax.random.key(0), (2, *KERNEL.shape))
+    x, kernel, _, dy = (jnp.asarray(array) for array in operands())
+    add = functools.partial(add_gradient, recipe, kernel, x, dy)
+    sums = jax.jit(lambda accumulators: jax.lax.map(add, accumulators))(accumulators)
+    gradient = add(jnp.zeros_like(accumulators[0]))
+    assert_close(tuple(sums), tuple(accumulator + gradient for accumulator in accumulators), 1e-5)
 
 
-def test_microbatches_add_up_in_a_loop(backend: str) -> None:
-    at = arguments("block")
-    cache = jg.quantize_kernel(at["kernel"], BLOCK)
-    zeros = jnp.zeros_like(at["kernel"])
-    batches = [operands(seed) for seed in range(3)]
-    xs, dys = (jnp.stack([jnp.asarray(batch[i]) for batch in batches]) for i in (0, 3))
-
-    @jax.jit
-    def total(kernel: jax.Array, xs: jax.Array, dys: jax.Array) -> jax.Array:
-        return _accumulated(kernel, xs, dys, cache)
-
-    parts = [_gradient(BLOCK, at["kernel"], x, dy, zeros) for x, dy in zip(xs, dys, strict=True)]
-    assert_close((total(at["kernel"], xs, dys),), (parts[0] + parts[1] + parts[2],), 1e-5)
-
-
-def _accumulated(kernel: jax.Array, xs: jax.Array, dys: jax.Array, cache: jg.KernelCache) -> jax.Array:
+@jax.jit
+def accumulated(kernel: jax.Array, xs: jax.Array, dys: jax.Array, cache: jg.KernelCache) -> jax.Array:
     """Returns the gradient of the kernel over all microbatches, carried from each to the next."""
 
     def microbatch(dkernel: jax.Array, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -146,44 +117,40 @@ def _accumulated(kernel: jax.Array, xs: jax.Array, dys: jax.Array, cache: jg.Ker
     return jax.lax.scan(microbatch, jnp.zeros_like(kernel), (xs, dys))[0]
 
 
-KERNEL = struct((SHAPE.num_groups, SHAPE.K, SHAPE.N), jnp.float32)
-X, DY = struct((SHAPE.tokens, SHAPE.K)), struct((SHAPE.tokens, SHAPE.N))
+def test_microbatches_add_up_in_a_loop(backend: str) -> None:
+    batches = [operands(seed) for seed in range(3)]
+    kernel = jnp.asarray(batches[0][1])
+    xs, dys = (jnp.stack([jnp.asarray(batch[i]) for batch in batches]) for i in (0, 3))
+    total = sum(add_gradient(BLOCK, kernel, x, dy, jnp.zeros_like(kernel)) for x, dy in zip(xs, dys, strict=True))
+    assert_close((accumulated(kernel, xs, dys, jg.quantize_kernel(kernel, BLOCK)),), (total,), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["none", "block"])
-def test_the_accumulator_is_the_memory_of_the_gradient(name: str) -> None:
-    text = lowered(functools.partial(_gradient, RECIPES[name]), KERNEL, X, DY, KERNEL)
-    (call,) = [call for call in custom_calls(text) if products(call) == ["wgrad"]]
-    operand = 4 if name == "none" else 6
-    assert re.search(rf"output_tuple_indices = \[0\],\s*operand_index = {operand}", call), call
-    assert f"return {call.split(':')[0].strip()}#0" in text, "nothing may follow the matmul"
-    assert "stablehlo.add" not in text.split(call)[1]
+def test_the_accumulator_is_the_memory_of_the_gradient() -> None:
+    for recipe, operand in ((None, 4), (BLOCK, 6)):
+        text = lowered(functools.partial(add_gradient, recipe), KERNEL, X, DY, KERNEL)
+        (call,) = [call for call in custom_calls(text) if products(call) == ["wgrad"]]
+        assert re.search(rf"output_tuple_indices = \[0\],\s*operand_index = {operand}", call), call
+        assert f"return {call.split(':')[0].strip()}#0" in text, "nothing may follow the matmul"
+        assert "stablehlo.add" not in text.split(call)[1]
 
 
 @pytest.mark.gpu
-def test_no_copy_of_the_gradient_is_made_in_a_loop() -> None:
+def test_no_copy_of_the_gradient_is_made() -> None:
+    pattern = rf"= f32\[{','.join(map(str, KERNEL.shape))}\]\S* (copy|add|fusion)\("
     cache = jax.eval_shape(lambda kernel: jg.quantize_kernel(kernel, BLOCK), KERNEL)
     stacked = (struct((3, *x.shape), x.dtype) for x in (X, DY))
-    text = jax.jit(_accumulated).lower(KERNEL, *stacked, cache).compile().as_text()
-    shape = ",".join(map(str, KERNEL.shape))
-    passes = [line for line in text.splitlines() if re.search(rf"= f32\[{shape}\]\S* (copy|add|fusion)\(", line)]
+    loop = accumulated.lower(KERNEL, *stacked, cache).compile().as_text()
     # The carry's first value is created once, before the loop.
-    assert not [line for line in passes if "broadcast" not in line], passes
+    assert not [line for line in loop.splitlines() if re.search(pattern, line) and "broadcast" not in line], loop
 
-
-@pytest.mark.gpu
-def test_a_donated_accumulator_is_added_to_in_place() -> None:
-    text = (
-        jax.jit(functools.partial(_gradient, BLOCK), donate_argnums=3).lower(KERNEL, X, DY, KERNEL).compile().as_text()
-    )
-    shape = ",".join(map(str, KERNEL.shape))
+    add = jax.jit(functools.partial(add_gradient, BLOCK), donate_argnums=3)
+    donated = add.lower(KERNEL, X, DY, KERNEL).compile().as_text()
     # The kernel is no parameter, because the gradient does not depend on it.
-    assert "input_output_alias={ {}: (2, {}" in text, text[:500]
-    assert not re.search(rf"= f32\[{shape}\]\S* (copy|add|fusion)\(", text), text
+    assert "input_output_alias={ {}: (2, {}" in donated, donated[:500]
+    assert not re.search(pattern, donated), donated
 
 
-@pytest.mark.parametrize("varying", ["x", "sizes", "bias", "accumulator"])
-def test_an_accumulator_needs_the_gradient_of_its_own_device(varying: str) -> None:
+def test_an_accumulator_needs_the_gradient_of_its_own_device() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
     def dense(kernel: jax.Array, x: jax.Array, sizes: jax.Array, bias: jax.Array, accumulator: jax.Array) -> jax.Array:
@@ -191,40 +158,10 @@ def test_an_accumulator_needs_the_gradient_of_its_own_device(varying: str) -> No
 
     groups = SHAPE.num_groups
     at = dict(x=X, sizes=struct((groups,), "int32"), bias=struct((groups, SHAPE.N)), accumulator=KERNEL)
-    at[varying] = struct((2 * at[varying].shape[0], *at[varying].shape[1:]), at[varying].dtype)
-    specs = [P("data") if name == varying else P() for name in at]
-    sharded = jax.shard_map(dense, mesh=mesh, in_specs=(P(), *specs), out_specs=P("data"))
     message = f"With dkernel_accumulator kernel {KERNEL.shape} must vary over the mesh axes ['data'] as others do"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(sharded, KERNEL, *at.values())
-
-
-def test_wgrad_takes_a_float32_accumulator_for_a_kernel_of_16_bits(backend: str) -> None:
-    at, dy = arguments("block"), jnp.asarray(operands()[3])
-    kernel = at["kernel"].astype(jnp.bfloat16)
-    accumulator = jnp.full(kernel.shape, 0.5, jnp.float32)
-    for name in some(backend, ["none", "block"], 1):
-        pending = _pending(RECIPES[name], dy, at | dict(kernel=kernel))
-        plain = jg.grouped_dense_wgrad(pending, dkernel_accumulator=jnp.zeros_like(accumulator))[0]
-        added = jg.grouped_dense_wgrad(pending, dkernel_accumulator=accumulator)[0]
-        assert added.dtype == plain.dtype == jnp.float32
-        assert_close((added,), (plain + 0.5,), 1e-6)
-        assert_close((jg.grouped_dense_wgrad(pending)[0],), (plain,), 4e-3)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    _, residuals = jg.grouped_dense_fwd(jnp.ones((6, 32)), jnp.ones((2, 32, 48)), jnp.array([2, 3]))
-    _, pending = jg.grouped_dense_dgrad(residuals, jnp.ones((6, 48)))
-    refused: dict[str, dict[str, Any]] = {
-        "residuals must be those of grouped_dense_fwd": dict(residuals=(1, 2)),
-        "dy must have the result's shape (6, 48), got (6, 32).": dict(dy=jnp.ones((6, 32))),
-        "dy's type must be bfloat16, float16 or float32, got int32.": dict(dy=jnp.ones((6, 48), jnp.int32)),
-    }
-    assert_refused(jg.grouped_dense_dgrad, dict(residuals=residuals, dy=jnp.ones((6, 48))), refused)
-    refused = {
-        "pending must be that of grouped_dense_dgrad, got NoneType": dict(pending=None),
-        "dkernel_accumulator must have the kernel's shape (2, 32, 48), got (3,).": dict(
-            dkernel_accumulator=jnp.ones(3)
-        ),
-    }
-    assert_refused(jg.grouped_dense_wgrad, dict(pending=pending), refused)
+    for varying, array in at.items():
+        specs = [P("data") if name == varying else P() for name in at]
+        sharded = jax.shard_map(dense, mesh=mesh, in_specs=(P(), *specs), out_specs=P("data"))
+        given = at | {varying: struct((2 * array.shape[0], *array.shape[1:]), array.dtype)}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(sharded, KERNEL, *given.values())

@@ -1,22 +1,25 @@
 """Bad arguments raise at trace time, in a sentence that names the argument, what it is and the rule."""
 
+import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from jax_grouped.kernels import extension
-from tests.programs import custom_calls
+from tests.programs import custom_calls, lowered, struct
 from tests.refusals import assert_refused
 
 X = jnp.ones((6, 4))
 KERNEL = jnp.ones((2, 4, 3))
 SIZES = jnp.array([2, 3])
+BLOCK, CURRENT = jg.Float8BlockScaling(), jg.Float8CurrentScaling()
 
 
 def test_ragged_dot_refuses() -> None:
@@ -56,47 +59,130 @@ def test_ragged_dot_refuses() -> None:
     assert_refused(jg.ragged_dot, dict(lhs=X, rhs=KERNEL, group_sizes=SIZES), refused)
 
 
-def test_sequences_of_integers_are_group_sizes() -> None:
+def test_sequences_of_integers_and_scalars_of_the_device_are_group_sizes() -> None:
+    expected = jg.ragged_dot(X, KERNEL, SIZES)
     for sizes in ([2, 3], (2, 3), range(2, 4)):
-        assert (jg.ragged_dot(X, KERNEL, sizes) == jg.ragged_dot(X, KERNEL, SIZES)).all()
+        assert (jg.ragged_dot(X, KERNEL, sizes) == expected).all()
+    assert (jax.jit(lambda first, second: jg.ragged_dot(X, KERNEL, [first, second]))(2, 3) == expected).all()
 
 
-def test_a_list_of_scalars_of_the_device_is_read_there() -> None:
-    y = jax.jit(lambda first, second: jg.ragged_dot(X, KERNEL, [first, second]))(2, 3)
-    assert (y == jg.ragged_dot(X, KERNEL, SIZES)).all()
-
-
-def test_a_setting_of_jax_that_float32_products_cannot_have_is_named() -> None:
-    with (
-        jax.default_matmul_precision("ANY_F8_ANY_F8_F32"),
-        pytest.raises(ValueError, match=r"^precision must be .* got 'ANY_F8_ANY_F8_F32' from jax_default_matmul_prec"),
-    ):
+def test_settings_that_do_not_fit_are_named() -> None:
+    message = r"^precision must be .* got 'ANY_F8_ANY_F8_F32' from jax_default_matmul_prec"
+    with jax.default_matmul_precision("ANY_F8_ANY_F8_F32"), pytest.raises(ValueError, match=message):
+        # Only products of float32 need to know it.
+        jg.ragged_dot(X.astype(jnp.bfloat16), KERNEL.astype(jnp.bfloat16), SIZES)
+        jax.eval_shape(functools.partial(jg.grouped_dense, recipe=BLOCK), *DENSE.values())
         jg.ragged_dot(X, KERNEL, SIZES)
-
-
-def test_unknown_backend_is_refused_and_the_earlier_one_stays() -> None:
     before = jg.config.backend
     with pytest.raises(ValueError, match=re.escape("backend (JAX_GROUPED_BACKEND) must be one of ('auto', 'xla')")):
         jg.config.backend = "gpu"
     assert jg.config.backend == before
 
 
-@pytest.mark.parametrize("sizes", [[-1, 3], [4, 3]], ids=["negative", "past the rows"])
-def test_checked_group_sizes_raise(sizes: list[int]) -> None:
+def test_group_sizes_are_checked_on_demand() -> None:
     message = "group_sizes must not be negative and must add up to at most 6 rows"
     with jg.config.override(check=True):
-        with pytest.raises(ValueError, match=message):
-            jg.ragged_dot(X, KERNEL, jnp.array(sizes))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(jax.jit(jg.ragged_dot)(X, KERNEL, jnp.array(sizes)))
-            jax.effects_barrier()
-
-
-def test_checked_group_sizes_pass() -> None:
-    with jg.config.override(check=True):
-        y = jax.jit(jg.ragged_dot)(X, KERNEL, SIZES)
+        product = jax.jit(jg.ragged_dot)
+        for sizes in ([-1, 3], [4, 3]):
+            with pytest.raises(ValueError, match=message):
+                jg.ragged_dot(X, KERNEL, jnp.array(sizes))
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+                jax.block_until_ready(product(X, KERNEL, jnp.array(sizes)))
+                jax.effects_barrier()
+        y = product(X, KERNEL, SIZES)
         jax.effects_barrier()
     assert float(y.sum()) == 5 * 3 * 4
+
+
+DENSE = dict(x=jnp.ones((6, 32)), kernel=jnp.ones((2, 32, 48)), group_sizes=SIZES)
+
+
+def test_grouped_dense_refuses() -> None:
+    no_recipe = "recipe must be a recipe such as Float8BlockScaling(), or None, got "
+    same = "kernel_cache must be of the same shape and recipe as kernel: "
+    delayed = jg.DelayedScaling(amax_history_len=4)
+    state = jg.Fp8State.initial(delayed, 2)
+    block_cache = jax.eval_shape(lambda: jg.quantize_kernel(jnp.ones((4, 144, 272)), BLOCK))
+    delayed_cache = jax.eval_shape(lambda: jg.quantize_kernel(DENSE["kernel"], delayed, scale=jnp.ones(2)))
+    refused: dict[str, dict[str, Any]] = {
+        f"{no_recipe}'fp8'.": dict(recipe="fp8"),
+        f"{no_recipe}the class DelayedScaling: pass DelayedScaling().": dict(recipe=jg.DelayedScaling),
+        "bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.": dict(bias=BLOCK, recipe=None),
+        "bias must have shape [G, N] = (2, 48), got (3,).": dict(bias=jnp.ones(3)),
+        "kernel must be an array, got None.": dict(kernel=None),
+        "DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups=2).": dict(
+            recipe=delayed
+        ),
+        "fp8_state is for DelayedScaling, got recipe Float8CurrentScaling(": dict(recipe=CURRENT, fp8_state=state),
+        "fp8_state must be a jax_grouped.Fp8State, got dict.": dict(recipe=delayed, fp8_state={}),
+        "fp8_state.input_amax_history must have shape (2, 1024) for 2 groups and amax_history_len 1024, got": dict(
+            recipe=jg.DelayedScaling(), fp8_state=state
+        ),
+        "fp8_state.input_amax_history must be float32, got bfloat16.": dict(
+            recipe=delayed, fp8_state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+        ),
+        "dkernel_accumulator must have the kernel's shape (2, 32, 48), got (2, 48, 32).": dict(
+            dkernel_accumulator=jnp.ones((2, 48, 32))
+        ),
+        "dkernel_accumulator must be float32 for this kernel, got bfloat16.": dict(
+            dkernel_accumulator=jnp.ones((2, 32, 48), jnp.bfloat16)
+        ),
+        "recipe.fwd_dtype must be float8_e4m3fn, got float8_e5m2 with grad_dtype float8_e5m2: of the two operands of a "
+        "product only one may be float8_e5m2, and x and kernel both have fwd_dtype.": dict(
+            recipe=jg.Float8CurrentScaling(fwd_dtype="float8_e5m2")
+        ),
+        "N must be a multiple of 16, got 24 from kernel (2, 32, 24); pad": dict(kernel=jnp.ones((2, 32, 24))),
+        "K must be a multiple of 16, got 24 from kernel (2, 24, 48); pad": dict(
+            x=jnp.ones((6, 24)), kernel=jnp.ones((2, 24, 48))
+        ),
+        "precision is for recipe=None; FP8 products have only one. Got 'highest'.": dict(precision="highest"),
+        "kernel_cache needs a recipe, the one that it was made with.": dict(recipe=None, kernel_cache=block_cache),
+        "Without a recipe kernel_cache must be kernel in the type of x, ((2, 32, 48), 'float32'), got ": dict(
+            recipe=None, kernel_cache=jnp.ones((2, 32, 48), jnp.bfloat16)
+        ),
+        "kernel_cache must be a KernelCache, got int.": dict(kernel_cache=3),
+        same: dict(kernel_cache=block_cache),
+        f"{same}recipe must be Float8CurrentScaling, got DelayedScaling.": dict(
+            recipe=CURRENT, kernel_cache=delayed_cache
+        ),
+    }
+    assert_refused(jg.grouped_dense, DENSE | dict(recipe=BLOCK), refused)
+
+
+def test_the_halves_refuse() -> None:
+    _, residuals = jg.grouped_dense_fwd(**DENSE)
+    _, pending = jg.grouped_dense_dgrad(residuals, jnp.ones((6, 48)))
+    refused: dict[str, dict[str, Any]] = {
+        "residuals must be those of grouped_dense_fwd": dict(residuals=(1, 2)),
+        "dy must have the result's shape (6, 48), got (6, 32).": dict(dy=jnp.ones((6, 32))),
+        "dy's type must be bfloat16, float16 or float32, got int32.": dict(dy=jnp.ones((6, 48), jnp.int32)),
+    }
+    assert_refused(jg.grouped_dense_dgrad, dict(residuals=residuals, dy=jnp.ones((6, 48))), refused)
+    shape = "dkernel_accumulator must have the kernel's shape (2, 32, 48), got (3,)."
+    refused = {
+        "pending must be that of grouped_dense_dgrad, got NoneType": dict(pending=None),
+        shape: dict(dkernel_accumulator=jnp.ones(3)),
+    }
+    assert_refused(jg.grouped_dense_wgrad, dict(pending=pending), refused)
+
+
+def test_a_recipe_needs_to_know_the_number_of_tokens() -> None:
+    (tokens,) = export.symbolic_shape("t")
+    message = "With a recipe the number of tokens must be known when the program is traced, got x (t, 32)."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export.export(jax.jit(functools.partial(jg.grouped_dense, recipe=BLOCK)))(
+            struct((tokens, 32), jnp.float32), struct((2, 32, 48), jnp.float32), SIZES
+        )
+
+
+def test_second_derivatives_that_do_not_exist_say_so() -> None:
+    for options in (dict(recipe=BLOCK), dict(dkernel_accumulator=DENSE["kernel"])):
+
+        def loss(kernel: jax.Array, options: Any = options) -> jax.Array:
+            return jnp.sum(jg.grouped_dense(DENSE["x"], kernel, SIZES, **options) ** 2)
+
+        with pytest.raises(NotImplementedError, match="of first order with a recipe or a dkernel_accumulator"):
+            jax.grad(lambda kernel, loss=loss: jnp.sum(jax.grad(loss)(kernel)))(DENSE["kernel"])
 
 
 class _Device:
@@ -114,74 +200,48 @@ class _Extension:
         return self._version
 
 
-@pytest.mark.parametrize(
-    ("module", "capability", "message"),
-    [
-        (None, "9.0", "jax_grouped was installed without its CUDA extension. From a checkout of jax_grouped, run: "),
-        (_Extension(131000), "8.0", "NVIDIA Example has compute capability 8.0; the cuda backend needs 9.0 (Hopper)"),
-        (_Extension(131000), "12.0", "NVIDIA Example has compute capability 12.0; the cuda backend needs 9.0 (Hopper)"),
-        (_Extension(130101), "9.0", "cuBLAS 13.1.1 is loaded; the cuda backend needs 13.8 or newer. Run: python3 -m "),
-        (_Extension(0), "9.0", "no cuBLASLt (libcublasLt.so.13) is found; the cuda backend needs 13.8"),
-    ],
-    ids=["no extension", "old GPU", "new GPU", "old cuBLAS", "no cuBLAS"],
-)
-def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, module: _Extension | None, capability: str, message: str
-) -> None:
-    monkeypatch.setattr(extension, "load", lambda: module)
-    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(capability)])
-    extension.problem_once.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
-            extension.require_usable()
-    finally:
-        extension.problem_once.cache_clear()
-
-
-def test_a_gpu_that_can_run_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "load", lambda: _Extension(131000))
-    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device("9.0")])
-    assert extension.find_problem() is None
-
-
-def lowered_for_cuda(recipe: object) -> str:
-    """Lowers `grouped_dense` with the recipe, as for the GPUs that seem to be there."""
-    x, kernel = jax.ShapeDtypeStruct((6, 16), jnp.float32), jax.ShapeDtypeStruct((2, 16, 16), jnp.float32)
-    step = jax.jit(lambda x, kernel: jg.grouped_dense(x, kernel, SIZES, recipe=recipe))
-    return step.trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Simulates a GPU of this compute capability."""
-    monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(request.param)])
-    monkeypatch.setattr(extension, "problem_once", lambda: None)
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("gpu", ["10.0"], indirect=True)
-def test_block_scaling_on_blackwell_says_what_to_use() -> None:
-    message = (
-        "Float8BlockScaling needs Hopper (compute capability 9.0), NVIDIA Example has 10.0: use MXFP8BlockScaling."
-    )
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        lowered_for_cuda(jg.Float8BlockScaling())
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("gpu", "scaled"), [("9.0", "false"), ("10.0", "true")], indirect=["gpu"])
-def test_mx_products_are_of_bfloat16_on_hopper_only(scaled: str) -> None:
-    (call,) = custom_calls(lowered_for_cuda(jg.MXFP8BlockScaling()), "jax_grouped_gemm")
-    assert f"scaled = {scaled}" in call
-
-
-def test_an_extension_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> None:
+def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(extension, "load", load)
-    message = "The CUDA extension of jax_grouped does not load: undefined symbol. From a checkout"
-    assert str(extension.find_problem()).startswith(message)
+    hopper = "the cuda backend needs 9.0 (Hopper)"
+    newer = "the cuda backend needs 13.8"
+    for load, capability, message in (
+        (lambda: None, "9.0", "jax_grouped was installed without its CUDA extension. From a checkout of jax_grouped, "),
+        (broken, "9.0", "The CUDA extension of jax_grouped does not load: undefined symbol. From a checkout"),
+        (lambda: _Extension(131000), "8.0", f"NVIDIA Example has compute capability 8.0; {hopper}"),
+        (lambda: _Extension(131000), "12.0", f"NVIDIA Example has compute capability 12.0; {hopper}"),
+        (lambda: _Extension(130101), "9.0", f"cuBLAS 13.1.1 is loaded; {newer} or newer. Run: python3 -m "),
+        (lambda: _Extension(0), "9.0", f"no cuBLASLt (libcublasLt.so.13) is found; {newer}"),
+        (lambda: _Extension(131000), "9.0", None),
+    ):
+        monkeypatch.setattr(extension, "load", load)
+        monkeypatch.setattr(extension, "cuda_devices", lambda capability=capability: [_Device(capability)])
+        extension.problem_once.cache_clear()
+        try:
+            if message is None:
+                extension.require_usable()
+            else:
+                with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+                    extension.require_usable()
+        finally:
+            extension.problem_once.cache_clear()
+
+
+def test_recipes_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lowered_for_cuda(capability: str, recipe: jg.Recipe) -> str:
+        monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(capability)])
+        monkeypatch.setattr(extension, "problem_once", lambda: None)
+        dense = functools.partial(jg.grouped_dense, recipe=recipe)
+        return lowered(dense, struct((6, 16), jnp.float32), struct((2, 16, 16), jnp.float32), SIZES)
+
+    # MX products are of bfloat16 on Hopper only.
+    for capability, scaled in (("9.0", "false"), ("10.0", "true")):
+        (call,) = custom_calls(lowered_for_cuda(capability, jg.MXFP8BlockScaling()), "jax_grouped_gemm")
+        assert f"scaled = {scaled}" in call
+    message = "Float8BlockScaling needs Hopper (compute capability 9.0), NVIDIA Example has 10.0: use MXFP8BlockScaling"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        lowered_for_cuda("10.0", BLOCK)
 
 
 def test_arrays_on_explicit_mesh_axes_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import sys
 from typing import Any
 
@@ -16,7 +15,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fp32_max_grad
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.ops import gradients as next_values
 from tests.layers.pure import APIS, layer, tokens
 from tests.meshes import data_mesh
 from tests.ops.quantize_cases import assert_same_trees
@@ -47,16 +45,12 @@ def gradient(api: str, backend: str) -> jax.stages.Wrapped:
     return jax.jit(jax.grad(lambda trained, x: at.loss(trained, at.cache, x)[0]))
 
 
-def expected_of(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
+def expected_gradients(api: str, backend: str, xs: np.ndarray) -> tuple[Any, Any]:
     """Returns the sum of the parameters' gradients, and the next state."""
     at = layer(api, DELAYED)
     each = [at.parts(gradient(api, backend)(at.trained, x)) for x in xs]
     dkernel = np.sum([np.asarray(parts[0]) for parts in each], axis=0)
     return dkernel, jax.tree.map(lambda *leaves: functools.reduce(np.maximum, leaves), *(parts[2] for parts in each))
-
-
-def test_the_name_of_the_collection_is_that_of_flax() -> None:
-    assert next_values.OVERWRITE_WITH_GRADIENT == OVERWRITE_WITH_GRADIENT
 
 
 def test_accumulation_adds_gradients_and_takes_the_larger_next_values() -> None:
@@ -65,62 +59,39 @@ def test_accumulation_adds_gradients_and_takes_the_larger_next_values() -> None:
 
 
 def test_devices_without_checks_combine_means_or_sums_and_maxima() -> None:
-    devices = 4
-    mesh = data_mesh(devices)
+    devices = 3
     trees = [a_tree(2 * i, i) for i in range(devices)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    in_16_bits = jnp.array([[1.0], [1 / 128], [1 / 128]], jnp.bfloat16)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees), in_16_bits
 
     def reduced(tree: Any) -> tuple[Any, Any]:
         own = jax.tree.map(lambda leaf: leaf[0], tree)
         return jg.reduce_gradients(own, "data"), jg.reduce_gradients(own, ("data",), mean=False)
 
-    sharded = jax.shard_map(reduced, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-    mean, total = jax.jit(sharded)(stacked)
+    sharded = jax.shard_map(reduced, mesh=data_mesh(devices), in_specs=P("data"), out_specs=P(), check_vma=False)
+    results = jax.jit(sharded)(stacked)
 
-    assert_same_trees(mean, a_tree(devices - 1, devices - 1))
-    assert_same_trees(total, a_tree(devices * (devices - 1), devices - 1))
-
-
-def test_devices_without_checks_round_means_of_bfloat16_once() -> None:
-    gradients = jnp.array([[1.0], [1 / 128], [1 / 128]], jnp.bfloat16)
-
-    def reduced(gradient: jax.Array) -> Any:
-        return jg.reduce_gradients(gradient[0], "data"), jg.reduce_gradients(gradient[0], "data", mean=False)
-
-    sharded = jax.shard_map(reduced, mesh=data_mesh(3), in_specs=P("data"), out_specs=P(), check_vma=False)
-    program = jax.jit(sharded).lower(gradients)
-
-    assert_same_trees(
-        program.compile()(gradients), tuple(jnp.array([mean], jnp.bfloat16) for mean in (65 / 192, 65 / 64))
-    )
-    assert set(re.findall(r"stablehlo.add .* : tensor<(\w+)>", program.as_text())) == {"f32"}
+    for (tree, rounded), weight, total in zip(results, (2, 6), (65 / 192, 65 / 64), strict=True):
+        assert_same_trees(tree, a_tree(weight, devices - 1))
+        # Rounded once: sums of bfloat16 would be 1.
+        assert_same_trees(rounded, jnp.array([total], jnp.bfloat16))
 
 
-def test_what_shard_map_has_summed_is_not_summed_again() -> None:
-    mesh = data_mesh(2)
+def test_what_is_not_to_be_summed_is_named() -> None:
+    def sharded(function: Any) -> Any:
+        sharded = jax.shard_map(function, mesh=data_mesh(2), in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(sharded)(jnp.ones(2), jnp.arange(4.0))
 
     def gradients(kernel: jax.Array, x: jax.Array) -> Any:
         return jg.reduce_gradients({"kernel": jax.grad(lambda kernel: jnp.sum(kernel * x))(kernel)}, "data")
 
-    def own_gradients(kernel: jax.Array, x: jax.Array) -> Any:
-        return gradients(jax.lax.pcast(kernel, "data", to="varying"), x)
-
-    def sharded(function: Any) -> Any:
-        sharded = jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        return jax.jit(sharded)(jnp.ones(2), jnp.arange(4.0))
-
+    # shard_map has summed the gradient of a kernel that is the same on all devices.
     with pytest.raises(ValueError, match=r"The gradient \['kernel'\] does not vary over \['data'\]"):
         sharded(gradients)
-    np.testing.assert_array_equal(sharded(own_gradients)["kernel"], [1, 2])
-
-
-def test_a_bare_gradient_is_named_without_a_path() -> None:
-    sharded = jax.shard_map(lambda x: jg.reduce_gradients(x, "data"), mesh=data_mesh(2), in_specs=P(), out_specs=P())
+    own = sharded(lambda kernel, x: gradients(jax.lax.pcast(kernel, "data", to="varying"), x))
+    np.testing.assert_array_equal(own["kernel"], [1, 2])
     with pytest.raises(ValueError, match=r"^The gradient does not vary over \['data'\]: jax.shard_map with its checks"):
-        sharded(jnp.ones(2))
-
-
-def test_an_axis_that_is_not_there_is_named() -> None:
+        sharded(lambda kernel, _: jg.reduce_gradients(kernel, "data"))
     for axis in ("data", ("data", "model")):
         with pytest.raises(ValueError, match=r"^There is no mesh axis 'data' here: call it inside jax"):
             jg.reduce_gradients(jnp.ones(2), axis)
@@ -136,23 +107,24 @@ def test_sharded_linen_layers_have_the_next_state_of_one_device(backend: str) ->
     sharded = jax.shard_map(own, mesh=data_mesh(devices), in_specs=(P(), P("data")), out_specs=P())
     dkernel, _, state = at.parts(jax.jit(sharded)(at.trained, xs))
 
-    expected, expected_state = expected_of("linen", backend, xs)
+    expected, expected_state = expected_gradients("linen", backend, xs)
     np.testing.assert_allclose(dkernel, expected, rtol=1e-5, atol=1e-6)
     assert_same_trees(state, expected_state)
 
 
 def test_nnx_layers_under_pmap_have_the_next_state_of_one_device(backend: str) -> None:
-    devices = jax.device_count()
+    devices = min(4, jax.device_count())
     at, xs = layer("nnx", DELAYED), tokens(shape=(devices,))
 
     def own(trained: Any, x: jax.Array) -> Any:
         gradients = jax.grad(lambda trained: at.loss(trained, at.cache, x)[0])(trained)
         return jg.reduce_gradients(gradients, "data", mean=False)
 
-    gradients = jax.pmap(own, axis_name="data", in_axes=(None, 0))(at.trained, xs)
+    mapped = jax.pmap(own, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:devices])
+    gradients = mapped(at.trained, xs)
 
     # Linen's layer has the same bits, and its program is already compiled.
-    expected, expected_state = expected_of("linen", backend, xs)
+    expected, expected_state = expected_gradients("linen", backend, xs)
     for device in (0, devices - 1):
         dkernel, _, state = at.parts(jax.tree.map(lambda leaf, device=device: leaf[device], gradients))
         np.testing.assert_allclose(dkernel, expected, rtol=1e-5, atol=1e-6)
@@ -251,37 +223,20 @@ def test_gradients_of_zero_keep_the_state(api: str, every: int) -> None:
 
 def test_a_state_is_kept_for_the_groups_that_no_scale_came_for() -> None:
     ones = jax.tree.map(jnp.ones_like, jg.Fp8State.initial(DELAYED, 3))
-    following = dataclasses.replace(
-        jax.tree.map(lambda leaf: 5 * leaf, ones), input_scale=jnp.array([0.0, jnp.nan, 5.0])
-    )
-    kept = jg.apply_updates({"a_scale": jnp.ones(2), "state": ones}, {"a_scale": jnp.ones(2), "state": following})
+    scale = jnp.array([0.0, jnp.nan, 5.0])
+    following = dataclasses.replace(jax.tree.map(lambda leaf: 5 * leaf, ones), input_scale=scale)
+    params = {"a_scale": jnp.ones(2, jnp.bfloat16), "state": ones}
+    kept = jg.apply_updates(params, {"a_scale": jnp.ones(2), "state": following})
     assert kept["a_scale"].tolist() == [2, 2]
+    assert kept["a_scale"].dtype == jnp.bfloat16
     assert kept["state"].kernel_amax_history.tolist() == [[1, 1], [5, 5], [5, 5]]
     np.testing.assert_array_equal(kept["state"].input_scale, [1, np.nan, 5])
 
 
-def test_updates_keep_the_type_of_parameters() -> None:
-    params = {"kernel": jnp.ones(2, jnp.bfloat16), "state": jg.Fp8State.initial(DELAYED, 1)}
-    updates = {"kernel": jnp.ones(2, jnp.float32), "state": params["state"]}
-    assert jg.apply_updates(params, updates)["kernel"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_next_values_of_layers_are_recognised(api: str) -> None:
-    trained = layer(api, DELAYED).trained
-    inner = jg.overwrite_with_gradient(optax.scale_by_adam()).init(trained).inner
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(inner.mu))
-    kernel, bias, _ = layer(api, DELAYED).parts(trained)
-    assert shapes == sorted([kernel.shape, bias.shape])
-
-
-def test_every_is_a_positive_number() -> None:
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for every in (0, -1, 1.5, None):
         with pytest.raises((TypeError, ValueError), match=r"^every must be (an integer|at least 1)"):
             jg.overwrite_with_gradient(optax.sgd(0.1), every=every)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     transformation = jg.overwrite_with_gradient(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs params"):
         transformation.update(a_tree(1, 1), transformation.init(a_tree(1, 1)))

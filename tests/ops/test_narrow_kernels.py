@@ -1,6 +1,7 @@
 """`ragged_dot` of tokens and a narrow kernel, which is converted a few groups at a time."""
 
-import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 
 import jax_grouped as jg
 from jax_grouped.kernels import product as implementation
-from jax_grouped.kernels.product import NARROW_TYPES, GemmSpec
+from jax_grouped.kernels.product import NARROW_TYPES
 from tests import oracle
 from tests.ops.quantize_cases import some
 from tests.programs import lowered, struct
@@ -47,33 +48,29 @@ def converted(x: jax.Array, kernel: jax.Array, *more: Any, **options: Any) -> ja
     return jg.ragged_dot(x, kernel.astype(x.dtype), *more, **options)
 
 
-@pytest.mark.parametrize("dtype", NARROW_TYPES, ids=str)
-def test_the_product_is_that_of_the_converted_kernel(dtype: np.dtype, backend: str, four_at_once: None) -> None:
-    for x_dtype in some(backend, (jnp.bfloat16, jnp.float16, jnp.float32), NARROW_TYPES.index(dtype)):
+@functools.partial(jax.jit, static_argnums=0)
+def results(product: Any, x: jax.Array, narrow: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the product and its gradients."""
+    y, pull_back = jax.vjp(lambda x, kernel: product(x, kernel, SIZES), x, narrow)
+    return y, *pull_back(jnp.sin(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+
+def test_products_and_gradients_are_those_of_the_converted_kernel(backend: str, four_at_once: None) -> None:
+    forms = itertools.product(NARROW_TYPES, (jnp.bfloat16, jnp.float16, jnp.float32))
+    for dtype, x_dtype in some(backend, forms, 0, count=4):
         x, narrow = tokens(x_dtype), kernel(dtype)
 
-        y = jax.jit(lambda *arrays: jg.ragged_dot(*arrays))(x, narrow, SIZES)
+        y, dx, dkernel = results(jg.ragged_dot, x, narrow)
 
-        assert y.dtype == x_dtype
-        assert_same(y, converted(x, narrow, SIZES))
-
-
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_gradients_are_those_of_the_converted_kernel(dtype: DTypeLike, backend: str, four_at_once: None) -> None:
-    x, narrow = tokens(), kernel(dtype)
-
-    def gradients(product: Any) -> Any:
-        y, pull_back = jax.vjp(lambda x, kernel: product(x, kernel, SIZES), x, narrow)
-        return jax.jit(pull_back)(jnp.sin(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
-
-    (dx, dkernel), (expected_dx, expected_dkernel) = gradients(jg.ragged_dot), gradients(converted)
-
-    assert_same(dx, expected_dx)
-    if jnp.issubdtype(dtype, jnp.integer):
-        assert dkernel.dtype == jax.dtypes.float0
-    else:
-        assert dkernel.dtype == dtype
-        assert_same(dkernel.astype(jnp.float32), expected_dkernel.astype(jnp.float32))
+        expected = results(converted, x, narrow)
+        assert y.dtype == dx.dtype == x_dtype
+        assert_same(y, expected[0])
+        assert_same(dx, expected[1])
+        if jnp.issubdtype(dtype, jnp.integer):
+            assert dkernel.dtype == jax.dtypes.float0
+        else:
+            assert dkernel.dtype == dtype
+            assert_same(dkernel.astype(jnp.float32), expected[2].astype(jnp.float32))
 
 
 def test_kernels_of_some_groups_have_an_offset(backend: str, four_at_once: None) -> None:
@@ -83,14 +80,12 @@ def test_kernels_of_some_groups_have_an_offset(backend: str, four_at_once: None)
         assert_same(product(x, narrow, SIZES, group_offset=offset), expected(x, narrow, SIZES, group_offset=offset))
 
 
-@pytest.mark.parametrize("kernel_axis", [None, 0], ids=["one kernel", "a kernel each"])
-def test_vmap_makes_more_groups(kernel_axis: int | None, backend: str, four_at_once: None) -> None:
+def test_vmap_makes_more_groups(backend: str, four_at_once: None) -> None:
     x, narrow = jnp.stack([tokens(), tokens()[::-1]]), kernel(jnp.int8)
-    narrow = narrow if kernel_axis is None else jnp.stack([narrow, -narrow])
+    for axis, kernels in ((None, narrow), (0, jnp.stack([narrow, -narrow]))):
+        y = jax.vmap(jg.ragged_dot, (0, axis, None))(x, kernels, SIZES)
 
-    y = jax.vmap(jg.ragged_dot, (0, kernel_axis, None))(x, narrow, SIZES)
-
-    assert_same(y, jax.vmap(converted, (0, kernel_axis, None))(x, narrow, SIZES))
+        assert_same(y, jax.vmap(converted, (0, axis, None))(x, kernels, SIZES))
 
 
 def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: None) -> None:
@@ -100,34 +95,6 @@ def test_sums_over_the_last_axis_and_over_tokens(backend: str, four_at_once: Non
         y = jg.ragged_dot_general(tokens(), rhs, SIZES, dimensions)
         expected = jg.ragged_dot_general(tokens(), rhs.astype(jnp.bfloat16), SIZES, dimensions)
         assert_same(y, expected)
-
-
-@pytest.mark.parametrize(
-    ("product", "x_dtype", "features"),
-    [("fprop", jnp.bfloat16, 20), ("fprop", jnp.float32, N), ("dgrad", jnp.bfloat16, N), ("dgrad", jnp.float32, 20)],
-)
-def test_the_loop_on_a_gpu_adds_up_to_the_product(
-    product: Any, x_dtype: DTypeLike, features: int, four_at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = implementation.multiply_cuda
-
-    def on_this_machine(a: jax.Array, b: jax.Array, sizes: Any, offset: Any, *sums: Any, spec: Any, batch: int) -> Any:
-        assert a.dtype == b.dtype == jnp.bfloat16
-        assert spec.num_groups in (4, 2)
-        return sums[0] + implementation.multiply_xla(a, b, sizes, offset, spec=spec).astype(sums[0].dtype)
-
-    monkeypatch.setattr(implementation, "multiply_cuda", on_this_machine)
-    spec = GemmSpec(product, E, x_dtype)
-    narrow = kernel(jnp.int8, (E, K, features) if product == "fprop" else (E, features, K))
-    operands = tokens(x_dtype), narrow, SIZES, jnp.zeros(1, jnp.int32)
-
-    y = jax.jit(lambda *operands: loop(*operands, spec=spec, batch=1))(*operands)
-
-    # With less precision, a GPU rounds float32.
-    exact = dataclasses.replace(spec, precision=jax.lax.Precision.HIGHEST)
-    expected = implementation.multiply_xla(*operands, spec=exact)
-    assert y.dtype == x_dtype
-    np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-4, atol=2e-3)
 
 
 def test_the_features_of_an_exported_program_may_be_symbolic() -> None:

@@ -22,7 +22,6 @@ from tests.ops.quantize_cases import (
     Expected,
     assert_quantized,
     awkward_values,
-    each_activation,
     edges_of_clamping,
     some,
     tokens,
@@ -94,27 +93,30 @@ def without_tail(x: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.where(np.arange(len(x))[:, None] < sizes.sum(), x, np.zeros((), x.dtype))
 
 
-def wide(activation: Activation) -> shapes.Shape:
-    """Returns the shape of an activation's input whose result has SHAPE."""
-    return dataclasses.replace(SHAPE, K=2 * SHAPE.K) if is_gated(activation) else SHAPE
+#: Modes, types and features; the first tile of a gate's gradient of 80 features has features of both halves.
+FORMS = (
+    *((mode, "float32", 144) for mode in (ScalingMode.TENSOR, ScalingMode.BLOCK_1D, ScalingMode.MX)),
+    *((ScalingMode.BLOCK_2D, dtype, 80) for dtype in ("bfloat16", "float16")),
+)
 
 
 @DIRECTIONS
-@each_activation
-def test_activations_are_quantized_and_summed(backend: str, activation: Activation, backward: bool) -> None:
+def test_activations_are_quantized_and_summed(backend: str, backward: bool) -> None:
     sizes = shapes.group_sizes(SHAPE, "tail")
-    # Some numbers are clamped where that belongs to the activation.
-    limit = activation.limit if isinstance(activation, SwiGLU) else None
-    x = tokens(wide(activation), sizes, "float32", magnitude=4 * (limit or 1))
-    dy = tokens(SHAPE, sizes, "float32", magnitude=4.0, seed=1)
     dtype = "float8_e5m2" if backward else "float8_e4m3fn"
-    if backward:
-        expected = Expected.backward(activation, without_tail(dy, sizes), without_tail(x, sizes))
-    else:
-        expected = Expected.forward(activation, without_tail(x, sizes))
-    modes = [ScalingMode.TENSOR, ScalingMode.BLOCK_1D, ScalingMode.MX]
-    for mode in some(backend, modes, ACTIVATIONS.index(activation) + backward):
-        pow2_scales = mode == ScalingMode.BLOCK_1D
+    forms = itertools.product(ACTIVATIONS, FORMS)
+    for activation, (mode, input_type, features) in some(backend, forms, 1, count=6):
+        label, pow2_scales = f"{activation}, {mode}, {input_type},", mode == ScalingMode.BLOCK_1D
+        # Some numbers are clamped where that belongs to the activation.
+        limit = activation.limit if isinstance(activation, SwiGLU) else None
+        shape, width = dataclasses.replace(SHAPE, K=features), 1 + is_gated(activation)
+        wide = dataclasses.replace(shape, K=width * features)
+        x = tokens(wide, sizes, input_type, magnitude=4 * (limit or 1))
+        dy = tokens(shape, sizes, input_type, magnitude=4.0, seed=1)
+        # Every activation maps zero to zero, and its gradient too.
+        grouped = [np.where(np.arange(len(x))[:, None] < sizes.sum(), array, 0 * array[0, 0]) for array in (dy, x)]
+        expected = Expected.backward(activation, *grouped) if backward else Expected.forward(activation, grouped[1])
+
         got = jg.grouped_quantize(
             **arguments(backward, dy, x),
             group_sizes=jnp.asarray(sizes),
@@ -125,45 +127,27 @@ def test_activations_are_quantized_and_summed(backend: str, activation: Activati
             dbias=True,
             activation=activation,
         )
-        for name, copy in (("rowwise", got.rowwise), ("columnwise", got.columnwise)):
-            assert_close(f"{mode}, {name}", copy, expected, sizes, dtype, pow2_scales)
+
+        for copy in (got.rowwise, got.columnwise):
+            assert_close(label, copy, expected, sizes, dtype, pow2_scales)
         for group, rows in oracle.local_groups(sizes, len(sizes), len(x)):
             largest, error = np.abs(expected.values[rows]).max(), expected.error[rows].max()
-            assert abs(float(got.amax[group]) - largest) <= error
+            assert abs(float(got.amax[group]) - largest) <= error, label
         rounding = 2.0**-24 * sizes.max() * np.abs(expected.values)
         bound = oracle.bias_grad(rounding + expected.error, sizes, len(sizes))
-        assert np.all(np.abs(got.dbias - oracle.bias_grad(expected.values, sizes, len(sizes))) <= bound)
+        assert np.all(np.abs(got.dbias - oracle.bias_grad(expected.values, sizes, len(sizes))) <= bound), label
 
 
-@DIRECTIONS
-@each_activation
-def test_activations_of_16_bit_types_are_computed_in_float32(
-    backend: str, activation: Activation, backward: bool
-) -> None:
-    # The first tile of a gate's gradient has features of both halves.
-    shape = dataclasses.replace(SHAPE, K=80)
-    sizes = shapes.group_sizes(shape, "lognormal")
-    for dtype in some(backend, ["bfloat16", "float16"], ACTIVATIONS.index(activation) + backward):
-        x = tokens(dataclasses.replace(shape, K=160) if is_gated(activation) else shape, sizes, dtype, magnitude=4.0)
-        dy = tokens(shape, sizes, dtype, magnitude=4.0, seed=1)
-        options = dict(mode=ScalingMode.BLOCK_2D, columnwise=True, activation=activation)
-        got = jg.grouped_quantize(**arguments(backward, dy, x), group_sizes=jnp.asarray(sizes), **options)
-        without = [without_tail(array, sizes) for array in (dy, x)]
-        expected = Expected.backward(activation, *without) if backward else Expected.forward(activation, without[1])
-        for copy in (got.rowwise, got.columnwise):
-            assert_close(dtype, copy, expected, sizes, "float8_e4m3fn")
-
-
-@pytest.mark.parametrize("activation", INEXACT, ids=str)
-def test_what_is_not_finite_stays_visible_through_an_activation(backend: str, activation: Activation) -> None:
-    x = np.full((4, 32 if is_gated(activation) else 16), 1e30, np.float32)
-    x[0], x[1, 3], x[2, 5] = 1, np.nan, np.inf
-    with np.errstate(over="ignore"):
-        # A product of gate and up that is finite in float64 only counts as infinite.
-        expected = ~np.isfinite(quantize_oracle.activation(activation, x).astype(np.float32))
-    got = jg.grouped_quantize(jnp.asarray(x), jnp.array([4]), ScalingMode.TENSOR, activation=activation)
-    codes = np.asarray(got.rowwise.data).view(np.uint8)
-    np.testing.assert_array_equal(codes == quantize_oracle.NAN, expected)
+def test_what_is_not_finite_stays_visible_through_an_activation(backend: str) -> None:
+    for activation in some(backend, INEXACT, 0, count=3):
+        x = np.full((4, 32 if is_gated(activation) else 16), 1e30, np.float32)
+        x[0], x[1, 3], x[2, 5] = 1, np.nan, np.inf
+        with np.errstate(over="ignore"):
+            # A product of gate and up that is finite in float64 only counts as infinite.
+            expected = ~np.isfinite(quantize_oracle.activation(activation, x).astype(np.float32))
+        got = jg.grouped_quantize(jnp.asarray(x), jnp.array([4]), ScalingMode.TENSOR, activation=activation)
+        codes = np.asarray(got.rowwise.data).view(np.uint8)
+        np.testing.assert_array_equal(codes == quantize_oracle.NAN, expected, str(activation))
 
 
 @DIRECTIONS
@@ -186,21 +170,15 @@ def test_what_is_clamped_has_no_gradient_and_the_limit_has_one(backend: str, bac
             np.testing.assert_allclose(numbers, expected, rtol=0.07, atol=1e-3)
 
 
-def test_the_activation_of_a_stack(backend: str) -> None:
+def test_activations_of_a_stack_and_of_no_tokens(backend: str) -> None:
     x = np.random.default_rng(0).standard_normal((3, 20, 32), np.float32)
     got = jg.grouped_quantize(jnp.asarray(x), None, ScalingMode.MX, columnwise=True, activation="swiglu")
     expected = Expected.forward("swiglu", x.reshape(60, 32)).values.reshape(3, 20, 16)
     for copy in (got.rowwise, got.columnwise):
         assert copy.shape == (3, 20, 16)
         np.testing.assert_allclose(jg.grouped_dequantize(copy), expected, rtol=0.07, atol=1e-3)
-
-
-@each_activation
-def test_activations_of_no_tokens(backend: str, activation: Activation) -> None:
-    wide_x = jnp.ones((0, 64 if is_gated(activation) else 32))
-    for arguments in (dict(x=wide_x), dict(x=jnp.ones((0, 32)), activation_input=wide_x)):
-        got = jg.grouped_quantize(
-            **arguments, group_sizes=jnp.zeros(3, jnp.int32), mode=ScalingMode.TENSOR, activation=activation
-        )
+    none = dict(group_sizes=jnp.zeros(3, jnp.int32), mode=ScalingMode.TENSOR, activation="swiglu")
+    for given in (dict(x=jnp.ones((0, 64))), dict(x=jnp.ones((0, 32)), activation_input=jnp.ones((0, 64)))):
+        got = jg.grouped_quantize(**given, **none)
         assert got.rowwise.shape[0] == 0
         assert not np.any(got.amax)

@@ -18,7 +18,7 @@ from jax_grouped.kernels import quantization
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_tokens, quantize_with_activation
-from tests.ops.quantize_cases import ACTIVATIONS, as_bytes, each_activation, some
+from tests.ops.quantize_cases import ACTIVATIONS, as_bytes, some
 from tests.programs import custom_calls, lowered
 
 ROWS = 520
@@ -63,10 +63,10 @@ def make(
 
 
 def quantize(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
-    groups = Groups(sizes, jnp.array([offset], jnp.int32))
-    dy, scale, inputs, weights, activated_scale = operands
-    given = dict(scale=scale, activation_input=inputs, row_weights=weights, activated_scale=activated_scale)
-    return quantize_with_activation(dy, groups, spec, **given)
+    dy, *rest = operands
+    names = "scale", "activation_input", "row_weights", "activated_scale"
+    given = dict(zip(names, rest, strict=True))
+    return quantize_with_activation(dy, Groups(sizes, jnp.array([offset], jnp.int32)), spec, **given)
 
 
 def quantize_apart(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SIZES, offset: int = 0) -> Any:
@@ -81,21 +81,7 @@ def quantize_apart(operands: Operands, spec: QuantizeSpec, sizes: jax.Array = SI
     )
 
 
-def specified(copy: jg.ScaledArray, sizes: np.ndarray) -> list[np.ndarray]:
-    """Returns the bytes and the scales of a copy, without what is unspecified: all past the last group's."""
-    layout, blocks = copy.layout, -(-copy.layout.features // 128)
-    rows = int(np.sum(-(-sizes // 16) * 16)) if layout.columnwise else layout.tokens
-    scales = np.asarray(copy.scale_inv).ravel()
-    if layout.mode == ScalingMode.BLOCK_1D and layout.columnwise:
-        scales = scales[: layout.features * int(np.sum(-(-sizes // 128)))]
-    elif layout.mode == ScalingMode.BLOCK_1D:
-        scales = scales[: blocks * int(np.sum(-(-sizes // 4) * 4))]
-    elif layout.mode == ScalingMode.MX:
-        scales = scales[:0]  # Dequantization reads them.
-    return [as_bytes(copy.data).ravel()[: rows * layout.features], scales]
-
-
-def assert_same(backend: str, label: str, got: Any, expected: Any, sizes: jax.Array) -> None:
+def assert_same(backend: str, label: str, got: Any, expected: Any, offset: int = 0) -> None:
     """Compares both results. XLA rounds activations as it fuses them: of its numbers a few may be the next ones."""
     differing, tolerance = (0.0, 0.0) if backend == "cuda" else (0.01, 1e-5)
     np.testing.assert_allclose(got[2], expected[2], rtol=tolerance, atol=tolerance, err_msg=label)
@@ -105,17 +91,15 @@ def assert_same(backend: str, label: str, got: Any, expected: Any, sizes: jax.Ar
         for copy, wanted in ((one.rowwise, other.rowwise), (one.columnwise, other.columnwise)):
             if copy is None:
                 continue
-            assert copy.layout == wanted.layout
-            assert copy.dtype == wanted.dtype
-            data, scales = zip(specified(copy, np.asarray(sizes)), specified(wanted, np.asarray(sizes)), strict=True)
-            assert np.mean(data[0] != data[1]) <= differing, label
-            # The scale of a next number may be the next power of two.
-            np.testing.assert_allclose(*scales, rtol=0 if backend == "cuda" else 1, err_msg=label)
-            if copy.group_sizes.shape != (copy.layout.num_groups,):
-                continue  # Copies of some of the groups cannot be dequantized.
-            numbers = [np.asarray(jg.grouped_dequantize(array)) for array in (copy, wanted)]
-            same = np.isclose(*numbers, rtol=tolerance, atol=0, equal_nan=True)
-            assert np.mean(~same) <= differing, label
+            assert (copy.layout, copy.dtype) == (wanted.layout, wanted.dtype)
+            arrays = [(copy.data, wanted.data)] if copy is one.rowwise else []
+            # Copies of some groups hold the sizes of all, so that they cannot be dequantized as they are.
+            sizes = copy.group_sizes[offset : offset + copy.layout.num_groups]
+            whole = (dataclasses.replace(array, group_sizes=sizes) for array in (copy, wanted))
+            arrays.append(tuple(map(jg.grouped_dequantize, whole)))
+            for numbers in arrays:
+                same = np.isclose(*map(as_bytes, numbers), rtol=tolerance, atol=0, equal_nan=True)
+                assert np.mean(~same) <= differing, label
 
 
 #: Features, types of the operands and of their numbers, and whether scales are powers of two.
@@ -128,24 +112,43 @@ FORMS = (
 )
 
 
-@each_activation
-def test_both_have_the_bits_of_quantizations_apart(backend: str, activation: Activation) -> None:
-    for form, mode in some(backend, itertools.product(FORMS, MODES), 4 * ACTIVATIONS.index(activation)):
+def test_both_have_the_bits_of_quantizations_apart(backend: str) -> None:
+    forms = itertools.product(ACTIVATIONS, FORMS, MODES)
+    for activation, form, mode in some(backend, forms, 1, count=2):
         features, dtype, fp8, pow2_scales = form
         operands, spec = make(activation, mode, features=features, dtype=dtype, fp8=fp8, pow2_scales=pow2_scales)
 
         got = quantize(operands, spec)
 
-        assert_same(backend, f"{mode}, {form}", got, quantize_apart(operands, spec), SIZES)
+        label = f"{activation}, {mode}, {form}"
+        assert_same(backend, label, got, quantize_apart(operands, spec))
         assert got[1].columnwise.dtype == jnp.float8_e4m3fn
 
 
-def test_options(backend: str) -> None:
-    choices = dict(weighted=False), dict(amax_epsilon=2.0, fp8="float8_e4m3fn")
-    for mode, options in some(backend, itertools.product(MODES[:2], choices), 0, count=2):
-        operands, spec = make("swiglu", mode, **options)
-
-        assert_same(backend, f"{mode}, {options}", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_values_options_and_groups_of_every_kind(backend: str, mode: ScalingMode) -> None:
+    # Small groups share a pass of the kernel; its setup has other steps for many groups.
+    counts = (9, 1100, 8300) if backend == "cuda" else (1100,)
+    small = {count: jnp.arange(count) * 7 % 17 for count in counts}
+    # Every block of the kernel takes several tiles, and groups share them.
+    tiles = jnp.arange(5) * (30_000 // 11 if backend == "cuda" else 900 // 11)
+    operands, spec = make("swiglu", mode)
+    weights = operands.weights.at[131].set(jnp.inf).at[5].set(jnp.nan)
+    scales = operands.scale, operands.activated_scale
+    if mode == ScalingMode.TENSOR:
+        scales = scales[0].at[3].set(jnp.nan), scales[1].at[0].set(jnp.nan)
+    cases = [
+        ("scales that are found", operands._replace(scale=None, activated_scale=None), spec, SIZES),
+        ("not finite", Operands(operands.dy, scales[0], operands.inputs, weights, scales[1]), spec, SIZES),
+        ("without weights", *make("swiglu", mode, weighted=False), SIZES),
+        ("epsilon", *make("swiglu", mode, amax_epsilon=2.0, fp8="float8_e4m3fn"), SIZES),
+        ("many tiles", *make("swiglu", mode, features=384, rows=11 * int(tiles[1]) + 9), tiles),
+    ]
+    for count, sizes in small.items():
+        rows = max(int(sizes.sum()) + 40, 150)
+        cases.append((f"{count} groups", *make("swiglu", mode, features=128, rows=rows, num_groups=count), sizes))
+    for label, operands, spec, sizes in some(backend, cases, 4 * MODES.index(mode) + 1):
+        assert_same(backend, label, quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes))
 
 
 def test_some_of_the_groups(backend: str) -> None:
@@ -154,47 +157,9 @@ def test_some_of_the_groups(backend: str) -> None:
 
         got = quantize(operands, spec, offset=2)
 
-        assert_same(backend, f"{mode}", got, quantize_apart(operands, spec, offset=2), SIZES[2:4])
+        assert_same(backend, f"{mode}", got, quantize_apart(operands, spec, offset=2), offset=2)
         assert not as_bytes(got[0].rowwise.data)[:130].any()
         assert not got[2][:130].any()
-
-
-@pytest.mark.parametrize("mode", MODES[:2])
-def test_numbers_that_are_not_finite(backend: str, mode: ScalingMode) -> None:
-    operands, spec = make("swiglu", mode)
-    operands = operands._replace(weights=operands.weights.at[131].set(jnp.inf).at[5].set(jnp.nan))
-    if operands.scale is not None:
-        scales = (operands.scale.at[3].set(jnp.nan), operands.activated_scale.at[0].set(jnp.nan))
-        operands = operands._replace(scale=scales[0], activated_scale=scales[1])
-
-    assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
-
-
-def test_many_groups(backend: str) -> None:
-    # Small groups share a pass of the kernel; its setup has other steps for many groups.
-    for num_groups, mode in some(backend, itertools.product((9, 1100, 8300), MODES[:2]), 0):
-        sizes = jnp.arange(num_groups) * 7 % 17
-        rows = max(int(sizes.sum()) + 40, 150)
-        operands, spec = make("swiglu", mode, features=128, rows=rows, num_groups=num_groups)
-
-        assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
-
-
-def test_scales_that_are_found_for_whole_groups(backend: str) -> None:
-    operands, spec = make("swiglu", ScalingMode.TENSOR)
-    operands = operands._replace(scale=None, activated_scale=None)
-
-    assert_same(backend, "", quantize(operands, spec), quantize_apart(operands, spec), SIZES)
-
-
-def test_many_tiles(backend: str) -> None:
-    # Every block of the kernel takes several tiles, and groups share them.
-    rows = 30_000 if backend == "cuda" else 900
-    sizes = jnp.arange(5) * (rows // 11)
-    for mode in some(backend, MODES[:2], 0):
-        operands, spec = make("swiglu", mode, features=384, rows=rows)
-
-        assert_same(backend, f"{mode}", quantize(operands, spec, sizes), quantize_apart(operands, spec, sizes), sizes)
 
 
 def test_vmap_is_one_call(backend: str) -> None:
@@ -207,11 +172,11 @@ def test_vmap_is_one_call(backend: str) -> None:
 
         for i in range(2):
             element_results, element = (jax.tree.map(operator.itemgetter(i), array) for array in (got, batch))
-            assert_same(backend, f"{mode}, {i}", element_results, quantize(element, spec, sizes[i]), sizes[i])
+            assert_same(backend, f"{mode}, {i}", element_results, quantize(element, spec, sizes[i]))
 
 
 def test_without_rows(backend: str) -> None:
-    for mode in some(backend, MODES, 1, count=2):
+    for mode in MODES[:2]:
         operands, spec = make("swiglu", mode)
         scales = operands.scale, operands.activated_scale
         operands = jax.tree.map(lambda x: x[:0] if len(x) == ROWS else x, operands)
@@ -234,9 +199,8 @@ def test_what_is_not_read_is_not_made(mode: ScalingMode) -> None:
         (lambda _, activated, __: activated.columnwise.data, ("false", "false", "true", "false")),
         (lambda gradient, activated, _: (gradient.columnwise.data, activated.amax), ("true", "false", "true", "true")),
     ]:
-        (call,) = custom_calls(
-            lowered(lambda operands, read=read: read(*quantize(operands, spec)), operands), "jax_grouped_quantize"
-        )
+        text = lowered(lambda operands, read=read: read(*quantize(operands, spec)), operands)
+        (call,) = custom_calls(text, "jax_grouped_quantize")
         names = "backward", "rowwise", "columnwise", "activated"
         assert tuple(re.search(rf"\b{name} = (\w+)", call)[1] for name in names) == flags
 

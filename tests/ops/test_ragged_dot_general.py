@@ -1,4 +1,4 @@
-"""`ragged_dot_general` against `jax.lax.ragged_dot_general`, and its gradients against dense sums."""
+"""`ragged_dot_general` and its gradients against dense sums."""
 
 import dataclasses
 import functools
@@ -18,13 +18,9 @@ from tests.programs import custom_calls, lowered, products, struct, types
 from tests.refusals import assert_refused
 
 
-def numbers(
-    contracting: tuple[list[int], list[int]],
-    ragged: int,
-    group: int | None = None,
-    batch: tuple[list[int], list[int]] = ([], []),
-) -> jax.lax.RaggedDotDimensionNumbers:
-    return jax.lax.RaggedDotDimensionNumbers((contracting, batch), [ragged], [] if group is None else [group])
+def numbers(contracting: Any, ragged: int, group: int | None = None, batch: Any = ((), ())) -> Any:
+    """Returns dimension numbers of lists and tuples, as callers write them."""
+    return jax.lax.RaggedDotDimensionNumbers((contracting, batch), [ragged], () if group is None else (group,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +44,7 @@ class Case:
         return jg.ragged_dot_general(lhs, rhs, self.sizes, self.dims, **{"precision": "highest"} | options)
 
     def run_jax(self, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        # For GPUs, JAX 0.11.2 does not lower its own with batch dimensions.
-        lhs, rhs, sizes = jax.device_put((lhs, rhs, jnp.asarray(self.sizes)), jax.local_devices(backend="cpu")[0])
-        return jax.lax.ragged_dot_general(lhs, rhs, sizes, self.dims, **{"precision": "highest"} | options)
+        return jax.lax.ragged_dot_general(lhs, rhs, jnp.asarray(self.sizes), self.dims, **options)
 
     def dense(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if "m" not in self.einsum:
@@ -85,112 +79,55 @@ CASES = FORMS | {
     "ragged batch": Case((11, 6, 4), (11, 4, 5), SIZES, numbers(([2], [1]), 0, batch=([0], [0])), "tik,tkn->tin"),
 }
 
-each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
 
 def gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     return jax.grad(lambda lhs, rhs: jnp.sum(jnp.sin(function(lhs, rhs))), argnums=(0, 1))
 
 
-def second_and_first_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def sines(lhs: jax.Array, rhs: jax.Array) -> Any:
-        first = gradients(function)(lhs, rhs)
-        return sum(jnp.sum(jnp.sin(gradient)) for gradient in first), first
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_results_and_derivatives_are_those_of_a_dense_sum(backend: str, case: Case) -> None:
+    def derivatives(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def sines(lhs: jax.Array, rhs: jax.Array) -> Any:
+            first = gradients(function)(lhs, rhs)
+            return sum(jnp.sum(jnp.sin(gradient)) for gradient in first), (first, function(lhs, rhs))
 
-    return jax.jit(jax.grad(sines, argnums=(0, 1), has_aux=True))
+        # The other cases are made of these forms.
+        return jax.jit(jax.grad(sines, argnums=(0, 1), has_aux=True) if case in FORMS.values() else sines)
 
-
-@each_case
-def test_results_are_those_of_jax(backend: str, case: Case) -> None:
     lhs, rhs = case.operands()
+    expected = derivatives(case.dense)(lhs, rhs)
     if "m" in case.einsum:  # A row of no group has no effect, whatever it holds.
         lhs = lhs.at[(*[slice(None)] * case.dims.lhs_ragged_dimensions[0], 10)].set(jnp.nan)
-    got, expected = jax.jit(case.run)(lhs, rhs), case.run_jax(lhs, rhs)
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    assert_trees_close(got, expected)
+    assert_trees_close(derivatives(case.run)(lhs, rhs), expected, 1e-4)
 
 
-@each_case
-def test_gradients_are_those_of_a_dense_sum(backend: str, case: Case) -> None:
-    got, expected = (second_and_first_gradients(function)(*case.operands()) for function in (case.run, case.dense))
-    assert_trees_close(got, expected, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        ("fprop", (0, 0, 0)),
-        ("fprop", (0, None, 0)),
-        ("dgrad", (1, 2, None)),
-        ("dgrad", (None, 1, None)),
-        ("wgrad", (0, None, 0)),
-        ("wgrad", (1, 2, None)),
-    ],
-)
-def test_vmap_gives_the_results_of_each(backend: str, name: str, axes: tuple[int | None, ...]) -> None:
-    form = FORMS[name]
-    operands = [*zip(*(form.operands(seed) for seed in range(3)), strict=True), (SIZES, [0, 0, 0], [10, 0, 1])]
-    mapped = [
-        jnp.asarray(arrays[0]) if axis is None else jnp.stack([*map(jnp.asarray, arrays)], axis)
-        for arrays, axis in zip(operands, axes, strict=True)
-    ]
-
-    got = jax.vmap(lambda *arrays: jg.ragged_dot_general(*arrays, form.dims, precision="highest"), axes)(*mapped)
-
-    for i in range(3):
-        lhs, rhs, sizes = (
-            arrays[0] if axis is None else arrays[i] for arrays, axis in zip(operands, axes, strict=True)
-        )
-        assert_trees_close(got[i], dataclasses.replace(form, sizes=sizes).run_jax(lhs, rhs))
-
-
-def test_types_are_those_of_jax(backend: str) -> None:
-    for i, (given, preferred) in enumerate(
-        [
-            (("bfloat16", "bfloat16"), None),
-            (("bfloat16", "float16"), None),
-            (("float16", "float32"), None),
-            (("bfloat16", "bfloat16"), "float32"),
-            (("float32", "float32"), "bfloat16"),
-        ]
+def test_types_and_shapes_are_those_of_jax() -> None:
+    for given, preferred in (
+        (("bfloat16", "bfloat16"), None),
+        (("bfloat16", "float16"), None),
+        (("float16", "float32"), None),
+        (("bfloat16", "bfloat16"), "float32"),
+        (("float32", "float32"), "bfloat16"),
     ):
-        for form in some(backend, FORMS.values(), i):
-            operands = [array.astype(dtype) for array, dtype in zip(form.operands(), given, strict=True)]
-            got, expected = (run(*operands, preferred_element_type=preferred) for run in (form.run, form.run_jax))
-            assert got.dtype == expected.dtype, (given, preferred)
-            assert_trees_close(got.astype(jnp.float32), expected.astype(jnp.float32), 2e-2)
+        for name, case in CASES.items():
+            operands = [struct(shape, dtype) for shape, dtype in zip((case.lhs, case.rhs), given, strict=True)]
+            runs = (functools.partial(run, preferred_element_type=preferred) for run in (case.run, case.run_jax))
+            got, expected = (jax.eval_shape(run, *operands) for run in runs)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (name, given, preferred)
 
 
-@each_form
-def test_arrays_without_elements_give_zeros(backend: str, form: Case) -> None:
-    for size, length in {"rows": 11, "groups": 3, "contracting": 4, "other": 5}.items():
-        lhs, rhs = (tuple(0 if n == length else n for n in shape) for shape in (form.lhs, form.rhs))
-        empty = dataclasses.replace(form, lhs=lhs, rhs=rhs, sizes=np.array([] if size == "groups" else SIZES, np.int32))
-        arrays = jnp.ones(lhs), jnp.ones(rhs)
-
-        got, pull_back = jax.vjp(empty.run, *arrays)
-
-        assert got.shape == jax.eval_shape(empty.run_jax, *arrays).shape
-        assert not np.any(got)
-        for gradient, array in zip(pull_back(jnp.ones_like(got)), arrays, strict=True):
-            assert gradient.shape == array.shape
-            assert not np.any(gradient)
-
-
-@pytest.mark.parametrize("name", ["fprop", "dgrad", "batch", "batch with sizes of each"])
-def test_group_offset_selects_groups_of_a_longer_list(backend: str, name: str) -> None:
-    case = CASES[name]
-    lhs, rhs = case.operands()
-    (axis,) = case.dims.rhs_group_dimensions
-    held, run = jax.lax.slice_in_dim(rhs, 0, 2, axis=axis), jax.jit(case.run)
-    for offset in (0, 1, 2, -2, 5):
-        # JAX has no offset: it gets zeros as the matrices that are elsewhere.
-        index = np.arange(3) - offset
-        index = np.where((index == 0) | (index == 1), index, 2)
-        expected = case.run_jax(lhs, jnp.take(held, index, axis, mode="fill", fill_value=0))
-        assert_trees_close(run(lhs, held, group_offset=offset), expected)
+def test_group_offset_selects_groups_of_a_longer_list(backend: str) -> None:
+    for name in some(backend, ["fprop", "dgrad", "batch with sizes of each", "batch"], 0, count=2):
+        case = CASES[name]
+        lhs, rhs = case.operands()
+        (axis,) = case.dims.rhs_group_dimensions
+        held, run = jax.lax.slice_in_dim(rhs, 0, 2, axis=axis), jax.jit(case.run)
+        for offset in (0, 1, 2, -2, 5):
+            # Zeros are the matrices that are elsewhere.
+            index = np.arange(3) - offset
+            index = np.where((index == 0) | (index == 1), index, 2)
+            expected = case.dense(lhs, jnp.take(held, index, axis, mode="fill", fill_value=0))
+            assert_trees_close(run(lhs, held, group_offset=offset), expected, 1e-4)
 
 
 OPERANDS = {
@@ -200,45 +137,28 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_each_form_is_one_product_of_operands_as_they_are(name: str) -> None:
-    text = lowered(FORMS[name].run, *OPERANDS[name])
-    (call,) = custom_calls(text)
-    assert products(call) == [name]
-    operands, _ = types(call)
-    assert operands[:2] == ["x".join([*map(str, array.shape), "bf16"]) for array in OPERANDS[name]]
-    assert "stablehlo.transpose" not in text
-    assert "transpose" not in str(jax.make_jaxpr(FORMS[name].run)(*OPERANDS[name]))
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_gradients_of_each_form_are_the_other_products_of_operands_as_they_are(name: str) -> None:
-    text = lowered(gradients(FORMS[name].run), *OPERANDS[name])
-    assert sorted(products(text)) == ["dgrad", "fprop", "wgrad"]
-    assert products(text)[0] == name
-    assert "stablehlo.transpose" not in text
-
-
-def test_operands_of_another_order_are_transposed_and_no_other() -> None:
-    rows_last = CASES["rows last"]
-    text = lowered(rows_last.run, struct((16, 32)), struct((3, 16, 24)))
+def test_each_form_is_one_product_of_operands_as_they_are_and_its_gradients_are_the_others() -> None:
+    for name, form in FORMS.items():
+        text = lowered(form.run, *OPERANDS[name])
+        (call,) = custom_calls(text)
+        assert products(call) == [name]
+        assert types(call)[0][:2] == ["x".join([*map(str, array.shape), "bf16"]) for array in OPERANDS[name]]
+        assert "transpose" not in str(jax.make_jaxpr(form.run)(*OPERANDS[name]))
+        text = lowered(gradients(form.run), *OPERANDS[name])
+        assert sorted(products(text)) == ["dgrad", "fprop", "wgrad"]
+        assert products(text)[0] == name
+        assert "stablehlo.transpose" not in text
+    # An operand of another order is transposed, and no other.
+    text = lowered(CASES["rows last"].run, struct((16, 32)), struct((3, 16, 24)))
     (transpose,) = [line for line in text.splitlines() if "stablehlo.transpose" in line]
     assert "(tensor<16x32xbf16>) -> tensor<32x16xbf16>" in transpose
 
 
-#: Precisions as exact as each preset, and the numbers of products of bfloat16 that multiply float32 with them.
+#: Presets that are as exact as each precision.
 PRESETS = {
-    "DEFAULT": ("DEFAULT", 3),
-    "BF16_BF16_BF16": ("DEFAULT", 3),
-    "BF16_BF16_F32": ("DEFAULT", 3),
-    "F16_F16_F16": ("HIGH", 3),
-    "F16_F16_F32": ("HIGH", 3),
-    "BF16_BF16_F32_X3": ("HIGH", 3),
-    "TF32_TF32_F32": ("HIGH", 3),
-    "BF16_BF16_F32_X6": ("HIGHEST", 6),
-    "BF16_BF16_F32_X9": ("HIGHEST", 6),
-    "TF32_TF32_F32_X3": ("HIGHEST", 6),
-    "F32_F32_F32": ("HIGHEST", 6),
+    "DEFAULT": ("DEFAULT", "BF16_BF16_BF16", "BF16_BF16_F32"),
+    "HIGH": ("F16_F16_F16", "F16_F16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32"),
+    "HIGHEST": ("BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3", "F32_F32_F32"),
 }
 
 
@@ -246,29 +166,29 @@ def basic(lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
     return jg.ragged_dot(lhs, rhs, SIZES, **options)
 
 
-FUNCTIONS = {"ragged_dot": (basic, "fprop")} | {name: (form.run, name) for name, form in FORMS.items()}
-each_function = pytest.mark.parametrize(("function", "name"), FUNCTIONS.values(), ids=FUNCTIONS)
-
-
-@each_function
-def test_a_preset_counts_as_the_precision_that_is_as_exact(function: Callable[..., jax.Array], name: str) -> None:
-    in_float32 = [struct(array.shape, jnp.float32) for array in OPERANDS[name]]
-    for preset in jax.lax.DotAlgorithmPreset:
-        with_preset = functools.partial(function, precision=preset)
-        if preset.name not in PRESETS:
-            assert "F8" in preset.name or "F64" in preset.name
-            for operands in (in_float32, OPERANDS[name]):
+def test_a_preset_counts_as_the_precision_that_is_as_exact() -> None:
+    precisions = {preset: precision for precision, presets in PRESETS.items() for preset in presets}
+    functions = {"fprop": basic, "dgrad": FORMS["dgrad"].run, "wgrad": FORMS["wgrad"].run}
+    for name, function in functions.items():
+        in_float32 = [struct(array.shape, jnp.float32) for array in OPERANDS[name]]
+        presets = list(jax.lax.DotAlgorithmPreset)
+        for preset in presets if function is basic else presets[::5]:
+            with_preset = functools.partial(function, precision=preset)
+            precision = precisions.get(preset.name)
+            if precision is None:
+                assert "F8" in preset.name or "F64" in preset.name
                 with pytest.raises(ValueError, match=f"of 16-bit or 32-bit operands, got .*{preset.name}"):
-                    jax.eval_shape(with_preset, *operands)
-            continue
-        precision, count = PRESETS[preset.name]
-        assert f"precision=Precision.{precision}," in str(jax.make_jaxpr(with_preset)(*in_float32))
-        if function is basic:
-            assert len(custom_calls(lowered(with_preset, *in_float32))) == count
-            assert len(custom_calls(lowered(with_preset, *OPERANDS[name]))) == 1
-
-
-def test_a_ragged_batch_takes_the_same_presets() -> None:
+                    jax.eval_shape(with_preset, *OPERANDS[name])
+                continue
+            assert f"precision=Precision.{precision}," in str(jax.make_jaxpr(with_preset)(*in_float32))
+    # Products of bfloat16 that multiply float32.
+    for precision, count in (("BF16_BF16_F32", 3), ("TF32_TF32_F32", 3), ("F32_F32_F32", 6)):
+        with_preset = functools.partial(basic, precision=precision)
+        assert (
+            len(custom_calls(lowered(with_preset, *(struct(array.shape, "float32") for array in OPERANDS["fprop"]))))
+            == count
+        )
+        assert len(custom_calls(lowered(with_preset, *OPERANDS["fprop"]))) == 1
     case = CASES["ragged batch"]
     program = jax.make_jaxpr(functools.partial(case.run, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32))
     assert "precision=(Precision.HIGH, Precision.HIGH)" in str(program(*case.operands()))
@@ -276,23 +196,17 @@ def test_a_ragged_batch_takes_the_same_presets() -> None:
         case.run(*case.operands(), precision=jax.lax.DotAlgorithmPreset.F64_F64_F64)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@each_form
-def test_a_number_of_rows_can_be_left_open(form: Case, platform: str) -> None:
+def test_a_number_of_rows_can_be_left_open() -> None:
     (rows,) = export.symbolic_shape("rows")
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
-    arguments = [struct(tuple(rows if n == 11 else n for n in shape), jnp.float32) for shape in (form.lhs, form.rhs)]
-    exported = export.export(jax.jit(form.run), platforms=[platform], disabled_checks=checks)(*arguments)
-    if platform == "cpu":
-        operands = jax.device_put(form.operands(), jax.devices("cpu")[0])
-        assert_trees_close(exported.call(*operands), form.dense(*operands))
-
-
-def test_a_program_may_replace_the_function_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = FORMS["dgrad"]
-    expected = case.run_jax(*case.operands())
-    monkeypatch.setattr(jax.lax, "ragged_dot_general", jg.ragged_dot_general)
-    assert_trees_close(case.run_jax(*case.operands()), expected)
+    for form in FORMS.values():
+        shapes = (tuple(rows if n == 11 else n for n in shape) for shape in (form.lhs, form.rhs))
+        arguments = [struct(shape, jnp.float32) for shape in shapes]
+        for platform in ("cpu", "cuda"):
+            program = export.export(jax.jit(form.run), platforms=[platform], disabled_checks=checks)(*arguments)
+            if platform == "cpu":
+                operands = jax.device_put(form.operands(), jax.devices("cpu")[0])
+                assert_trees_close(program.call(*operands), form.dense(*operands))
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -309,10 +223,6 @@ def test_what_does_not_fit_is_named() -> None:
             ragged_dot_dimension_numbers=(([1], [1]), ([], []))
         ),
         "lhs's type must be bfloat16, float16 or float32, got int8": dict(lhs=lhs.astype(jnp.int8)),
-        "rhs must be an array, got 'matrices'": dict(rhs="matrices"),
-        "group_sizes must be of an integer type, got float": dict(group_sizes=[1.0, 2.0]),
-        "preferred_element_type must be bfloat16, float16 or float32, got int8.": dict(preferred_element_type="int8"),
-        "precision must not be a recipe": dict(precision=jg.Float8BlockScaling()),
         "group_sizes must have at least the 2 groups of rhs, got 1": dict(group_sizes=[1], group_offset=0),
         "group_offset must be a scalar or have shape [1], got (2,)": dict(group_offset=[1, 2]),
     }
@@ -322,9 +232,6 @@ def test_what_does_not_fit_is_named() -> None:
     for changed in (
         dict(rhs=rhs[:, :2]),
         dict(group_sizes=[1, 2, 3]),
-        dict(group_sizes=[[1, 2]]),
-        dict(ragged_dot_dimension_numbers=numbers(([1], [1]), 2, 0)),
-        dict(ragged_dot_dimension_numbers=numbers(([1], [1]), 0)),
     ):
         with pytest.raises(TypeError):
             jg.ragged_dot_general(**given | changed)

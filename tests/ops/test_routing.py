@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ import pytest
 from jax import export
 
 from jax_grouped.kernels import routing
-from jax_grouped.kernels.routing import RouteSpec
-from jax_grouped.ops.routing import RoutedAndGrouped, group_pairs, route, route_and_group
+from jax_grouped.kernels.routing import RouteSpec, group_pairs
 from tests import oracle
 from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, struct
@@ -22,7 +21,25 @@ SCORES = "softmax", "sigmoid"
 LOWEST, TINY = float(np.finfo(np.float32).min), float(np.finfo(np.float32).tiny)
 
 
-def logits_of(tokens: int, num_experts: int, dtype: Any = "float32") -> np.ndarray:
+class Results(NamedTuple):
+    """Results of the choice of experts and, with a number of rows, of the order of the rows."""
+
+    experts: jax.Array
+    weights: jax.Array
+    probabilities: jax.Array
+    order: Any = None
+    inverse: Any = None
+    group_sizes: Any = None
+    dropped: Any = None
+    expert_load: Any = None
+    probability_sums: Any = None
+
+
+def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int | None = None) -> Results:
+    return Results(*routing.route(logits, bias, spec, rows))
+
+
+def drawn_logits(tokens: int, num_experts: int, dtype: Any = "float32") -> np.ndarray:
     """Returns logits without near-ties, whose rounded exponentials could be in another order.
 
     Rounding to 16 bits makes exact ties. The first rows have more of them, NaN and infinities.
@@ -38,7 +55,7 @@ def logits_of(tokens: int, num_experts: int, dtype: Any = "float32") -> np.ndarr
     return np.asarray(jnp.asarray(logits, dtype))
 
 
-def bias_of(num_experts: int) -> np.ndarray:
+def drawn_bias(num_experts: int) -> np.ndarray:
     """Returns a bias that makes no near-ties: it differs by more than scores do."""
     bias = 2.0 * np.random.default_rng(num_experts).integers(-1, 2, num_experts)
     bias[1:4] = np.array([np.nan, np.inf, -np.inf])[: num_experts - 1]
@@ -93,10 +110,11 @@ def check_grouped(got: Any, experts: np.ndarray, num_experts: int, rows: int) ->
     placed = np.concatenate([oracle.at_equal_distances(group, longest) for group in groups])
     inverse = np.full(pairs, rows)
     inverse[placed] = np.arange(len(placed))
-    np.testing.assert_array_equal(got.order, np.append(placed, np.full(rows - len(placed), pairs)))
-    np.testing.assert_array_equal(got.inverse, inverse.reshape(experts.shape))
-    np.testing.assert_array_equal(got.group_sizes, [min(len(group), longest) for group in groups])
-    assert int(got.dropped) == pairs - len(placed)
+    got_order, got_inverse, group_sizes, dropped = got
+    np.testing.assert_array_equal(got_order, np.append(placed, np.full(rows - len(placed), pairs)))
+    np.testing.assert_array_equal(got_inverse, inverse.reshape(experts.shape))
+    np.testing.assert_array_equal(group_sizes, [min(len(group), longest) for group in groups])
+    assert int(dropped[0]) == pairs - len(placed)
 
 
 def check_alike(got: jax.Array, expected: jax.Array) -> None:
@@ -106,57 +124,51 @@ def check_alike(got: jax.Array, expected: jax.Array) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "rows"))
-def whole(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int) -> RoutedAndGrouped:
-    return route_and_group(logits, bias, spec, rows)
+def whole_and_parts(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int) -> tuple[Results, Any]:
+    """Returns the routing with its groups, and both as they are made alone."""
+    got = route(logits, bias, spec, rows)
+    return got, (route(logits, bias, spec)[:3], group_pairs(got.experts, logits.shape[1], rows))
 
 
+#: Experts, choices, type of the logits, groups of experts, and how many of these are chosen.
 ROUTINGS = [
-    (1, 1, "float32"),
-    (3, 2, "bfloat16"),
-    (8, 8, "float16"),
-    (64, 8, "bfloat16"),
-    (100, 32, "float32"),
-    (128, 8, "bfloat16"),
-    (257, 2, "float32"),
-    (512, 1, "float16"),
-    (512, 33, "float32"),
-    (513, 8, "float32"),
+    (1, 1, "float32", 1, 1),
+    (3, 2, "bfloat16", 1, 1),
+    (8, 8, "float16", 1, 1),
+    (64, 8, "bfloat16", 1, 1),
+    (100, 32, "float32", 1, 1),
+    (128, 8, "bfloat16", 1, 1),
+    (257, 2, "float32", 1, 1),
+    (512, 1, "float16", 1, 1),
+    (512, 33, "float32", 1, 1),
+    (513, 8, "float32", 1, 1),
+    (12, 5, "float32", 4, 2),
+    (12, 3, "float32", 12, 3),
+    (96, 8, "float32", 3, 1),
+    (256, 8, "float32", 8, 4),
+    (510, 8, "float32", 17, 4),
+    (128, 4, "float32", 32, 31),
+    (66, 4, "float32", 33, 2),
 ]
 
 
-@pytest.mark.parametrize(("num_experts", "top_k", "dtype"), ROUTINGS)
-def test_tokens_are_routed_and_grouped_as_by_plain_loops(
-    backend: str, num_experts: int, top_k: int, dtype: str
-) -> None:
-    logits = logits_of(TOKENS, num_experts, dtype)
-    for score in some(backend, SCORES, ROUTINGS.index((num_experts, top_k, dtype)) // 2):
-        bias = bias_of(num_experts) if score == "sigmoid" else None
-        spec = RouteSpec(top_k, score, normalize_weights=dtype != "float16")
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_tokens_are_routed_and_grouped_as_by_plain_loops(backend: str, routing: tuple[int, int, str, int, int]) -> None:
+    num_experts, top_k, dtype, expert_groups, top_groups = routing
+    logits = drawn_logits(TOKENS, num_experts, dtype)
+    for score in some(backend, SCORES, ROUTINGS.index(routing) // 2):
+        bias = drawn_bias(num_experts) if score == "sigmoid" or expert_groups > 1 else None
+        spec = RouteSpec(top_k, score, dtype != "float16", expert_groups, top_groups)
         rows = TOKENS * top_k * 2 // 3 if dtype == "bfloat16" else TOKENS * top_k
 
-        got = whole(logits, bias, spec, rows)
-        alone = jax.jit(route, static_argnums=2)(logits, bias, spec)
+        got, parts = whole_and_parts(logits, bias, spec, rows)
 
-        check_routed(got.routed, logits, bias, spec)
-        experts = np.asarray(got.routed.experts)
-        check_grouped(got.grouped, experts, num_experts, rows)
+        check_routed(got, logits, bias, spec)
+        experts = np.asarray(got.experts)
+        check_grouped(got[3:7], experts, num_experts, rows)
         np.testing.assert_array_equal(got.expert_load, np.bincount(experts.reshape(-1), minlength=num_experts))
-        np.testing.assert_allclose(got.probability_sums, np.sum(got.routed.probabilities, axis=0), rtol=1e-5)
-        jax.tree.map(check_alike, alone, got.routed)
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "expert_groups", "top_groups", "top_k"),
-    [(12, 4, 2, 5), (12, 12, 3, 3), (96, 3, 1, 8), (256, 8, 4, 8), (510, 17, 4, 8), (128, 32, 31, 4), (66, 33, 2, 4)],
-)
-def test_experts_come_from_the_best_groups(
-    backend: str, num_experts: int, expert_groups: int, top_groups: int, top_k: int
-) -> None:
-    logits, bias = logits_of(TOKENS, num_experts), bias_of(num_experts)
-    for score in some(backend, SCORES, top_groups + top_k):
-        spec = RouteSpec(top_k, score, True, expert_groups, top_groups)
-
-        check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec)
+        np.testing.assert_allclose(got.probability_sums, np.sum(got.probabilities, axis=0), rtol=1e-5)
+        jax.tree.map(check_alike, parts, (got[:3], [*got[3:7]]))
 
 
 #: Logits whose sigmoids float32 rounds to 0, by other margins than 16-bit types do, with ordinary ones or without.
@@ -177,47 +189,27 @@ FAR_BELOW = np.array(
 )
 
 
-@pytest.mark.parametrize(("dtype", "normalize"), [("float32", True), ("bfloat16", False)])
-def test_sigmoids_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(
-    backend: str, dtype: str, normalize: bool
-) -> None:
-    logits = np.asarray(jnp.asarray(FAR_BELOW, dtype))
+def test_sigmoids_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(backend: str) -> None:
     # This bias forbids the first experts, so the best of the others is far below the best of all.
     forbidding = np.array([-9, -9, 0, 0, 0.125, 0], np.float32)
-    for bias, groups in itertools.product((None, forbidding, np.zeros(6, np.float32)), [(1, 1), (3, 2), (6, 3)]):
-        spec = RouteSpec(3, "sigmoid", normalize, *groups)
+    biases, groups = (None, forbidding, np.zeros(6, np.float32)), [(1, 1), (3, 2), (6, 3)]
+    options = itertools.product([("float32", True), ("bfloat16", False)], biases, groups)
+    for (dtype, normalize), bias, chosen in some(backend, options, 0, count=4):
+        logits = np.asarray(jnp.asarray(FAR_BELOW, dtype))
+        spec = RouteSpec(3, "sigmoid", normalize, *chosen)
         check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec, rtol=1e-5)
 
 
-def test_the_loss_and_the_gradient_of_sigmoids_that_float32_rounds_to_zero(backend: str) -> None:
-    logits, spec = jnp.asarray(FAR_BELOW[:5]), RouteSpec(3, "sigmoid", normalize_weights=True)
-    experts = route(logits, None, spec).experts
-
-    def by_logarithms(logits: jax.Array) -> jax.Array:
-        logarithms = jax.nn.log_sigmoid(logits)
-        probabilities = jax.nn.softmax(logarithms)
-        weights = jax.nn.softmax(jnp.take_along_axis(logarithms, experts, axis=1))
-        return mixed(weights, probabilities, jnp.sum(probabilities, axis=0))
-
-    got, expected = (
-        jax.jit(jax.value_and_grad(function))(logits)
-        for function in (functools.partial(outputs, spec=spec), by_logarithms)
-    )
-
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
-    assert np.all(np.any(np.abs(got[1]) > 1e-3, axis=1))
-
-
-@pytest.mark.parametrize("tokens", [1, 32, 33, 5000])
+@pytest.mark.parametrize("tokens", [1, 33, 5000])
 def test_blocks_of_tokens_add_up(backend: str, tokens: int) -> None:
-    logits = logits_of(tokens + 8, 7)[8:]
+    logits = drawn_logits(tokens + 8, 7)[8:]
     spec = RouteSpec(2, "softmax", True)
 
-    got = whole(logits, None, spec, rows=len(logits))
+    got, _ = whole_and_parts(logits, None, spec, rows=len(logits))
 
-    check_grouped(got.grouped, np.asarray(got.routed.experts), 7, len(logits))
+    check_grouped(got[3:7], np.asarray(got.experts), 7, len(logits))
     np.testing.assert_allclose(
-        got.probability_sums, np.sum(np.asarray(got.routed.probabilities, np.float64), axis=0), rtol=1e-5
+        got.probability_sums, np.sum(np.asarray(got.probabilities, np.float64), axis=0), rtol=1e-5
     )
 
 
@@ -237,34 +229,34 @@ CHOICES = {
 def test_any_pairs_are_grouped_as_by_a_plain_loop(backend: str, tokens: int, top_k: int, num_experts: int) -> None:
     random = np.random.default_rng(tokens)
     function = jax.jit(group_pairs, static_argnums=(1, 2))
-    for choices in CHOICES.values():
-        experts = random.integers(*choices(num_experts), (tokens, top_k), dtype=np.int32)
-        for rows in (experts.size, experts.size // 2, 1):
+    pairs = tokens * top_k
+    for rows in some(backend, (pairs // 2, pairs, 1), tokens):
+        for choices in CHOICES.values():
+            experts = random.integers(*choices(num_experts), (tokens, top_k), dtype=np.int32)
             check_grouped(function(experts, num_experts, rows), experts, num_experts, rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_two_runs_give_the_same_bits(backend: str) -> None:
-    arguments = logits_of(3000, 128, "bfloat16"), bias_of(128), RouteSpec(8, "sigmoid", True), 10_000
+    arguments = drawn_logits(3000, 128, "bfloat16"), drawn_bias(128), RouteSpec(8, "sigmoid", True), 10_000
 
-    jax.tree.map(np.testing.assert_array_equal, whole(*arguments), whole(*arguments))
+    jax.tree.map(np.testing.assert_array_equal, whole_and_parts(*arguments), whole_and_parts(*arguments))
 
 
-@pytest.mark.parametrize(("num_experts", "bias_axis"), [(16, None), (520, 0)])
-def test_vmap_routes_and_groups_each_batch_by_itself(backend: str, num_experts: int, bias_axis: int | None) -> None:
-    logits = np.stack([logits_of(40, num_experts)[i:] for i in (0, 0)])
-    logits[1] = logits[1, ::-1]
-    biases = np.stack([bias_of(num_experts), bias_of(num_experts)[::-1]])
-    spec, rows = RouteSpec(3, "sigmoid", True), 70
+def test_vmap_routes_and_groups_each_batch_by_itself(backend: str) -> None:
+    for num_experts, bias_axis in some(backend, [(16, 0), (16, None), (520, 0)], 0):
+        logits = np.stack([drawn_logits(40, num_experts)] * 2)
+        logits[1] = logits[1, ::-1]
+        biases = np.stack([drawn_bias(num_experts), drawn_bias(num_experts)[::-1]])
+        spec, rows = RouteSpec(3, "sigmoid", True), 70
 
-    got = jax.vmap(lambda x, b: whole(x, b, spec, rows), (0, bias_axis))(
-        logits, biases if bias_axis == 0 else biases[0]
-    )
-    grouped = jax.vmap(lambda experts: group_pairs(experts, num_experts, rows))(got.routed.experts)
+        route_one = functools.partial(whole_and_parts, spec=spec, rows=rows)
+        got = jax.vmap(route_one, (0, bias_axis))(logits, biases if bias_axis == 0 else biases[0])
 
-    jax.tree.map(np.testing.assert_array_equal, grouped, got.grouped)
-    for i in range(2):
-        one = whole(logits[i], biases[i if bias_axis == 0 else 0], spec, rows)
-        jax.tree.map(check_alike, jax.tree.map(lambda x, i=i: x[i], got), one)
+        for i in range(2):
+            one = route_one(logits[i], biases[i if bias_axis == 0 else 0])
+            jax.tree.map(check_alike, jax.tree.map(lambda x, i=i: x[i], got), one)
 
 
 def mixed(*parts: jax.Array) -> jax.Array:
@@ -274,36 +266,47 @@ def mixed(*parts: jax.Array) -> jax.Array:
 
 def outputs(logits: jax.Array, spec: RouteSpec) -> jax.Array:
     """Mixes every differentiable result."""
-    got = route_and_group(logits, None, spec, rows=spec.top_k * logits.shape[0])
-    return mixed(got.routed.weights, got.routed.probabilities, got.probability_sums)
+    got = route(logits, None, spec, rows=spec.top_k * logits.shape[0])
+    return mixed(got.weights, got.probabilities, got.probability_sums)
 
 
 def dense(logits: jax.Array, spec: RouteSpec, experts: jax.Array) -> jax.Array:
-    """Computes the same from all scores, for the given choice."""
-    scores = jax.nn.softmax(logits) if spec.score == "softmax" else jax.nn.sigmoid(logits)
-    weights = jnp.take_along_axis(scores, experts, axis=1)
-    if spec.normalize_weights:
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-    probabilities = scores / jnp.sum(scores, axis=1, keepdims=True)
+    """Computes the same from the logarithms of all scores, for the given choice."""
+    logarithms = jax.nn.log_softmax(logits) if spec.score == "softmax" else jax.nn.log_sigmoid(logits)
+    chosen = jnp.take_along_axis(logarithms, experts, axis=1)
+    probabilities = jax.nn.softmax(logarithms)
+    weights = jax.nn.softmax(chosen) if spec.normalize_weights else jnp.exp(chosen)
     return mixed(weights, probabilities, jnp.sum(probabilities, axis=0))
 
 
-@pytest.mark.parametrize(("score", "normalize"), [("softmax", True), ("softmax", False), ("sigmoid", False)])
+@pytest.mark.parametrize(
+    ("score", "normalize", "second", "far_below"),
+    [
+        ("softmax", True, jax.hessian, False),
+        ("softmax", False, lambda f: jax.jacrev(jax.grad(f)), False),
+        ("sigmoid", False, None, False),
+        ("sigmoid", True, None, True),
+    ],
+    ids=["hessian", "jacrev", "sigmoid", "far below"],
+)
 def test_derivatives_of_both_orders_and_modes_are_those_of_dense_scores(
-    backend: str, score: Any, normalize: bool
+    backend: str, score: Any, normalize: bool, second: Any, far_below: bool
 ) -> None:
-    logits, spec = jnp.asarray(logits_of(13, 5)[8:]), RouteSpec(3, score, normalize)
+    logits = jnp.asarray(FAR_BELOW[:5] if far_below else drawn_logits(13, 5)[8:])
+    spec = RouteSpec(3, score, normalize)
     experts = route(logits, None, spec).experts
-    ours, expected = functools.partial(outputs, spec=spec), functools.partial(dense, spec=spec, experts=experts)
 
-    for derivative in (jax.grad, jax.hessian, *[lambda f: jax.jacrev(jax.grad(f))][:normalize]):
-        np.testing.assert_allclose(
-            jax.jit(derivative(ours))(logits), jax.jit(derivative(expected))(logits), rtol=1e-4, atol=1e-4
-        )
+    @functools.partial(jax.jit, static_argnums=1)
+    def derivatives(logits: jax.Array, function: Any) -> Any:
+        return [derivative(function)(logits) for derivative in (jax.grad, second) if derivative]
+
+    got = derivatives(logits, functools.partial(outputs, spec=spec))
+    oracle.assert_trees_close(got, derivatives(logits, functools.partial(dense, spec=spec, experts=experts)), 1e-4)
+    if far_below:
+        assert np.all(np.any(np.abs(got[0]) > 1e-3, axis=1))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_gradients_scatter_nothing_and_keep_no_more_than_they_need(platform: str) -> None:
+def test_gradients_scatter_nothing_and_keep_no_more_than_they_need() -> None:
     tokens, num_experts, spec = 64, 32, RouteSpec(4, "softmax", True)
 
     def pull_back(logits: jax.Array, dweights: jax.Array) -> Any:
@@ -312,27 +315,25 @@ def test_gradients_scatter_nothing_and_keep_no_more_than_they_need(platform: str
     logits, dweights = struct((tokens, num_experts)), struct((tokens, 4), jnp.float32)
     residuals = jax.eval_shape(lambda logits: jax.vjp(lambda x: route(x, None, spec).weights, logits)[1], logits)
 
-    assert "scatter" not in lowered(pull_back, logits, dweights, platform=platform)
     assert sorted(leaf.shape for leaf in jax.tree.leaves(residuals)) == [(tokens, 4), (tokens, 4)]
+    for platform in ("cpu", "cuda"):
+        assert "scatter" not in lowered(pull_back, logits, dweights, platform=platform)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_experts", "spec", "calls"),
-    [
-        (40, 512, RouteSpec(32, "softmax", True), 1),
-        (40, 513, RouteSpec(2, "softmax", True), 0),
-        (40, 64, RouteSpec(33, "softmax", True), 0),
-        (40, 64, RouteSpec(2, "softmax", True, 32, 2), 1),
-        (40, 66, RouteSpec(2, "softmax", True, 33, 2), 0),
-        (0, 64, RouteSpec(2, "softmax", True), 0),
-    ],
-    ids=["most", "more experts", "more choices", "most groups", "more groups", "no tokens"],
-)
-def test_kernels_take_what_they_can(tokens: int, num_experts: int, spec: RouteSpec, calls: int) -> None:
-    text = lowered(lambda logits: whole(logits, None, spec, spec.top_k * tokens), struct((tokens, num_experts)))
-
-    assert len(custom_calls(text, "jax_grouped_route")) == calls
-    assert len(custom_calls(text, "jax_grouped_group_pairs")) == calls
+def test_kernels_take_what_they_can() -> None:
+    for tokens, num_experts, top_k, groups, calls in (
+        (40, 512, 32, (1, 1), 1),
+        (40, 513, 2, (1, 1), 0),
+        (40, 64, 33, (1, 1), 0),
+        (40, 64, 2, (32, 2), 1),
+        (40, 66, 2, (33, 2), 0),
+        (0, 64, 2, (1, 1), 0),
+    ):
+        spec = RouteSpec(top_k, "softmax", True, *groups)
+        function = functools.partial(route, bias=None, spec=spec, rows=top_k * tokens)
+        text = lowered(function, struct((tokens, num_experts)))
+        for name in ("route", "group_pairs"):
+            assert len(custom_calls(text, f"jax_grouped_{name}")) == calls, (tokens, num_experts, spec)
 
 
 def test_a_number_of_tokens_that_is_not_known_is_exported() -> None:
@@ -343,7 +344,3 @@ def test_a_number_of_tokens_that_is_not_known_is_exported() -> None:
         exported = program(jax.ShapeDtypeStruct((tokens, 4), jnp.float32))
         if jax.default_backend() == "cpu" and platform == "cpu":
             np.testing.assert_array_equal(exported.call(jnp.array([[0.0, 3, 1, 2]])), [[1, 3]])
-
-
-def test_there_are_few_blocks_of_many_tokens() -> None:
-    assert [routing.count_blocks(tokens) for tokens in (1, 32, 33, 4096, 4097, 2**30)] == [1, 1, 2, 128, 125, 128]

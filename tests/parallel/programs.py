@@ -2,13 +2,13 @@
 
 The name of a mesh axis says what it splits: `feature` the features inside the experts, `expert` the experts and the
 tokens, `data` the tokens, `fsdp` the tokens and the storage of the experts, which the layer gathers, and
-`stored_features` the tokens and the storage of the experts' features, which the program or XLA gathers.
+`stored_features` the tokens and the storage of the experts' features, which XLA gathers.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -35,7 +35,6 @@ FLOAT32_TOLERANCE, FP8_TOLERANCE = 1e-5, {"xla": 1e-4, "cuda": 2e-2}
 #: SGD, not Adam: Adam takes the same steps if all gradients are wrong by the same factor. With larger steps, two layers
 #: in FP8 diverge.
 OPTIMIZER = jg.overwrite_with_gradient(optax.sgd(0.03, momentum=0.9))
-
 
 #: Names of the experts' layers, in their order.
 LAYERS = "experts", "more_experts"
@@ -81,14 +80,8 @@ def apply_layer(layer: nnx.Module, x: jax.Array) -> Any:
     return layer(x, shared=x)
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model as a function of its variables.
-
-    Attributes:
-        variables: variables with gradients, as whole NumPy arrays: parameters and states of delayed scaling.
-        apply: `(variables, x [T, K])` to `[T, K]` and the last layer's metrics.
-    """
+class Model(NamedTuple):
+    """Variables with gradients, as whole NumPy arrays, and `apply`: `(variables, x)` to `[T, K]` and metrics."""
 
     variables: Any
     apply: Callable[[Any, jax.Array], tuple[jax.Array, jg.moe.MoEMetrics]]
@@ -143,9 +136,7 @@ def name_of(path: Any) -> str:
 
 
 def by_name(variables: Any) -> dict[str, np.ndarray]:
-    """Returns whole arrays by name, of variables whose parts are all on this process's devices."""
-    named = jax.tree.leaves_with_path(variables)
-    return {name_of(path): np.asarray(leaf) for path, leaf in named}
+    return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(variables)}
 
 
 def batches(steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -156,7 +147,6 @@ def batches(steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def token_axes(axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes over which a batch is split."""
     return tuple(name for name in axes if name != "feature")
 
 
@@ -180,18 +170,15 @@ def specs(axes: Mapping[str, int], tree: Any) -> Any:
     return jax.tree.map_with_path(spec, tree)
 
 
-def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any, batch: Any, *, checked: bool) -> Any:
-    """Runs one device's part of a step.
-
-    Returns the next variables, the optimizer's next state, and the loss of the whole batch.
-    """
+def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any, batch: Any) -> Any:
+    """Returns the next variables, the next state and the loss of the whole batch, on one device."""
     tokens = token_axes(axes)
     # FP8 sees the same gradients on any number of devices if each one's loss counts with its part of the batch.
     parts = MICROBATCHES * int(np.prod([axes[name] for name in tokens]))
 
     def objective(variables: Any, microbatch: Any) -> tuple[jax.Array, jax.Array]:
         x, targets = microbatch
-        y, metrics = model.apply(gathered(variables, axes), x)
+        y, metrics = model.apply(variables, x)
         loss = jnp.mean((y - targets) ** 2)
         return (loss + 0.01 * metrics.balance_loss) / parts, loss / parts
 
@@ -202,36 +189,12 @@ def local_step(model: Model, axes: Mapping[str, int], variables: Any, state: Any
     # On GPUs, the default would round to TF32 and to bfloat16.
     with jax.default_matmul_precision("highest"):
         gradients, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, variables), batch)
-    if not checked:
-        gradients = jg.reduce_gradients(gradients, tokens, mean=False)
     updates, state = OPTIMIZER.update(gradients, state, variables)
     return jg.apply_updates(variables, updates), state, jax.lax.psum(jnp.sum(losses), tokens)
 
 
-def gathered(variables: Any, axes: Mapping[str, int]) -> Any:
-    """Gathers whole variables, for the time of their use, from the parts that each device stores."""
-    if "stored_features" not in axes:
-        return variables
-    return jax.tree.map(
-        lambda leaf, spec: (
-            jax.lax.all_gather(leaf, "stored_features", axis=leaf.ndim - 1, tiled=True)
-            if "stored_features" in spec
-            else leaf
-        ),
-        variables,
-        specs(axes, variables),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """Training step with its initial variables and state.
-
-    Attributes:
-        step: maps `(variables, state, batch)` to the next variables and state, and the loss before the step.
-        start: the first variables and state, placed for the step.
-        place: places a batch for the step.
-    """
+class Training(NamedTuple):
+    """A step `(variables, state, batch)` to the next two and the loss, where it starts, and how it places a batch."""
 
     step: Any
     start: tuple[Any, Any]
@@ -253,7 +216,7 @@ def sharded(model: Model, mesh: Mesh) -> Training:
     start = _start(model)
     parts, split = specs(axes, start), P(None, token_axes(axes))
     step = jax.shard_map(
-        functools.partial(local_step, model, axes, checked=True),
+        functools.partial(local_step, model, axes),
         mesh=mesh,
         in_specs=(*parts, split),
         out_specs=(*parts, P()),
@@ -272,36 +235,18 @@ def under_jit(model: Model, mesh: Mesh) -> Training:
     """Returns training under `jax.jit` alone, with variables and batches on the mesh."""
     axes = dict(mesh.shape)
     start, split = _start(model), P(None, token_axes(axes))
-    step = functools.partial(local_step, model, {}, checked=True)
-
-    def place(array: np.ndarray, spec: P) -> jax.Array:
-        return jax.device_put(array, NamedSharding(mesh, spec))
-
-    parts = jax.tree.map(place, start, specs(axes, start))
-    return Training(jax.jit(step), parts, lambda batch: tuple(place(array, split) for array in batch))
+    place = functools.partial(jax.tree.map, functools.partial(placed, mesh))
+    parts = place(start, specs(axes, start))
+    step = functools.partial(local_step, model, {})
+    shardings = *jax.tree.map(lambda leaf: leaf.sharding, parts), NamedSharding(mesh, P())
+    return Training(jax.jit(step, out_shardings=shardings), parts, lambda batch: place(batch, (split, split)))
 
 
 @functools.cache
-def on_one_device(device: jax.Device, backend: str, *, steps: int = STEPS, **options: Any) -> Any:
+def on_one_device(device: jax.Device, backend: str, *, steps: int, **options: Any) -> Any:
     """Runs `Training.run` for linen's model with these options; `backend` is the current one."""
     del backend
     return sharded(model("linen", {"data": 1}, **options), Mesh(np.array([device]), ("data",))).run(steps)
-
-
-def with_pmap(model: Model, devices: int) -> Training:
-    """Returns training under `jax.pmap`, with a batch for each device and the same variables on all."""
-    step = jax.pmap(
-        functools.partial(local_step, model, {"data": devices}, checked=False),
-        axis_name="data",
-        in_axes=(None, None, 1),
-        out_axes=None,
-        devices=jax.devices()[:devices],
-    )
-
-    def place(batch: Any) -> Any:
-        return jax.tree.map(lambda array: array.reshape(MICROBATCHES, devices, -1, K), batch)
-
-    return Training(step, _start(model), place)
 
 
 def assert_close(got: Any, expected: Any, tolerance: float) -> None:

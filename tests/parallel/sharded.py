@@ -81,7 +81,6 @@ OUT_OF_KERNEL = P(None, None, "model")
 CASES = {
     "tokens": Case((DATA, WHOLE, WHOLE, DATA), (DATA, DATA, WHOLE, WHOLE), "dkernel dbias"),
     "tokens over two axes": Case((BOTH, WHOLE, WHOLE, BOTH), (BOTH, BOTH, WHOLE, WHOLE), "dkernel dbias"),
-    "features out": Case((WHOLE, OUT_OF_KERNEL, LAST, LAST), (LAST, WHOLE, OUT_OF_KERNEL, LAST), "dx"),
     "features in": Case((LAST, LAST, WHOLE, WHOLE), (WHOLE, LAST, LAST, WHOLE), "y"),
     "experts": Case((WHOLE, P("model"), WHOLE, WHOLE), (WHOLE, WHOLE, WHOLE, WHOLE), "y dx"),
     "tokens and features out": Case(

@@ -1,6 +1,5 @@
 """The guide's Python runs as it is printed, what it promises about the code is so, and its links lead somewhere."""
 
-import difflib
 import functools
 import re
 import tomllib
@@ -11,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from sybil import Document
+from sybil.parsers.markdown import PythonCodeBlockParser
 
 from tests.meshes import need_devices
-from tests.project import markdown
-from tests.project.public_names import public_names
 
 pytestmark = pytest.mark.slow
 
@@ -29,42 +28,22 @@ DEVICES = {"parallelism": 4}
 
 
 @functools.cache
-def ran(name: str) -> dict[str, Any]:
-    """Returns the names that a page has defined in the end."""
-    need_devices(DEVICES.get(name, 1))
-    return markdown.run(ROOT / "docs" / f"{name}.md")
+def run(page: Path) -> dict[str, Any]:
+    """Runs the blocks of a page from top to bottom, and returns the names that it has defined in the end."""
+    need_devices(DEVICES.get(page.stem, 1))
+    document = Document.parse(str(page), PythonCodeBlockParser())
+    for block in document:
+        block.evaluate()
+    return document.namespace
 
 
-@pytest.mark.parametrize("name", [page.stem for page in PAGES])
-def test_every_page_runs(name: str) -> None:
-    assert ran(name)
-
-
-def test_the_port_has_fewer_than_ten_changed_lines_and_the_same_numbers() -> None:
-    before, after = marked("getting-started", "port: before"), marked("getting-started", "port: after")
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    hunks = [(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
-    removed, added = (sum(lines) for lines in zip(*hunks, strict=True))
-    changed = sum(map(max, hunks))
-    names = ran("getting-started")
-
-    assert changed < 10
-    promise = f"{changed} changed lines, a replaced line counted once: {added} added, {removed} removed"
-    assert promise in " ".join(text("getting-started").split())
-    assert "nn.Dense(" in "".join(before)
-    assert "GroupedDense(" not in "".join(before)
-    assert any(line.lstrip().startswith("for expert in") for line in before)
-    looped, ported = names["looped_gradients"], names["ported_gradients"]
-    for layer in ("up", "down"):
-        for parameter in ("kernel", "bias"):
-            expected = jnp.stack([looped[f"{layer}_{expert}"][parameter] for expert in range(4)])
-            assert jnp.allclose(ported[layer][parameter], expected, rtol=1e-4, atol=1e-6)
-            assert bool(jnp.all(jnp.any(expected, axis=tuple(range(1, expected.ndim)))))
-    assert jnp.allclose(names["ported_y"], names["looped_y"], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_every_page_runs(page: Path) -> None:
+    assert run(page)
 
 
 def test_each_step_of_the_migration_runs_and_only_the_recipe_changes_the_numbers() -> None:
-    names = ran("migration")
+    names = run(ROOT / "docs" / "migration.md")
     layers = names["parameters_of_layers"](names["params"])
     results = []
     for program, params in zip(migrated(), [names["params"]] * 3 + [layers], strict=True):
@@ -81,9 +60,10 @@ def test_each_step_of_the_migration_runs_and_only_the_recipe_changes_the_numbers
 
 def migrated() -> Iterator[str]:
     """The experts of the page on migration as they were, and after each of its changes."""
-    program = "\n".join(marked("migration", "migration: existing"))
+    page = (ROOT / "docs" / "migration.md").read_text()
+    (program,) = re.findall(r"^<!-- migration: existing -->\n```python\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
     yield program
-    for change in re.findall(r"^```diff\n(.*?)^```$", text("migration"), re.DOTALL | re.MULTILINE):
+    for change in re.findall(r"^```diff\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         old, new = ("\n".join(line[1:] for line in change.splitlines() if line[0] == sign) for sign in "-+")
         assert program.count(old) == 1
         program = program.replace(old, new)
@@ -93,17 +73,6 @@ def migrated() -> Iterator[str]:
 def largest_difference(actual: list[jax.Array], expected: list[jax.Array]) -> float:
     """The largest error of an array relative to its norm."""
     return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(actual, expected, strict=True))
-
-
-def text(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
-
-
-def marked(name: str, mark: str) -> list[str]:
-    """The lines of the block of Python below a comment in a page."""
-    pattern = rf"^<!-- {mark} -->\n```python\n(.*?)^```$"
-    (block,) = re.findall(pattern, text(name), re.DOTALL | re.MULTILINE)
-    return block.splitlines()
 
 
 def test_links_lead_somewhere() -> None:
@@ -141,15 +110,3 @@ def anchors(page: Path) -> set[str]:
     """Returns the anchors of a page: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_guide_mentions_every_public_name() -> None:
-    guide = "\n".join(page.read_text() for page in PAGES)
-    assert not [name for name in public_names() if not re.search(rf"{re.escape(name)}\b", guide)]
-
-
-def test_the_reference_has_every_public_name_once() -> None:
-    text = "\n".join(page.read_text() for page in REFERENCE)
-    # The class of `jg.config` is documented where it is defined.
-    names = re.findall(r"^::: jax_grouped\.(?!core\.)(\S+)$", text, re.MULTILINE)
-    assert sorted(names) == sorted([*(name.removeprefix("jg.") for name in public_names()), "linen", "nnx"])

@@ -40,14 +40,3 @@ def test_imports_point_downwards() -> None:
         assert own is not None, f"{source} belongs to no floor"
         allowed = set(itertools.takewhile(lambda name, own=own: name != own, FLOORS)) | {own}
         assert imported(source) <= allowed, source
-
-
-def test_no_test_imports_another() -> None:
-    tests = Path(__file__).parents[1]
-    importing = [
-        f"{path.relative_to(tests)}: {line}"
-        for path in tests.rglob("*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("from tests") and "test_" in line.split(" import ")[0]
-    ]
-    assert not importing

@@ -70,7 +70,7 @@ struct Operand {
   int32_t columns;  // per group; 0 if a group's columns are its tokens
 };
 
-// The inverse scales of A or B: swizzled E8M0 with kMx, float32 otherwise.
+// The inverse scales of A or B: E8M0 with kMx, float32 otherwise.
 struct OperandScales {
   const void* base;
   ScalingMode mode;

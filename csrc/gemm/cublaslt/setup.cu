@@ -42,7 +42,7 @@ __device__ void WriteScalars(float beta, const GemmScratch& scratch) {
 
 // Writes the pointer and size of a group of columnwise data, whose rows are the group's tokens.
 __device__ void WritePackedGroup(const Operand& operand, int matrix, const Chunk& first, const GemmScratch& scratch) {
-  const ScaleLayout layout{operand.columns, false};
+  const ScaleLayout layout{operand.columns};
   const int64_t chunk = first.group_rows == 0 ? 0 : ColumnDataChunk(layout, first, 0);
   const auto rows = static_cast<int32_t>(RoundUp(first.group_rows, kFp8Alignment));
   const int32_t index = first.group;
@@ -54,7 +54,7 @@ __device__ void WritePackedGroup(const Operand& operand, int matrix, const Chunk
 
 template <ScalingMode kMode>
 __device__ int64_t FirstScale(const OperandScales& scales, bool columnwise, const Chunk& first) {
-  const ScaleLayout layout{scales.features, kMode == ScalingMode::kMx};
+  const ScaleLayout layout{scales.features};
   return columnwise ? ColumnScalePosition<kMode>(layout, first, 0) : RowScalePosition<kMode>(layout, first, 0, 0);
 }
 

@@ -15,8 +15,7 @@
 #include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/groups/layout.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // The group table counts the rows of tiles before a group, and their pairs, as row blocks of these kinds.
 constexpr RowBlock kGatheredTileRows = RowBlock::k128;
@@ -234,5 +233,4 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
   });
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

@@ -17,8 +17,7 @@
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 struct GatheredWgradArguments {
   CUtensorMap dweight;
@@ -232,5 +231,4 @@ Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& p
   });
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

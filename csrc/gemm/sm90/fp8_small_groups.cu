@@ -30,8 +30,7 @@
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 struct SmallGroupTile {
   static constexpr int kRows = kMathGroups * Fragment::kRows;
@@ -235,5 +234,4 @@ Status LaunchSmallGroupProduct(cudaStream_t stream, int device, const GemmProble
   });
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

@@ -16,8 +16,7 @@
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 struct TokenTile {
   static constexpr int kRows = kTileRows;
@@ -153,5 +152,4 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
   });
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

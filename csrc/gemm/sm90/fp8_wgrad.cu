@@ -15,8 +15,7 @@
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // Tensor maps of both operands, for every group.
 struct GroupMaps {
@@ -393,5 +392,4 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   });
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

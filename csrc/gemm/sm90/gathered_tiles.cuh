@@ -40,8 +40,7 @@
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/groups/layout.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // Sizes of the tiles and the stages.
 struct GatheredTile {
@@ -325,7 +324,6 @@ Status WithGatheredTypes(cudaDataType_t type, const Launch& launch) {
   return type == CUDA_R_16BF ? launch(__nv_bfloat16()) : launch(__half());
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_GATHERED_TILES_CUH_

@@ -21,8 +21,7 @@
 #error "sm_90 has no warp-group matmuls, and the kernels for Hopper would be empty: compile for sm_90a (90a-real)."
 #endif
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 namespace ptx = cuda::ptx;
 
@@ -402,7 +401,6 @@ __device__ __forceinline__ void Pin(WideFragment& fragment) {
 #undef JAX_GROUPED_ALL
 #undef JAX_GROUPED_EIGHT
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_INSTRUCTIONS_CUH_

@@ -23,8 +23,7 @@
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // Returns the tensor map's name for the type of a result.
 inline CUtensorMapDataType ResultMapType(cudaDataType_t type) {
@@ -243,7 +242,6 @@ Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& grou
   return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_

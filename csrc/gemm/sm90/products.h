@@ -11,8 +11,7 @@
 #include "csrc/gemm/gemm.h"
 #include "csrc/groups/layout.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // Size of a tile of the result of LaunchTokenProduct. One SM computes one tile at a time.
 constexpr int64_t kTileTokens = 256;
@@ -48,7 +47,6 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
 Status LaunchGatheredWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                            const GemmBuffers& buffers);
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_PRODUCTS_H_

@@ -14,8 +14,7 @@
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/tile_products.cuh"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -242,7 +241,6 @@ class Staging {
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_STAGING_CUH_

@@ -4,8 +4,7 @@
 
 #include <atomic>
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 Status EncodeTensorMap(const BoxedTensor& tensor, CUtensorMap* map) {
   // The driver's function is found through the runtime, once, but again after a failure. Linking the driver would make
@@ -33,5 +32,4 @@ Status EncodeTensorMap(const BoxedTensor& tensor, CUtensorMap* map) {
   return Status::FromCuda(static_cast<cudaError_t>(result), "Describing an array to the copy engine");
 }
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90

@@ -9,8 +9,7 @@
 
 #include "csrc/common/status.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // A tensor of up to five dimensions, the inner one first, and the boxes that are copied at once. A box has 128 bytes
 // along the inner dimension. These bytes are swizzled in shared memory.
@@ -25,7 +24,6 @@ struct BoxedTensor {
 // Encodes a tensor map. Fails if the driver is too old.
 Status EncodeTensorMap(const BoxedTensor& tensor, CUtensorMap* map);
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_TENSOR_MAP_H_

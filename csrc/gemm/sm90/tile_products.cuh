@@ -47,8 +47,7 @@
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/groups/layout.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // Blocks of a cluster. They compute adjacent tiles of the same rows. Each block copies its part of the rows to all
 // blocks, which reduces reads of the L2 cache. Clusters of four, and of two by two, are 2 to 6 % slower.
@@ -433,7 +432,6 @@ __device__ __forceinline__ void RunBlock(const Produce& produce, const Multiply&
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_TILE_PRODUCTS_CUH_

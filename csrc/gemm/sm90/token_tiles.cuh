@@ -16,8 +16,7 @@
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/groups/layout.h"
 
-namespace jax_grouped {
-namespace sm90 {
+namespace jax_grouped::sm90 {
 
 // The operands of a product. A kernel has a type `Tile` for its tiles: kRows rows, which are row blocks of kind
 // kRowBlock, in clusters of kBlocks, one beside the other. Tokens are copied in boxes of kBoxRows rows.
@@ -194,7 +193,6 @@ __device__ __forceinline__ void AddBlock(uint32_t tokens, uint32_t weights, uint
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-}  // namespace sm90
-}  // namespace jax_grouped
+}  // namespace jax_grouped::sm90
 
 #endif  // JAX_GROUPED_CSRC_GEMM_SM90_TOKEN_TILES_CUH_

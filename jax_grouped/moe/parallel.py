@@ -1,14 +1,15 @@
-"""`moe_mlp` under plain `jax.jit` with sharded arrays: a `jax.shard_map` over the mesh that the arrays lie on.
+"""Experts on several devices: how a mesh is used, and `moe_mlp` under plain `jax.jit` with sharded arrays.
 
 XLA cannot split the routing, because every row depends on the group sizes of all tokens. So the axes that the caller
-names say what each device computes. The result is that of a single device with the whole batch.
+names say what each device computes, inside a `jax.shard_map` over the mesh that the arrays lie on. The result is that
+of a single device with the whole batch.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,102 @@ from jax.sharding import PartitionSpec as P
 from jax_grouped.core.values import is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
-from jax_grouped.moe.options import Parallel
+from jax_grouped.moe.routing import check_choice
 from jax_grouped.ops.inputs import Weights, arrays_like_kernel
+
+#: Way in which tokens reach the devices of their experts, see `Parallel`.
+ExchangeMethod = Literal["auto", "gather", "padded"]
+#: Type in which rows travel between devices, see `Parallel`.
+RowType = Literal["fp8", "input"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Options of a mixture of experts on several devices: what each mesh axis splits, and how rows travel.
+
+    Attributes:
+        experts: mesh axis that splits the experts and the tokens: these travel to their experts' devices, and results
+            travel back.
+        features: mesh axis that splits `F`, the features inside an expert: each device has a part of the gate's
+            features, then a part of up's, and the results are summed over the axis. Inside `jax.shard_map` their
+            gradients need its checks on (`check_vma=True`).
+        fsdp: mesh axis that splits the tokens and the storage of the experts, those along `experts` again, in the order
+            of `P((experts, fsdp))`. Each pass gathers the kernels of all its devices, with a recipe as FP8 numbers, and
+            each device gets its part of the sum of their gradients.
+        batch: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch. Axes that
+            split only tokens are named here alone. Inside `jax.shard_map`, name `experts` and `fsdp` here too.
+        exchange: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them, and
+            sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a row
+            for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
+            many rows. "auto" is "gather".
+        dispatch: type of tokens, and of gradients of results, on their way to the experts. "fp8" is that of a
+            `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe they travel as they
+            are. Tokens and gradients are then rounded along the features before they are rounded along the rows, for
+            the kernels' gradients. "input" is the type of `x`.
+        combine: likewise of results, and of gradients of tokens, on their way back. With "fp8", each device's part of a
+            token's sum, or with exchanged rows each choice's result, is rounded to FP8.
+
+    Raises:
+        TypeError: an axis is no name of a mesh axis.
+        ValueError: axes that must differ are the same, or a field has a value that is not supported.
+
+    Example:
+        parallel = jg.moe.Parallel(experts="expert", fsdp="data")
+
+        assert parallel.token_axes == ("data", "expert") and parallel.storage_axes == ("expert", "data")
+    """
+
+    experts: str | None = None
+    features: str | None = None
+    fsdp: str | None = None
+    batch: Sequence[str] = ()
+    exchange: ExchangeMethod = "auto"
+    dispatch: RowType = "fp8"
+    combine: RowType = "input"
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "features", "fsdp"):
+            axis = getattr(self, name)
+            if axis is not None and not isinstance(axis, str):
+                raise TypeError(f"{name} must be the name of one mesh axis, got {axis!r}.")
+        batch = (self.batch,) if isinstance(self.batch, str) else self.batch
+        if not isinstance(batch, Sequence) or not all(isinstance(axis, str) for axis in batch):
+            raise TypeError(f"batch must be a sequence of names of mesh axes, got {batch!r}.")
+        object.__setattr__(self, "batch", tuple(batch))
+        if self.axes.count(self.features) > 1:
+            raise ValueError(
+                f"The features axis {self.features!r} must be none of experts, fsdp and batch, because its devices "
+                f"have the same tokens, got {self.experts!r}, {self.fsdp!r} and {self.batch}."
+            )
+        if self.fsdp is not None and self.fsdp == self.experts:
+            raise ValueError(
+                f"fsdp must be another axis than experts, got {self.fsdp!r} for both: experts alone splits the experts "
+                "and their storage."
+            )
+        if len({*self.batch}) < len(self.batch):
+            raise ValueError(f"batch must be different axes, got {self.batch}.")
+        check_choice("exchange", self.exchange, ExchangeMethod)
+        for name in ("dispatch", "combine"):
+            check_choice(name, getattr(self, name), RowType)
+
+    @functools.cached_property
+    def storage_axes(self) -> tuple[str, ...]:
+        """The axes that split the storage of the experts, in the order of its parts."""
+        return tuple([axis for axis in (self.experts, self.fsdp) if axis is not None])
+
+    @functools.cached_property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split the tokens."""
+        return *self.batch, *[axis for axis in self.storage_axes[::-1] if axis not in self.batch]
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split anything."""
+        return self.token_axes if self.features is None else (*self.token_axes, self.features)
 
 
 class MoEArrays(NamedTuple):
-    """The arrays of one `moe_mlp`; the last two may be None."""
+    """The arrays of one `moe_mlp`."""
 
     x: jax.Array
     logits: jax.Array
@@ -34,12 +125,9 @@ class MoEArrays(NamedTuple):
 
 
 def mesh_to_split(parallel: Parallel, *arrays: jax.Array) -> Mesh | AbstractMesh | None:
-    """Returns the mesh that the arrays lie on, if the call is to be split over axes of it.
-
-    It is not to be split if there are no axes, or if a surrounding `jax.shard_map` or `jax.pmap` splits it.
-    """
+    """Returns the mesh of the arrays, or None if a surrounding `jax.shard_map` or `jax.pmap` splits the call."""
     unbound = [axis for axis in parallel.axes if not is_bound(axis)]
-    if not unbound:  # Or there are no axes.
+    if not unbound:
         return None
     if len(unbound) < len(parallel.axes):
         raise ValueError(
@@ -92,7 +180,8 @@ def call_on_mesh(
         arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
 
     def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
-        return function(arrays._replace(gate_up=_part(arrays.gate_up), down=_part(arrays.down)))
+        # In a kernel cache, the layout is still that of all kernels.
+        return function(jax.tree.map(_with_own_layout, arrays, is_leaf=lambda x: isinstance(x, ScaledArray)))
 
     over = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
     out_specs = P(parallel.token_axes or None), P()
@@ -207,17 +296,11 @@ def _with_halves(weights: Weights) -> Weights:
     return weights._replace(bias=halves(weights.bias, 1), **split)
 
 
-def _part(weights: Weights) -> Weights:
-    """Returns weights whose cache has a layout of this device's number of kernels."""
-    cache = weights.kernel_cache
-    if not isinstance(cache, KernelCache):
-        return weights
-
-    def part(scaled: ScaledArray) -> ScaledArray:
-        groups = scaled.data.shape[0]
-        assert scaled.layout.stack_rows is not None
-        layout = dataclasses.replace(scaled.layout, num_groups=groups, tokens=groups * scaled.layout.stack_rows)
-        return dataclasses.replace(scaled, layout=layout)
-
-    rowwise = None if cache.rowwise is None else part(cache.rowwise)
-    return weights._replace(kernel_cache=dataclasses.replace(cache, rowwise=rowwise, columnwise=part(cache.columnwise)))
+def _with_own_layout(x: Any) -> Any:
+    """Returns an array; a quantized one with a layout of its own number of kernels."""
+    if not isinstance(x, ScaledArray):
+        return x
+    groups = x.data.shape[0]
+    assert x.layout.stack_rows is not None
+    layout = dataclasses.replace(x.layout, num_groups=groups, tokens=groups * x.layout.stack_rows)
+    return dataclasses.replace(x, layout=layout)

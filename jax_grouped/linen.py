@@ -1,0 +1,493 @@
+"""Flax linen layers."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _layers
+from jax_grouped._layers import Initializer, LogicalAxes
+from jax_grouped._layers import MoEInitializers as MoEInitializers
+from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.core.values import as_array
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe, recipe_error
+from jax_grouped.fp8.state import Fp8State
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.moe.layer import MoEMetrics
+from jax_grouped.moe.parallel import Parallel
+from jax_grouped.moe.routing import Router
+from jax_grouped.ops.dense import DenseResiduals, grouped_dense
+from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
+from jax_grouped.ops.split import grouped_dense_fwd
+
+try:
+    import flax.linen as nn
+    from flax.core import Scope
+    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+    from flax.traverse_util import flatten_dict, unflatten_dict
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('jax_grouped.linen needs Flax: python3 -m pip install "flax>=0.12"') from error
+
+__all__ = [
+    "KERNEL_CACHE",
+    "ROUTER_STATE",
+    "GroupedDense",
+    "GroupedKernel",
+    "MoEInitializers",
+    "MoEMlp",
+    "default_kernel_init",
+    "quantize_for_inference",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+#: Name of the collection of quantized kernels that microbatches share.
+KERNEL_CACHE = "kernel_cache"
+#: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
+ROUTER_STATE = "router_state"
+
+
+class GroupedDense(nn.Module):
+    """A linear layer per group: `flax.linen.Dense` for mixture-of-experts models.
+
+    The parameters are `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. Wrap the initialisers with
+    `flax.linen.with_logical_partitioning` to name their axes, for example `("expert", "embed", "mlp")`.
+
+    With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
+    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. If the `params` of a
+    `flax.training.train_state.TrainState` are all variables, the collection `params` and this one, it replaces the
+    arrays with their gradient and shows its optimizer only the parameters. If several microbatches or devices each have
+    a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
+    `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
+
+    With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache` or, without a
+    recipe, the kernel in `dtype`. It is the variable `kernel` of the collection `kernel_cache`, and has no gradient: do
+    not differentiate with respect to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
+    `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
+
+    Attributes:
+        features: `N`, the size of each output row.
+        num_groups: `E`, the number of groups (experts).
+        use_bias: whether to add a bias per group.
+        dtype: type of the computation and the result. Default: the promotion of the input's and parameters' types.
+        param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
+        precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
+        kernel_init: called with `(key, (E, K, N), param_dtype)`. The default is Dense's, with the group axis as a batch
+            axis: every group is initialised as a Dense layer would be.
+        bias_init: called with `(key, (E, N), param_dtype)`.
+        recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
+        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
+            recipe, `dtype` must then be given.
+
+    Example:
+        layer = jg.linen.GroupedDense(16, num_groups=2)
+        x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
+
+        variables = layer.init(jax.random.key(0), x, group_sizes)
+        y = layer.apply(variables, x, group_sizes)
+
+        assert variables["params"]["kernel"].shape == (2, 32, 16)
+        assert y.shape == (16, 16) and not y[14:].any()
+    """
+
+    features: int
+    num_groups: int
+    use_bias: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros_init()
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _layers.make_canonical(vars(self))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        group_sizes: GroupSizes,
+        *,
+        is_first_microbatch: ArrayLike | None = None,
+        accumulate_into: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies each group's layer to its rows.
+
+        Args:
+            x: `[T, K]`, rows of group 0 first, then group 1, and so on.
+            group_sizes: `int[E]`, rows per group.
+            is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
+                stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
+                scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
+                Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
+            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this sum
+                with that of the call added, by the matmul itself; see `dkernel_accumulator` of
+                `jax_grouped.grouped_dense`.
+
+        Returns:
+            `[T, N]`; rows past `sum(group_sizes)` are zero.
+
+        Raises:
+            ValueError: there is `is_first_microbatch` without `cache_kernel`, the collection `kernel_cache` would have
+                to be written but is not mutable, or `accumulate_into` is not like the kernel.
+        """
+        weights = self._weights(x, is_first_microbatch)
+        return _layers.apply_dense(self, grouped_dense, x, weights, group_sizes, accumulate_into)
+
+    def fwd(
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+    ) -> tuple[jax.Array, DenseResiduals]:
+        """Applies the layer as a call does, and returns residuals for a backward pass in halves.
+
+        `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
+        does not differentiate the result. Call it as `layer.apply(variables, x, group_sizes, method="fwd")`.
+
+        Returns:
+            `[T, N]`, and the residuals.
+        """
+        weights = self._weights(x, is_first_microbatch)
+        return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
+
+    @nn.compact
+    def _weights(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> Weights:
+        x = as_array("x", x)
+        if x.ndim == 0:
+            raise ValueError("x must have shape [T, K], got ().")
+        shape = (self.num_groups, x.shape[-1], self.features)
+        return _read_weights(self, shape, self.bias_init if self.use_bias else None, is_first_microbatch)
+
+
+class GroupedKernel(nn.Module):
+    """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
+
+    They are the variables of `GroupedDense`, which describes each.
+
+    Attributes:
+        shape: `(E, K, ...)` of the parameter; its last axes are `N` features for the product and the quantization.
+        kernel_init: called with `(key, shape, param_dtype)`.
+        bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
+        param_dtype: type of the parameters.
+        recipe, cache_kernel, dtype: as in `GroupedDense`.
+
+    Example:
+        import flax.linen as nn
+
+        class Transposed(nn.Module):
+            @nn.compact
+            def __call__(self, x, group_sizes):
+                weights = jg.linen.GroupedKernel((2, 32, 16), name="experts")()
+                return jg.ragged_dot(x, weights.kernel.transpose(0, 2, 1), group_sizes)
+
+        y, _ = Transposed().init_with_output(jax.random.key(0), jnp.ones((16, 16)), jnp.array([10, 4]))
+
+        assert y.shape == (16, 32)
+    """
+
+    shape: tuple[int, ...]
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer | None = None
+    param_dtype: DTypeLike = jnp.float32
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
+    dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _layers.make_canonical(vars(self))
+
+    def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None."""
+        return flat_weights(self.stored(is_first_microbatch))
+
+    @nn.compact
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
+
+        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
+        """
+        return _read_weights(self, self.shape, self.bias_init, is_first_microbatch, fsdp_axis)
+
+
+def _read_weights(
+    layer: GroupedDense | GroupedKernel,
+    shape: tuple[int, ...],
+    bias_init: Initializer | None,
+    is_first_microbatch: ArrayLike | None,
+    fsdp_axis: str | None = None,
+) -> Weights:
+    """Returns the weights of a layer in the shapes of its parameters. `init` makes its variables."""
+    recipe, initializing = layer.recipe, layer.is_initializing()
+    if is_first_microbatch is not None and not layer.cache_kernel:
+        raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
+    has_cache = layer.has_variable(KERNEL_CACHE, "kernel")
+    kernel: jax.Array | None = None
+    # After `quantize_for_inference`, there is a cache alone.
+    if initializing or layer.has_variable("params", "kernel") or recipe is None or not has_cache:
+        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    bias = None
+    if bias_init is not None:
+        bias = layer.param("bias", bias_init, (shape[0], *shape[2:]), layer.param_dtype)
+
+    state = None
+    if isinstance(recipe, DelayedScaling):
+        names = [field.name for field in dataclasses.fields(Fp8State)]
+        # Flax would create the variables again in every step if their collection were mutable.
+        if not initializing and not all(layer.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in names):
+            raise ValueError(
+                f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT}, which init makes beside params: pass "
+                f"apply both, as {{'params': ..., '{OVERWRITE_WITH_GRADIENT}': ...}}."
+            )
+
+        def initial(name: str) -> jax.Array:
+            return getattr(Fp8State.initial(recipe, shape[0]), name)
+
+        arrays = {name: layer.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value for name in names}
+        assert layer.scope is not None
+        # A scope is made anew for every call, but not that of the whole model.
+        state = _layers.state_for_call(layer.scope.root, layer.scope.path, Fp8State(**arrays))
+
+    if kernel is None:
+        stored = layer.variables[KERNEL_CACHE]["kernel"]
+        return _layers.weights_in_fp8_alone(stored, bias, state, layer.param_dtype, is_first_microbatch)
+    cache = None
+    if layer.cache_kernel and (initializing or is_first_microbatch is not None):
+        changes = _layers.changes_cache(is_first_microbatch)
+        if changes and not layer.is_mutable_collection(KERNEL_CACHE):
+            raise ValueError(
+                f"The collection {KERNEL_CACHE} is not mutable, and is_first_microbatch={is_first_microbatch} writes "
+                f'it: pass mutable=["{KERNEL_CACHE}"] to apply, or is_first_microbatch=False to read it only.'
+            )
+        if not (changes or initializing or has_cache):
+            raise ValueError(
+                f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
+                "that the first microbatch returned."
+            )
+        make = functools.partial(_layers.make_cache, kernel, recipe, layer.dtype, state, fsdp_axis=fsdp_axis)
+        variable = layer.variable(KERNEL_CACHE, "kernel", make)
+        if is_first_microbatch is not None:
+            if changes:
+                variable.value = make(stored=variable.value, is_first_microbatch=is_first_microbatch)
+            cache = variable.value
+    return Weights(kernel, bias, cache, state)
+
+
+class MoEMlp(nn.Module):
+    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
+
+    No token is dropped unless there is a `capacity_factor`. Nothing is read on the host. The router computes in
+    float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
+    `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
+    `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
+    `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
+    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
+    `down`.
+
+    On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
+    and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
+    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(experts, None, None,
+    features)` of the axes that `parallel` names, with one `None` if there is no gate, `down` as `P(experts, features)`,
+    states as `P(experts)`, and the router whole. With an `fsdp` axis, the experts of kernels, biases and caches are
+    split over `(experts, fsdp)`, in this order.
+
+    Attributes:
+        num_experts: `E`, on all devices together.
+        hidden_features: `F`, features inside an expert, on all devices together.
+        router: how experts are chosen and weighted, see `jg.moe.Router`. With `top_k=1`, pass `normalize=False`: a
+            normalised weight is always 1, and a router with such weights learns from balance losses only. The
+            constructor warns of it. A `selection_bias` of the layer's own is a variable of the collection
+            `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
+        parallel: how the experts and the tokens are split over devices, see `jg.moe.Parallel`.
+        activation: that of the experts, see `jg.moe.grouped_mlp`.
+        shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
+            It has no bias. Every device computes it for its own tokens.
+        use_bias: whether the experts' products add a bias.
+        recipe, cache_kernel, dtype, param_dtype, precision: as in `GroupedDense`, for the experts.
+        initializers: of the parameters.
+        logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
+            parameters then carry them, as with `flax.linen.with_logical_partitioning`.
+
+    Example:
+        layer = jg.linen.MoEMlp(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
+        x = jnp.ones((2, 4, 32))
+
+        def loss(variables, x):
+            y, metrics = layer.apply(variables, x)
+            return jnp.mean(y**2) + 0.01 * metrics.balance_loss
+
+        # Shapes only: leave eval_shape out for parameters and gradients.
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+        gradients = jax.eval_shape(jax.grad(loss), variables, x)
+
+        assert gradients["params"]["gate_up"]["kernel"].shape == (4, 32, 2, 16)
+    """
+
+    num_experts: int
+    hidden_features: int
+    router: Router
+    parallel: Parallel = Parallel()
+    activation: Activation = "swiglu"
+    shared_features: int | None = None
+    recipe: Recipe | None = None
+    cache_kernel: bool = False
+    use_bias: bool = False
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    initializers: MoEInitializers = MoEInitializers()
+    logical_axes: LogicalAxes | None = None
+
+    def __post_init__(self) -> None:
+        is_bound = isinstance(self.parent, Scope)  # Flax makes such copies of a layer that the user has made.
+        super().__post_init__()
+        _layers.make_canonical(vars(self))
+        if not is_bound:
+            _layers.check_moe_options(self.router, self.parallel, self.activation, self.num_experts, self.logical_axes)
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        selection_bias: jax.Array | None = None,
+        is_first_microbatch: ArrayLike | None = None,
+        shared: jax.Array | None = None,
+        accumulate_into: Mapping[str, jax.Array] | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Applies to every token the experts that the router chooses for it.
+
+        Args:
+            x: `[..., K]`, tokens of any leading shape.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
+            is_first_microbatch: as in `GroupedDense`.
+            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
+                the layer's own, if it has one.
+            accumulate_into: gradients so far of kernels, by the names `gate_up`, `down`, and of a shared expert
+                `shared_gate_up`, `shared_down`, or some of these; as in `GroupedDense`. Inside `jax.shard_map`, the
+                kernels of a shared expert, which all devices have, need `jax.lax.pcast`.
+
+        Returns:
+            `[..., K]`, and the metrics.
+
+        Raises:
+            ValueError: a size does not fit, or as in `GroupedDense`.
+        """
+        x = as_array("x", x)
+        if x.ndim == 0:
+            raise ValueError("x must have shape [..., K], got ().")
+        options, parallel, initializers = self.router, self.parallel, self.initializers
+        if self.is_initializing() and not {*jax.typeof(x).sharding.spec} - {None}:
+            # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
+            parallel = Parallel()
+        names = {} if self.logical_axes is None else _layers.axis_names(self.logical_axes, self.activation)
+
+        def named(init: Initializer, parameter: str) -> Initializer:
+            return nn.with_logical_partitioning(init, names[parameter]) if names else init
+
+        router = nn.Dense(
+            self.num_experts,
+            use_bias=options.use_bias,
+            dtype=jnp.float32,
+            param_dtype=self.param_dtype,
+            kernel_init=named(initializers.router, "router"),
+            bias_init=named(initializers.bias, "router bias"),
+            name="router",
+        )
+        if options.use_selection_bias and (selection_bias is None or self.is_initializing()):
+            if not self.is_initializing() and not self.has_variable(ROUTER_STATE, "selection_bias"):
+                raise ValueError(
+                    f"use_selection_bias needs the collection {ROUTER_STATE}, which init makes beside params: pass "
+                    f"apply both, as {{'params': ..., '{ROUTER_STATE}': ...}}, or pass selection_bias."
+                )
+            init = named(nn.initializers.zeros_init(), "selection_bias")
+            own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
+            selection_bias = own.value
+        weights = {}
+        given = self.variables.get("params", {})
+        for name, shape in _layers.kernel_shapes(self, x.shape[-1], parallel, given).items():
+            is_shared = name.startswith("shared")
+            kernel_init = initializers.down if name.endswith("down") else initializers.gate_up
+            kernel = GroupedKernel(
+                shape,
+                kernel_init=named(kernel_init, name),
+                bias_init=named(initializers.bias, f"{name} bias") if self.use_bias and not is_shared else None,
+                param_dtype=self.param_dtype,
+                recipe=self.recipe,
+                cache_kernel=self.cache_kernel,
+                dtype=self.dtype,
+                name=name,
+            )
+            # All devices have the whole shared expert.
+            fsdp_axis = None if is_shared else parallel.fsdp
+            weights[name] = kernel.stored(is_first_microbatch, fsdp_axis=fsdp_axis)
+        return _layers.apply_moe(self, options, parallel, x, router, weights, selection_bias, shared, accumulate_into)
+
+
+def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Quantizes the kernels of layers with `cache_kernel`, for a forward pass that needs no other copy of them.
+
+    `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
+    is None, as if the kernels were in its `param_dtype`. In FP8, kernels take half the memory of bfloat16. There are no
+    gradients. A layer can compute so on one device, and under plain `jax.jit` over any axes but one of `features`.
+
+    Args:
+        variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.
+        recipe: that of the layers.
+
+    Returns:
+        The variables without these kernels, with a `KERNEL_CACHE` of one orientation. Layers without a recipe stay as
+        they are.
+
+    Raises:
+        TypeError: `recipe` is no recipe.
+        ValueError: there is no `KERNEL_CACHE` of a layer with a recipe, or a parameter is missing.
+
+    Example:
+        recipe = jg.Float8BlockScaling()
+        layer = jg.linen.GroupedDense(16, 2, recipe=recipe, cache_kernel=True)
+        x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
+        variables = layer.init(jax.random.key(0), x, group_sizes)
+
+        in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
+
+        assert "kernel" not in in_fp8["params"]
+        assert jnp.array_equal(layer.apply(in_fp8, x, group_sizes), layer.apply(variables, x, group_sizes))
+    """
+    if not isinstance(recipe, Recipe):
+        raise recipe_error(recipe, optional=False)
+    found = flatten_dict(variables.get(KERNEL_CACHE, {}))
+    if not any(isinstance(cache, KernelCache) for cache in found.values()):
+        raise ValueError(
+            f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True. "
+            "One of them must have a recipe."
+        )
+    params, states = (
+        flatten_dict(nn.meta.unbox(variables.get(name, {}))) for name in ("params", OVERWRITE_WITH_GRADIENT)
+    )
+    caches = {}
+    for path, cache in found.items():
+        if not isinstance(cache, KernelCache):  # Of a layer without a recipe, which stays as it is.
+            caches[path] = cache
+            continue
+        if path not in params:
+            raise ValueError(f"variables must have the parameter {'/'.join(path)}, which {KERNEL_CACHE} has.")
+        state = None
+        if isinstance(recipe, DelayedScaling):
+            layer_state = {other[-1]: value for other, value in states.items() if other[:-1] == path[:-1]}
+            if not layer_state:
+                raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
+            state = Fp8State(**layer_state)
+        if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
+            raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
+        caches[path] = _layers.make_cache(params.pop(path), recipe, None, state, for_gradients=False)
+    kept = {name: collection for name, collection in variables.items() if name not in ("params", KERNEL_CACHE)}
+    return {"params": unflatten_dict(params), KERNEL_CACHE: unflatten_dict(caches), **kept}

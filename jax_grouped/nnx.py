@@ -1,0 +1,536 @@
+"""Flax NNX layers."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_grouped import _layers
+from jax_grouped._layers import Initializer, LogicalAxes
+from jax_grouped._layers import MoEInitializers as MoEInitializers
+from jax_grouped._layers import default_kernel_init as default_kernel_init
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import DelayedScaling, Recipe
+from jax_grouped.fp8.state import Fp8State
+from jax_grouped.kernels.activations import Activation
+from jax_grouped.moe.layer import MoEMetrics
+from jax_grouped.moe.parallel import Parallel
+from jax_grouped.moe.routing import Router
+from jax_grouped.ops.dense import DenseResiduals, grouped_dense
+from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
+from jax_grouped.ops.split import grouped_dense_fwd
+
+try:
+    from flax import linen, nnx
+    from flax.traverse_util import flatten_dict
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('jax_grouped.nnx needs Flax: python3 -m pip install "flax>=0.12"') from error
+
+__all__ = [
+    "TRAINED",
+    "Fp8Variable",
+    "GroupedDense",
+    "GroupedKernel",
+    "KernelCacheVariable",
+    "MoEInitializers",
+    "MoEMlp",
+    "SelectionBias",
+    "default_kernel_init",
+    "linen_variables",
+    "load_variables",
+    "quantize_for_inference",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class Fp8Variable(nnx.Param[Fp8State]):
+    """The `jax_grouped.Fp8State` of a layer with `DelayedScaling`. Its gradient is its next value.
+
+    It is an `nnx.Param`, so that training of the parameters includes it. To tell the two apart, name this class first:
+    `nnx.split(model, jg.nnx.Fp8Variable, nnx.Param, ...)`.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.DelayedScaling(), rngs=nnx.Rngs(0))
+
+        assert isinstance(layer.fp8_state, jg.nnx.Fp8Variable)
+        assert isinstance(layer.fp8_state.get_value(), jg.Fp8State)
+    """
+
+    overwrite_with_gradient = True
+
+
+class KernelCacheVariable(nnx.Variable[KernelCache | jax.Array]):
+    """The `jax_grouped.KernelCache` that microbatches share or, without a recipe, the kernel in the layer's `dtype`.
+
+    It has no gradient and needs no checkpoint.
+
+    Example:
+        from flax import nnx
+
+        recipe = jg.Float8BlockScaling()
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=recipe, cache_kernel=True, rngs=nnx.Rngs(0))
+
+        assert isinstance(layer.kernel_cache, jg.nnx.KernelCacheVariable)
+        assert layer.kernel_cache.get_value().amax.shape == (2,)
+    """
+
+
+#: Filter of the variables with gradients: parameters, and the states of delayed scaling.
+TRAINED = (nnx.Param, Fp8Variable)
+
+
+class GroupedKernel(nnx.Module):
+    """The variables of one stack of kernels, for layers made of `jax_grouped.grouped_dense` and its like.
+
+    Attributes:
+        kernel: `nnx.Param`, `(E, K, ...)`; its last axes are `N` features for the product and the quantization. None
+            after `quantize_for_inference`.
+        bias: `nnx.Param`, `(E, ...)`, or None.
+        fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
+        kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
+
+    Args:
+        shape: of `kernel`.
+        kernel_init: called with `(key, shape, param_dtype)`.
+        bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
+        param_dtype: type of the parameters.
+        recipe, cache_kernel, dtype, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+
+    Example:
+        from flax import nnx
+
+        experts = jg.nnx.GroupedKernel((2, 32, 16), rngs=nnx.Rngs(0))
+        transposed = experts.weights().kernel.transpose(0, 2, 1)
+
+        assert jg.ragged_dot(jnp.ones((16, 16)), transposed, jnp.array([10, 4])).shape == (16, 32)
+    """
+
+    @_layers.with_canonical_arguments
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        dtype: DTypeLike | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        groups, _, *features = shape
+        self.recipe = recipe
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.rank = len(shape)
+        kernel = kernel_init(rngs.params(), shape, param_dtype)
+        self.kernel: nnx.Param[jax.Array] | None = nnx.Param(kernel, **kernel_metadata)
+        self.bias: nnx.Param[jax.Array] | None = nnx.data(None)
+        if bias_init is not None:
+            self.bias = nnx.Param(bias_init(rngs.params(), (groups, *features), param_dtype), **bias_metadata)
+        self.fp8_state: Fp8Variable | None = nnx.data(None)
+        if isinstance(recipe, DelayedScaling):
+            self.fp8_state = Fp8Variable(Fp8State.initial(recipe, groups))
+        self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
+        if cache_kernel:
+            self.kernel_cache = KernelCacheVariable(self._make_cache())
+
+    def quantize_for_inference(self) -> None:
+        """Replaces the kernel by its FP8 numbers, for a forward pass; see `jax_grouped.nnx.quantize_for_inference`."""
+        if self.recipe is None:
+            raise ValueError("quantize_for_inference needs a layer with a recipe.")
+        if self.kernel is not None:
+            self.kernel_cache = KernelCacheVariable(self._make_cache(for_gradients=False))
+            self.param_dtype = self.kernel[...].dtype
+            self.kernel = nnx.data(None)
+
+    def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
+        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None."""
+        return flat_weights(self.stored(is_first_microbatch))
+
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
+
+        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
+        """
+        if is_first_microbatch is not None and self.kernel_cache is None:
+            raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
+        bias = None if self.bias is None else self.bias[...]
+        state = None if self.fp8_state is None else _layers.state_for_call(self, None, self.fp8_state.get_value())
+        if self.kernel is None:
+            assert self.kernel_cache is not None
+            stored: Any = self.kernel_cache.get_value()
+            return _layers.weights_in_fp8_alone(stored, bias, state, self.param_dtype, is_first_microbatch)
+        kernel, cache = self.kernel[...], None
+        if self.kernel_cache is not None and is_first_microbatch is not None:
+            cache = _layers.make_cache(
+                kernel,
+                self.recipe,
+                self.dtype,
+                state,
+                fsdp_axis=fsdp_axis,
+                stored=self.kernel_cache.get_value(),
+                is_first_microbatch=is_first_microbatch,
+            )
+            if _layers.changes_cache(is_first_microbatch):
+                self.kernel_cache.set_value(cache)
+        return Weights(kernel, bias, cache, state)
+
+    def _make_cache(self, **options: Any) -> KernelCache | jax.Array:
+        """Returns a cache of the kernel. Raises ValueError if it is a stack of several layers' kernels."""
+        kernel, _, _, state, _ = self.stored()
+        if kernel.ndim != self.rank:
+            raise ValueError(f"kernel {kernel.shape} is stacked, as by nnx.vmap: quantize layers one by one.")
+        return _layers.make_cache(kernel, self.recipe, self.dtype, state, **options)
+
+
+class GroupedDense(GroupedKernel):
+    """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
+
+    This is `jax_grouped.linen.GroupedDense` for NNX. That class describes the computation and most of the arguments.
+
+    With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` returns it
+    beside the gradients of the parameters. Update both with an optimizer that knows of next values:
+    `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. Combine several gradients of a
+    state by maximum, as `Fp8State` explains: `jax_grouped.accumulate_gradients` and `reduce_gradients` do this.
+
+    The constructor makes the `KernelCacheVariable` from the initial kernel. Checkpoints do not need it:
+    `nnx.state(model, jg.nnx.TRAINED)`.
+
+    Attributes:
+        kernel, bias, fp8_state, kernel_cache: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
+
+    Args:
+        in_features, out_features, num_groups: `K`, `N` and `E`.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init, recipe, cache_kernel: as in linen.
+        kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
+        rngs: source of the initialisers' keys.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, rngs=nnx.Rngs(0))
+
+        y = layer(jnp.ones((16, 32)), jnp.array([10, 4]))
+
+        assert layer.kernel.shape == (2, 32, 16)
+        assert y.shape == (16, 16) and not y[14:].any()
+    """
+
+    @_layers.with_canonical_arguments
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_groups: int,
+        *,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            (num_groups, in_features, out_features),
+            kernel_init=kernel_init,
+            bias_init=bias_init if use_bias else None,
+            param_dtype=param_dtype,
+            recipe=recipe,
+            cache_kernel=cache_kernel,
+            dtype=dtype,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            rngs=rngs,
+        )
+        self.precision = precision
+
+    def __call__(
+        self,
+        x: jax.Array,
+        group_sizes: GroupSizes,
+        *,
+        is_first_microbatch: ArrayLike | None = None,
+        accumulate_into: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies each group's layer to the rows of `x`, `[T, K]`, as a call of `jax_grouped.linen.GroupedDense` does.
+
+        With `is_first_microbatch=True`, it stores a new cache; a boolean on the device makes the choice there.
+        """
+        weights = self.weights(is_first_microbatch)
+        return _layers.apply_dense(self, grouped_dense, x, weights, group_sizes, accumulate_into)
+
+    def fwd(
+        self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
+    ) -> tuple[jax.Array, DenseResiduals]:
+        """Applies the layer, and returns residuals for a backward pass in halves, as that of linen does."""
+        weights = self.weights(is_first_microbatch)
+        return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
+
+
+class SelectionBias(nnx.Variable[jax.Array]):
+    """The bias of a router for the choice of experts, `float32[E]`. It has no gradient.
+
+    Example:
+        from flax import nnx
+
+        router = jg.moe.Router(top_k=2, use_selection_bias=True)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
+
+        _, metrics = layer(jnp.ones((8, 32)))
+        layer.selection_bias[...] = jg.moe.update_selection_bias(layer.selection_bias[...], metrics.expert_load)
+
+        assert isinstance(layer.selection_bias, jg.nnx.SelectionBias)
+        assert jnp.abs(layer.selection_bias[...]).max() > 0
+    """
+
+
+class MoEMlp(nnx.Module):
+    """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
+
+    This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
+    arguments. On several devices, the constructor always makes the whole parameters, which plain `jax.jit` takes too.
+    Inside `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
+
+    Attributes:
+        router: `nnx.Linear`, its kernel `[K, E]`.
+        router_options: the `Router`.
+        gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
+        down: `GroupedKernel` of `[E, F, K]`.
+        shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and of `[1, S, K]` with `shared_features`, or
+            None.
+        selection_bias: `SelectionBias` of `float32[E]` if the router uses one, or None.
+
+    Args:
+        features: `K`, features of a token.
+        num_experts, hidden_features: `E` and `F`.
+        router, parallel, activation, shared_features, recipe, cache_kernel, use_bias, dtype, param_dtype: as in linen.
+        precision, initializers, logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
+        rngs: source of the initialisers' keys.
+
+    Example:
+        from flax import nnx
+
+        router = jg.moe.Router(top_k=2)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
+        x = jnp.ones((2, 4, 32))
+
+        y, metrics = nnx.jit(lambda layer, x: layer(x))(layer, x)
+
+        assert y.shape == x.shape and not metrics.dropped.any()
+    """
+
+    gate_up: GroupedKernel
+    down: GroupedKernel
+
+    @_layers.with_canonical_arguments
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_experts: int,
+        hidden_features: int,
+        router: Router,
+        parallel: Parallel = Parallel(),
+        activation: Activation = "swiglu",
+        shared_features: int | None = None,
+        recipe: Recipe | None = None,
+        cache_kernel: bool = False,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        initializers: MoEInitializers = MoEInitializers(),
+        logical_axes: LogicalAxes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        _layers.check_moe_options(router, parallel, activation, num_experts, logical_axes)
+        self.features = features
+        self.num_experts = num_experts
+        self.hidden_features = hidden_features
+        self.router_options = router
+        self.parallel = parallel
+        self.activation = activation
+        self.shared_features = shared_features
+        self.recipe = recipe
+        self.dtype = dtype
+        self.precision = precision
+        names = {} if logical_axes is None else _layers.axis_names(logical_axes, activation)
+        metadata: dict[str, dict[str, Any]] = {name: {"out_sharding": axes} for name, axes in names.items()}
+        self.router = nnx.Linear(
+            features,
+            num_experts,
+            use_bias=router.use_bias,
+            dtype=jnp.float32,
+            param_dtype=param_dtype,
+            kernel_init=initializers.router,
+            bias_init=initializers.bias,
+            kernel_metadata=metadata.get("router", {}),
+            bias_metadata=metadata.get("router bias", {}),
+            rngs=rngs,
+        )
+        self.shared_gate_up: GroupedKernel | None = nnx.data(None)
+        self.shared_down: GroupedKernel | None = nnx.data(None)
+        for name, shape in _layers.kernel_shapes(self, features, Parallel(), {}).items():
+            is_shared = name.startswith("shared")
+            kernel = GroupedKernel(
+                shape,
+                kernel_init=initializers.down if name.endswith("down") else initializers.gate_up,
+                bias_init=initializers.bias if use_bias and not is_shared else None,
+                param_dtype=param_dtype,
+                recipe=recipe,
+                cache_kernel=cache_kernel,
+                dtype=dtype,
+                kernel_metadata=metadata.get(name, {}),
+                bias_metadata=metadata.get(f"{name} bias", {}),
+                rngs=rngs,
+            )
+            setattr(self, name, kernel)
+        self.selection_bias: SelectionBias | None = nnx.data(None)
+        if router.use_selection_bias:
+            bias = jnp.zeros(num_experts, jnp.float32)
+            self.selection_bias = SelectionBias(bias, **metadata.get("selection_bias", {}))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        selection_bias: jax.Array | None = None,
+        is_first_microbatch: ArrayLike | None = None,
+        shared: jax.Array | None = None,
+        accumulate_into: Mapping[str, jax.Array] | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
+        """Applies to every token of `x`, `[..., K]`, the experts that the router chooses, as that of linen does."""
+        parameters = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        weights = {}
+        for name in _layers.kernel_shapes(self, self.features, self.parallel, parameters):
+            # All devices have the whole shared expert.
+            fsdp_axis = None if name.startswith("shared") else self.parallel.fsdp
+            weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
+        if selection_bias is None and self.selection_bias is not None:
+            selection_bias = self.selection_bias[...]
+        options, parallel = self.router_options, self.parallel
+        return _layers.apply_moe(
+            self, options, parallel, x, self.router, weights, selection_bias, shared, accumulate_into
+        )
+
+
+def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
+    """Loads variables of a linen layer into the NNX layer of the same name; kernel caches are made anew.
+
+    Args:
+        layer: changed in place. Variables that have no new value stay.
+        variables: parameters and selection biases in the structure of linen, such as `jg.moe.from_huggingface` returns.
+            They are converted to the types of the layer's variables, and put where these are.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        KeyError: `variables` has neither `params` nor `router_state`.
+        ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
+
+    Example:
+        from flax import nnx
+
+        options = dict(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
+        variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), jnp.ones((8, 32)))
+        layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(1))
+
+        jg.nnx.load_variables(layer, variables)
+
+        assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
+    """
+    if not {"params", "router_state"} & variables.keys():
+        found = ", ".join(map(str, variables)) or "nothing"
+        raise KeyError(f"The variables have no params and no router_state, but {found}.")
+    for collection in (variables.get("params", {}), variables.get("router_state", {})):
+        for path, array in flatten_dict(linen.meta.unbox(collection)).items():
+            variable: Any = layer
+            for name in path:
+                variable = variable[name] if isinstance(name, int) else getattr(variable, name, None)
+            named = "/".join(map(str, path))
+            if not isinstance(variable, nnx.Variable):
+                raise ValueError(f"The layer has no variable {named}.")
+            old = variable[...]
+            if jnp.shape(old) != jnp.shape(array):
+                raise ValueError(f"{named} must have shape {jnp.shape(old)}, got {jnp.shape(array)}.")
+            # Convert NumPy's arrays on the host.
+            new = array.astype(old.dtype) if isinstance(array, np.ndarray) else jnp.asarray(array, old.dtype)
+            is_traced = isinstance(old, jax.core.Tracer)
+            variable.set_value(jnp.asarray(new) if is_traced else jax.device_put(new, old.sharding))
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, GroupedKernel) and module.kernel is not None and module.kernel_cache is not None:
+            module.kernel_cache.set_value(module._make_cache())
+
+
+def quantize_for_inference(layer: nnx.Module) -> None:
+    """Quantizes the kernels of a layer or model with recipes, for a forward pass that needs no other copy of them.
+
+    Calls then give the same numbers. In FP8, kernels take half the memory of bfloat16. There are no gradients.
+
+    Args:
+        layer: changed in place: each `GroupedKernel` in it loses its `kernel`, and has a `kernel_cache` of one
+            orientation. Those without a recipe stay.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: there is no layer with a recipe.
+
+    Example:
+        from flax import nnx
+
+        layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.Float8BlockScaling(), rngs=nnx.Rngs(0))
+        x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
+        expected = layer(x, group_sizes)
+
+        jg.nnx.quantize_for_inference(layer)
+
+        assert layer.kernel is None and jnp.array_equal(layer(x, group_sizes), expected)
+    """
+    kernels = [module for _, module in nnx.iter_modules(layer) if isinstance(module, GroupedKernel)]
+    with_recipe = [kernel for kernel in kernels if kernel.recipe is not None]
+    if not with_recipe:
+        raise ValueError("quantize_for_inference needs a layer with a recipe.")
+    for kernel in with_recipe:
+        kernel.quantize_for_inference()
+
+
+def linen_variables(layer: nnx.Module) -> dict[str, Any]:
+    """Returns the parameters and selection biases of a layer in the structure of linen: `load_variables` undone.
+
+    Args:
+        layer: any module. States of `DelayedScaling` and kernel caches are left out.
+
+    Returns:
+        `{"params": {...}}` and, if there are selection biases, `{"router_state": {...}}`, of arrays.
+
+    Example:
+        from flax import nnx
+
+        router = jg.moe.Router(top_k=2)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
+
+        assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
+    """
+    filters: dict[str, Any] = {"params": nnx.All(nnx.Param, nnx.Not(Fp8Variable)), "router_state": SelectionBias}
+    collections = {name: nnx.to_pure_dict(nnx.state(layer, variables)) for name, variables in filters.items()}
+    return {name: variables for name, variables in collections.items() if variables}
