@@ -210,7 +210,7 @@ def _dense(arrays: Arrays, spec: DenseSpec) -> jax.Array:
 
 def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Any]:
     arrays = primal_values(primals)
-    if is_on_mesh(arrays[0], arrays[1], spec):
+    if spec.recipe is not None and is_on_mesh(arrays[0], arrays[1], spec):
         y, residuals = _run_on_mesh(arrays, spec)
     else:
         y, residuals = run(arrays, spec, for_gradients=True)
@@ -450,8 +450,8 @@ def named(residuals: DenseResiduals) -> DenseResiduals:
 
 
 def is_on_mesh(x: jax.Array, weights: Weights, spec: DenseSpec) -> bool:
-    """Tells whether the passes are operations that are split over a mesh."""
-    return spec.recipe is not None and lie_on_mesh(x, weights.kernel, like=[spec.partitions.out])
+    """Tells whether the passes, with a recipe, are operations that are split over a mesh."""
+    return lie_on_mesh(x, weights.kernel, like=[spec.partitions.out])
 
 
 def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResiduals]:
@@ -487,8 +487,9 @@ def _run_gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | N
     if scales:
         results.append(Result("e", over="t n", how="max"))
     more = {"dy": ("t n", dy)} | ({} if accumulator is None else {"accumulator": ("e k n", accumulator)})
-    made = _apply_pass(_compute_gradients_part, spec, x, kernel, residuals.groups, scales, tuple(results), like, **more)
-    dx, dkernel, *optional = made
+    dx, dkernel, *optional = _apply_pass(
+        _compute_gradients_part, spec, x, kernel, residuals.groups, scales, tuple(results), like, **more
+    )
     dbias = None if spec.bias_dtype is None else optional.pop(0).astype(spec.bias_dtype)
     state = next_state(residuals, optional.pop() if optional else None)
     return dx, Weights(dkernel, bias=dbias, fp8_state=state), None

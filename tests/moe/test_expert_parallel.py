@@ -253,7 +253,7 @@ def test_a_quantized_exchange_rounds_as_it_says(method: str) -> None:
     (y, dx, *dkernels), one_way_bytes = exchanged()
     (narrow_y, narrow_dx, *narrow_dkernels), both_ways_bytes = exchanged(combine="fp8")
 
-    # What is dispatched in FP8 loses nothing: products of tokens quantize the same blocks again.
+    # Dispatch in FP8 loses nothing: products of tokens quantize the same blocks again.
     np.testing.assert_array_equal(y, wide_y)
     np.testing.assert_array_equal(dx, wide_dx)
     for got, wide in zip(dkernels, wide_dkernels, strict=True):

@@ -29,15 +29,15 @@ def operands(seed: int = 0, sizes: np.ndarray = SIZES) -> tuple[np.ndarray, ...]
     return x, at.kernel, at.bias, dy
 
 
-def some_state(seed: int = 0) -> jg.Fp8State:
+def some_state(seed: int = 0, num_groups: int = SHAPE.num_groups) -> jg.Fp8State:
     """Returns a state with another history in every group; group 1 has none."""
     rng = np.random.default_rng(seed)
     fields = {}
     for name in NAMES:
-        history = rng.uniform(0.5, 20, (SHAPE.num_groups, HISTORY)).astype(np.float32)
+        history = rng.uniform(0.5, 20, (num_groups, HISTORY)).astype(np.float32)
         history[1] = 0
         fields[f"{name}_amax_history"] = jnp.asarray(history)
-        fields[f"{name}_scale"] = jnp.asarray(rng.uniform(8, 32, SHAPE.num_groups).astype(np.float32))
+        fields[f"{name}_scale"] = jnp.asarray(rng.uniform(8, 32, num_groups).astype(np.float32))
     return fp8_state(**fields)
 
 

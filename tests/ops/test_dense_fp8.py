@@ -22,6 +22,7 @@ from tests import oracle, quantize_oracle
 from tests.exports import exported
 from tests.meshes import data_mesh
 from tests.operands import random_operands
+from tests.ops.dense_cases import some_state
 from tests.ops.quantize_cases import assert_same_trees, poison, some
 from tests.states import NAMES, fp8_state
 
@@ -84,16 +85,7 @@ def initial_state(name: str, seed: int = 0) -> jg.Fp8State | None:
     return random_state(seed) if name == "delayed" else None
 
 
-def random_state(seed: int = 0) -> jg.Fp8State:
-    """Returns a state with another history in every group; group 1 has none."""
-    rng = np.random.default_rng(seed)
-    fields = {}
-    for name in NAMES:
-        history = rng.uniform(0.5, 20, (SHAPE.num_groups, HISTORY)).astype(np.float32)
-        history[1] = 0
-        fields[f"{name}_amax_history"] = jnp.asarray(history)
-        fields[f"{name}_scale"] = jnp.asarray(rng.uniform(8, 32, SHAPE.num_groups), jnp.float32)
-    return fp8_state(**fields)
+random_state = functools.partial(some_state, num_groups=SHAPE.num_groups)
 
 
 def compute(

@@ -205,7 +205,7 @@ def test_hopper_gathers_in_the_product_and_other_gpus_copy_the_rows_first(monkey
     assert "gathered = 1 : i32" in call
     assert types(call)[0] == ["10x16xbf16", "4x16x24xbf16", "4xi32", "1xi32", "20xi32"]
     assert types(call)[1][0] == "20x24xf32"
-    # Where no kernel gathers, the product is of copied rows.
+    # The product is of copied rows where no kernel gathers.
     for change in (dict(in_features=12), dict(dtype="float32"), dict(groups=MAX_GATHERED_GROUPS + 1)):
         text = "\n".join(lowered_fprop(**change))
         assert set(products(text)) == {"fprop"}

@@ -218,7 +218,7 @@ def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int) ->
         # Half of the pairs have a row, and one token has none.
         inverse = permutation(21, choices, 21 * choices // 2)[1].at[3].set(-1)
         rows = jax.random.normal(keys[0], (21 * choices // 2, features)).astype(dtype)
-        # What is not finite stays in its token and feature.
+        # Numbers that are not finite stay in their token and feature.
         rows = rows.at[1, 2].set(jnp.nan).at[7, 0].set(jnp.inf)
         # A weight without a row is not used, whatever it is.
         absent = (inverse < 0) | (inverse >= len(rows))

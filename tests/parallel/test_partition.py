@@ -238,8 +238,8 @@ def test_sharded_arrays_are_multiplied_without_jit_and_on_meshes_that_are_set_or
     mesh, (x, kernel, *_) = mesh_of(AXES), operands()
     with jax.disable_jit():
         without_jit = product(put(mesh, x, P("data")), kernel)
-    of_type = product(put(typed_mesh("explicit", AXES), x, P("data")), kernel)
-    assert jax.typeof(of_type).sharding.spec == P("data", None)
+    typed = product(put(typed_mesh("explicit", AXES), x, P("data")), kernel)
+    assert jax.typeof(typed).sharding.spec == P("data", None)
     two_meshes = put(mesh_of({"data": 4}), x, P("data")), put(mesh_of({"rows": 2, "columns": 2}), kernel, P("rows"))
     with jax.set_mesh(mesh):
         compiled = jax.jit(product, in_shardings=(NamedSharding(mesh, P("data")), None)).lower(x, kernel).compile()
@@ -249,7 +249,7 @@ def test_sharded_arrays_are_multiplied_without_jit_and_on_meshes_that_are_set_or
     (from_jaxpr,) = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, x, kernel)
 
     expected = product(x, kernel)
-    for result in (without_jit, of_type, jax.jit(product)(*two_meshes), from_jaxpr):
+    for result in (without_jit, typed, jax.jit(product)(*two_meshes), from_jaxpr):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -431,7 +431,7 @@ def test_dimension_numbers_of_sharded_types(lhs: Any, rhs: Any, dims: Any, out: 
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model") if out is None else out), y.ndim)
 
 
-# Of an MLP. With fewer tokens, XLA prefers to gather the tokens where weights are stored over the tokens' axis.
+# Sizes of an MLP. With fewer tokens, XLA prefers to gather the tokens where weights are stored over the tokens' axis.
 E, T, K, F, N = 4, 256, 32, 256, 48
 KERNELS = [(E, K, 2 * F), (E, F, N)]
 TOKENS_AND_EXPERTS = [(T // 2, 2 * F), (T // 2, N), (T // 2, F), (T // 2, K), (E // 2, K, 2 * F), (E // 2, F, N)]

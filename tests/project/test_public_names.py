@@ -1,4 +1,4 @@
-"""What the library offers by name: `dir` and `help`, docstrings with examples that run, and the pages of the guide."""
+"""Public names of the library: `dir` and `help`, docstrings with examples that run, and the pages of the guide."""
 
 import ast
 import dataclasses
