@@ -27,18 +27,6 @@ constexpr float kGeluCubic = 0.044715f;
 __device__ inline float GeluInner(float x) { return kGeluInner * (x + kGeluCubic * x * x * x); }
 __device__ inline float GeluInnerGradient(float x) { return kGeluInner * (1.0f + 3.0f * kGeluCubic * x * x); }
 
-// Return the minimum and the maximum, or NaN if an argument is NaN, which fminf and fmaxf drop.
-__device__ inline float MinOrNan(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-__device__ inline float MaxOrNan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 // The arithmetic of one kind of activation.
 template <ActivationKind kActivation>
 struct ActivationFunctions {

@@ -28,6 +28,18 @@ struct Scale {
   float inverse;
 };
 
+// Return the minimum and the maximum, or NaN if an argument is NaN, which fminf and fmaxf drop.
+__device__ inline float MinOrNan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline float MaxOrNan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 __device__ inline float MultiplyFlushed(float a, float b) {
   float product;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));

@@ -68,7 +68,7 @@ __device__ inline int32_t FindGroup(const int32_t* starts, int32_t low, int32_t 
 }
 
 // Up to 16 consecutive rows of one group. Columnwise data consists of chunks. Chunks are counted through all groups,
-// from the first that a batch element may have.
+// from the first that a batch element may have. They are copied whole, so they have no padding.
 struct alignas(16) Chunk {
   int32_t group;  // index in the batch
   int32_t group_rows;
@@ -76,12 +76,13 @@ struct alignas(16) Chunk {
   int32_t first_row;      // the chunk's first row, counted in the array
   int32_t rows;           // number of rows
   RowBlockCounts before;  // row blocks before the group
-  int32_t filler;         // unused; chunks are copied whole, with the padding
+  int32_t filler[2];      // unused
 
   __device__ int32_t Before(RowBlock block) const { return before.count[static_cast<int>(block)]; }
   // Returns the group's number of chunks.
   __device__ int32_t PerColumn() const { return (group_rows + kFp8Alignment - 1) / kFp8Alignment; }
 };
+static_assert(sizeof(Chunk) == 5 * sizeof(int32_t) + sizeof(RowBlockCounts) + sizeof(Chunk::filler));
 
 // Returns the chunk at `index`, which must be in `group`. `element` is the group's batch element.
 __device__ inline Chunk LoadChunk(const GroupTable& table, int32_t element, int32_t group, int32_t index) {

@@ -53,37 +53,32 @@ class ActivatedColumns {
   static constexpr ActivationKind kKind = Functions::kKind;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
-  // Starts at row `first` of the chunk.
-  __device__ ActivatedColumns(const Functions& functions, const ActivationArrays& arrays, const Chunk& chunk, int first,
+  __device__ ActivatedColumns(const Functions& functions, const ActivationArrays& arrays, const Chunk& chunk,
                               int64_t column)
-      : functions_(functions), rows_(column < arrays.features ? chunk.rows - first : 0) {
-    const int64_t row = chunk.first_row + int64_t{first};
-    if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + row;
-    stride_ = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
-    gradient_stride_ = Functions::kGated ? arrays.features / 2 : arrays.features;
-    if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_stride_;
+      : functions_(functions), rows_(column < arrays.features ? chunk.rows : 0) {
+    const int64_t features = kForm == Form::kGated ? 2 * arrays.features : arrays.features;
+    const int64_t gradient_features = Functions::kGated ? arrays.features / 2 : arrays.features;
+    if constexpr (kForm == Form::kGradientOfFactor) column -= gradient_features;
     const void* inputs = kBackward ? arrays.activation_input : arrays.x;
-    inputs_ = static_cast<const T*>(inputs) + row * stride_ + column;
-    if constexpr (kHasFactors) factors_ = inputs_ + stride_ / 2;
-    if constexpr (kBackward) gradients_ = static_cast<const T*>(arrays.x) + row * gradient_stride_ + column;
+    inputs_ = static_cast<const T*>(inputs) + chunk.first_row * features + column;
+    vectors_ = static_cast<int32_t>(features / 8);
+    if constexpr (kHasFactors) factors_ = inputs_ + features / 2;
+    if constexpr (kBackward) {
+      gradients_ = static_cast<const T*>(arrays.x) + chunk.first_row * gradient_features + column;
+      gradient_vectors_ = static_cast<int32_t>(gradient_features / 8);
+    }
+    if (arrays.row_weights != nullptr) weights_ = arrays.row_weights + chunk.first_row;
   }
 
-  // Returns true if the next `rows` rows exist, of which every other one is read.
-  __device__ bool Has(int rows) const { return rows_ >= rows - 1; }
+  // Returns true if all rows of a chunk exist.
+  __device__ bool AllExist() const { return rows_ == kFp8Alignment; }
 
-  __device__ void Skip(int rows) {
-    rows_ -= rows;
-    inputs_ += rows * stride_;
-    if constexpr (kHasFactors) factors_ += rows * stride_;
-    if constexpr (kBackward) gradients_ += rows * gradient_stride_;
-    if (weights_ != nullptr) weights_ += rows;
-  }
-
-  // Computes the next rows. Rows that do not exist stay unchanged. With kAllExist, all rows must exist. With kProducts,
-  // adds the inner products of the activation's result with its gradient to `products`.
+  // Computes every other row from row `first` of the chunk. Rows that do not exist stay unchanged. With kAllExist, all
+  // rows must exist. With kProducts, adds the inner products of the activation's result with its gradient to
+  // `products`.
   template <bool kAllExist, bool kProducts = false, int kCount>
-  __device__ void Compute(PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
-    if (!kAllExist && rows_ <= 0) return;
+  __device__ void Compute(int first, PairOf<float> (&rows)[kCount][4], float* products = nullptr) const {
+    if (!kAllExist && first >= rows_) return;
     // All rows are loaded before any is computed. The first row is loaded in place of one that does not exist.
     Eight inputs[kCount];
     Eight factors[kCount];
@@ -91,15 +86,15 @@ class ActivatedColumns {
     float weights[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int row = kAllExist || 2 * i < rows_ ? 2 * i : 0;
-      inputs[i].Read(inputs_ + row * stride_);
-      if constexpr (kHasFactors) factors[i].Read(factors_ + row * stride_);
-      if constexpr (kBackward) gradients[i].Read(gradients_ + row * gradient_stride_);
+      const int row = kAllExist || first + 2 * i < rows_ ? first + 2 * i : first;
+      inputs[i].Read(inputs_, row, vectors_);
+      if constexpr (kHasFactors) factors[i].Read(factors_, row, vectors_);
+      if constexpr (kBackward) gradients[i].Read(gradients_, row, gradient_vectors_);
       weights[i] = weights_ == nullptr ? 1.0f : __ldg(weights_ + row);
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (!kAllExist && 2 * i >= rows_) continue;
+      if (!kAllExist && first + 2 * i >= rows_) continue;
       const auto value = [&](int j) {
         const float factor = kHasFactors ? factors[i][j] : 1.0f;
         const float gradient = kBackward ? gradients[i][j] : 1.0f;
@@ -120,12 +115,15 @@ class ActivatedColumns {
   struct Eight {
     alignas(16) PairOf<T> pairs[4];
 
-    // Loads through the read-only cache, so that loads need not keep their order with stores.
-    __device__ void Read(const T* from) {
+    // Loads from a row of `vectors` times 8 numbers. The address is written as one instruction, because the compiler
+    // would compute addresses of all forms once for all rows, which takes too many registers. Loads through the
+    // read-only cache need not keep their order with stores.
+    __device__ void Read(const T* rows, int row, int32_t vectors) {
+      const int offset = row * static_cast<int>(sizeof(Eight));
+      const uint4* from;
+      asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(from) : "r"(offset), "r"(vectors), "l"(rows));
 #pragma unroll
-      for (int i = 0; i < InputTile<T>::kVectorsPer8; ++i) {
-        reinterpret_cast<uint4*>(pairs)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-      }
+      for (int i = 0; i < InputTile<T>::kVectorsPer8; ++i) reinterpret_cast<uint4*>(pairs)[i] = __ldg(from + i);
     }
     __device__ float operator[](int i) const { return i % 2 == 0 ? pairs[i / 2].First() : pairs[i / 2].Second(); }
   };
@@ -134,26 +132,26 @@ class ActivatedColumns {
   int rows_;
   const T* inputs_;
   const T* factors_;
-  int64_t stride_;  // of both
+  int32_t vectors_;  // of 8 numbers in a row of both
   const T* gradients_;
-  int64_t gradient_stride_;
+  int32_t gradient_vectors_;
   const float* weights_ = nullptr;
 };
 
-// An activation of the input, or its backward form, in float32.
-template <typename T>
+// An activation of the input, or its backward form, in float32: SwiGLU without numbers, or any other activation. SwiGLU
+// has kernels of its own, because all activations together take more registers than there are.
+template <typename T, bool kSwiGlu>
 struct ActivatedSource : ActivationArrays {
   using Element = float;
   static constexpr int kRowsAtOnce = 2;
 
   __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column) const {
     const int vector = threadIdx.x % 16;
-    const int first = threadIdx.x % 32 / 16;
-    WithColumns(chunk, first, first_column + vector * 8, [&](auto columns) {
-      if (columns.Has(kFp8Alignment)) {
+    WithColumns(chunk, first_column + vector * 8, [&](const auto& columns) {
+      if (columns.AllExist()) {
         // The loads of two rows of SwiGLU are issued before the first use. With 32-bit numbers, or with other
         // activations, registers would be spilled.
-        constexpr bool kTwo = sizeof(T) == 2 && decltype(columns)::kKind == ActivationKind::kSwiGlu;
+        constexpr bool kTwo = sizeof(T) == 2 && columns.kKind == ActivationKind::kSwiGlu;
         constexpr int kCount = kTwo ? 2 : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {
@@ -172,12 +170,12 @@ struct ActivatedSource : ActivationArrays {
   // Loads 8 columns of every other row of a chunk, starting at row `first`. Elements that do not exist stay unchanged.
   template <int kCount>
   __device__ void LoadRows(const Chunk& chunk, int first, int64_t column, PairOf<float> (&rows)[kCount][4]) const {
-    WithColumns(chunk, first, column, [&](const auto& columns) { columns.template Compute<false>(rows); });
+    WithColumns(chunk, column, [&](const auto& columns) { columns.template Compute<false>(first, rows); });
   }
 
  private:
   // Returns the features of a backward form's x.
-  __device__ int64_t GradientFeatures() const { return IsGated(activation.kind) ? features / 2 : features; }
+  __device__ int64_t GradientFeatures() const { return kSwiGlu || IsGated(activation.kind) ? features / 2 : features; }
 
   // Returns the number of a tile's columns that have inner products: those of the gate, if there is one.
   __device__ int InnerProductColumns(int64_t first_column) const {
@@ -187,22 +185,21 @@ struct ActivatedSource : ActivationArrays {
 
   template <bool kAllExist, int kCount, typename Columns>
   __device__ void LoadSlot(const InputTile<float>& tile, int slot, const Chunk& chunk, int64_t first_column,
-                           Columns columns) const {
+                           const Columns& columns) const {
     const int vector = threadIdx.x % 16;
 #pragma unroll 1
     for (int row = threadIdx.x % 32 / 16; row < kFp8Alignment; row += 2 * kCount) {
       alignas(16) PairOf<float> rows[kCount][4] = {};
       if (Columns::kHasInnerProducts && inner_products != nullptr) {
         float products[kCount] = {};
-        columns.template Compute<kAllExist, Columns::kHasInnerProducts>(rows, products);
+        columns.template Compute<kAllExist, Columns::kHasInnerProducts>(row, rows, products);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) StoreInnerProduct(chunk, row + 2 * i, first_column, products[i]);
       } else {
-        columns.template Compute<kAllExist>(rows);
+        columns.template Compute<kAllExist>(row, rows);
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) tile.Store8(slot, row + 2 * i, vector, rows[i]);
-      columns.Skip(2 * kCount);
     }
   }
 
@@ -227,34 +224,39 @@ struct ActivatedSource : ActivationArrays {
 
   // Calls `visit` with the ActivatedColumns of the problem.
   template <typename Visit>
-  __device__ void WithColumns(const Chunk& chunk, int first, int64_t column, Visit visit) const {
-    if (IsGated(activation.kind)) {
-      WithActivation<true>(activation, [&](auto functions) {
-        using Functions = decltype(functions);
+  __device__ void WithColumns(const Chunk& chunk, int64_t column, Visit visit) const {
+    const auto visit_gated = [&](auto functions) {
+      using Functions = decltype(functions);
+      if constexpr ((Functions::kKind == ActivationKind::kSwiGlu) == kSwiGlu) {
         if (!backward) {
-          visit(ActivatedColumns<T, Form::kGated, Functions>(functions, *this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGated, Functions>(functions, *this, chunk, column));
         } else if (column < GradientFeatures()) {
-          visit(ActivatedColumns<T, Form::kGradientOfGate, Functions>(functions, *this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradientOfGate, Functions>(functions, *this, chunk, column));
         } else {
-          visit(ActivatedColumns<T, Form::kGradientOfFactor, Functions>(functions, *this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradientOfFactor, Functions>(functions, *this, chunk, column));
         }
-      });
+      }
+    };
+    if constexpr (kSwiGlu) {
+      visit_gated(ActivationFunctions<ActivationKind::kSwiGlu>{activation});
+    } else if (IsGated(activation.kind)) {
+      WithActivation<true>(activation, visit_gated);
     } else {
       WithActivation<false>(activation, [&](auto functions) {
         using Functions = decltype(functions);
         if (backward) {
-          visit(ActivatedColumns<T, Form::kGradient, Functions>(functions, *this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kGradient, Functions>(functions, *this, chunk, column));
         } else {
-          visit(ActivatedColumns<T, Form::kActivated, Functions>(functions, *this, chunk, first, column));
+          visit(ActivatedColumns<T, Form::kActivated, Functions>(functions, *this, chunk, column));
         }
       });
     }
   }
 };
 
-template <typename T>
-ActivatedSource<T> MakeActivatedSource(const Quantization& args) {
-  ActivatedSource<T> source;
+template <typename T, bool kSwiGlu>
+ActivatedSource<T, kSwiGlu> MakeActivatedSource(const Quantization& args) {
+  ActivatedSource<T, kSwiGlu> source;
   source.x = args.x;
   source.activation_input = args.activation_input;
   source.row_weights = args.row_weights;

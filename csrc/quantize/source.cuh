@@ -71,19 +71,11 @@ struct PairOf<float> {
   __device__ static Largest AbsMax(Largest largest, PairOf pair) {
     return Max(largest, {fabsf(pair.values.x), fabsf(pair.values.y)});
   }
-  __device__ static Largest Max(Largest a, Largest b) { return {MaxOrNaN(a.x, b.x), MaxOrNaN(a.y, b.y)}; }
+  __device__ static Largest Max(Largest a, Largest b) { return {MaxOrNan(a.x, b.x), MaxOrNan(a.y, b.y)}; }
   __device__ static uint2 ToFloatBits(Largest largest) {
     return {__float_as_uint(largest.x), __float_as_uint(largest.y)};
   }
   __device__ static Largest FromFloatBits(uint2 bits) { return {__uint_as_float(bits.x), __uint_as_float(bits.y)}; }
-
- private:
-  // Returns NaN if one of the values is NaN.
-  __device__ static float MaxOrNaN(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-  }
 };
 
 // Returns the bits of the absolute value, or 0 if it is not finite.

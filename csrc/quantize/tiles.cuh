@@ -318,8 +318,9 @@ template <typename Launch>
 Status WithSource(const Quantization& args, const Launch& launch) {
   return WithFloatType(args.input_type, [&](auto number) {
     using T = decltype(number);
-    if (args.activation.kind != ActivationKind::kNone) return launch(MakeActivatedSource<T>(args));
-    return launch(MakePlainSource<T>(args));
+    if (args.activation.kind == ActivationKind::kNone) return launch(MakePlainSource<T>(args));
+    if (args.activation.kind == ActivationKind::kSwiGlu) return launch(MakeActivatedSource<T, true>(args));
+    return launch(MakeActivatedSource<T, false>(args));
   });
 }
 
