@@ -127,8 +127,7 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.mode = attributes.mode;
   args.input_type = TakeInputType(call, x);
   args.layout = {features};
-  args.pow2_scales = attributes.pow2_scales;
-  args.amax_epsilon = attributes.amax_epsilon;
+  args.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
   args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
   args.backward = attributes.backward;
   args.x = x.Data();
@@ -261,8 +260,7 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   args.tokens = tokens;
   args.choices = static_cast<int>(choices);
   args.features = static_cast<int32_t>(features);
-  args.pow2_scales = attributes.pow2_scales;
-  args.amax_epsilon = attributes.amax_epsilon;
+  args.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
   args.x = x.Data();
   args.inverse = inverse.Data<int32_t>();
   args.data = data.Data<uint8_t>();

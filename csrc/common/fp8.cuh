@@ -83,13 +83,13 @@ __device__ inline float Reciprocal(float x) {
   return AddToExponent(DivideMantissa(1.0f, Mantissa(x)), 127 - Exponent(x));
 }
 
-template <typename Fp8>
-__device__ inline Scale ScaleFromAmax(uint32_t amax_bits, float epsilon, bool pow2) {
-  const uint32_t bits = EffectiveAmax(amax_bits, epsilon);
+template <typename Fp8, typename Rule>
+__device__ Scale ScaleFromAmax(uint32_t amax_bits, const Rule& rule) {
+  const uint32_t bits = EffectiveAmax(amax_bits, rule.amax_epsilon);
   if (bits == 0) return {1.0f, 1.0f};
   const int exponent = ScaleExponent<Fp8>(bits);
   if (exponent >= 127 + 126) return {kLargestScale, 1 / kLargestScale};
-  if (pow2) return {__int_as_float(exponent << 23), __int_as_float((254 - exponent) << 23)};
+  if (rule.pow2) return {__int_as_float(exponent << 23), __int_as_float((254 - exponent) << 23)};
   const float amax = __uint_as_float(bits);
   const float scale = AddToExponent(DivideMantissa(1.75f, Mantissa(amax)), Fp8::kMaxExponent + 127 - Exponent(amax));
   return {scale, Reciprocal(scale)};
@@ -103,9 +103,9 @@ __device__ inline Scale ClampScale(float scale) {
 }
 
 // Returns the biased exponent of an MX block's inverse scale, rounded up; 0 for a block of zeros.
-template <typename Fp8>
-__device__ inline uint32_t MxExponent(uint32_t amax_bits, float epsilon) {
-  const uint32_t bits = EffectiveAmax(amax_bits, epsilon);
+template <typename Fp8, typename Rule>
+__device__ uint32_t MxExponent(uint32_t amax_bits, const Rule& rule) {
+  const uint32_t bits = EffectiveAmax(amax_bits, rule.amax_epsilon);
   return bits == 0 ? 0 : max(2 * 127 - ScaleExponent<Fp8>(bits), 1);
 }
 __device__ inline float MxScale(uint32_t exponent) { return __uint_as_float((2 * 127 - max(exponent, 1u)) << 23); }

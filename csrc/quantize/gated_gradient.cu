@@ -432,7 +432,7 @@ class GatedGradient {
       const QuantizeArguments& args = args_.gradient;
       constexpr int kLanesPerScale = 16 / (2 * kGatedRows);
       const int step = ReduceSteps<16>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
-      const Scale own = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
+      const Scale own = ScaleFromAmax<Fp8>(amax[0], args.scale_rule);
       const int row = FirstRow() + step % kGatedRows;
       if (Lane() % kLanesPerScale == 0 && row < RoundUp(chunk.rows, 4)) {
         const auto half = static_cast<uint32_t>(step / kGatedRows * args_.Gates());
@@ -507,8 +507,8 @@ class GatedGradient {
         for (int i = 0; i < chunks; ++i) compare(i);
       }
       const float amax = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-      const Scale scale = is_gradient ? ScaleFromAmax<Fp8>(__float_as_uint(amax), args.amax_epsilon, args.pow2_scales)
-                                      : ScaleFromAmax<E4m3>(__float_as_uint(amax), args.amax_epsilon, args.pow2_scales);
+      const Scale scale = is_gradient ? ScaleFromAmax<Fp8>(__float_as_uint(amax), args.scale_rule)
+                                      : ScaleFromAmax<E4m3>(__float_as_uint(amax), args.scale_rule);
       shared_.scales[result][first][column] = scale.scale;
       inverses[ColumnScalePosition<kMode>(layout, chunk, feature)] = scale.inverse;
       first += chunks;

@@ -197,7 +197,7 @@ __device__ void WriteBlockScaled(const PermutedArguments& args, const Columns<T>
                                  int32_t begin) {
   constexpr int kOwners = Columns<T>::kOwners;
   const int own_step = ReduceSteps<kBlockLanes>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
-  const Scale scale = ScaleFromAmax<Fp8>(amax[0], args.amax_epsilon, args.pow2_scales);
+  const Scale scale = ScaleFromAmax<Fp8>(amax[0], args.scale_rule);
   // The lanes that have one step's scale divide the choices between them.
   const int32_t own_block = (begin + own_step * kStepColumns) / kBlock + Lane() / kBlockLanes;
   for (int choice = 0; choice < choices; ++choice) {

@@ -244,8 +244,7 @@ Status LaunchBackwardAndActivation(cudaStream_t stream, const Quantization& args
   forward.element_row_blocks = args.element_row_blocks;
   forward.layout = args.layout;
   if (IsGated(args.activation.kind)) forward.layout.features /= 2;
-  forward.pow2_scales = args.pow2_scales;
-  forward.amax_epsilon = args.amax_epsilon;
+  forward.scale_rule = args.scale_rule;
   forward.scale = args.given_activated_scale;
   forward.column_data = args.activated_data;
   forward.column_scale = args.activated_scale;

@@ -16,6 +16,12 @@ namespace jax_grouped {
 
 struct Window;
 
+// The way from the largest value of a block or a group to its scale.
+struct ScaleRule {
+  bool pow2;           // round the scale down to a power of two
+  float amax_epsilon;  // least value that the largest one counts as
+};
+
 // Arguments of the kernels of one quantization besides the source of the input. Device memory is that of all elements
 // of a batch. Results that are not wanted are null. Those marked with * follow from the others in LaunchQuantize.
 struct QuantizeArguments {
@@ -27,12 +33,11 @@ struct QuantizeArguments {
   int32_t num_windows;                // * per element
   uint32_t num_column_tiles;          // *
   uint32_t slab_tiles;                // * tiles of columns in a slab; all of them if there is one slab
-  bool pow2_scales;
-  bool given_scale;        // *
-  bool interleave_halves;  // *
-  bool group_scales;       // * one scale per group
-  bool single_launch;      // *
-  float amax_epsilon;
+  bool given_scale;                   // *
+  bool interleave_halves;             // *
+  bool group_scales;                  // * one scale per group
+  bool single_launch;                 // *
+  ScaleRule scale_rule;
   const float* scale;  // [num_groups]; null for current scaling
   const bool* skip;    // [batch]; where it is true, nothing else is read and nothing is written; null without a cache
   uint8_t* row_data;
@@ -108,8 +113,7 @@ struct PermutedQuantization {
   int64_t tokens;                     // of all elements
   int choices;                        // per token
   int32_t features;                   // a multiple of kFp8Alignment
-  bool pow2_scales;
-  float amax_epsilon;
+  ScaleRule scale_rule;
   const void* x;         // [tokens, features]
   const float* x_scale;  // of an FP8 x, or null: as in Quantization
   int64_t x_group_rows;

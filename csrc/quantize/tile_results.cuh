@@ -39,7 +39,7 @@ struct TileState {
     for (int i = exchange.pass.FirstOfBlock(slot); i <= exchange.pass.LastOfBlock(slot); ++i) {
       amax = max(amax, exchange.amax[i]);
     }
-    return ScaleFromAmax<Fp8>(amax, args.amax_epsilon, args.pow2_scales);
+    return ScaleFromAmax<Fp8>(amax, args.scale_rule);
   }
 };
 
@@ -162,7 +162,7 @@ class RowQuantizer {
     const bool exists = row < chunk.rows;
     const auto block = static_cast<int32_t>(state_.first_column / (kScaleLanes * 8)) + Lane() % kRowLanes / kScaleLanes;
     if constexpr (kMode == ScalingMode::kMx) {
-      const uint32_t exponent = MxExponent<Fp8>(amax, state_.args.amax_epsilon);
+      const uint32_t exponent = MxExponent<Fp8>(amax, state_.args.scale_rule);
       // If any columns of a block exist, its first columns do.
       if (state_.first_column + Lane() % kRowLanes / kScaleLanes * kMxBlock < state_.args.layout.features) {
         static_cast<uint8_t*>(state_.args.row_scale)[RowScalePosition<kMode>(state_.args.layout, chunk, row, block)] =
@@ -170,7 +170,7 @@ class RowQuantizer {
       }
       return MxScale(exponent);
     } else {
-      const Scale scale = ScaleFromAmax<Fp8>(amax, state_.args.amax_epsilon, state_.args.pow2_scales);
+      const Scale scale = ScaleFromAmax<Fp8>(amax, state_.args.scale_rule);
       if (Lane() % 2 == 0 && row < RoundUp(chunk.rows, 4)) {
         static_cast<float*>(state_.args.row_scale)[RowScalePosition<kMode>(state_.args.layout, chunk, row, block)] =
             exists ? scale.inverse : 0.0f;
@@ -329,8 +329,8 @@ class ColumnQuantizer {
     const bool writes = exists && columns.slot == columns.first;
     const int64_t column = state_.first_column + pair * 2;
     if constexpr (kMode == ScalingMode::kMx) {
-      const uint32_t exponents[2] = {MxExponent<Fp8>(amax.x, state_.args.amax_epsilon),
-                                     MxExponent<Fp8>(amax.y, state_.args.amax_epsilon)};
+      const uint32_t exponents[2] = {MxExponent<Fp8>(amax.x, state_.args.scale_rule),
+                                     MxExponent<Fp8>(amax.y, state_.args.scale_rule)};
       for (int i = 0; i < 2 && writes; ++i) {
         const int64_t position =
             ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot], column + i);
@@ -354,12 +354,12 @@ class ColumnQuantizer {
   // gets the other from a neighbour: the divisions are a good part of all the work.
   __device__ void FindScales(const Columns& columns, uint2 amax, Scale (&scales)[2]) const {
     if (!columns.all_share) {
-      scales[0] = ScaleFromAmax<Fp8>(amax.x, state_.args.amax_epsilon, state_.args.pow2_scales);
-      scales[1] = ScaleFromAmax<Fp8>(amax.y, state_.args.amax_epsilon, state_.args.pow2_scales);
+      scales[0] = ScaleFromAmax<Fp8>(amax.x, state_.args.scale_rule);
+      scales[1] = ScaleFromAmax<Fp8>(amax.y, state_.args.scale_rule);
       return;
     }
     const bool second = (columns.slot - columns.first) % 2 == 1;
-    const Scale own = ScaleFromAmax<Fp8>(second ? amax.y : amax.x, state_.args.amax_epsilon, state_.args.pow2_scales);
+    const Scale own = ScaleFromAmax<Fp8>(second ? amax.y : amax.x, state_.args.scale_rule);
     const int neighbour = second || columns.slot == columns.last ? Lane() - 4 : Lane() + 4;
     const Scale other = Shuffle(own, [&](auto word) { return __shfl_sync(kFullWarp, word, neighbour); });
     scales[0] = second ? other : own;

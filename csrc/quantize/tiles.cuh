@@ -32,8 +32,7 @@ __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element,
     if (args.activated_scale != nullptr) {
       args.activated_scale[group] = ClampScale(args.given_activated_scale[group]).inverse;
     }
-    const Scale scale =
-        args.given_scale ? ClampScale(args.scale[group]) : ScaleFromAmax<Fp8>(0, args.amax_epsilon, args.pow2_scales);
+    const Scale scale = args.given_scale ? ClampScale(args.scale[group]) : ScaleFromAmax<Fp8>(0, args.scale_rule);
     if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[group] = scale.inverse;
     if (args.column_scale != nullptr) static_cast<float*>(args.column_scale)[group] = scale.inverse;
   }
@@ -101,9 +100,8 @@ __device__ void FindGroupScale(const State& state, uint32_t group_value) {
   const QuantizeArguments& args = state.args;
   if (Lane() == 0) {
     const Chunk& chunk = state.exchange.pass.chunks[Warp()];
-    const Scale scale = args.given_scale
-                            ? ClampScale(__uint_as_float(group_value))
-                            : ScaleFromAmax<typename State::Fp8>(group_value, args.amax_epsilon, args.pow2_scales);
+    const Scale scale = args.given_scale ? ClampScale(__uint_as_float(group_value))
+                                         : ScaleFromAmax<typename State::Fp8>(group_value, args.scale_rule);
     state.exchange.scales[Warp()] = scale;
     if (!args.given_scale && chunk.row == 0 && state.first_column == 0) {
       if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[chunk.group] = scale.inverse;
