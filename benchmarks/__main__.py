@@ -17,7 +17,7 @@ from benchmarks.rows import Record, table
 from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
 from jax_grouped.examples.settings import UsageError
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 _DESCRIPTION = """\
 Measures grouped products, training steps, quantization and memory. benchmarks/README.md tells how. JAX and torch share

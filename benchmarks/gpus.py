@@ -21,7 +21,7 @@ from benchmarks.runner import Span, profile
 from benchmarks.shapes import SHAPES, Shape
 from jax_grouped.examples.parallel import COPY_ENGINES
 from jax_grouped.examples.settings import UsageError
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 #: Layers of one GPU.
 LAYERS = {"dsv3": SHAPES["dsv3 layer"], "qwen3": dataclasses.replace(SHAPES["qwen3 layer"], num_groups=64)}

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 import jax_grouped as jg
 from benchmarks.shapes import Shape
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 
 _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
@@ -51,7 +51,7 @@ def missing() -> str | None:
     """Returns what has to be installed first, or None if it is all there."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA (jax-cuda13-plugin and jax-cuda13-pjrt)"
-    if extension.load() is None:
+    if primitive.load_extension() is None:
         return "the CUDA extension, whose handlers XLA asks what they can do"
     return None
 

@@ -16,7 +16,7 @@ from benchmarks import plot
 from benchmarks.rows import Record
 from benchmarks.runner import WORDS, first_line, profile, sum_parts
 from jax_grouped.examples.settings import UsageError
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 #: Dense bfloat16 operations per second of an H100 or H200, as NVIDIA gives them; MFU is relative to it, FP8's too.
 PEAK = 989.4e12

@@ -14,7 +14,7 @@ import tabulate
 
 from benchmarks.cases import OPERATIONS, Case
 from benchmarks.shapes import Shape
-from jax_grouped.kernels.extension import cublas_version, cuda_devices
+from jax_grouped.kernels.primitive import cublas_version, cuda_devices
 
 #: Rates of an H200 and of bare cuBLASLt calls; the file explains them.
 RATES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cublaslt_rates.toml").read_text())

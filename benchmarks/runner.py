@@ -14,7 +14,7 @@ from benchmarks.cases import OPERATIONS, Arrays, Case, Suite, draw, part_read, r
 from benchmarks.peers import OURS, VARIANTS, NotOfferedError
 from benchmarks.rows import PARTS, Row
 from jax_grouped.__main__ import choose_backend
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 BLOCKS = 5
 _LEAST_BYTES_FOR_HOST = 100e6  # A call that moves less takes a GPU about as long as the host takes to dispatch it.

@@ -19,14 +19,21 @@ from jax_grouped.fp8.recipes import (
     ScalingMode,
 )
 from jax_grouped.fp8.state import Fp8State
-from jax_grouped.kernels import extension
 from jax_grouped.kernels.activations import SwiGLU
-from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS
-from jax_grouped.ops.dense import CHECKPOINT_NAMES, OUTPUT_NAME, DenseResiduals, PendingWgrad, grouped_dense
+from jax_grouped.kernels.primitive import CUSTOM_CALL_TARGETS, load_extension
+from jax_grouped.ops.dense import (
+    CHECKPOINT_NAMES,
+    OUTPUT_NAME,
+    DenseResiduals,
+    PendingWgrad,
+    grouped_dense,
+    grouped_dense_dgrad,
+    grouped_dense_fwd,
+    grouped_dense_wgrad,
+)
 from jax_grouped.ops.gradients import accumulate_gradients, apply_updates, overwrite_with_gradient, reduce_gradients
 from jax_grouped.ops.quantize import grouped_dequantize, grouped_quantize, quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot, ragged_dot_general, scaled_ragged_dot
-from jax_grouped.ops.split import grouped_dense_dgrad, grouped_dense_fwd, grouped_dense_wgrad
 
 if TYPE_CHECKING:
     from jax_grouped import linen as linen
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
 # Register the custom calls at import: an exported program may run before any operation of the library is lowered. A
 # broken extension is reported when a GPU needs it; everything else works without it.
 with contextlib.suppress(ImportError):
-    extension.load()
+    load_extension()
 
 try:
     __version__ = importlib.metadata.version("jax_grouped")

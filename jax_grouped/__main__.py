@@ -14,7 +14,7 @@ import jax
 
 import jax_grouped
 from jax_grouped.core import config
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
 _INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
@@ -52,12 +52,12 @@ def choose_backend() -> list[str]:
         return ["none: JAX does not start", *missing, "To have JAX choose a platform, unset JAX_PLATFORMS."]
     if setting == "xla":
         return ["xla", "JAX_GROUPED_BACKEND is xla.", "To use the custom calls on a GPU, unset it."]
-    gpus = extension.cuda_devices()
+    gpus = primitive.cuda_devices()
     if not gpus:
         return ["xla", "JAX sees no NVIDIA GPU.", _find_missing()]
     if jax.devices()[0] not in gpus:
         return ["xla", "JAX's default device is not the GPU.", "To use it by default, unset JAX_PLATFORMS."]
-    if problem := extension.find_problem():
+    if problem := primitive.find_problem():
         return ["none: operations on the GPU raise an error", problem.found, problem.remedy]
     return ["cuda"]
 
@@ -99,12 +99,12 @@ def report(backend: list[str]) -> str:
         ]
     version = None
     try:
-        rows["extension"] = ["built" if extension.load() else "not built"]
-        version = extension.cublas_version()
+        rows["extension"] = ["built" if primitive.load_extension() else "not built"]
+        version = primitive.cublas_version()
     except ImportError as error:
         rows["extension"] = [f"does not load: {error}"]
     found = ".".join(map(str, version)) if version else "not loaded"
-    needed = ".".join(map(str, extension.CUBLAS_NEEDED))
+    needed = ".".join(map(str, primitive.CUBLAS_NEEDED))
     rows["cuBLASLt"] = [f"{found} ({needed} or newer needed)"]
     rows["backend"] = backend
     width = max(map(len, rows)) + 2

@@ -21,9 +21,8 @@ from jax_grouped.kernels.activations import Activation
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.parallel import Parallel
 from jax_grouped.moe.routing import Router
-from jax_grouped.ops.dense import DenseResiduals, grouped_dense
+from jax_grouped.ops.dense import DenseResiduals, grouped_dense, grouped_dense_fwd
 from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
-from jax_grouped.ops.split import grouped_dense_fwd
 
 try:
     import flax.linen as nn

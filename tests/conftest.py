@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_grouped as jg
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 # Set these before anything asks JAX for a device. Test processes may share one GPU. Sharding is tested on one CPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped import config
-from jax_grouped.kernels.extension import cuda_devices
+from jax_grouped.kernels.primitive import cuda_devices
 
 
 def at_equal_distances(items: np.ndarray, most: int) -> np.ndarray:

@@ -111,7 +111,7 @@ def quantized_product(case: Case, sets: list[Arrays]) -> JaxWork:
     if case.operation not in products:
         raise NotOfferedError
     recipe: Any = RECIPES["block" if case.variant.endswith("block") else "current"]
-    dtype = "float32" if case.operation == "wgrad f32" else "bfloat16"
+    dtype = jnp.dtype("float32" if case.operation == "wgrad f32" else "bfloat16")
     spec, sizes = GemmSpec(products[case.operation], case.shape.num_groups, dtype), jnp.asarray(case.sizes)
 
     @jax.jit

@@ -2,11 +2,10 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -83,6 +82,8 @@ class Config:
         assert y.shape == (16, 16)
     """
 
+    #: Setting any other attribute is an error.
+    __slots__ = ("_changed",)
     backend: str = _setting("backend")
     check: bool = _setting("check")
 
@@ -94,21 +95,6 @@ class Config:
         if not _override.value:
             return f"<jax_grouped.config: {process}>"
         return f"<jax_grouped.config: {_override.value}, by override; the process has {process}>"
-
-    # Hidden from type checkers, so that they accept no attribute but the settings.
-    if not TYPE_CHECKING:
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name != "_changed" and name not in _Settings.__annotations__:
-                self.__getattr__(name)
-            super().__setattr__(name, value)
-
-        def __getattr__(self, name: str) -> Any:
-            settings = list(_Settings.__annotations__)
-            hint = "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, settings, n=1))
-            raise AttributeError(
-                f"jax_grouped.config has no attribute {name!r}; its settings are {', '.join(settings)}.{hint}"
-            )
 
     @contextlib.contextmanager
     def override(self, *, backend: str | None = None, check: bool | None = None) -> Iterator[None]:

@@ -162,6 +162,39 @@ class QuantizedLayout:
         exists = chunks.valid[:, None, None] & (row < chunks.size[:, None, None])
         return chunks.start[:, None, None] + row, feature[:, :, None], exists
 
+    def lay_out_scales(self, per_block: jax.Array) -> jax.Array:
+        """Lays out one inverse scale per block of a stack, `[E, blocks of rows, blocks of features]`."""
+        if self._features_first:
+            per_block = per_block.swapaxes(1, 2)
+        if self.mode != ScalingMode.MX:
+            return pad_to(per_block, self.scale_shape)
+        groups, outer, inner = per_block.shape
+        tiles = pad_to(per_block, (groups, round_up(outer, 128), round_up(inner, 4)))
+        return tiles.reshape(groups, -1, 4, 32, tiles.shape[2] // 4, 4).transpose(0, 1, 4, 3, 2, 5)
+
+    def read_scales(self, scales: jax.Array) -> jax.Array:
+        """Inverts `lay_out_scales`."""
+        assert self.stack_rows is not None
+        rows, features = self.block_shape
+        blocks = -(-self.stack_rows // rows), -(-self.features // features)
+        outer, inner = reversed(blocks) if self._features_first else blocks
+        if self.mode == ScalingMode.MX:
+            tiles = scales.reshape(self.num_groups, -(-outer // 128), -(-inner // 4), 32, 4, 4)
+            scales = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(self.num_groups, round_up(outer, 128), -1)
+        scales = scales[:, :outer, :inner]
+        return scales.swapaxes(1, 2) if self._features_first else scales
+
+    @property
+    def _features_first(self) -> bool:
+        """True if the blocks of features are the first axis of a scale region."""
+        return self.columnwise != (self.mode == ScalingMode.BLOCK_1D)
+
+    def spread_blocks(self, per_block: jax.Array) -> jax.Array:
+        """Repeats values of a stack's blocks: `[E, blocks of rows, blocks of features] -> [E, K, C]`."""
+        assert self.stack_rows is not None
+        rows, features = self.block_shape
+        return spread(spread(per_block, rows, self.stack_rows, axis=1), features, self.features, axis=2)
+
     @property
     def scales_in_block_order(self) -> bool:
         """True if scales are in the order of blocks: rows of blocks one after another, with no gap between groups."""
@@ -183,3 +216,15 @@ class QuantizedLayout:
 def _in_tile(tile: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
     """Returns the byte of block (`outer`, `inner`) of a 128 x 4 tile of scales, counted from the first tile."""
     return 512 * tile + remainder(outer, 32) * 16 + quotient(outer, 32) * 4 + inner
+
+
+def spread(per_block: jax.Array, block: int, size: int, *, axis: int) -> jax.Array:
+    """Repeats per-block values to one per element along an axis of this size; leaves an axis of size 1 as it is."""
+    if per_block.shape[axis] == 1 or block == 1:
+        return per_block
+    return jax.lax.slice_in_dim(jnp.repeat(per_block, block, axis=axis), 0, size, axis=axis)
+
+
+def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Pads the ends of the axes with zeros."""
+    return jnp.pad(array, [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)])

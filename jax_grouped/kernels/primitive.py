@@ -1,4 +1,4 @@
-"""JAX primitives for the operations that have a CUDA kernel.
+"""JAX primitives for the operations that have a CUDA kernel, and the compiled extension with the kernels.
 
 A primitive has one lowering for CUDA, through custom calls, and one for every other platform, in plain JAX. JAX chooses
 when it lowers a program, by the platform alone. So a program for a GPU can be lowered, exported and inspected on a
@@ -10,8 +10,13 @@ Every operand holds all of them, except that kernels may be fewer: each then ser
 The custom calls take the batch size from the size of `group_offset`. They have no `vmap_method`.
 """
 
+import dataclasses
 import functools
+import importlib
+import importlib.metadata
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import jax
@@ -23,7 +28,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_grouped.core.config import config
 from jax_grouped.core.groups import round_up
 from jax_grouped.core.values import vary_alike
-from jax_grouped.kernels import extension
 
 #: Names of the custom calls in a lowered program. `jax.export` needs them:
 #: `jax.export.export(f, disabled_checks=[DisabledSafetyCheck.custom_call(t) for t in CUSTOM_CALL_TARGETS])`.
@@ -39,10 +43,125 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_quantize_permuted",
     "jax_grouped_dequantize",
 )
+
+#: The first cuBLASLt whose grouped matmul is correct in every use that this library makes of it.
+CUBLAS_NEEDED = (13, 8)
+#: Compute capabilities of the GPUs that the extension is compiled for.
+COMPUTE_CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell B200"}
+
+_INSTALL = "JAX_GROUPED_CUDA=on python3 -m pip install --no-deps -e ."
+_UPGRADE_CUBLAS = 'python3 -m pip install --upgrade "nvidia-cublas>=13.8,<14"'
+_USE_XLA = "set JAX_GROUPED_BACKEND=xla to run the slow pure-JAX backend"
+
 #: Rows and groups are counted in `int32`.
 _COUNT_LIMIT = 2**31
 #: The batch is an axis of the CUDA kernels' grids, which has at most this number of blocks.
 MAX_BATCH = 65535
+
+
+@functools.cache
+def load_extension() -> ModuleType | None:
+    """Loads the extension and registers its custom calls. Returns None if this installation was built without it."""
+    try:
+        module = importlib.import_module("jax_grouped._cuda")
+    except ModuleNotFoundError:
+        return None
+    module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
+    jax.ffi.register_ffi_type("jax_grouped_loaded_devices", module.state_type(), platform="CUDA")
+    for name, handler in module.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return module
+
+
+def _packaged_cublaslt() -> Path | None:
+    """Returns the path of the cuBLASLt of the `nvidia-cublas` package, which JAX's CUDA plugin loads."""
+    try:
+        files = importlib.metadata.files("nvidia-cublas") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == "libcublasLt.so.13":
+            return Path(str(file.locate()))
+    return None
+
+
+def cuda_devices() -> list[jax.Device]:
+    """Returns the NVIDIA GPUs that JAX sees; none on a machine without a GPU or with a CPU-only JAX."""
+    try:
+        return [device for device in jax.devices("cuda") if device.platform == "gpu"]
+    except RuntimeError:
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Reason why the `cuda` backend cannot run, and its one remedy."""
+
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found} {self.remedy}"
+
+
+def _version(number: tuple[int, ...]) -> str:
+    return ".".join(str(part) for part in number)
+
+
+def _capability(device: jax.Device) -> tuple[int, ...]:
+    """Returns the compute capability of a GPU, for example `(9, 0)`."""
+    return tuple(int(part) for part in device.compute_capability.split("."))
+
+
+def cublas_version() -> tuple[int, ...] | None:
+    """Returns the version of the cuBLASLt that the custom calls use; None without the extension or without cuBLASLt."""
+    module = load_extension()
+    number = module.cublaslt_version() if module else 0
+    # cuBLASLt encodes 13.10.0 as 131000.
+    return (number // 10000, number // 100 % 100, number % 100) if number else None
+
+
+@functools.cache
+def find_problem() -> Problem | None:
+    """Returns the problem that keeps the `cuda` backend from running on this process's GPUs, or None."""
+    rebuild = f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA})."
+    try:
+        if load_extension() is None:
+            return Problem("jax_grouped was installed without its CUDA extension.", rebuild)
+    except ImportError as error:
+        return Problem(f"The CUDA extension of jax_grouped does not load: {error}.", rebuild)
+    for device in cuda_devices():
+        if _capability(device) not in COMPUTE_CAPABILITIES:
+            needed = " or ".join(f"{_version(number)} ({name})" for number, name in COMPUTE_CAPABILITIES.items())
+            found = f"{device.device_kind} has compute capability {device.compute_capability}"
+            return Problem(f"{found}; the cuda backend needs {needed}.", f"Use another GPU, or {_USE_XLA}.")
+    version = cublas_version()
+    if version is None or version < CUBLAS_NEEDED:
+        found = f"cuBLAS {_version(version)} is loaded" if version else "no cuBLASLt (libcublasLt.so.13) is found"
+        needed = f"the cuda backend needs {_version(CUBLAS_NEEDED)} or newer."
+        return Problem(f"{found}; {needed}", f"Run: {_UPGRADE_CUBLAS}")
+    return None
+
+
+def has_mx_products() -> bool:
+    """Tells whether all GPUs can multiply MX operands; without a GPU, True: such programs are for Blackwell."""
+    return all(_capability(device) >= (10, 0) for device in cuda_devices())
+
+
+def has_gathering_products() -> bool:
+    """Tells whether all GPUs have products that gather their rows; without a GPU, False: a copy runs everywhere."""
+    devices = cuda_devices()
+    return bool(devices) and all(_capability(device)[0] == 9 for device in devices)
+
+
+def require_block_scaling() -> None:
+    """Raises RuntimeError if this process has a GPU without matmuls of operands scaled in blocks of 128."""
+    for device in cuda_devices():
+        if _capability(device) >= (10, 0):
+            raise RuntimeError(
+                f"Float8BlockScaling needs Hopper (compute capability 9.0), {device.device_kind} has "
+                f"{device.compute_capability}: use MXFP8BlockScaling."
+            )
 
 
 def define(
@@ -146,7 +265,8 @@ def define(
         are_several = True
         if for_cuda:
             function, are_several = functools.partial(cuda, batch=batches[0], **static), len(ctx.avals_out) > 1
-            extension.require_usable()
+            if cuda_devices() and (problem := find_problem()):
+                raise RuntimeError(str(problem))
             if isinstance(batches[0], int) and batches[0] > MAX_BATCH:  # In an export, the batch may be symbolic.
                 raise ValueError(
                     f"jax.vmap over {batches[0]} calls of jax_grouped makes one custom call, which takes a batch of at "

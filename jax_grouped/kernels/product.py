@@ -1,7 +1,6 @@
 """Grouped products: the three of a layer, of operands of any type; of unquantized ones, differentiable."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,7 @@ from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, vary_a
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
@@ -90,17 +89,13 @@ class GemmSpec:
 
     product: Product
     num_groups: int
-    out_dtype: DTypeLike
+    out_dtype: np.dtype
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     a: QuantizedLayout | None = None
     b: QuantizedLayout | None = None
     gathered: Literal["a", "b"] | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
-
-    def __post_init__(self) -> None:
-        # Normalise the type, so that equal specs compare and hash alike.
-        object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
 
     def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
         """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
@@ -228,29 +223,27 @@ def _multiply(
     return apply(operation, *operands, like=[out_spec])[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _differentiable(
-    a: jax.Array | Gathered, b: jax.Array | Gathered, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
-) -> jax.Array:
-    return _multiply(a, b, groups, spec, out_spec)
+#: `_multiply` without scales and an accumulator.
+_differentiable: jax.custom_vjp[jax.Array] = jax.custom_vjp(_multiply, nondiff_argnums=(3, 4))
 
 
 def _multiply_forward(
-    a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None
+    a: Any, b: Any, groups: Groups, spec: GemmSpec, out_spec: PartitionSpec | None, *_: Any
 ) -> tuple[jax.Array, Any]:
     return _differentiable(a, b, groups, spec, out_spec), (a, b, groups)
 
 
-def _multiply_backward(
-    spec: GemmSpec, out_spec: PartitionSpec | None, residuals: Any, gradient: jax.Array
-) -> tuple[Any, ...]:
+def _multiply_backward(spec: GemmSpec, _: PartitionSpec | None, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     # The three products are each other's derivatives, so one rule serves all. Gradients have the types of `a` and `b`.
-    del out_spec
     a, b, groups = residuals
     if spec.gathered is not None:
         spec = dataclasses.replace(spec, gathered=None)
-        _, pull_back = jax.vjp(lambda a, b: _differentiable(_rows(a), _rows(b), groups, spec, None), a, b)
-        return (*pull_back(gradient), None)
+
+        def multiply_rows(a: Any, b: Any) -> Any:
+            return _differentiable(_rows(a), _rows(b), groups, spec, None)
+
+        _, pull_back = jax.vjp(multiply_rows, a, b)
+        return (*pull_back(gradient), None, None, None)
     like_a, like_b = (jax.typeof(operand).sharding.spec for operand in (a, b))
     out_dtype = a.dtype
     b_dtype, dtype, b_axes = b.dtype, gradient_type(out_dtype, gradient.dtype), varying_axes(b)
@@ -276,7 +269,7 @@ def _multiply_backward(
             da, db = product("fprop", g, b, like_a), dkernel(g, a)
         case "wgrad":
             da, db = product("dgrad", b, g, like_a), product("fprop", a, g, like_b)
-    return da, db, None
+    return da, db, None, None, None
 
 
 _differentiable.defvjp(_multiply_forward, _multiply_backward)
@@ -370,10 +363,10 @@ def multiply_cuda(
             a.shape, b.shape, *[row_indices.shape for row_indices in more if spec.gathered]
         )
     else:
-        if spec.a.mode == ScalingMode.MX and not extension.has_mx_products():
+        if spec.a.mode == ScalingMode.MX and not primitive.has_mx_products():
             return _in_bfloat16(*operands, spec=spec, batch=batch)
         if spec.a.mode == ScalingMode.BLOCK_1D:
-            extension.require_block_scaling()
+            primitive.require_block_scaling()
         out = batched(spec.out(a.shape, b.shape), batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
@@ -416,7 +409,7 @@ def _gathers_fast(product: Product, features: int) -> bool:
 def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
     """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer."""
     few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
-    if not few_groups or not _can_be_read(a, b, spec) or not extension.has_gathering_products():
+    if not few_groups or not _can_be_read(a, b, spec) or not primitive.has_gathering_products():
         return False
     if spec.product == "wgrad":
         return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])

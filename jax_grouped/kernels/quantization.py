@@ -22,7 +22,7 @@ from jax_grouped.core.groups import (
 )
 from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8 import numerics
-from jax_grouped.fp8.layout import BLOCK, QuantizedLayout
+from jax_grouped.fp8.layout import BLOCK, QuantizedLayout, pad_to, spread
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad, is_gated
 from jax_grouped.kernels.bias import bias_gradient_xla
@@ -324,13 +324,6 @@ class _Scaling:
         return scale, numerics.reciprocal(scale)
 
 
-def spread(per_block: jax.Array, block: int, size: int, *, axis: int) -> jax.Array:
-    """Repeats per-block values to one per element along an axis of this size; leaves an axis of size 1 as it is."""
-    if per_block.shape[axis] == 1 or block == 1:
-        return per_block
-    return jax.lax.slice_in_dim(jnp.repeat(per_block, block, axis=axis), 0, size, axis=axis)
-
-
 class _Tokens:
     """Quantizer of ragged tokens `[T, C]`."""
 
@@ -401,14 +394,14 @@ class _Stack:
             scale = scale[:, None, None]
         else:
             scale, scale_inv = scaling.block_scales(self._block_amax(layout))
-            scale, scale_inv = _spread_blocks(scale, layout), _to_region(scale_inv, layout)
+            scale, scale_inv = layout.spread_blocks(scale), layout.lay_out_scales(scale_inv)
         data = numerics.cast(self._values, scale, scaling.spec.dtype)
-        return _pad(data.swapaxes(1, 2), layout.data_shape) if layout.columnwise else data, scale_inv
+        return pad_to(data.swapaxes(1, 2), layout.data_shape) if layout.columnwise else data, scale_inv
 
     def _block_amax(self, layout: QuantizedLayout) -> jax.Array:
         rows, features = layout.block_shape
         groups, height, width = self._values.shape
-        padded = _pad(numerics.magnitude(self._values), (groups, round_up(height, rows), round_up(width, features)))
+        padded = pad_to(numerics.magnitude(self._values), (groups, round_up(height, rows), round_up(width, features)))
         blocks = padded.reshape(groups, padded.shape[1] // rows, rows, padded.shape[2] // features, features)
         return blocks.max(axis=(2, 4))
 
@@ -463,49 +456,8 @@ def _dequantize_stack(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLa
     if layout.mode == ScalingMode.TENSOR:
         scale_inv = scale_inv[:, None, None]
     else:
-        scale_inv = _spread_blocks(numerics.stored_scale(_from_region(scale_inv, layout)), layout)
+        scale_inv = layout.spread_blocks(numerics.stored_scale(layout.read_scales(scale_inv)))
     return numerics.flush(data.astype(jnp.float32) * scale_inv)
-
-
-def _spread_blocks(per_block: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """Repeats per-block values to one per element: `[E, blocks of rows, blocks of features] -> [E, K, C]`."""
-    assert layout.stack_rows is not None
-    rows, features = layout.block_shape
-    return spread(spread(per_block, rows, layout.stack_rows, axis=1), features, layout.features, axis=2)
-
-
-def _is_transposed(layout: QuantizedLayout) -> bool:
-    """Tells whether the blocks of features are the first axis of a scale region."""
-    return layout.columnwise != (layout.mode == ScalingMode.BLOCK_1D)
-
-
-def _to_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """Lays out one inverse scale per block, `[E, blocks of rows, blocks of features]`, as `QuantizedLayout` says."""
-    if _is_transposed(layout):
-        scale_inv = scale_inv.swapaxes(1, 2)
-    if layout.mode != ScalingMode.MX:
-        return _pad(scale_inv, layout.scale_shape)
-    groups, outer, inner = scale_inv.shape
-    tiles = _pad(scale_inv, (groups, round_up(outer, 128), round_up(inner, 4)))
-    return tiles.reshape(groups, -1, 4, 32, tiles.shape[2] // 4, 4).transpose(0, 1, 4, 3, 2, 5)
-
-
-def _from_region(scale_inv: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """Inverts `_to_region`."""
-    assert layout.stack_rows is not None
-    rows, features = layout.block_shape
-    blocks = -(-layout.stack_rows // rows), -(-layout.features // features)
-    outer, inner = reversed(blocks) if _is_transposed(layout) else blocks
-    if layout.mode == ScalingMode.MX:
-        tiles = scale_inv.reshape(layout.num_groups, -(-outer // 128), -(-inner // 4), 32, 4, 4)
-        scale_inv = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(layout.num_groups, round_up(outer, 128), -1)
-    scale_inv = scale_inv[:, :outer, :inner]
-    return scale_inv.swapaxes(1, 2) if _is_transposed(layout) else scale_inv
-
-
-def _pad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Pads the ends of the axes with zeros."""
-    return jnp.pad(array, [(0, wanted - size) for size, wanted in zip(array.shape, shape, strict=True)])
 
 
 def _take(values: jax.Array, *index: jax.Array) -> jax.Array:

@@ -17,9 +17,9 @@ from jax.typing import DTypeLike
 from jax_grouped.core.groups import fit_to_capacity, group_rows
 from jax_grouped.core.values import as_array, axis_size, static_size, vary_alike
 from jax_grouped.fp8.arrays import ScaledArray, short_repr
-from jax_grouped.fp8.layout import BLOCK
+from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
-from jax_grouped.kernels.quantization import QuantizeSpec, spread
+from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, sum_of_choices
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.moe.routing import check_instance

@@ -397,7 +397,7 @@ class DenseSpec:
     kernel_axes: frozenset[Hashable] = frozenset()
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
 
-    def gemm(self, product: Product, out_dtype: DTypeLike) -> GemmSpec:
+    def gemm(self, product: Product, out_dtype: np.dtype) -> GemmSpec:
         """Returns the spec of one of the three products."""
         return GemmSpec(
             product,

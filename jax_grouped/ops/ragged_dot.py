@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,42 +193,36 @@ def ragged_dot_general(
         return jax.lax.dot_general(
             lhs, rhs, dims.dot_dimension_numbers, precision, out_dtype, out_sharding=out_sharding
         )
-    form = _find_form(lhs, rhs, dims)
+    product, lhs_order, rhs_order = _find_form(lhs, rhs, dims)
     out_spec = inputs.canonical_out_spec(out_sharding, lhs, rhs)
     # The result begins with the batch dimensions, that of wgrad with the groups.
-    batch_axis = int(form.product == "wgrad")
+    batch_axis = int(product == "wgrad")
     batch_spec, element_spec = PartitionSpec(), None
     if out_spec is not None:
         end = batch_axis + len(lhs_batch)
         batch_spec, element_spec = out_spec[batch_axis:end], PartitionSpec(*out_spec[:batch_axis], *out_spec[end:])
 
     def element(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        if form.product == "wgrad":
+        if product == "wgrad":
             groups = Groups(inputs.canonical_sizes_of(group_sizes, lhs.shape[0]), jnp.zeros((1,), jnp.int32))
             num_groups = group_sizes.shape[0]
         else:
             groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
             num_groups = rhs.shape[0]
-        return _multiply(lhs, rhs, groups, GemmSpec(form.product, num_groups, out_dtype, precision), element_spec)
+        return _multiply(lhs, rhs, groups, GemmSpec(product, num_groups, out_dtype, precision), element_spec)
 
     function: Callable[..., jax.Array] = element
     for _ in lhs_batch:
         function = jax.vmap(function, (0, 0, None if group_sizes.ndim == 1 else 0), batch_axis)
-    lhs, rhs = lhs.transpose(*lhs_batch, *form.lhs_order), rhs.transpose(*rhs_batch, *form.rhs_order)
+    lhs, rhs = lhs.transpose(*lhs_batch, *lhs_order), rhs.transpose(*rhs_batch, *rhs_order)
     out = function(lhs, rhs, group_sizes)
     return jax.sharding.reshard(out, out_sharding) if any(batch_spec) else out
 
 
-class _Form(NamedTuple):
-    """A grouped product, and the order in which it reads the dimensions of its operands other than batch dimensions."""
-
-    product: Product
-    lhs_order: tuple[int, ...]
-    rhs_order: tuple[int, ...]
-
-
-def _find_form(lhs: jax.Array, rhs: jax.Array, dims: jax.lax.RaggedDotDimensionNumbers) -> _Form:
-    """Returns the product of dimension numbers without a ragged batch dimension."""
+def _find_form(
+    lhs: jax.Array, rhs: jax.Array, dims: jax.lax.RaggedDotDimensionNumbers
+) -> tuple[Product, tuple[int, ...], tuple[int, ...]]:
+    """Returns the product, and the order in which it reads the dimensions of each operand but those of the batch."""
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dims.dot_dimension_numbers
     rhs_group = dims.rhs_group_dimensions
     lhs_kept = tuple(i for i in range(lhs.ndim) if i not in (*lhs_contracting, *lhs_batch))
@@ -241,9 +234,9 @@ def _find_form(lhs: jax.Array, rhs: jax.Array, dims: jax.lax.RaggedDotDimensionN
             f"lhs {lhs.shape} and {len(rhs_kept)} of rhs {rhs.shape} with {dims}."
         )
     if not rhs_group:
-        return _Form("wgrad", (*lhs_contracting, *lhs_kept), (*rhs_contracting, *rhs_kept))
+        return "wgrad", (*lhs_contracting, *lhs_kept), (*rhs_contracting, *rhs_kept)
     product: Product = "fprop" if rhs_contracting[0] < rhs_kept[0] else "dgrad"
-    return _Form(product, (*lhs_kept, *lhs_contracting), (*rhs_group, *sorted((*rhs_contracting, *rhs_kept))))
+    return product, (*lhs_kept, *lhs_contracting), (*rhs_group, *sorted((*rhs_contracting, *rhs_kept)))
 
 
 def _check_dimension_numbers(
@@ -349,15 +342,15 @@ def _product(lhs: QuantizedLayout, rhs: QuantizedLayout) -> Product:
             return "fprop" if rhs.columnwise else "dgrad"
         if rhs.stack_rows is None and lhs.columnwise and rhs.columnwise:
             return "wgrad"
+    sides = ["columnwise" if layout.columnwise else "rowwise" for layout in (lhs, rhs)]
+    got = [
+        f"{side} tokens" if layout.stack_rows is None else f"a {side} stack"
+        for side, layout in zip(sides, (lhs, rhs), strict=True)
+    ]
     raise ValueError(
         "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got "
-        f"{_described(lhs)} and {_described(rhs)}."
+        f"{got[0]} and {got[1]}."
     )
-
-
-def _described(layout: QuantizedLayout) -> str:
-    side = "columnwise" if layout.columnwise else "rowwise"
-    return f"{side} tokens" if layout.stack_rows is None else f"a {side} stack"
 
 
 def _check_operands(lhs: ScaledArray, rhs: ScaledArray, product: Product) -> None:

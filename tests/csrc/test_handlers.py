@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_grouped.kernels import extension, product
+from jax_grouped.kernels import primitive, product
 from tests.csrc.compiler import COMPILER, compiled
 from tests.custom_calls import (
     BF16,
@@ -39,7 +39,7 @@ from tests.custom_calls import (
 
 pytestmark = [
     pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler"),
-    pytest.mark.skipif(extension.load() is None, reason="the CUDA extension is not built"),
+    pytest.mark.skipif(primitive.load_extension() is None, reason="the CUDA extension is not built"),
 ]
 
 
@@ -50,7 +50,7 @@ def _handlers_on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
     library = compiled(out, "tests/csrc/without_stream.cc", options=options)
     wrap = ctypes.CDLL(str(library)).WithoutStream
     wrap.argtypes, wrap.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    module = extension.load()
+    module = primitive.load_extension()
     assert module is not None
     for index, (name, stages) in enumerate(module.handlers().items()):
         wrapped = wrap(index, address(stages["execute"]))
@@ -299,7 +299,7 @@ def test_calls_are_refused(call: Callable[..., jax.Array]) -> None:
             assert f": jax_grouped_{call.__name__}: {message}" in str(error.value), change
 
 
-@pytest.mark.skipif(bool(extension.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
+@pytest.mark.skipif(bool(primitive.cuda_devices()), reason="a GPU would be given the addresses of the CPU's memory")
 @pytest.mark.parametrize("call", [call for call in REFUSED if call is not gemm], ids=lambda call: call.__name__)
 def test_only_the_gpu_is_missing_to_what_the_library_gives(call: Callable[..., jax.Array]) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(Asking for|Launching) the .* failed: "):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from tests.custom_calls import BF16, bias_grad, dequantize, gemm, group_pairs, permute_rows, quantize, route, sum_rows
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    extension.require_usable()
+    assert primitive.find_problem() is None
 
 
 def test_handlers_accept_what_the_library_gives_them() -> None:
@@ -29,7 +29,7 @@ def test_handlers_accept_what_the_library_gives_them() -> None:
 
 def test_algorithms_are_chosen_once_and_can_be_listed() -> None:
     gemm()
-    module = extension.load()
+    module = primitive.load_extension()
     assert module is not None
     lines = module.describe_plans()
     gemm()

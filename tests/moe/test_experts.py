@@ -12,7 +12,7 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import moe
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
 from tests import oracle
 from tests.activations import by_jax
@@ -260,7 +260,7 @@ def test_rows_are_written_in_fp8_alone_and_no_more_than_is_trained(monkeypatch: 
         assert ("backward = true" in text) == (trained != (3,))
 
     # Hopper has products that gather rows.
-    monkeypatch.setattr(extension, "has_gathering_products", lambda: True)
+    monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
     text = lowered_step(None)
     assert not custom_calls(text, "jax_grouped_permute_rows")
     # The first product and both wgrads, and the second product's dgrad.

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from tests.programs import custom_calls, lowered, struct
 from tests.refusals import assert_refused
 
@@ -215,23 +215,24 @@ def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(monkeypatch: pytest.
         (lambda: _Extension(0), "9.0", f"no cuBLASLt (libcublasLt.so.13) is found; {newer}"),
         (lambda: _Extension(131000), "9.0", None),
     ):
-        monkeypatch.setattr(extension, "load", load)
-        monkeypatch.setattr(extension, "cuda_devices", lambda capability=capability: [_Device(capability)])
-        extension.problem_once.cache_clear()
+        monkeypatch.setattr(primitive, "load_extension", load)
+        monkeypatch.setattr(primitive, "cuda_devices", lambda capability=capability: [_Device(capability)])
+        primitive.find_problem.cache_clear()
+        program = jax.jit(jg.ragged_dot).trace(jnp.ones((4, 8)), jnp.ones((1, 8, 8)), jnp.array([4]))
         try:
             if message is None:
-                extension.require_usable()
+                program.lower(lowering_platforms=("cuda",))
             else:
                 with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
-                    extension.require_usable()
+                    program.lower(lowering_platforms=("cuda",))
         finally:
-            extension.problem_once.cache_clear()
+            primitive.find_problem.cache_clear()
 
 
 def test_recipes_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def lowered_for_cuda(capability: str, recipe: jg.Recipe) -> str:
-        monkeypatch.setattr(extension, "cuda_devices", lambda: [_Device(capability)])
-        monkeypatch.setattr(extension, "problem_once", lambda: None)
+        monkeypatch.setattr(primitive, "cuda_devices", lambda: [_Device(capability)])
+        monkeypatch.setattr(primitive, "find_problem", lambda: None)
         dense = functools.partial(jg.grouped_dense, recipe=recipe)
         return lowered(dense, struct((6, 16), jnp.float32), struct((2, 16, 16), jnp.float32), SIZES)
 

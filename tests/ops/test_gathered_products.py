@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from jax_grouped.kernels.product import MAX_GATHERED_GROUPS, Gathered, GemmSpec, Product, multiply
 from jax_grouped.kernels.rows import permute_rows
 from tests import oracle
@@ -106,7 +106,7 @@ def check(case: Case, product: Product, gathered: str, dtype: str, out_dtype: st
     operands = Operands(case, product, gathered, dtype)
     sizes, num_groups = np.asarray(case.sizes), len(case.sizes)
 
-    spec = GemmSpec(product, num_groups, out_dtype)
+    spec = GemmSpec(product, num_groups, jnp.dtype(out_dtype))
     got = jax.jit(lambda a, b, groups: multiply(a, b, groups, spec))(*operands.arrays, operands.groups)
 
     assert got.dtype == out_dtype
@@ -132,7 +132,7 @@ def test_rows_of_no_group_may_hold_anything(backend: str) -> None:
         case = Case((37, 0, 190), 64, 128)
         operands = Operands(case, product, gathered, "bfloat16")
         copied = [permute_rows(*one) if isinstance(one, Gathered) else one for one in operands.arrays]
-        spec = GemmSpec(product, 3, "bfloat16")
+        spec = GemmSpec(product, 3, jnp.dtype("bfloat16"))
 
         for arrays in (operands.arrays, copied):
             got, expected = (
@@ -148,7 +148,7 @@ def test_gathered_products_under_vmap(backend: str) -> None:
     for product, gathered in some(backend, FORMS, 1, count=2):
         case = CASES["small groups"]
         elements = [Operands(case, product, gathered, "bfloat16", seed) for seed in range(3)]
-        spec = GemmSpec(product, len(case.sizes), "float32")
+        spec = GemmSpec(product, len(case.sizes), jnp.dtype("float32"))
         stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *((*one.arrays, one.groups) for one in elements))
 
         run = jax.jit(functools.partial(multiply, spec=spec))
@@ -163,7 +163,7 @@ def test_second_derivatives_are_those_of_the_product_of_copied_rows(backend: str
         case = Case((5, 0, 9), 8, 16, tail=0)
         operands = Operands(case, product, gathered, "float32")
         arrays = [jax.tree.map(lambda x: jnp.nan_to_num(x) if x.dtype == "float32" else x, x) for x in operands.arrays]
-        spec = GemmSpec(product, 3, "float32", jax.lax.Precision.HIGHEST)
+        spec = GemmSpec(product, 3, jnp.dtype("float32"), jax.lax.Precision.HIGHEST)
 
         def norm(
             values: Any, copies: bool, arrays: Any = arrays, groups: Groups = operands.groups, spec: GemmSpec = spec
@@ -191,7 +191,7 @@ class Gpu:
 def test_hopper_gathers_in_the_product_and_other_gpus_copy_the_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def lowered_fprop(in_features: int = 16, dtype: str = "bfloat16", groups: int = 4) -> list[str]:
         def fprop(x: jax.Array, order: jax.Array, inverse: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-            spec = GemmSpec("fprop", groups, "float32")
+            spec = GemmSpec("fprop", groups, jnp.dtype("float32"))
             return multiply(Gathered(x, order, inverse), weight, Groups(sizes, jnp.zeros(1, jnp.int32)), spec)
 
         arrays = [struct((10, in_features), dtype), struct((20,), "int32"), struct((10, 2), "int32")]
@@ -199,8 +199,8 @@ def test_hopper_gathers_in_the_product_and_other_gpus_copy_the_rows_first(monkey
             lowered(fprop, *arrays, struct((groups, in_features, 24), dtype), struct((groups,), "int32"))
         )
 
-    monkeypatch.setattr(extension, "require_usable", lambda: None)
-    monkeypatch.setattr(extension, "cuda_devices", lambda: [Gpu("9.0")])
+    monkeypatch.setattr(primitive, "find_problem", lambda: None)
+    monkeypatch.setattr(primitive, "cuda_devices", lambda: [Gpu("9.0")])
     (call,) = lowered_fprop()
     assert "gathered = 1 : i32" in call
     assert types(call)[0] == ["10x16xbf16", "4x16x24xbf16", "4xi32", "1xi32", "20xi32"]
@@ -211,7 +211,7 @@ def test_hopper_gathers_in_the_product_and_other_gpus_copy_the_rows_first(monkey
         assert set(products(text)) == {"fprop"}
         assert "gathered = 1" not in text
     for devices in ([], [Gpu("10.0")], [Gpu("9.0"), Gpu("10.0")]):
-        monkeypatch.setattr(extension, "cuda_devices", lambda devices=devices: devices)
+        monkeypatch.setattr(primitive, "cuda_devices", lambda devices=devices: devices)
         copy, product_call = lowered_fprop()
         assert "@jax_grouped_permute_rows" in copy
         assert "gathered = 0 : i32" in product_call

@@ -17,7 +17,7 @@ from benchmarks import shapes
 from jax_grouped import ScalingMode
 from jax_grouped.core.groups import Groups
 from jax_grouped.fp8.layout import QuantizedLayout
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 from jax_grouped.kernels.product import GemmSpec, Product, multiply
 from tests import oracle, quantize_oracle
 from tests.operands import random_operands
@@ -87,7 +87,7 @@ class Case:
         a_data, a_scale, b_data, b_scale, sizes, offset, *accumulator = arrays
         a = jg.ScaledArray(a_data, a_scale, None, self.a.layout)
         b = jg.ScaledArray(b_data, b_scale, None, self.b.layout)
-        spec = GemmSpec(self.product, self.a.layout.num_groups, out_dtype)
+        spec = GemmSpec(self.product, self.a.layout.num_groups, jnp.dtype(out_dtype))
         return multiply(a, b, Groups(sizes, offset), spec, *accumulator)
 
     def check(self, out_dtype: str = "float32") -> None:
@@ -199,7 +199,7 @@ def test_wgrad_adds_to_an_accumulator(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["block", "tensor"])
 def test_hopper_has_kernels_of_ours(mode: str) -> None:
-    module = extension.load()
+    module = primitive.load_extension()
     assert module is not None
     on_hopper = jax.devices()[0].compute_capability == "9.0"
 
@@ -337,8 +337,8 @@ def call_types(case: Case, *axes: int | None) -> tuple[list[str], int]:
 
 def test_a_product_is_one_custom_call_that_copies_no_kernel_under_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
     # As for a GPU with products of every format.
-    monkeypatch.setattr(extension, "has_mx_products", lambda: True)
-    monkeypatch.setattr(extension, "require_block_scaling", lambda: None)
+    monkeypatch.setattr(primitive, "has_mx_products", lambda: True)
+    monkeypatch.setattr(primitive, "require_block_scaling", lambda: None)
     for mode in MODES:
         assert call_types(make_case("wgrad", mode), *(0,) * 6)[1] == 3
         case = make_case("fprop" if mode == "block" else "dgrad", mode)
@@ -355,7 +355,7 @@ def test_a_product_is_one_custom_call_that_copies_no_kernel_under_vmap(monkeypat
 
 
 def test_hopper_multiplies_mx_numbers_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "has_mx_products", lambda: False)
+    monkeypatch.setattr(primitive, "has_mx_products", lambda: False)
     for product in PRODUCTS:
         case = make_case(product, "mx")
         calls = custom_calls(lowered(case.multiply, *(struct(array.shape, array.dtype) for array in case.arrays)))

@@ -11,7 +11,7 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped import __main__ as main
-from jax_grouped.kernels import extension
+from jax_grouped.kernels import primitive
 
 GPU = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", platform="gpu")
 
@@ -57,14 +57,14 @@ def test_the_report_is_whole_whatever_is_wrong(environment: dict[str, str], prob
 
 def test_the_backend_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *_: [GPU, GPU])
-    monkeypatch.setattr(extension, "find_problem", lambda: None)
+    monkeypatch.setattr(primitive, "find_problem", lambda: None)
     assert "2 x NVIDIA H200 (compute capability 9.0)" in main.report(["cuda"])
     assert main.choose_backend() == ["cuda"]
     with jg.config.override(backend="xla"):
         assert main.choose_backend()[0] == "xla"
 
-    problem = extension.Problem("cuBLAS 13.4.0 is loaded.", "Run: upgrade")
-    monkeypatch.setattr(extension, "find_problem", lambda: problem)
+    problem = primitive.Problem("cuBLAS 13.4.0 is loaded.", "Run: upgrade")
+    monkeypatch.setattr(primitive, "find_problem", lambda: problem)
     backend, *found_and_remedy = main.choose_backend()
     assert backend.startswith("none")
     assert found_and_remedy == [problem.found, problem.remedy]
@@ -76,7 +76,7 @@ def test_the_backend_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_a_gpu_what_is_missing_is_said_and_nothing_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "cuda_devices", list)
+    monkeypatch.setattr(primitive, "cuda_devices", list)
     everything = dict(platforms="", packages={"jax-cuda13-plugin"}, driver=True, visible="0")
     for missing, reason in (
         (dict(platforms="cpu"), "JAX_PLATFORMS=cpu leaves GPUs out. To use one, unset it."),

@@ -117,7 +117,7 @@ def names_below(prefix: str) -> set[str]:
 def test_dir_and_help_show_the_public_names_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(dir(jg)) == names_below("jg") | {"linen", "nnx", "__version__"}
     assert all(hasattr(jg, name) for name in dir(jg))
-    assert jg.kernels.extension is importlib.import_module("jax_grouped.kernels.extension")
+    assert jg.kernels.primitive is importlib.import_module("jax_grouped.kernels.primitive")
     for name, module in (("jg.moe", jg.moe), ("jg.linen", jg.linen), ("jg.nnx", jg.nnx)):
         text = pydoc.plain(pydoc.render_doc(module))
 
