@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_grouped as jg
 from jax_grouped.core.groups import max_row_blocks
 from jax_grouped.kernels import bias, primitive, product, quantization, routing
+from jax_grouped.kernels.quantization import QuantizeSpec
 
 BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.float8_e4m3fn
 #: Values of attributes.
@@ -86,24 +88,8 @@ def quantize(
     **attributes: Any,
 ) -> jax.Array:
     """The first result; `dbias`, `activated` and `surplus` are lists of the results of these kinds."""
-    defaults = dict(
-        mode=np.int32(0),
-        stack_rows=np.int64(0),
-        rowwise=True,
-        columnwise=False,
-        dbias=bool(dbias),
-        pow2_scales=False,
-        amax_epsilon=np.float32(0),
-        given_scale=False,
-        gathered=False,
-        activation=np.int32(0),
-        **NUMBERS,
-        backward=False,
-        weighted=False,
-        inner_products=False,
-        activated=bool(activated),
-        cached=False,
-    )
+    spec = QuantizeSpec(jg.ScalingMode.TENSOR, FP8, GROUPS, dbias=bool(dbias), activated=bool(activated))
+    defaults = quantization.quantize_attributes(spec) | NUMBERS
     results = [data, scale, amax, *dbias, *activated, ((scratch,), U8), partial_sums, *surplus]
     return call("jax_grouped_quantize", [(x, x_type), *more], results, defaults, attributes, offset)[0]
 

@@ -111,21 +111,12 @@ def mx_scale(exponent: jax.Array) -> jax.Array:
     return _power_of_two(_BIAS - jnp.maximum(exponent.astype(jnp.int32), 1))
 
 
-def mx_scale_inv(exponent: jax.Array) -> jax.Array:
-    """Returns the inverse scale, a normal float32, for its biased exponent. Exponent 0 counts as 2^-126."""
-    return _power_of_two(jnp.maximum(exponent.astype(jnp.int32), 1) - _BIAS)
-
-
 def stored_scale(scale_inv: jax.Array) -> jax.Array:
     """Converts stored inverse scales to float32 numbers."""
     if scale_inv.dtype != jnp.float8_e8m0fnu:
         return scale_inv
-    return mx_scale_inv(jax.lax.bitcast_convert_type(scale_inv, jnp.uint8))
-
-
-def as_type(stored: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Reinterprets bytes as numbers of an 8-bit type; returns other arrays unchanged."""
-    return jax.lax.bitcast_convert_type(stored, jnp.dtype(dtype)) if stored.dtype == jnp.uint8 else stored
+    exponent = jax.lax.bitcast_convert_type(scale_inv, jnp.uint8).astype(jnp.int32)
+    return _power_of_two(jnp.maximum(exponent, 1) - _BIAS)
 
 
 def cast(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -15,7 +15,6 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -66,23 +65,17 @@ def load_extension() -> ModuleType | None:
         module = importlib.import_module("jax_grouped._cuda")
     except ModuleNotFoundError:
         return None
-    module.set_cublaslt_path(str(_packaged_cublaslt() or ""))
+    # The cuBLASLt of the `nvidia-cublas` package, which JAX's CUDA plugin loads.
+    try:
+        files = importlib.metadata.files("nvidia-cublas") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    paths = [str(file.locate()) for file in files if file.name == "libcublasLt.so.13"]
+    module.set_cublaslt_path(paths[0] if paths else "")
     jax.ffi.register_ffi_type("jax_grouped_loaded_devices", module.state_type(), platform="CUDA")
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return module
-
-
-def _packaged_cublaslt() -> Path | None:
-    """Returns the path of the cuBLASLt of the `nvidia-cublas` package, which JAX's CUDA plugin loads."""
-    try:
-        files = importlib.metadata.files("nvidia-cublas") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for file in files:
-        if file.name == "libcublasLt.so.13":
-            return Path(str(file.locate()))
-    return None
 
 
 def cuda_devices() -> list[jax.Device]:

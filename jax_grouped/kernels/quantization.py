@@ -1,7 +1,6 @@
 """Quantization to FP8, and back: of tokens in groups, and of stacks of equal groups."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,9 +200,9 @@ def quantize_xla(
             assert activation_input is not None
             assert spec.activation is not None
             rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
-            made["inner_products"] = jnp.where(
-                rows.valid[:, None], _inner_products(x, activation_input, spec.activation), 0
-            )
+            products = activate(activation_input.astype(jnp.float32), spec.activation) * x.astype(jnp.float32)
+            sums = jnp.sum(_block_features(products, BLOCK), axis=2)
+            made["inner_products"] = jnp.where(rows.valid[:, None], sums, 0)
         if spec.activated:
             assert activation_input is not None
             forward = spec.forward()
@@ -256,7 +255,9 @@ def _quantize(
         if f"{name}_data" in wanted:
             copy = copies.copy(scaling, spec.layout(x_shape, columnwise=columnwise))
             for key, array in zip((f"{name}_data", f"{name}_scale"), copy, strict=True):
-                results[key] = numerics.as_type(array, wanted[key].dtype).reshape(wanted[key].shape)
+                if array.dtype == jnp.uint8:
+                    array = jax.lax.bitcast_convert_type(array, wanted[key].dtype)
+                results[key] = array.reshape(wanted[key].shape)
     if spec.dbias:
         results["dbias"] = bias_gradient_xla(
             unflushed, group_sizes, group_offset, num_groups=spec.num_groups, out_dtype=jnp.float32
@@ -290,12 +291,6 @@ def _activate(
         x = x * row_weights[:, None]
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
     return activation_grad(activation_input, x, spec.activation)
-
-
-def _inner_products(gradient: jax.Array, activation_input: jax.Array, activation: Activation) -> jax.Array:
-    """Returns the inner products of the rows of the result with its gradient `[R, F]`, one per 128 features."""
-    products = activate(activation_input.astype(jnp.float32), activation) * gradient.astype(jnp.float32)
-    return jnp.sum(_block_features(products, BLOCK), axis=2)
 
 
 class _Scaling:
@@ -368,13 +363,15 @@ class _Tokens:
             scale, scale_inv = scaling.block_scales(amax)
             scale = _take(scale, block)
         scale = spread(scale, features, layout.features, axis=1)
-        if layout.scales_in_block_order:
-            (size,), width = layout.scale_shape, scale_inv.shape[1]
-            return scale, jnp.pad(scale_inv, ((0, 0), (0, size // scale_inv.shape[0] - width)))
+        (size,) = layout.scale_shape
+        if layout.mode == (ScalingMode.BLOCK_1D if layout.columnwise else ScalingMode.BLOCK_2D):
+            # Scales are in the order of blocks: rows of blocks one after another, with no gap between groups.
+            return scale, pad_to(scale_inv, (scale_inv.shape[0], size // scale_inv.shape[0]))
         if rows > 1:
             scale_inv = _take(scale_inv, chunks.block(rows))
         where = layout.column_scales(chunks) if layout.columnwise else layout.row_scales(chunks)
-        return scale, _scatter_scales(scale_inv, where, chunks.valid, layout)
+        where = jnp.where(chunks.valid[:, None], where, size)
+        return scale, jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")
 
 
 class _Stack:
@@ -478,13 +475,6 @@ def _block_features(values: jax.Array, block: int) -> jax.Array:
     return padded.reshape(values.shape[0], -1, block)
 
 
-def _scatter_scales(scale_inv: jax.Array, where: jax.Array, valid: jax.Array, layout: QuantizedLayout) -> jax.Array:
-    """Scatters the inverse scales to their positions in the flat array, zeros elsewhere."""
-    size = math.prod(layout.scale_shape)
-    where = jnp.where(valid[:, None], where, size)
-    return jnp.zeros(size, scale_inv.dtype).at[where].set(scale_inv, mode="drop")
-
-
 def _quantize_cuda(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
@@ -505,8 +495,13 @@ def _quantize_cuda(
         "jax_grouped_quantize",
         [batched(result, batch) for result in (*results, scratch, partial_sums)],
         input_output_aliases=aliases,
-    )(
-        *operands,
+    )(*operands, **quantize_attributes(spec))
+    return tuple(outputs[: len(results)])
+
+
+def quantize_attributes(spec: QuantizeSpec) -> dict[str, Any]:
+    """Returns the attributes of the custom call."""
+    return dict(
         mode=np.int32(MODES.index(spec.mode)),
         stack_rows=np.int64(spec.stack_rows or 0),
         rowwise=spec.rowwise,
@@ -523,7 +518,6 @@ def _quantize_cuda(
         activated=spec.activated,
         cached="skip" in spec.given,
     )
-    return tuple(outputs[: len(results)])
 
 
 def _quantize_permuted_cuda(
