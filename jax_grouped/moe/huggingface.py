@@ -72,7 +72,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
     values, architecture, sizes = _known(config)
     normalize = architecture.normalizes
     router: dict[str, Any] = dict(normalize=_value(values, "norm_topk_prob") if normalize is None else normalize)
-    options: dict[str, Any] = dict(num_experts=sizes.experts, hidden_features=sizes.hidden)
+    options: dict[str, Any] = dict(num_experts=sizes["E"], hidden_features=sizes["F"])
     if architecture.interleaved:
         # A configuration may leave these to the model's code.
         alpha, limit = values.get("swiglu_alpha", 1.702), values.get("swiglu_limit", 7.0)
@@ -90,7 +90,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
             top_groups=values.get("topk_group"),
             use_selection_bias=True,
         )
-        options |= dict(shared_features=sizes.shared or None)
+        options |= dict(shared_features=sizes["shared"] or None)
     return options | dict(router=Router(_value(values, "num_experts_per_tok"), **router))
 
 
@@ -130,41 +130,22 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
         assert variables["params"]["gate_up"]["kernel"].shape == (2, 8, 2, 4)
     """
-    values, architecture, (experts, features, hidden, shared) = _known(config)
+    values, architecture, sizes = _known(config)
     block = _Block(state, prefix, values["model_type"])
-    router = {"kernel": block.take(f"{architecture.router}.weight", experts, features).T}
-    if architecture.interleaved:
-        router["bias"] = block.take(f"{architecture.router}.bias", experts)
-        interleaved = {
-            "kernel": block.take_transposed("experts.gate_up_proj", experts, features, 2 * hidden),
-            "bias": block.take("experts.gate_up_proj_bias", experts, 2 * hidden),
-        }
-        gate_up = {
-            name: np.swapaxes(array.reshape(*array.shape[:-1], hidden, 2), -1, -2)
-            for name, array in interleaved.items()
-        }
-        down = {
-            "kernel": block.take_transposed("experts.down_proj", experts, hidden, features),
-            "bias": block.take("experts.down_proj_bias", experts, features),
-        }
-    elif "experts.gate_up_proj" in block:
-        stacked = block.take("experts.gate_up_proj", experts, 2 * hidden, features)
-        gate_up = {"kernel": np.transpose(stacked.reshape(experts, 2, hidden, features), (0, 3, 1, 2))}
-        down = {"kernel": np.swapaxes(block.take("experts.down_proj", experts, features, hidden), 1, 2)}
-    else:
-        kernels = [block.take_expert(f"experts.{i}.", architecture, hidden, features) for i in range(experts)]
-        gate_up, down = ({"kernel": np.stack(stack)} for stack in zip(*kernels, strict=True))
-    variables: dict[str, Any] = {"params": {"router": router, "gate_up": gate_up, "down": down}}
-    if architecture.selects:
-        bias = block.take(f"{architecture.router}.e_score_correction_bias", experts)
-        # In bfloat16 an update of 0.001 would be lost.
-        variables["router_state"] = {"selection_bias": bias.astype(np.float32)}
-    if shared:
-        shared_gate_up, shared_down = block.take_expert("shared_experts.", architecture, shared, features)
-        variables["params"] |= {
-            "shared_gate_up": {"kernel": shared_gate_up[None]},
-            "shared_down": {"kernel": shared_down[None]},
-        }
+    variables: dict[str, Any] = {}
+    for variable in _variables(architecture, sizes, per_expert="experts.gate_up_proj" not in block):
+        arrays = {index: block.take(name, *variable.array_shape) for index, name in variable.names.items()}
+        *outer, last = variable.path.split("/")
+        # In bfloat16 an update of a selection bias by 0.001 would be lost.
+        dtype = np.float32 if last == "selection_bias" else np.result_type(*[array.dtype for array in arrays.values()])
+        value = np.empty(variable.shape, dtype)
+        for index, array in arrays.items():
+            part = variable.part(value, index)
+            part[...] = array.reshape(part.shape)
+        collection = variables
+        for key in outer:
+            collection = collection.setdefault(key, {})
+        collection[last] = value
     block.check_all_taken()
     return variables
 
@@ -199,46 +180,28 @@ def to_huggingface(
 
         assert state["experts.1.down_proj.weight"].shape == (8, 4)
     """
-    _, architecture, (experts, features, hidden, shared) = _known(config)
+    _, architecture, sizes = _known(config)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
-    params = variables["params"]
-    gate_up = _checked(params, "gate_up", "kernel", (experts, features, 2, hidden))
-    down = _checked(params, "down", "kernel", (experts, hidden, features))
-    state = {f"{architecture.router}.weight": _checked(params, "router", "kernel", (features, experts)).T}
-    if architecture.interleaved:
-        bias = _checked(params, "gate_up", "bias", (experts, 2, hidden))
-        state |= {
-            f"{architecture.router}.bias": _checked(params, "router", "bias", (experts,)),
-            "experts.gate_up_proj": np.swapaxes(gate_up, 2, 3).reshape(experts, features, 2 * hidden),
-            "experts.gate_up_proj_bias": np.swapaxes(bias, 1, 2).reshape(experts, 2 * hidden),
-            "experts.down_proj": down,
-            "experts.down_proj_bias": _checked(params, "down", "bias", (experts, features)),
-        }
-    elif per_expert:
-        for expert in range(experts):
-            state |= _name_expert(f"experts.{expert}.", architecture, gate_up[expert], down[expert])
-    else:
-        stacked = np.transpose(gate_up, (0, 2, 3, 1)).reshape(experts, 2 * hidden, features)
-        state |= {"experts.gate_up_proj": stacked, "experts.down_proj": np.swapaxes(down, 1, 2)}
-    if architecture.selects and (router_state := variables.get("router_state")):
-        bias = _checked({"router_state": router_state}, "router_state", "selection_bias", (experts,))
-        state[f"{architecture.router}.e_score_correction_bias"] = bias
-    if shared:
-        shared_gate_up = _checked(params, "shared_gate_up", "kernel", (1, features, 2, shared))
-        shared_down = _checked(params, "shared_down", "kernel", (1, shared, features))
-        state |= _name_expert("shared_experts.", architecture, shared_gate_up[0], shared_down[0])
-    return {prefix + name: np.ascontiguousarray(array) for name, array in state.items()}
+    state = {}
+    for variable in _variables(architecture, sizes, per_expert=per_expert):
+        if variable.path.startswith("router_state") and not variables.get("router_state"):
+            continue
+        value: Any = variables
+        for key in variable.path.split("/"):
+            if key not in value:
+                raise KeyError(f"The variables have no {variable.path}.")
+            value = value[key]
+        value = np.asarray(value.unbox() if hasattr(value, "unbox") else value)
+        if value.shape != variable.shape:
+            raise ValueError(f"{variable.path} must have shape {variable.shape}, got {value.shape}.")
+        for index, name in variable.names.items():
+            array = variable.part(value, index).reshape(variable.array_shape)
+            state[prefix + name] = np.ascontiguousarray(array)
+    return state
 
 
-class _Sizes(NamedTuple):
-    experts: int
-    features: int
-    hidden: int
-    shared: int
-
-
-def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, _Sizes]:
+def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int]]:
     """Returns the values of a configuration, and the names and sizes of the block of its model."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         found = type(config).__name__
@@ -251,7 +214,8 @@ def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, _Sizes]:
     hidden = _value(values, architecture.hidden)
     experts = _value(values, "num_local_experts", "num_experts", "n_routed_experts")
     shared = hidden * (values.get("n_shared_experts") or 0) if architecture.selects else 0
-    return values, architecture, _Sizes(experts, _value(values, "hidden_size"), hidden, shared)
+    sizes = {"E": experts, "K": _value(values, "hidden_size"), "2": 2, "F": hidden, "shared": shared}
+    return values, architecture, sizes
 
 
 def _value(values: Mapping[str, Any], *names: str) -> Any:
@@ -261,24 +225,64 @@ def _value(values: Mapping[str, Any], *names: str) -> Any:
     raise KeyError(f"The configuration has no {' or '.join(names)}.")
 
 
-def _checked(variables: Mapping[str, Any], part: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a variable as a NumPy array of this shape."""
-    if name not in variables.get(part, {}):
-        raise KeyError(f"The variables have no {part}/{name}.")
-    value = variables[part][name]
-    array = np.asarray(value.unbox() if hasattr(value, "unbox") else value)
-    if array.shape != shape:
-        raise ValueError(f"{part}/{name} must have shape {shape}, got {array.shape}.")
-    return array
+class _Variable(NamedTuple):
+    """A variable of `MoEMlp`, and the arrays of a block that hold it. A letter, or 2 for gate and up, is an axis."""
+
+    path: str
+    axes: str
+    #: Names of the arrays, by indices along the axes that they lack.
+    names: Mapping[Any, str]
+    array_axes: str
+    sizes: dict[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([self.sizes[axis] for axis in self.axes])
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        joined = self.sizes | {"G": 2 * self.sizes["F"]}  # Gate and up share an axis of the arrays.
+        return tuple([joined[axis] for axis in self.array_axes.replace("2F", "G").replace("F2", "G")])
+
+    def part(self, variable: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+        """Returns a view of what one array holds, with the axes of the array."""
+        lacking = [axis for axis in self.axes if axis not in self.array_axes]
+        return variable.transpose([self.axes.index(axis) for axis in (*lacking, *self.array_axes)])[index]
 
 
-def _name_expert(
-    name: str, architecture: _Architecture, gate_up: np.ndarray, down: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Returns the arrays of one expert, from `[K, 2, F]` and `[F, K]`."""
-    arrays = gate_up[:, 0].T, gate_up[:, 1].T, down.T
-    names = (f"{name}{projection}.weight" for projection in architecture.projections)
-    return dict(zip(names, arrays, strict=True))
+def _variables(architecture: _Architecture, sizes: dict[str, int], *, per_expert: bool) -> list[_Variable]:
+    """Returns all variables of a block; `per_expert` matters for an architecture that knows both forms of experts."""
+    router, (*halves, last) = architecture.router, architecture.projections
+    whole = [("params/router/kernel", "KE", f"{router}.weight", "EK")]
+    separate: dict[str, tuple[list[str], dict[str, int]]] = {}
+    if architecture.interleaved:
+        whole += [
+            ("params/router/bias", "E", f"{router}.bias", "E"),
+            ("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", "EKF2"),
+            ("params/gate_up/bias", "E2F", "experts.gate_up_proj_bias", "EF2"),
+            ("params/down/kernel", "EFK", "experts.down_proj", "EFK"),
+            ("params/down/bias", "EK", "experts.down_proj_bias", "EK"),
+        ]
+    elif per_expert:
+        separate[""] = [f"experts.{expert}." for expert in range(sizes["E"])], sizes
+    else:
+        whole += [
+            ("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", "E2FK"),
+            ("params/down/kernel", "EFK", "experts.down_proj", "EKF"),
+        ]
+    if architecture.selects:
+        whole.append(("router_state/selection_bias", "E", f"{router}.e_score_correction_bias", "E"))
+    if sizes["shared"]:
+        separate["shared_"] = ["shared_experts."], sizes | {"E": 1, "F": sizes["shared"]}
+    variables = [_Variable(path, axes, {(): name}, array_axes, sizes) for path, axes, name, array_axes in whole]
+    for part, (experts, own_sizes) in separate.items():
+        gate_up = {(i, j): f"{name}{half}.weight" for i, name in enumerate(experts) for j, half in enumerate(halves)}
+        down = {(i,): f"{name}{last}.weight" for i, name in enumerate(experts)}
+        variables += [
+            _Variable(f"params/{part}gate_up/kernel", "EK2F", gate_up, "FK", own_sizes),
+            _Variable(f"params/{part}down/kernel", "EFK", down, "KF", own_sizes),
+        ]
+    return variables
 
 
 class _Block:
@@ -297,56 +301,40 @@ class _Block:
 
     def take(self, name: str, *shape: int) -> np.ndarray:
         """Returns an array of this shape. Dequantizes one that has scales of blocks."""
-        array = self._take_of_shape(name, *shape)
+        if len(shape) == 3 and f"{name}_blocks" in self:
+            # In MXFP4, kernels `[E, in, out]` are `[E, out, in / 32, 16]` bytes of two numbers each.
+            experts, inputs, outputs = shape
+            if inputs % 32:
+                raise ValueError(f"{self._prefix}{name}_blocks have 32 numbers each, of which {inputs} is no multiple.")
+            blocks = self._take_stored(f"{name}_blocks", experts, outputs, inputs // 32, 16)
+            scales = self._take_stored(f"{name}_scales", experts, outputs, inputs // 32)
+            pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
+            numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
+            return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
+        array = self._take_stored(name, *shape)
         if f"{name}_scale_inv" not in self:
             if array.dtype.itemsize == 1 or array.dtype.kind in "biu":
                 raise ValueError(f"{self._prefix}{name} is {array.dtype}, and the state has no {name}_scale_inv.")
             return array
-        scales = self._take_any(f"{name}_scale_inv")
-        expected = (*shape[:-2], *(-(-size // 128) for size in shape[-2:]))
-        if scales.shape != expected:
-            raise ValueError(f"{self._prefix}{name}_scale_inv must have shape {expected}, got {scales.shape}.")
+        scales = self._take_stored(f"{name}_scale_inv", *shape[:-2], *[-(-size // 128) for size in shape[-2:]])
         element_scales = np.repeat(np.repeat(scales, 128, axis=-2), 128, axis=-1)[..., : shape[-2], : shape[-1]]
         return array.astype(np.float32) * element_scales.astype(np.float32)
-
-    def take_transposed(self, name: str, experts: int, inputs: int, outputs: int) -> np.ndarray:
-        """Returns kernels `[E, in, out]`, which are there as they are, or in MXFP4 as `[E, out, in / 32, 16]` bytes."""
-        if f"{name}_blocks" not in self:
-            return self.take(name, experts, inputs, outputs)
-        if inputs % 32:
-            raise ValueError(f"{self._prefix}{name}_blocks have 32 numbers each, of which {inputs} is no multiple.")
-        blocks = self._take_of_shape(f"{name}_blocks", experts, outputs, inputs // 32, 16)
-        scales = self._take_of_shape(f"{name}_scales", experts, outputs, inputs // 32)
-        pairs = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
-        numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
-        return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
-
-    def take_expert(
-        self, prefix: str, architecture: _Architecture, hidden: int, features: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns an expert's kernels, `[K, 2, F]` and `[F, K]`."""
-        gate, up, down = architecture.projections
-        halves = [self.take(f"{prefix}{name}.weight", hidden, features).T for name in (gate, up)]
-        return np.stack(halves, axis=1), self.take(f"{prefix}{down}.weight", features, hidden).T
 
     def check_all_taken(self) -> None:
         if self._left:
             raise ValueError(f"A block of {self._model} has no place for {_some(self._left)}.")
 
-    def _take_of_shape(self, name: str, *shape: int) -> np.ndarray:
-        """Returns an array of this shape, of any type."""
-        array = self._take_any(name)
-        if array.shape != shape:
-            raise ValueError(f"{self._prefix}{name} must have shape {shape}, got {array.shape}.")
-        return array
-
-    def _take_any(self, name: str) -> np.ndarray:
+    def _take_stored(self, name: str, *shape: int) -> np.ndarray:
+        """Returns an array of this shape as it is stored, of any type."""
         key = self._prefix + name
         if key not in self._left:
             raise KeyError(f"The state has no {key}, which a block of {self._model} needs.")
         self._left.remove(key)
-        array = self._state[key]
-        return _from_torch(array) if hasattr(array, "detach") else np.asarray(array)
+        stored = self._state[key]
+        array = _from_torch(stored) if hasattr(stored, "detach") else np.asarray(stored)
+        if array.shape != shape:
+            raise ValueError(f"{key} must have shape {shape}, got {array.shape}.")
+        return array
 
 
 def _some(names: Collection[str]) -> str:

@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_named() -> None:
         "down/kernel must have shape (8, 24, 32), got (3,).": (load, layer, {"params": wrong_kernel}),
         "The variables have no params and no router_state, but router, gate_up, down": (load, layer, params),
         "The variables have no params, but router, gate_up, down.": (write, params, config),
-        "The variables have no gate_up/kernel.": (write, {"params": {"router": params["router"]}}, config),
+        "The variables have no params/gate_up/kernel.": (write, {"params": {"router": params["router"]}}, config),
         "kernel must have shape (8, 24, 32), got (3,).": (write, {"params": params | wrong_kernel}, config),
     }
     for message, (function, *arguments) in refused.items():
