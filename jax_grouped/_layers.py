@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import FP8_ALIGNMENT
-from jax_grouped.core.values import apply_rule, as_array, is_bound, promoted_type, static_bool, static_size, vary_alike
+from jax_grouped.core.values import (
+    apply_rule,
+    as_array,
+    check_instance,
+    is_bound,
+    promoted_type,
+    static_bool,
+    static_size,
+    vary_alike,
+)
 from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.recipes import DelayedScaling, Recipe, recipe_error
 from jax_grouped.fp8.state import Fp8State, part_of_state
@@ -26,7 +35,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.experts import grouped_mlp
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.parallel import Parallel
-from jax_grouped.moe.routing import Router, check_instance
+from jax_grouped.moe.routing import Router
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
@@ -144,27 +153,23 @@ def check_moe_options(
         )
 
 
-def axis_names(logical_axes: LogicalAxes, activation: Activation) -> dict[str, tuple[str | None, ...]]:
-    """Returns the names of the axes of each kernel and bias of `MoEMlp`."""
-    experts, features, hidden = logical_axes
-    halves = (None,) if is_gated(activation) else ()
-    return {
-        "router": (features, None),
-        "router bias": (None,),
-        "selection_bias": (None,),
-        "shared_gate_up": (None, features, *halves, hidden),
-        "shared_down": (None, hidden, features),
-        "gate_up": (experts, features, *halves, hidden),
-        "gate_up bias": (experts, *halves, hidden),
-        "down": (experts, hidden, features),
-        "down bias": (experts, features),
-    }
+class KernelForm(NamedTuple):
+    """Shape of a stack of kernels of a `MoEMlp`, and the names of its axes. A bias lacks the second axis."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    #: Whether it is that of an expert that all tokens share: the same on all devices, and without a bias.
+    is_shared: bool
 
 
-def kernel_shapes(
-    layer: Any, features: int, parallel: Parallel, given: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the kernels of a `MoEMlp` by name; inside `jax.shard_map`, those of this device's parts.
+def kernel_forms(
+    layer: Any,
+    features: int,
+    parallel: Parallel,
+    logical_axes: LogicalAxes | None,
+    given: Mapping[str, Mapping[str, Any]],
+) -> dict[str, KernelForm]:
+    """Returns the forms of the kernels of a `MoEMlp` by name; inside `jax.shard_map`, those of this device's parts.
 
     Raises ValueError unless the axes of `parallel` split the sizes evenly, and the `given` parameters are such parts.
     """
@@ -177,20 +182,28 @@ def kernel_shapes(
             raise ValueError(f"{name} must be a multiple of the {devices} devices along {split_over}, got {size}.")
         sizes.append(size // devices)
         bound += split_over
-    experts, hidden = sizes
-    halves = (2,) if is_gated(layer.activation) else ()
-    shapes = {"gate_up": (experts, features, *halves, hidden), "down": (experts, hidden, features)}
-    for name, shape in shapes.items():
+    experts_name, features_name, hidden_name = logical_axes or (None, None, None)
+    expert, token, hidden = (sizes[0], experts_name), (features, features_name), (sizes[1], hidden_name)
+    halves = [(2, None)] if is_gated(layer.activation) else []
+    stacks: dict[str, list[tuple[int, str | None]]] = {
+        "gate_up": [expert, token, *halves, hidden],
+        "down": [expert, hidden, token],
+    }
+    if layer.shared_features is not None:
+        one, hidden = (1, None), (layer.shared_features, hidden_name)
+        stacks |= {"shared_gate_up": [one, token, *halves, hidden], "shared_down": [one, hidden, token]}
+    forms = {}
+    for name, stack in stacks.items():
+        shape, names = zip(*stack, strict=True)
+        forms[name] = form = KernelForm(shape, names, name.startswith("shared"))
         for parameter, part in (("kernel", shape), ("bias", (shape[0], *shape[2:]))):
             for array in jax.tree.leaves(given.get(name, {}).get(parameter)):
-                if bound and jnp.shape(array) != part:
+                if bound and not form.is_shared and jnp.shape(array) != part:
                     raise ValueError(
                         f"{name}'s {parameter} must be this device's part, of shape {part}, got {jnp.shape(array)}: "
                         f"in_specs of jax.shard_map must split it over {bound}."
                     )
-    if (shared := layer.shared_features) is not None:
-        shapes |= {"shared_gate_up": (1, features, *halves, shared), "shared_down": (1, shared, features)}
-    return shapes
+    return forms
 
 
 def apply_dense(
@@ -214,16 +227,16 @@ def apply_dense(
 
 def apply_moe(
     layer: Any,
-    options: Router,
+    router: Router,
     parallel: Parallel,
     x: jax.Array,
-    router: Callable[[jax.Array], jax.Array],
+    logits_layer: Callable[[jax.Array], jax.Array],
     weights: dict[str, Weights],
     selection_bias: jax.Array | None,
     shared: jax.Array | None,
     accumulate_into: Mapping[str, jax.Array] | None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these options and weights, named as in `kernel_shapes`."""
+    """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these options and weights, named as in `kernel_forms`."""
     sums = {} if accumulate_into is None else accumulate_into
     if not isinstance(sums, Mapping):
         raise TypeError(f"accumulate_into must be a mapping such as {{'down': gradient}}, got {type(sums).__name__}.")
@@ -259,16 +272,16 @@ def apply_moe(
         )
         shared = result if shared is None else shared.astype(jnp.float32) + result
     num_sequences = None
-    if options.balance_sequences:
+    if router.balance_sequences:
         if x.ndim < 3:
             raise ValueError(f"balance_sequences needs x of shape [..., length, K], got {x.shape}.")
         num_sequences = max(1, math.prod(x.shape[:-2]))
     y, metrics = moe_mlp(
         rows,
-        router(tokens),
+        logits_layer(tokens),
         gate_up,
         down,
-        router=options,
+        router=router,
         parallel=parallel,
         activation=layer.activation,
         recipe=layer.recipe,
@@ -314,7 +327,7 @@ def make_cache(
     fsdp_axis: str | None = None,
     stored: Any = None,
     is_first_microbatch: ArrayLike = True,
-    **options: Any,
+    for_gradients: bool = True,
 ) -> KernelCache | jax.Array:
     """Quantizes the kernel, with the scales of its state if there is one, or without a recipe converts it to `dtype`.
 
@@ -339,9 +352,9 @@ def make_cache(
             fp8_state = part_of_state(fp8_state, fsdp_axis, kernel.shape[0])
         # Convert to float32 first: Flax's type whose sum is the maximum passes through stop_gradient.
         scale = jax.lax.stop_gradient(fp8_state.astype(jnp.float32)).scales(recipe).kernel
-    if first is not None:
-        options |= dict(previous=stored, skip=~first)
-    return quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe, scale=scale, **options)
+    previous, skip = (None, None) if first is None else (stored, ~first)
+    kernel = kernel.reshape(*kernel.shape[:2], -1)
+    return quantize_kernel(kernel, recipe, previous=previous, skip=skip, scale=scale, for_gradients=for_gradients)
 
 
 def weights_in_fp8_alone(

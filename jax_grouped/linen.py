@@ -383,52 +383,52 @@ class MoEMlp(nn.Module):
         x = as_array("x", x)
         if x.ndim == 0:
             raise ValueError("x must have shape [..., K], got ().")
-        options, parallel, initializers = self.router, self.parallel, self.initializers
+        router, parallel, initializers = self.router, self.parallel, self.initializers
         if self.is_initializing() and not {*jax.typeof(x).sharding.spec} - {None}:
             # `init` makes the whole parameters, also inside `jax.shard_map`, and takes any number of tokens.
             parallel = Parallel()
-        names = {} if self.logical_axes is None else _layers.axis_names(self.logical_axes, self.activation)
+        given = self.variables.get("params", {})
+        forms = _layers.kernel_forms(self, x.shape[-1], parallel, self.logical_axes, given)
 
-        def named(init: Initializer, parameter: str) -> Initializer:
-            return nn.with_logical_partitioning(init, names[parameter]) if names else init
+        def named(init: Initializer, *axes: str | None) -> Initializer:
+            return init if self.logical_axes is None else nn.with_logical_partitioning(init, axes)
 
-        router = nn.Dense(
+        logits_layer = nn.Dense(
             self.num_experts,
-            use_bias=options.use_bias,
+            use_bias=router.use_bias,
             dtype=jnp.float32,
             param_dtype=self.param_dtype,
-            kernel_init=named(initializers.router, "router"),
-            bias_init=named(initializers.bias, "router bias"),
+            kernel_init=named(initializers.router, forms["gate_up"].axes[1], None),
+            bias_init=named(initializers.bias, None),
             name="router",
         )
-        if options.use_selection_bias and (selection_bias is None or self.is_initializing()):
+        if router.use_selection_bias and (selection_bias is None or self.is_initializing()):
             if not self.is_initializing() and not self.has_variable(ROUTER_STATE, "selection_bias"):
                 raise ValueError(
                     f"use_selection_bias needs the collection {ROUTER_STATE}, which init makes beside params: pass "
                     f"apply both, as {{'params': ..., '{ROUTER_STATE}': ...}}, or pass selection_bias."
                 )
-            init = named(nn.initializers.zeros_init(), "selection_bias")
+            init = named(nn.initializers.zeros_init(), None)
             own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
             selection_bias = own.value
         weights = {}
-        given = self.variables.get("params", {})
-        for name, shape in _layers.kernel_shapes(self, x.shape[-1], parallel, given).items():
-            is_shared = name.startswith("shared")
+        for name, (shape, axes, is_shared) in forms.items():
             kernel_init = initializers.down if name.endswith("down") else initializers.gate_up
+            bias_init = named(initializers.bias, axes[0], *axes[2:]) if self.use_bias and not is_shared else None
             kernel = GroupedKernel(
                 shape,
-                kernel_init=named(kernel_init, name),
-                bias_init=named(initializers.bias, f"{name} bias") if self.use_bias and not is_shared else None,
+                kernel_init=named(kernel_init, *axes),
+                bias_init=bias_init,
                 param_dtype=self.param_dtype,
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
                 dtype=self.dtype,
                 name=name,
             )
-            # All devices have the whole shared expert.
-            fsdp_axis = None if is_shared else parallel.fsdp
-            weights[name] = kernel.stored(is_first_microbatch, fsdp_axis=fsdp_axis)
-        return _layers.apply_moe(self, options, parallel, x, router, weights, selection_bias, shared, accumulate_into)
+            weights[name] = kernel.stored(is_first_microbatch, fsdp_axis=None if is_shared else parallel.fsdp)
+        return _layers.apply_moe(
+            self, router, parallel, x, logits_layer, weights, selection_bias, shared, accumulate_into
+        )
 
 
 def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:

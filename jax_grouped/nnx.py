@@ -186,12 +186,12 @@ class GroupedKernel(nnx.Module):
                 self.kernel_cache.set_value(cache)
         return Weights(kernel, bias, cache, state)
 
-    def _make_cache(self, **options: Any) -> KernelCache | jax.Array:
+    def _make_cache(self, *, for_gradients: bool = True) -> KernelCache | jax.Array:
         """Returns a cache of the kernel. Raises ValueError if it is a stack of several layers' kernels."""
         kernel, _, _, state, _ = self.stored()
         if kernel.ndim != self.rank:
             raise ValueError(f"kernel {kernel.shape} is stacked, as by nnx.vmap: quantize layers one by one.")
-        return _layers.make_cache(kernel, self.recipe, self.dtype, state, **options)
+        return _layers.make_cache(kernel, self.recipe, self.dtype, state, for_gradients=for_gradients)
 
 
 class GroupedDense(GroupedKernel):
@@ -370,8 +370,11 @@ class MoEMlp(nnx.Module):
         self.recipe = recipe
         self.dtype = dtype
         self.precision = precision
-        names = {} if logical_axes is None else _layers.axis_names(logical_axes, activation)
-        metadata: dict[str, dict[str, Any]] = {name: {"out_sharding": axes} for name, axes in names.items()}
+
+        def metadata(*axes: str | None) -> dict[str, Any]:
+            return {} if logical_axes is None else {"out_sharding": axes}
+
+        forms = _layers.kernel_forms(self, features, Parallel(), logical_axes, {})
         self.router = nnx.Linear(
             features,
             num_experts,
@@ -380,14 +383,13 @@ class MoEMlp(nnx.Module):
             param_dtype=param_dtype,
             kernel_init=initializers.router,
             bias_init=initializers.bias,
-            kernel_metadata=metadata.get("router", {}),
-            bias_metadata=metadata.get("router bias", {}),
+            kernel_metadata=metadata(forms["gate_up"].axes[1], None),
+            bias_metadata=metadata(None),
             rngs=rngs,
         )
         self.shared_gate_up: GroupedKernel | None = nnx.data(None)
         self.shared_down: GroupedKernel | None = nnx.data(None)
-        for name, shape in _layers.kernel_shapes(self, features, Parallel(), {}).items():
-            is_shared = name.startswith("shared")
+        for name, (shape, axes, is_shared) in forms.items():
             kernel = GroupedKernel(
                 shape,
                 kernel_init=initializers.down if name.endswith("down") else initializers.gate_up,
@@ -396,15 +398,14 @@ class MoEMlp(nnx.Module):
                 recipe=recipe,
                 cache_kernel=cache_kernel,
                 dtype=dtype,
-                kernel_metadata=metadata.get(name, {}),
-                bias_metadata=metadata.get(f"{name} bias", {}),
+                kernel_metadata=metadata(*axes),
+                bias_metadata=metadata(axes[0], *axes[2:]),
                 rngs=rngs,
             )
             setattr(self, name, kernel)
         self.selection_bias: SelectionBias | None = nnx.data(None)
         if router.use_selection_bias:
-            bias = jnp.zeros(num_experts, jnp.float32)
-            self.selection_bias = SelectionBias(bias, **metadata.get("selection_bias", {}))
+            self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32), **metadata(None))
 
     def __call__(
         self,
@@ -417,16 +418,18 @@ class MoEMlp(nnx.Module):
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies to every token of `x`, `[..., K]`, the experts that the router chooses, as that of linen does."""
         parameters = nnx.to_pure_dict(nnx.state(self, nnx.Param))
-        weights = {}
-        for name in _layers.kernel_shapes(self, self.features, self.parallel, parameters):
-            # All devices have the whole shared expert.
-            fsdp_axis = None if name.startswith("shared") else self.parallel.fsdp
-            weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
+        forms = _layers.kernel_forms(self, self.features, self.parallel, None, parameters)
+        weights = {
+            name: getattr(self, name).stored(
+                is_first_microbatch, fsdp_axis=None if form.is_shared else self.parallel.fsdp
+            )
+            for name, form in forms.items()
+        }
         if selection_bias is None and self.selection_bias is not None:
             selection_bias = self.selection_bias[...]
-        options, parallel = self.router_options, self.parallel
+        router, parallel = self.router_options, self.parallel
         return _layers.apply_moe(
-            self, options, parallel, x, self.router, weights, selection_bias, shared, accumulate_into
+            self, router, parallel, x, self.router, weights, selection_bias, shared, accumulate_into
         )
 
 
@@ -437,9 +440,6 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
         layer: changed in place. Variables that have no new value stay.
         variables: parameters and selection biases in the structure of linen, such as `jg.moe.from_huggingface` returns.
             They are converted to the types of the layer's variables, and put where these are.
-
-    Returns:
-        Nothing.
 
     Raises:
         KeyError: `variables` has neither `params` nor `router_state`.
@@ -487,9 +487,6 @@ def quantize_for_inference(layer: nnx.Module) -> None:
     Args:
         layer: changed in place: each `GroupedKernel` in it loses its `kernel`, and has a `kernel_cache` of one
             orientation. Those without a recipe stay.
-
-    Returns:
-        Nothing.
 
     Raises:
         ValueError: there is no layer with a recipe.

@@ -5,7 +5,7 @@ Each error names the argument, its value and the rule. `shard_map`'s checks trac
 
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -140,23 +140,32 @@ def added_axes(known: frozenset[Any], *arrays: Any) -> tuple[Any, ...]:
     return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(arrays))) - known, key=str))
 
 
-def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Marks all arrays as varying over every mesh axis over which any of them varies.
+def vary_alike(*arrays: Any) -> tuple[Any, ...]:
+    """Marks all arrays of these trees as varying over every mesh axis over which any of them varies.
 
     The transpose of the mark is a sum over the added axes. So, with split tokens, a replicated array gets the sum of
     all devices' gradients, as with every operation of JAX. The sum is in the type of the array: mark small parameters
     in their `sum_dtype`, and leave kernels to the rules that compute their gradients.
     """
-    own = [varying_axes(x) for x in arrays]
-    axes = frozenset().union(*own)
-    return tuple(
-        [
-            jax.lax.pcast(x, tuple(sorted(axes - known, key=str)), to="varying") if axes - known else x
-            for x, known in zip(arrays, own, strict=True)
-        ]
-    )
+    leaves, structure = jax.tree.flatten(arrays)
+    axes = frozenset().union(*map(varying_axes, leaves))
+    added = [tuple(sorted(axes - varying_axes(x), key=str)) for x in leaves]
+    marked = [jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(leaves, added, strict=True)]
+    return tuple(jax.tree.unflatten(structure, marked))
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the type in which gradients of this type are summed over devices: float32 in place of narrower floats."""
     return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raises ValueError unless the value is one of a `Literal`."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}.")
+
+
+def check_instance(name: str, value: object, cls: type) -> None:
+    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
+    if not isinstance(value, cls):
+        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")

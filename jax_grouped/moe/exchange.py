@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
-from jax_grouped.core.values import as_array, axis_size, static_size, vary_alike
+from jax_grouped.core.values import as_array, axis_size, check_instance, static_size, vary_alike
 from jax_grouped.fp8.arrays import ScaledArray, short_repr
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, sum_of_choices
 from jax_grouped.moe.permutation import Permutation, checked_shared
-from jax_grouped.moe.routing import check_instance
 from jax_grouped.ops import inputs
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.inputs import GroupSizes, scaling_options
@@ -216,12 +215,7 @@ def _exchanged(rows: jax.Array, exchange: Exchange, *, back: bool) -> jax.Array:
         source, target = target, source
     if rows.ndim != 2 or rows.shape[0] != source.num_rows:
         raise ValueError(f"rows must have shape [{source.num_rows}, C] for this exchange, got {rows.shape}.")
-    return _move(exchange.axis_name, *_varying((rows, source, target)))
-
-
-def _varying(arrays: Any) -> Any:
-    leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, vary_alike(*leaves))
+    return _move(exchange.axis_name, *vary_alike(rows, source, target))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -232,10 +226,11 @@ def _move(axis_name: Hashable, rows: jax.Array, source: _Slices, target: _Slices
     # The slices of one device are contiguous in its chunk, which has room for all rows that can be sent or received.
     devices, room = source.sizes.shape[0], min(source.num_rows, target.num_rows)
     sent = jax.vmap(functools.partial(_origins, num_rows=room))(_starts(source.sizes), source.sizes, source.starts)
-    received = jax.lax.all_to_all(_take(rows, sent), axis_name, 0, 0).reshape(devices * room, -1)
+    chunks = rows.at[sent].get(mode="fill", fill_value=0)
+    received = jax.lax.all_to_all(chunks, axis_name, 0, 0).reshape(devices * room, -1)
     offsets = room * jnp.arange(devices, dtype=jnp.int32)[:, None] + _starts(target.sizes)
     slices = (x.reshape(-1) for x in (target.starts, target.sizes, offsets))
-    return _take(received, _origins(*slices, num_rows=target.num_rows))
+    return received.at[_origins(*slices, num_rows=target.num_rows)].get(mode="fill", fill_value=0)
 
 
 def _move_forward(
@@ -263,11 +258,6 @@ def _origins(starts: jax.Array, sizes: jax.Array, origins: jax.Array, *, num_row
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     inside = (row >= starts) & (row < starts + sizes)
     return jnp.min(jnp.where(inside, origins + row - starts, _NOWHERE), axis=1)
-
-
-def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `rows[index]`, zeros where the index is past the end."""
-    return rows.at[index].get(mode="fill", fill_value=0)
 
 
 class RowForm(NamedTuple):
@@ -333,80 +323,56 @@ def summed(parts: Received) -> jax.Array:
 
 def send_tokens(x: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire) -> jax.Array:
     """Computes `send_rows(permute(x, permutation), exchange)`, with each token quantized at most once for the way."""
-    way = _Way(exchange.axis_name) if 0 in x.shape else _Way(exchange.axis_name, wire.tokens, wire.dtokens)
-    return _send(way, *_varying((x, _arrays(permutation, exchange))))
+    return _travel(_Way(True, wire.tokens, wire.dtokens), *vary_alike(x, (permutation, exchange)))
 
 
 def sum_returned(
     rows: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire, shared: jax.Array | None
 ) -> jax.Array:
     """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`."""
-    way = _Way(exchange.axis_name) if 0 in rows.shape else _Way(exchange.axis_name, wire.results, wire.dresults)
-    sums = _sum(way, *_varying((rows, _arrays(permutation, exchange))))
+    sums = _travel(_Way(False, wire.results, wire.dresults), *vary_alike(rows, (permutation, exchange)))
     if shared is not None:
         sums += checked_shared(shared, sums.shape).astype(jnp.float32)
     return sums.astype(rows.dtype)
 
 
 class _Way(NamedTuple):
-    """Mesh axis along which rows travel, their form, and the form of their gradients on the way back."""
+    """Direction in which rows travel, their form, and the form of their gradients on the way back."""
 
-    axis_name: Hashable
-    form: RowForm | None = None
-    gradient_form: RowForm | None = None
-
-    def back(self) -> Self:
-        return self._replace(form=self.gradient_form, gradient_form=self.form)
-
-
-def _arrays(permutation: Permutation, exchange: Exchange) -> Any:
-    """Returns what transfers read. The rules keep all that they are given for the backward pass."""
-    return permutation.order, permutation.inverse, exchange.outgoing, exchange.incoming
+    to_experts: bool
+    form: RowForm | None
+    gradient_form: RowForm | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send(way: _Way, x: jax.Array, arrays: Any) -> jax.Array:
-    """Sends the rows of tokens to their experts."""
-    order, inverse, outgoing, incoming = arrays
-    words = permute_rows(_words(x, way.form), order, inverse)
-    return _rows(_move(way.axis_name, words, outgoing, incoming), x, way.form)
+def _travel(way: _Way, x: jax.Array, plan: tuple[Permutation, Exchange]) -> jax.Array:
+    """Sends the rows of tokens to their experts; or sends rows back, and sums those of each token in float32."""
+    permutation, exchange = plan
+    axis_name, outgoing, incoming = exchange.axis_name, exchange.outgoing, exchange.incoming
+    if way.to_experts:
+        words = permute_rows(_words(x, way.form), permutation.order, permutation.inverse)
+        return _rows(_move(axis_name, words, outgoing, incoming), x, way.form)
+    words = _move(axis_name, _words(x, way.form), incoming, outgoing)
+    return sum_of_choices(_rows(words, x, way.form), permutation.inverse)
 
 
-def _send_forward(way: _Way, x: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
-    return _send(way, x, arrays), arrays
+def _travel_forward(way: _Way, x: jax.Array, plan: Any) -> tuple[jax.Array, Any]:
+    return _travel(way, x, plan), (x[:0], plan)
 
 
-def _send_backward(way: _Way, arrays: Any, drows: jax.Array) -> tuple[Any, ...]:
-    return _sum(way.back(), drows, arrays).astype(drows.dtype), None
-
-
-_send.defvjp(_send_forward, _send_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(way: _Way, rows: jax.Array, arrays: Any) -> jax.Array:
-    """Sends rows back, and sums those of each token in float32."""
-    _, inverse, outgoing, incoming = arrays
-    words = _move(way.axis_name, _words(rows, way.form), incoming, outgoing)
-    return sum_of_choices(_rows(words, rows, way.form), inverse)
-
-
-def _sum_forward(way: _Way, rows: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+def _travel_backward(way: _Way, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     # The gradients of sums travel in the type of the rows.
-    return _sum(way, rows, arrays), (rows[:0], arrays)
+    no_rows, plan = residuals
+    back = _Way(not way.to_experts, way.gradient_form, way.form)
+    return _travel(back, gradient.astype(no_rows.dtype), plan).astype(no_rows.dtype), None
 
 
-def _sum_backward(way: _Way, residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
-    no_rows, arrays = residuals
-    return _send(way.back(), dy.astype(no_rows.dtype), arrays), None
-
-
-_sum.defvjp(_sum_forward, _sum_backward)
+_travel.defvjp(_travel_forward, _travel_backward)
 
 
 def _words(x: jax.Array, form: RowForm | None) -> jax.Array:
     """Quantizes rows `[T, C]` to `int32[T, C / 4 + blocks]`: their numbers, then their scales."""
-    if form is None:
+    if form is None or 0 in x.shape:
         return x
     quantized = _quantized(x[None], form)
     tokens, features = x.shape
@@ -417,7 +383,7 @@ def _words(x: jax.Array, form: RowForm | None) -> jax.Array:
 
 def _rows(words: jax.Array, like: jax.Array, form: RowForm | None) -> jax.Array:
     """Returns the rows of `_words`, with features and type like these."""
-    if form is None:
+    if form is None or 0 in like.shape:
         return words
     features = like.shape[1]
     numbers, scales = jnp.split(words, [features // 4], axis=1)

@@ -124,9 +124,14 @@ def grouped_mlp(
     out_spec = inputs.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
     last = dataclasses.replace(spec.down, partitions=Partitions(out=out_spec))
     if recipe is None or is_on_mesh(x, gate_up, spec.up) or is_on_mesh(x, down, last):
+        # The activation's input is split as the features of `gate_up` if their axes are free and divide `F`.
+        x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up.kernel).sharding
+        axes = axes_of(kernel_sharding, 2)
+        parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
+        is_free = not {*axes} & {*axes_of(x_sharding, 0)} and down.kernel.shape[1] % parts == 0
+        hidden_spec = PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
         dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
-        hidden = dense(x, **gate_up._asdict(), out_sharding=_hidden_spec(x, gate_up.kernel, down.kernel))
-        hidden = checkpoint_name(hidden, HIDDEN_NAME)
+        hidden = checkpoint_name(dense(x, **gate_up._asdict(), out_sharding=hidden_spec), HIDDEN_NAME)
         y = dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
         return checkpoint_name(y, OUTPUT_NAME)
 
@@ -134,15 +139,6 @@ def grouped_mlp(
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
     y = apply_rule(_experts, arrays, spec)
     return checkpoint_name(y, OUTPUT_NAME)
-
-
-def _hidden_spec(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> PartitionSpec:
-    """Returns the spec of the activation's input: features as those of `gate_up` if axes are free and divide `F`."""
-    x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up).sharding
-    axes = axes_of(kernel_sharding, 2)
-    parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
-    is_free = not {*axes} & {*axes_of(x_sharding, 0)} and down.shape[1] % parts == 0
-    return PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
 
 
 class Network(NamedTuple):
@@ -202,8 +198,8 @@ def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_
     arrays = ExpertsArrays(*vary_inputs(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
     weighted = apply_rule(_experts, arrays, spec)
     if down.bias is not None:
-        zeros, bias, *varying_groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, *groups, weighted)
-        weighted += row_weights[:, None] * add_bias(zeros, bias, Groups(*varying_groups))
+        zeros, bias, groups, _ = vary_alike(jnp.zeros_like(weighted), down.bias, groups, weighted)
+        weighted += row_weights[:, None] * add_bias(zeros, bias, groups)
     return weighted.astype(rows.dtype)
 
 
@@ -229,7 +225,7 @@ def _canonical(rows: jax.Array | jax.ShapeDtypeStruct, network: Network) -> tupl
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down", parts)
     up_spec = dataclasses.replace(up_spec, output_activation=activation, expected_tokens=expected_rows)
     down_spec = dataclasses.replace(down_spec, input_activation=activation, expected_tokens=expected_rows)
-    return gate_up, down, ExpertsSpec(activation, up_spec, down_spec, fsdp_axis)
+    return gate_up, down, ExpertsSpec(up_spec, down_spec, fsdp_axis)
 
 
 def as_weights(name: str, weights: jax.Array | Weights) -> Weights:
@@ -252,7 +248,6 @@ def check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], activation: Ac
 class ExpertsSpec(NamedTuple):
     """The static part of the rule: both products, the axis of `Network`, and the type of a shared result."""
 
-    activation: Activation
     up: DenseSpec
     down: DenseSpec
     fsdp_axis: Hashable | None = None
@@ -349,7 +344,7 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
     down_kernels, up_kernels = _kernels_for_fprop(down, spec.down, fsdp_axis, up_kernels, with_dgrad=for_gradients)
 
     hidden = checkpoint_name(fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
-    activated = activate(hidden, spec.activation) if recipe is None else hidden
+    activated = activate(hidden, spec.down.input_activation) if recipe is None else hidden
     down_tokens = quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
     y = fprop(down_tokens, down_kernels, groups, spec.down, down.bias)
 
@@ -472,7 +467,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         activated = down.x
         gradient = quantized_gradient(dactivated, groups, spec.up, up_scales, activation_input=hidden)
     elif recipe is None:
-        dhidden, activated, dweights = activation_grad(hidden, dactivated, row_weights, spec.activation, row_pairs)
+        dhidden, activated, dweights = activation_grad(
+            hidden, dactivated, row_weights, spec.down.input_activation, row_pairs
+        )
         gradient = quantized_gradient(dhidden, groups, spec.up, up_scales)
     else:
         gradient, weighted, dweights = quantize_with_activation(

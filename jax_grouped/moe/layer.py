@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import as_array, axis_size, is_tracked, static_size, vary_alike, varying_axes
+from jax_grouped.core.values import (
+    as_array,
+    axis_size,
+    check_instance,
+    is_tracked,
+    static_size,
+    vary_alike,
+    varying_axes,
+)
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.kernels.routing import expert_load, route
+from jax_grouped.kernels.routing import expert_load
 from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_rows, send_tokens, sum_returned
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
 from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
@@ -21,11 +29,10 @@ from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
 from jax_grouped.moe.routing import (
     DropBy,
     Router,
-    Routing,
     balance_loss,
-    check_instance,
     load_balancing_loss,
-    route_arguments,
+    mean_z_loss,
+    route_and_group,
 )
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import OUTPUT_NAME
@@ -242,10 +249,8 @@ def _run_on_device(
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
-    bias, spec = route_arguments(logits, router, selection_bias)
-    experts, weights, probabilities, *grouped = route(logits, bias, spec, rows if groups_all else None)
-    routing = Routing(experts, weights, probabilities)
-    weights = weights * jnp.asarray(router.scale, jnp.float32)
+    routing, grouped = route_and_group(logits, router, selection_bias, rows if groups_all else None)
+    experts, weights, probabilities = routing.experts, routing.weights, routing.probabilities
     if groups_all:
         load, probability_sums = grouped[4:]
     else:
@@ -311,17 +316,16 @@ def _run_on_device(
     if has_room:
         dropped = jnp.zeros(1, jnp.int32)
     if feature_axis is not None:
-        y = _sum_over_features(y, feature_axis)
+        # Give the sum a gradient where JAX knows that all devices get the same.
+        has_gradient = axis_size(feature_axis) == 1 or is_tracked(feature_axis)
+        y = jax.lax.psum(y, feature_axis) if has_gradient else _sum_without_gradient(feature_axis, y)
 
     batch = tuple(parallel.batch) or None
     if num_sequences is None:
         loss = balance_loss(load, probability_sums, pairs, real_tokens, batch)
     else:
         loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch)
-    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
-    z_loss = jnp.sum(squares if exists is None else jnp.where(exists, squares, 0)) / (real_tokens or 1)
-    if batch is not None:
-        z_loss = jax.lax.pmean(z_loss, batch)
+    z_loss = mean_z_loss(logits, exists, real_tokens, batch)
     wanted = load
     if expert_axis is not None:
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
@@ -337,8 +341,15 @@ def group_in_room(
     if capacity >= tokens * min(choices, num_experts):
         return group_by_expert(experts, num_experts, capacity=capacity)
     if drop_by == "weight":
-        experts = jnp.where(_are_heaviest(experts, weights, num_experts, capacity), experts, num_experts)
-        return group_by_expert(experts, num_experts, capacity=capacity)
+        is_pair = (experts >= 0) & (experts < num_experts)
+        weights = jnp.abs(jax.lax.stop_gradient(weights))
+        weights = jnp.where(is_pair, jnp.where(jnp.isnan(weights), -1, weights), -jnp.inf)
+        # A multiple of an odd number decides between equal weights: any of them, early or late, and always the same.
+        number = (jnp.arange(weights.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)).reshape(weights.shape)
+        ascending = jax.lax.sort((weights.reshape(-1), number.reshape(-1)), num_keys=2)
+        lowest, first = (keys[-capacity] for keys in ascending)
+        is_heavy = is_pair & ((weights > lowest) | ((weights == lowest) & (number >= first)))
+        return group_by_expert(jnp.where(is_heavy, experts, num_experts), num_experts, capacity=capacity)
     source = jnp.arange(tokens, dtype=jnp.int32)[:, None] // max(tokens // sources, 1)
     permutation = group_by_expert(experts * sources + source, num_experts * sources, capacity=capacity)
     group_sizes = jnp.sum(permutation.group_sizes.reshape(num_experts, sources), axis=1, dtype=jnp.int32)
@@ -355,25 +366,6 @@ def are_kept(
     permutation = group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
     has_row = permutation.inverse < permutation.order.shape[0]
     return jax.lax.psum_scatter(has_row.astype(jnp.int32), axis_name, tiled=True) > 0
-
-
-def _are_heaviest(experts: jax.Array, weights: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """Tells which pairs are among the `capacity` ones with the largest weights."""
-    is_pair = (experts >= 0) & (experts < num_experts)
-    weights = jnp.abs(jax.lax.stop_gradient(weights))
-    weights = jnp.where(is_pair, jnp.where(jnp.isnan(weights), -1, weights), -jnp.inf)
-    # A multiple of an odd number decides between equal weights: any of them, early or late, and always the same ones.
-    number = (jnp.arange(weights.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)).reshape(weights.shape)
-    ascending = jax.lax.sort((weights.reshape(-1), number.reshape(-1)), num_keys=2)
-    lowest, first = (keys[-capacity] for keys in ascending)
-    return is_pair & ((weights > lowest) | ((weights == lowest) & (number >= first)))
-
-
-def _sum_over_features(y: jax.Array, axis_name: str) -> jax.Array:
-    """Returns the sum over the devices of the axis, with a gradient where JAX knows that all devices get the same."""
-    if axis_size(axis_name) == 1 or is_tracked(axis_name):
-        return jax.lax.psum(y, axis_name)
-    return _sum_without_gradient(axis_name, y)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

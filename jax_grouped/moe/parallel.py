@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped.core.values import is_bound, varying_axes
+from jax_grouped.core.values import check_choice, is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
-from jax_grouped.moe.routing import check_choice
 from jax_grouped.ops.inputs import Weights, arrays_like_kernel
 
 #: Way in which tokens reach the devices of their experts, see `Parallel`.
@@ -163,80 +162,90 @@ def call_on_mesh(
     """Calls the function on every device with its part of the arrays."""
     _check_sizes(mesh, parallel, arrays)
     if gated:
-        arrays = arrays._replace(gate_up=_with_halves(arrays.gate_up))
+        # Each device's part is contiguous only with an axis for the gate and the other half.
+        joined = [("bias", arrays.gate_up.bias, 2)]
+        joined += [(name, array, 3) for name, array in arrays_like_kernel(arrays.gate_up).items()]
+        split: dict[str, Any] = {
+            name: x.reshape(*x.shape[:-1], 2, -1) for name, x, rank in joined if x is not None and x.ndim == rank
+        }
+        arrays = arrays._replace(gate_up=arrays.gate_up._replace(**split))
     free = _free_axes(mesh)
-    is_typed = {*free.values()} == {AxisType.Explicit}
-    tokens, rows = arrays.x.shape[0], jax.typeof(arrays.x).sharding.spec[0]
-    missing = -tokens % math.prod(mesh.shape[axis] for axis in parallel.token_axes)
+    is_explicit = {*free.values()} == {AxisType.Explicit}
+    tokens, token_spec = arrays.x.shape[0], P(jax.typeof(arrays.x).sharding.spec[0])
+    padding = -tokens % math.prod(mesh.shape[axis] for axis in parallel.token_axes)
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
 
     def padded(x: jax.Array | None) -> Any:
-        if x is None or missing == 0:
-            return x
-        return jnp.pad(_placed(x, mesh, P()) if is_typed else x, [(0, missing), (0, 0)])
+        return x if x is None or padding == 0 else jnp.pad(place(x, P()), [(0, padding), (0, 0)])
+
+    def run_on_part(arrays: MoEArrays) -> tuple[jax.Array, Any]:
+        leaves, structure = jax.tree.flatten(arrays, is_leaf=lambda x: isinstance(x, ScaledArray))
+        for i, x in enumerate(leaves):
+            if isinstance(x, ScaledArray):
+                # In a kernel cache, the layout is still that of all kernels.
+                groups, stack_rows = x.data.shape[0], x.layout.stack_rows
+                assert stack_rows is not None
+                layout = dataclasses.replace(x.layout, num_groups=groups, tokens=groups * stack_rows)
+                leaves[i] = dataclasses.replace(x, layout=layout)
+        return function(jax.tree.unflatten(structure, leaves))
 
     arrays = arrays._replace(x=padded(arrays.x), logits=padded(arrays.logits), shared=padded(arrays.shared))
     specs = _specs(parallel, arrays, gated=gated)
-    if is_typed:
-        arrays = jax.tree.map(lambda x, spec: _placed(x, mesh, spec), arrays, specs)
-
-    def local(arrays: MoEArrays) -> tuple[jax.Array, Any]:
-        # In a kernel cache, the layout is still that of all kernels.
-        return function(jax.tree.map(_with_own_layout, arrays, is_leaf=lambda x: isinstance(x, ScaledArray)))
-
-    over = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
+    arrays = jax.tree.map(place, arrays, specs)
+    map_parts = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
     out_specs = P(parallel.token_axes or None), P()
     if len(free) < len(mesh.axis_names):
-        run = _inside_another(over, local, specs, out_specs)
+        run = _map_inside_another(map_parts, run_on_part, specs, out_specs)
     else:
-        run = over(local, in_specs=(specs,), out_specs=out_specs)
+        run = map_parts(run_on_part, in_specs=(specs,), out_specs=out_specs)
     # Outside jit, shard_map does not differentiate some rules. Such a call is compiled each time.
-    y, same = jax.jit(run)(arrays)
-    if missing:
-        y = (_placed(y, mesh, P()) if is_typed else y)[:tokens]
-    return _placed(y, mesh, P(rows)) if is_typed else y, same
+    y, metrics = jax.jit(run)(arrays)
+    if padding:
+        y = place(y, P())[:tokens]
+    return place(y, token_spec), metrics
 
 
-def _inside_another(over: functools.partial[Any], local: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
-    """Returns `over(local)`, a `jax.shard_map` inside another one, with a rule of its own for gradients.
+def _map_inside_another(
+    map_parts: functools.partial[Any], function: Callable[..., Any], specs: Any, out_specs: Any
+) -> Any:
+    """Returns `map_parts(function)`, a `jax.shard_map` inside another one, with a rule of its own for gradients.
 
     JAX splits the residuals of its own rule over the outer axes too, and then refuses to lower them (JAX 0.10 to 0.12).
     """
-    axes = over.keywords["axis_names"]
+    axes = map_parts.keywords["axis_names"]
     kept_specs: list[P] = []
 
     @jax.custom_vjp
     def run(arrays: Any) -> Any:
-        return over(local, in_specs=(specs,), out_specs=out_specs)(arrays)
+        return map_parts(function, in_specs=(specs,), out_specs=out_specs)(arrays)
 
     def forward(arrays: Any) -> tuple[Any, Any]:
         pull_back: Any = None
 
         def with_residuals(arrays: Any) -> tuple[Any, list[jax.Array]]:
             nonlocal pull_back
-            out, local_pull_back = jax.vjp(local, arrays)
-            leaves, pull_back = jax.tree.flatten(local_pull_back)
+            out, pull_back_part = jax.vjp(function, arrays)
+            leaves, pull_back = jax.tree.flatten(pull_back_part)
             kept_specs[:] = [P(tuple(sorted(varying_axes(leaf) & axes)) or None) for leaf in leaves]
             return out, [leaf[None] for leaf in leaves]
 
         # Trace once for the specs, which the second time needs.
-        jax.eval_shape(over(with_residuals, in_specs=(specs,), out_specs=(out_specs, P(tuple(axes)))), arrays)
-        out, leaves = over(with_residuals, in_specs=(specs,), out_specs=(out_specs, kept_specs))(arrays)
+        jax.eval_shape(map_parts(with_residuals, in_specs=(specs,), out_specs=(out_specs, P(tuple(axes)))), arrays)
+        out, leaves = map_parts(with_residuals, in_specs=(specs,), out_specs=(out_specs, kept_specs))(arrays)
         return out, jax.tree.unflatten(pull_back, leaves)
 
     def backward(pull_back: Any, gradient: Any) -> tuple[Any]:
         leaves, structure = jax.tree.flatten(pull_back)
 
-        def pull_back_locally(leaves: list[jax.Array], gradient: Any) -> Any:
+        def pull_back_on_part(leaves: list[jax.Array], gradient: Any) -> Any:
             return jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])(gradient)[0]
 
-        return (over(pull_back_locally, in_specs=(kept_specs, out_specs), out_specs=specs)(leaves, gradient),)
+        return (map_parts(pull_back_on_part, in_specs=(kept_specs, out_specs), out_specs=specs)(leaves, gradient),)
 
     run.defvjp(forward, backward)
     return run
-
-
-def _placed(x: jax.Array, mesh: Mesh | AbstractMesh, spec: P) -> jax.Array:
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def _specs(parallel: Parallel, arrays: MoEArrays, *, gated: bool) -> Any:
@@ -251,13 +260,11 @@ def _specs(parallel: Parallel, arrays: MoEArrays, *, gated: bool) -> Any:
         return specs._replace(**dict.fromkeys(arrays_like_kernel(weights), kernel))
 
     gate_up = P(stored, None, *halves, parallel.features), P(stored, *halves, parallel.features)
-    specs = dict(
+    return jax.tree.map(lambda _: tokens, arrays)._replace(
         gate_up=weight_specs(arrays.gate_up, *gate_up),
         down=weight_specs(arrays.down, P(stored, parallel.features), P(stored)),
+        selection_bias=jax.tree.map(lambda _: P(), arrays.selection_bias),
     )
-    if arrays.selection_bias is not None:
-        specs["selection_bias"] = P()
-    return jax.tree.map(lambda _: tokens, arrays)._replace(**specs)
 
 
 def _check_sizes(mesh: Mesh | AbstractMesh, parallel: Parallel, arrays: MoEArrays) -> None:
@@ -284,23 +291,3 @@ def _check_sizes(mesh: Mesh | AbstractMesh, parallel: Parallel, arrays: MoEArray
             f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
             "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."
         )
-
-
-def _with_halves(weights: Weights) -> Weights:
-    """Returns `gate_up` with an axis for the gate and the other half: only then each device's part is contiguous."""
-
-    def halves(x: Any, leading: int) -> Any:
-        return x if x is None or x.ndim > leading + 1 else x.reshape(*x.shape[:leading], 2, -1)
-
-    split = {name: halves(array, 2) for name, array in arrays_like_kernel(weights).items()}
-    return weights._replace(bias=halves(weights.bias, 1), **split)
-
-
-def _with_own_layout(x: Any) -> Any:
-    """Returns an array; a quantized one with a layout of its own number of kernels."""
-    if not isinstance(x, ScaledArray):
-        return x
-    groups = x.data.shape[0]
-    assert x.layout.stack_rows is not None
-    layout = dataclasses.replace(x.layout, num_groups=groups, tokens=groups * x.layout.stack_rows)
-    return dataclasses.replace(x, layout=layout)

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.groups import as_int32
-from jax_grouped.core.values import as_array, static_size, vary_alike
+from jax_grouped.core.values import as_array, check_instance, static_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.routing import group_pairs
 from jax_grouped.kernels.rows import gather, permute_rows, sum_of_choices
-from jax_grouped.moe.routing import check_instance
 from jax_grouped.ops import inputs
 
 

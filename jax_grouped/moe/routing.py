@@ -6,7 +6,7 @@ The choice itself is `jax_grouped.kernels.routing`.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax_grouped.core.values import (
     as_array,
     axis_size,
+    check_choice,
+    check_instance,
     scalar,
-    shown,
     static_bool,
     static_number,
     static_size,
@@ -24,7 +25,7 @@ from jax_grouped.core.values import (
 )
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels import routing as kernel
-from jax_grouped.kernels.routing import RouteSpec, Score
+from jax_grouped.kernels.routing import Score
 from jax_grouped.ops import inputs
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
@@ -216,21 +217,16 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
     check_instance("router", router, Router)
-    logits = as_array("logits", logits)
-    bias, spec = route_arguments(logits, router, selection_bias)
-    experts, weights, probabilities = kernel.route(logits, bias, spec)
-    return Routing(experts, weights * jnp.asarray(router.scale, weights.dtype), probabilities)
+    return route_and_group(as_array("logits", logits), router, selection_bias)[0]
 
 
-def route_arguments(
-    logits: jax.Array, router: Router, selection_bias: jax.Array | None
-) -> tuple[jax.Array | None, RouteSpec]:
-    """Returns the bias as `float32[E]` and the static part, if the arguments of `top_k_routing` fit."""
-    inputs.check_dtype("logits' type", logits.dtype)
-    if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
-    experts, top_k, groups = logits.shape[1], router.top_k, router.groups or 1
-    top_groups = router.top_groups or 1
+def route_and_group(
+    logits: jax.Array, router: Router, selection_bias: jax.Array | None, rows: int | None = None
+) -> tuple[Routing, list[jax.Array]]:
+    """Computes `top_k_routing`. With a number of rows, the other results of `kernels.routing.route` follow."""
+    _check_logits(logits)
+    experts, top_k = logits.shape[1], router.top_k
+    groups, top_groups = router.groups or 1, router.top_groups or 1
     if top_k > experts:
         raise ValueError(f"top_k must be at most the {experts} experts of logits {logits.shape}, got {top_k}.")
     if experts % groups:
@@ -240,16 +236,23 @@ def route_arguments(
             f"top_groups must be groups of at least top_k = {top_k} experts together, got {top_groups} groups of "
             f"{experts // groups}."
         )
-    spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
-    if selection_bias is None:
-        if router.use_selection_bias:
-            raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
-        return None, spec
-    bias = as_array("selection_bias", selection_bias)
-    inputs.check_dtype("selection_bias's type", bias.dtype)
-    if bias.shape != (experts,):
-        raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {bias.shape}.")
-    return bias.astype(jnp.float32), spec
+    if selection_bias is not None:
+        selection_bias = as_array("selection_bias", selection_bias)
+        inputs.check_dtype("selection_bias's type", selection_bias.dtype)
+        if selection_bias.shape != (experts,):
+            raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {selection_bias.shape}.")
+        selection_bias = selection_bias.astype(jnp.float32)
+    elif router.use_selection_bias:
+        raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
+    spec = kernel.RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
+    chosen, weights, probabilities, *grouped = kernel.route(logits, selection_bias, spec, rows)
+    return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
+
+
+def _check_logits(logits: jax.Array) -> None:
+    inputs.check_dtype("logits' type", logits.dtype)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
 
 
 def load_balancing_loss(
@@ -315,10 +318,8 @@ def balance_loss(
     load: jax.Array, probability_sums: jax.Array, pairs: float, tokens: float, axis_name: str | tuple[str, ...] | None
 ) -> jax.Array:
     """Computes `load_balancing_loss` from sums over the tokens."""
-    fraction = load.astype(jnp.float32) / (pairs or 1)
-    probability = probability_sums / (tokens or 1)
-    if axis_name is not None:
-        fraction, probability = _mean_over_devices((fraction, probability), axis_name)
+    means = load.astype(jnp.float32) / (pairs or 1), probability_sums / (tokens or 1)
+    fraction, probability = _mean_over_devices(means, axis_name)
     return load.shape[0] * jnp.sum(fraction * probability)
 
 
@@ -343,11 +344,18 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
         assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
     """
     logits = as_array("logits", logits)
-    inputs.check_dtype("logits' type", logits.dtype)
-    if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
+    _check_logits(logits)
+    return mean_z_loss(logits, None, logits.shape[0], axis_name)
+
+
+def mean_z_loss(
+    logits: jax.Array, exists: jax.Array | None, tokens: float, axis_name: str | tuple[str, ...] | None
+) -> jax.Array:
+    """Computes `router_z_loss` of the tokens that exist, of which there are as many on average over the devices."""
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
-    return _mean_over_devices(jnp.sum(squares) / max(logits.shape[0], 1), axis_name)
+    if exists is not None:
+        squares = jnp.where(exists, squares, 0)
+    return _mean_over_devices(jnp.sum(squares) / (tokens or 1), axis_name)
 
 
 def update_selection_bias(
@@ -395,15 +403,3 @@ def update_selection_bias(
     is_below = (load < floor) | ((load == floor) & (remainders % experts > 0))
     direction = jnp.where(is_below, 1, jnp.where(load > floor, -1, 0))
     return selection_bias + jnp.asarray(scalar("rate", rate), jnp.float32) * direction.astype(jnp.float32)
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raises ValueError unless the value is one of a `Literal`."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}.")
-
-
-def check_instance(name: str, value: object, cls: type) -> None:
-    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
-    if not isinstance(value, cls):
-        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")
