@@ -259,17 +259,11 @@ def apply_moe(
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
     inputs.check_kernel("gate_up", flat, "x", tokens)
     rows = tokens.astype(promoted_type(x, gate_up.kernel) if layer.dtype is None else layer.dtype)
+    options: Any = dict(activation=layer.activation, recipe=layer.recipe, precision=layer.precision)
     if shared_expert:
         shared_gate_up, shared_down = map(flat_weights, shared_expert)
-        result = grouped_mlp(
-            rows,
-            shared_gate_up,
-            shared_down,
-            jnp.array([rows.shape[0]], jnp.int32),
-            activation=layer.activation,
-            recipe=layer.recipe,
-            precision=layer.precision,
-        )
+        group_sizes = jnp.array([rows.shape[0]], jnp.int32)
+        result = grouped_mlp(rows, shared_gate_up, shared_down, group_sizes, **options)
         shared = result if shared is None else shared.astype(jnp.float32) + result
     num_sequences = None
     if router.balance_sequences:
@@ -283,12 +277,10 @@ def apply_moe(
         down,
         router=router,
         parallel=parallel,
-        activation=layer.activation,
-        recipe=layer.recipe,
-        precision=layer.precision,
         selection_bias=selection_bias,
         num_sequences=num_sequences,
         shared=shared,
+        **options,
     )
     y = y.reshape(x.shape)
     sharding = jax.typeof(x).sharding

@@ -61,11 +61,10 @@ class GroupedDense(nn.Module):
     `flax.linen.with_logical_partitioning` to name their axes, for example `("expert", "embed", "mlp")`.
 
     With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
-    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. If the `params` of a
-    `flax.training.train_state.TrainState` are all variables, the collection `params` and this one, it replaces the
-    arrays with their gradient and shows its optimizer only the parameters. If several microbatches or devices each have
-    a gradient, combine those of this collection by maximum, as `Fp8State` explains, never by a sum:
-    `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
+    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. A
+    `flax.training.train_state.TrainState` whose `params` are both collections replaces the arrays with their gradient,
+    and shows its optimizer only the parameters. Combine several gradients of this collection by maximum, as `Fp8State`
+    explains: `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
 
     With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache` or, without a
     recipe, the kernel in `dtype`. It is the variable `kernel` of the collection `kernel_cache`, and has no gradient: do
@@ -79,8 +78,7 @@ class GroupedDense(nn.Module):
         dtype: type of the computation and the result. Default: the promotion of the input's and parameters' types.
         param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
         precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
-        kernel_init: called with `(key, (E, K, N), param_dtype)`. The default is Dense's, with the group axis as a batch
-            axis: every group is initialised as a Dense layer would be.
+        kernel_init: called with `(key, (E, K, N), param_dtype)`. The default initialises every group as Dense does.
         bias_init: called with `(key, (E, N), param_dtype)`.
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
         cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
@@ -127,11 +125,10 @@ class GroupedDense(nn.Module):
             group_sizes: `int[E]`, rows per group.
             is_first_microbatch: whether the kernel may have changed since it was last quantized. True quantizes it and
                 stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
-                scalar on the device makes the choice there, so that one compiled program serves all microbatches. A
-                Python bool saves the CUDA kernels that would read the scalar. None quantizes, and does not store.
-            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this sum
-                with that of the call added, by the matmul itself; see `dkernel_accumulator` of
-                `jax_grouped.grouped_dense`.
+                scalar on the device makes the choice there, so that one program serves all microbatches, with a few
+                more CUDA kernels. None quantizes, and does not store.
+            accumulate_into: the gradient of the kernel so far, an array like it, to which the matmul itself adds; see
+                `dkernel_accumulator` of `jax_grouped.grouped_dense`.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
@@ -146,13 +143,10 @@ class GroupedDense(nn.Module):
     def fwd(
         self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> tuple[jax.Array, DenseResiduals]:
-        """Applies the layer as a call does, and returns residuals for a backward pass in halves.
+        """Applies the layer as a call does. Returns `[T, N]`, and residuals for a backward pass in halves.
 
         `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
         does not differentiate the result. Call it as `layer.apply(variables, x, group_sizes, method="fwd")`.
-
-        Returns:
-            `[T, N]`, and the residuals.
         """
         weights = self._weights(x, is_first_microbatch)
         return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
@@ -292,19 +286,16 @@ class MoEMlp(nn.Module):
     `down`.
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
-    and splits the computation over a mesh that has the axes, as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes
-    this device's part of them. Best stored, and so split for `shard_map`, are `gate_up` as `P(experts, None, None,
-    features)` of the axes that `parallel` names, with one `None` if there is no gate, `down` as `P(experts, features)`,
-    states as `P(experts)`, and the router whole. With an `fsdp` axis, the experts of kernels, biases and caches are
-    split over `(experts, fsdp)`, in this order.
+    and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and
+    so split, `gate_up` as `P(experts, None, None, features)` of the axes that `parallel` names, with one `None` if it
+    has no gate, `down` as `P(experts, features)`, states as `P(experts)`, and the router whole. With `fsdp`, the experts
+    of kernels, biases and caches are split over `(experts, fsdp)`, in this order.
 
     Attributes:
         num_experts: `E`, on all devices together.
         hidden_features: `F`, features inside an expert, on all devices together.
-        router: how experts are chosen and weighted, see `jg.moe.Router`. With `top_k=1`, pass `normalize=False`: a
-            normalised weight is always 1, and a router with such weights learns from balance losses only. The
-            constructor warns of it. A `selection_bias` of the layer's own is a variable of the collection
-            `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
+        router: how experts are chosen and weighted, see `jg.moe.Router`. The layer's own `selection_bias` is a variable
+            of the collection `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
         parallel: how the experts and the tokens are split over devices, see `jg.moe.Parallel`.
         activation: that of the experts, see `jg.moe.grouped_mlp`.
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
@@ -366,13 +357,13 @@ class MoEMlp(nn.Module):
 
         Args:
             x: `[..., K]`, tokens of any leading shape.
-            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own, if it has one.
+            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
-                the layer's own, if it has one.
-            accumulate_into: gradients so far of kernels, by the names `gate_up`, `down`, and of a shared expert
-                `shared_gate_up`, `shared_down`, or some of these; as in `GroupedDense`. Inside `jax.shard_map`, the
-                kernels of a shared expert, which all devices have, need `jax.lax.pcast`.
+                the layer's own.
+            accumulate_into: as in `GroupedDense`, gradients by the names of kernels: `gate_up`, `down`,
+                `shared_gate_up`, `shared_down`, or some of these. Inside `jax.shard_map`, the last two, which all
+                devices have, need `jax.lax.pcast`.
 
         Returns:
             `[..., K]`, and the metrics.
@@ -434,17 +425,16 @@ class MoEMlp(nn.Module):
 def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Quantizes the kernels of layers with `cache_kernel`, for a forward pass that needs no other copy of them.
 
-    `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
-    is None, as if the kernels were in its `param_dtype`. In FP8, kernels take half the memory of bfloat16. There are no
-    gradients. A layer can compute so on one device, and under plain `jax.jit` over any axes but one of `features`.
+    `apply` takes the result in place of the variables, and gives the same numbers, but no gradients. In FP8, kernels
+    take half the memory of bfloat16. This works on one device, and under plain `jax.jit` over axes other than
+    `features`.
 
     Args:
         variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.
         recipe: that of the layers.
 
     Returns:
-        The variables without these kernels, with a `KERNEL_CACHE` of one orientation. Layers without a recipe stay as
-        they are.
+        The variables without these kernels, with a `KERNEL_CACHE` of one orientation. Layers without a recipe stay.
 
     Raises:
         TypeError: `recipe` is no recipe.

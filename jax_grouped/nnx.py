@@ -1,4 +1,4 @@
-"""Flax NNX layers."""
+"""Flax NNX layers. In their examples, `nnx` is `flax.nnx`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -56,8 +56,6 @@ class Fp8Variable(nnx.Param[Fp8State]):
     `nnx.split(model, jg.nnx.Fp8Variable, nnx.Param, ...)`.
 
     Example:
-        from flax import nnx
-
         layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.DelayedScaling(), rngs=nnx.Rngs(0))
 
         assert isinstance(layer.fp8_state, jg.nnx.Fp8Variable)
@@ -73,8 +71,6 @@ class KernelCacheVariable(nnx.Variable[KernelCache | jax.Array]):
     It has no gradient and needs no checkpoint.
 
     Example:
-        from flax import nnx
-
         recipe = jg.Float8BlockScaling()
         layer = jg.nnx.GroupedDense(32, 16, 2, recipe=recipe, cache_kernel=True, rngs=nnx.Rngs(0))
 
@@ -105,8 +101,6 @@ class GroupedKernel(nnx.Module):
         recipe, cache_kernel, dtype, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
 
     Example:
-        from flax import nnx
-
         experts = jg.nnx.GroupedKernel((2, 32, 16), rngs=nnx.Rngs(0))
         transposed = experts.weights().kernel.transpose(0, 2, 1)
 
@@ -144,15 +138,6 @@ class GroupedKernel(nnx.Module):
         self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
         if cache_kernel:
             self.kernel_cache = KernelCacheVariable(self._make_cache())
-
-    def quantize_for_inference(self) -> None:
-        """Replaces the kernel by its FP8 numbers, for a forward pass; see `jax_grouped.nnx.quantize_for_inference`."""
-        if self.recipe is None:
-            raise ValueError("quantize_for_inference needs a layer with a recipe.")
-        if self.kernel is not None:
-            self.kernel_cache = KernelCacheVariable(self._make_cache(for_gradients=False))
-            self.param_dtype = self.kernel[...].dtype
-            self.kernel = nnx.data(None)
 
     def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
         """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None."""
@@ -195,17 +180,13 @@ class GroupedKernel(nnx.Module):
 
 
 class GroupedDense(GroupedKernel):
-    """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models.
-
-    This is `jax_grouped.linen.GroupedDense` for NNX. That class describes the computation and most of the arguments.
+    """A linear layer per group: `flax.nnx.Linear` for mixture-of-experts models; see `jax_grouped.linen.GroupedDense`.
 
     With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` returns it
     beside the gradients of the parameters. Update both with an optimizer that knows of next values:
     `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. Combine several gradients of a
-    state by maximum, as `Fp8State` explains: `jax_grouped.accumulate_gradients` and `reduce_gradients` do this.
-
-    The constructor makes the `KernelCacheVariable` from the initial kernel. Checkpoints do not need it:
-    `nnx.state(model, jg.nnx.TRAINED)`.
+    state by maximum, as `Fp8State` explains. Checkpoints, of `nnx.state(model, jg.nnx.TRAINED)`, need no
+    `KernelCacheVariable`, which the constructor makes from the initial kernel.
 
     Attributes:
         kernel, bias, fp8_state, kernel_cache: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
@@ -217,8 +198,6 @@ class GroupedDense(GroupedKernel):
         rngs: source of the initialisers' keys.
 
     Example:
-        from flax import nnx
-
         layer = jg.nnx.GroupedDense(32, 16, 2, rngs=nnx.Rngs(0))
 
         y = layer(jnp.ones((16, 32)), jnp.array([10, 4]))
@@ -268,9 +247,17 @@ class GroupedDense(GroupedKernel):
         is_first_microbatch: ArrayLike | None = None,
         accumulate_into: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies each group's layer to the rows of `x`, `[T, K]`, as a call of `jax_grouped.linen.GroupedDense` does.
+        """Applies each group's layer to its rows. Errors are those of a call of `jax_grouped.linen.GroupedDense`.
 
-        With `is_first_microbatch=True`, it stores a new cache; a boolean on the device makes the choice there.
+        Args:
+            x: `[T, K]`, rows of group 0 first, then group 1, and so on.
+            group_sizes: `int[E]`, rows per group.
+            is_first_microbatch: True quantizes the kernel and stores the cache, False multiplies by the stored one. A
+                boolean on the device makes the choice there. None quantizes, and does not store.
+            accumulate_into: the gradient of the kernel so far, `[E, K, N]`, to which the matmul itself adds.
+
+        Returns:
+            `[T, N]`; rows past `sum(group_sizes)` are zero.
         """
         weights = self.weights(is_first_microbatch)
         return _layers.apply_dense(self, grouped_dense, x, weights, group_sizes, accumulate_into)
@@ -278,7 +265,7 @@ class GroupedDense(GroupedKernel):
     def fwd(
         self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> tuple[jax.Array, DenseResiduals]:
-        """Applies the layer, and returns residuals for a backward pass in halves, as that of linen does."""
+        """Applies the layer. Returns `[T, N]`, and residuals for `jax_grouped.grouped_dense_dgrad` and `_wgrad`."""
         weights = self.weights(is_first_microbatch)
         return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
 
@@ -287,8 +274,6 @@ class SelectionBias(nnx.Variable[jax.Array]):
     """The bias of a router for the choice of experts, `float32[E]`. It has no gradient.
 
     Example:
-        from flax import nnx
-
         router = jg.moe.Router(top_k=2, use_selection_bias=True)
         layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
 
@@ -303,17 +288,15 @@ class SelectionBias(nnx.Variable[jax.Array]):
 class MoEMlp(nnx.Module):
     """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
 
-    This is `jax_grouped.linen.MoEMlp` for NNX. That class describes the computation, the parameters and most of the
-    arguments. On several devices, the constructor always makes the whole parameters, which plain `jax.jit` takes too.
-    Inside `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
+    `jax_grouped.linen.MoEMlp` describes the computation, the parameters and their split over devices. The constructor
+    always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
 
     Attributes:
         router: `nnx.Linear`, its kernel `[K, E]`.
         router_options: the `Router`.
         gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
         down: `GroupedKernel` of `[E, F, K]`.
-        shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and of `[1, S, K]` with `shared_features`, or
-            None.
+        shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and `[1, S, K]` with `shared_features`, or None.
         selection_bias: `SelectionBias` of `float32[E]` if the router uses one, or None.
 
     Args:
@@ -324,8 +307,6 @@ class MoEMlp(nnx.Module):
         rngs: source of the initialisers' keys.
 
     Example:
-        from flax import nnx
-
         router = jg.moe.Router(top_k=2)
         layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
         x = jnp.ones((2, 4, 32))
@@ -416,7 +397,18 @@ class MoEMlp(nnx.Module):
         shared: jax.Array | None = None,
         accumulate_into: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Applies to every token of `x`, `[..., K]`, the experts that the router chooses, as that of linen does."""
+        """Applies to every token the experts that the router chooses. Errors are those of a call of linen's layer.
+
+        Args:
+            x: `[..., K]`, tokens of any leading shape.
+            selection_bias: `[E]`, in place of the layer's own.
+            is_first_microbatch: as in `GroupedDense`.
+            shared: `[..., K]`, the result of an expert that all tokens share, added to that of the layer's own.
+            accumulate_into: as in `GroupedDense`, gradients by the names of kernels, such as `gate_up` and `down`.
+
+        Returns:
+            `[..., K]`, and the metrics.
+        """
         parameters = nnx.to_pure_dict(nnx.state(self, nnx.Param))
         forms = _layers.kernel_forms(self, self.features, self.parallel, None, parameters)
         weights = {
@@ -446,8 +438,6 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
         ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
 
     Example:
-        from flax import nnx
-
         options = dict(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
         variables = jg.linen.MoEMlp(**options).init(jax.random.key(0), jnp.ones((8, 32)))
         layer = jg.nnx.MoEMlp(32, **options, rngs=nnx.Rngs(1))
@@ -492,8 +482,6 @@ def quantize_for_inference(layer: nnx.Module) -> None:
         ValueError: there is no layer with a recipe.
 
     Example:
-        from flax import nnx
-
         layer = jg.nnx.GroupedDense(32, 16, 2, recipe=jg.Float8BlockScaling(), rngs=nnx.Rngs(0))
         x, group_sizes = jnp.ones((16, 32)), jnp.array([10, 4])
         expected = layer(x, group_sizes)
@@ -502,12 +490,14 @@ def quantize_for_inference(layer: nnx.Module) -> None:
 
         assert layer.kernel is None and jnp.array_equal(layer(x, group_sizes), expected)
     """
-    kernels = [module for _, module in nnx.iter_modules(layer) if isinstance(module, GroupedKernel)]
-    with_recipe = [kernel for kernel in kernels if kernel.recipe is not None]
-    if not with_recipe:
+    modules = [module for _, module in nnx.iter_modules(layer) if isinstance(module, GroupedKernel) and module.recipe]
+    if not modules:
         raise ValueError("quantize_for_inference needs a layer with a recipe.")
-    for kernel in with_recipe:
-        kernel.quantize_for_inference()
+    for module in modules:
+        if module.kernel is not None:
+            module.kernel_cache = KernelCacheVariable(module._make_cache(for_gradients=False))
+            module.param_dtype = module.kernel[...].dtype
+            module.kernel = nnx.data(None)
 
 
 def linen_variables(layer: nnx.Module) -> dict[str, Any]:
@@ -520,8 +510,6 @@ def linen_variables(layer: nnx.Module) -> dict[str, Any]:
         `{"params": {...}}` and, if there are selection biases, `{"router_state": {...}}`, of arrays.
 
     Example:
-        from flax import nnx
-
         router = jg.moe.Router(top_k=2)
         layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, rngs=nnx.Rngs(0))
 

@@ -83,10 +83,8 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
 
     Every device has `num_rows` rows of all `E` experts, sorted by expert. Expert `e` lives on device `e // (E / D)` of
     the axis. A chunk is the rows of one source for one expert. If more than `capacity` rows would go to one device, its
-    largest chunks are cut to one length, and their first rows travel.
-
-    Rows travel by `jax.lax.all_to_all`: `min(num_rows, capacity)` rows from every device to every other one, however
-    many of them are used.
+    largest chunks are cut to one length, and their first rows travel. `jax.lax.all_to_all` moves
+    `min(num_rows, capacity)` rows from every device to every other one, however many of them are used.
 
     Args:
         group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
@@ -280,13 +278,10 @@ class Wire(NamedTuple):
         """Returns FP8 forms, if the recipe scales blocks by powers of two."""
         if not isinstance(recipe, Float8BlockScaling) or not recipe.pow2_scales:
             return cls()
-        forward, backward = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
-        return cls(
-            tokens=forward if dispatch else None,
-            results=forward if combine else None,
-            dresults=backward if dispatch else None,
-            dtokens=backward if combine else None,
-        )
+        forms = RowForm(recipe, recipe.fwd_dtype), RowForm(recipe, recipe.grad_dtype)
+        tokens, dresults = forms if dispatch else (None, None)
+        results, dtokens = forms if combine else (None, None)
+        return cls(tokens, results, dresults, dtokens)
 
 
 def gather_tokens(x: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:

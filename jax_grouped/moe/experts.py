@@ -84,9 +84,9 @@ def grouped_mlp(
     """Applies a feed-forward network per group: by default `(silu(x @ gate) * (x @ up)) @ down` (arXiv:2002.05202).
 
     With a recipe, the activation and its derivative are fused into quantizations: computed in float32, rounded once, to
-    FP8, and never written in a wider type. Without a recipe, the backward pass computes the activation again from the
-    first product's result, which is kept in its own type. Everything else is as in `jax_grouped.grouped_dense`: types,
-    rows of no group, gradients, the values kept under `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
+    FP8. Without one, the backward pass computes the activation again from the first product's result. Everything else
+    is as in `jax_grouped.grouped_dense`: types, rows of no group, gradients, the values kept under
+    `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
     Under plain `jax.jit` with sharded arrays, both products are split as `jax_grouped.grouped_dense` is: activation and
     quantization are then two passes, with a rounding to the type of `x` in between.

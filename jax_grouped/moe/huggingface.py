@@ -158,7 +158,7 @@ def to_huggingface(
     The conversion is linear, so gradients can be converted, too.
 
     Args:
-        variables: as `from_huggingface` returns them. Without `router_state`, there is no selection bias in the result.
+        variables: as `from_huggingface` returns them. Without `router_state`, the result has no selection bias.
         config: as in `huggingface_options`.
         prefix: what comes before the names of the block, with its dot.
         per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are

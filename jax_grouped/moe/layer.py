@@ -26,14 +26,7 @@ from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_ro
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
 from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
-from jax_grouped.moe.routing import (
-    DropBy,
-    Router,
-    balance_loss,
-    load_balancing_loss,
-    mean_z_loss,
-    route_and_group,
-)
+from jax_grouped.moe.routing import DropBy, Router, balance_loss, load_balancing_loss, mean_z_loss, route_and_group
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
@@ -44,11 +37,10 @@ class MoEMetrics(NamedTuple):
 
     Attributes:
         balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
-        expert_load: `int32[E]`, number of pairs of a token and an expert, per expert: of this device's tokens inside
+        expert_load: `int32[E]`, pairs of a token and an expert, per expert: of this device's tokens inside
             `jax.shard_map` and `jax.pmap`, else of all.
-        dropped: `int32[D]`, number of these pairs that found no room, for each of the `D` devices that the tokens are
-            split over; `int32[1]`, of this device's tokens, inside `jax.shard_map` and `jax.pmap`. Always 0 without a
-            `capacity_factor`.
+        dropped: `int32[D]`, those that found no room, on each of the `D` devices that the tokens are split over;
+            `int32[1]`, of this device, inside `jax.shard_map` and `jax.pmap`. Always 0 without a `capacity_factor`.
         z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
             of the device with the most, in multiples of an even share; along `parallel.experts` inside `jax.shard_map`
@@ -97,10 +89,8 @@ def moe_mlp(
     """Sends each token to the experts that its logits choose, and returns the weighted sum of their results.
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
-    `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host.
-
-    Only `x`, the activation's input, the routing and the kernels are kept for the backward pass. With a recipe, the
-    routing weights' gradient has its precision too.
+    `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host. Only `x`, the activation's input, the
+    routing and the kernels wait for the backward pass. With a recipe, the routing weights' gradient has its precision.
 
     `parallel` names axes of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one
     device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes, with any number of
@@ -117,10 +107,9 @@ def moe_mlp(
         down: `[E / (D S), F, N]`.
         router: how experts are chosen and weighted, and the room that they have.
         parallel: how the experts and the tokens are split over devices; None for one device.
-        activation: that of the experts, see `grouped_mlp`; with one that has no gate, `gate_up` is
-            `[E / (D S), K, F]`.
-        recipe: how the experts compute in FP8, None to compute in the type of `x`.
-        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
+        activation: as in `grouped_mlp`; with one that has no gate, `gate_up` is `[E / (D S), K, F]`.
+        recipe: likewise.
+        precision: likewise.
         selection_bias: `[E]`, added to the scores for the choice only.
         num_sequences: as in `load_balancing_loss`, of whole arrays or of this device. No sequence may be split.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
@@ -207,20 +196,24 @@ def _run_on_device(
     top_k, drop_by = router.top_k, router.drop_by
     gate_up = flat_weights(gate_up)
     devices = 1 if expert_axis is None else axis_size(expert_axis)
-    if feature_axis is not None and axis_size(feature_axis) > 1:
-        _check_split("gate_up", gate_up.kernel, feature_axis)
-        _check_split("down", down.kernel, feature_axis)
-        if shared is not None and is_tracked(feature_axis) and feature_axis in varying_axes(shared):
-            # Only the first device would use its own.
+    parts = 1 if fsdp_axis is None else axis_size(fsdp_axis)
+    kernels = {"gate_up": gate_up.kernel, "down": down.kernel}
+    for axis, split in ((feature_axis, kernels), (fsdp_axis, {"x": x, **kernels})):
+        if axis is None or axis_size(axis) == 1 or not is_tracked(axis):
+            continue
+        for name, array in split.items():
+            # Sums over the devices would count all features, or tokens, once per device.
+            if axis not in varying_axes(array):
+                raise ValueError(
+                    f"{name} must be split over the mesh axis {axis!r} (in_specs of jax.shard_map), got {array.shape}, "
+                    "the same on every device."
+                )
+        # Only the first device would use its own.
+        if axis == feature_axis and shared is not None and axis in varying_axes(shared):
             raise ValueError(
-                f"shared must be the same on every device of the mesh axis {feature_axis!r}, got {shared.shape}, which "
-                "varies over it: sum the devices' parts first (jax.lax.psum)."
+                f"shared must be the same on every device of the mesh axis {axis!r}, got {shared.shape}, which varies "
+                "over it: sum the devices' parts first (jax.lax.psum)."
             )
-    parts = 1
-    if fsdp_axis is not None and axis_size(fsdp_axis) > 1:
-        parts = axis_size(fsdp_axis)
-        for name, array in (("x", x), ("gate_up", gate_up.kernel), ("down", down.kernel)):
-            _check_split(name, array, fsdp_axis)
     _check_arguments(x, logits, gate_up.kernel.shape, devices * parts)
     tokens, num_experts = logits.shape
     if feature_axis is not None:
@@ -395,13 +388,4 @@ def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], d
         raise ValueError(
             f"gate_up must hold its part of the experts, for logits {logits.shape} of E experts, which the axes "
             f"experts and fsdp split over {devices} devices, got {kernel}."
-        )
-
-
-def _check_split(name: str, x: jax.Array, axis_name: str) -> None:
-    # Sums over the devices would count all features, or tokens, once per device.
-    if is_tracked(axis_name) and axis_name not in varying_axes(x):
-        raise ValueError(
-            f"{name} must be split over the mesh axis {axis_name!r} (in_specs of jax.shard_map), got {x.shape}, the "
-            "same on every device."
         )

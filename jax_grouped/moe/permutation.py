@@ -44,8 +44,7 @@ class Permutation:
 def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | None = None) -> Permutation:
     """Gives every pair of a token and an expert a row, in the order of the experts, and of the tokens within an expert.
 
-    On the `cuda` backend it is two kernels for up to 512 experts, and beyond that a sort, which takes several times as
-    long.
+    On the `cuda` backend it is two kernels for up to 512 experts; beyond that a slower sort.
 
     Args:
         experts: `[T, k]` integers, the experts of each token, `T * k` at most 2^30. Pairs with a value outside of
@@ -58,8 +57,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         The permutation, of `R = min(capacity, T * k)` rows.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape or value that does not fit.
+        TypeError, ValueError: an argument has a type, a shape or a value that does not fit.
 
     Example:
         permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
@@ -95,8 +93,7 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
         `[R, C]` in the type of `x`; the tail is zero. The gradient adds each token's rows up in float32.
 
     Raises:
-        TypeError: `x` has a type that is not supported, or `permutation` is none.
-        ValueError: `x` has a shape that does not fit.
+        TypeError, ValueError: `x` has a type or a shape that does not fit, or `permutation` is none.
 
     Example:
         permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
@@ -112,11 +109,7 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
 
 
 def unpermute(
-    rows: jax.Array,
-    permutation: Permutation,
-    weights: jax.Array | None = None,
-    *,
-    shared: jax.Array | None = None,
+    rows: jax.Array, permutation: Permutation, weights: jax.Array | None = None, *, shared: jax.Array | None = None
 ) -> jax.Array:
     """Adds up the rows of each token, times their weights: in float32, first choice first.
 
@@ -125,16 +118,14 @@ def unpermute(
     Args:
         rows: `[R, C]`, bfloat16, float16 or float32.
         permutation: of `T` tokens to `R` rows.
-        weights: `[T, k]`, of the same types, the factor of each choice's row; None for 1. Its gradient is summed in
-            float32.
-        shared: `[T, C]`, of the same types, added to the sums before they are rounded; see `moe_mlp`.
+        weights: `[T, k]`, of these types, the factor of each choice's row; None for 1.
+        shared: `[T, C]`, of these types, added to the sums before they are rounded; see `moe_mlp`.
 
     Returns:
         `[T, C]` in the type of `rows`. A pair that was dropped adds nothing, and its weight's gradient is zero.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit.
+        TypeError, ValueError: an argument has a type or a shape that does not fit.
 
     Example:
         permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)

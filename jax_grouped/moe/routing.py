@@ -140,9 +140,8 @@ class Routing:
 def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes the logits of a linear router, `x @ kernel`, in float32 from operands in the type of `x`.
 
-    The backward pass rounds the gradient of the logits to the type of `x` before it multiplies, as a dense layer of
-    this type does. (That of `jnp.dot(..., preferred_element_type=jnp.float32)` multiplies in float32: several times as
-    long on a GPU, for 16-bit tokens.)
+    The backward pass rounds the gradient of the logits to the type of `x` before it multiplies, as a dense layer does.
+    With 16-bit tokens, products in float32 would take several times as long on a GPU.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
@@ -152,8 +151,7 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
         `float32[T, E]`. The gradient of `kernel` has its own type.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit.
+        TypeError, ValueError: an argument has a type or a shape that does not fit.
 
     Example:
         logits = jg.moe.router_logits(jnp.ones((8, 32), jnp.bfloat16), jnp.ones((32, 4)))
@@ -190,13 +188,11 @@ _router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Array | None = None) -> Routing:
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
 
-    Everything is computed in float32. Gradients reach the logits through the weights and the probabilities, the same
-    bits in every run. On the `cuda` backend it is one kernel for up to 512 experts, 32 choices of a token and 32
-    groups. Beyond that it is a sort, which takes several times as long.
+    It computes in float32. Gradients reach the logits through weights and probabilities, the same bits in every run. On
+    the `cuda` backend it is one kernel for up to 512 experts, 32 choices and 32 groups; beyond that a slower sort.
 
     Args:
-        logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score. No
-            logit gives an expert outside of `[0, E)`.
+        logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score.
         router: the options. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
             as 0. It has no gradient.
@@ -205,8 +201,7 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         The routing. Its probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape or value that does not fit.
+        TypeError, ValueError: an argument has a type, a shape or a value that does not fit.
 
     Example:
         logits = jnp.log(jnp.array([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]))
@@ -266,20 +261,18 @@ def load_balancing_loss(
 
     Args:
         routing: of `T` tokens to `E` experts.
-        num_sequences: number of sequences of `T / num_sequences` successive tokens. The loss is then the mean of the
-            losses of the sequences, like that of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20, where its weight is
-            0.0001), but of the choices with their bias and groups. None for one loss of all tokens.
+        num_sequences: this device's number of sequences, `T / num_sequences` successive tokens each. The loss is then
+            the mean of the losses of the sequences, as in DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20, with
+            weight 0.0001), but of the choices with their bias and groups. None for one loss of all tokens.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
-            that of the whole batch, the same on every device, and permits an uneven load on each. With
-            `num_sequences`, that of this device, no sequence is split.
+            that of the whole batch, the same on every device, and permits an uneven load on each.
 
     Returns:
         `float32[]`; 0 for no tokens.
 
     Raises:
         TypeError: `routing` is none, or `num_sequences` no integer that is known when the program is traced.
-        ValueError: `axis_name` is no axis of a surrounding `jax.shard_map` or `jax.pmap`, or `num_sequences` does not
-            divide the number of tokens.
+        ValueError: there is no such axis, or `num_sequences` does not divide the number of tokens.
 
     Example:
         router = jg.moe.Router(top_k=1)
@@ -337,8 +330,7 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
         `float32[]`; 0 for no tokens.
 
     Raises:
-        TypeError: `logits` have a type that is not supported.
-        ValueError: their shape does not fit, or there is no such axis.
+        TypeError, ValueError: `logits` have a type or a shape that does not fit, or there is no such axis.
 
     Example:
         assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
@@ -375,8 +367,7 @@ def update_selection_bias(
         `float32[E]`. The bias of an expert with the mean load stays.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: the shapes differ, or `rate` is no scalar.
+        TypeError, ValueError: an argument has a type that is not supported, the shapes differ, or `rate` is no scalar.
 
     Example:
         bias = jg.moe.update_selection_bias(jnp.zeros(3), jnp.array([4, 2, 0]))

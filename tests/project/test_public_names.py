@@ -75,7 +75,7 @@ def test_the_example_runs(name: str) -> None:
     assert example.strip(), f"the docstring of {name} has no section Example"
     assert "assert " in example
     assert re.search(rf"\b{name.rsplit('.', 1)[-1]}\b", example), f"the example of {name} does not use it"
-    exec(compile(example, f"example of {name}", "exec"), {"jax": jax, "jnp": jnp, "jg": jg})
+    exec(compile(example, f"example of {name}", "exec"), {"jax": jax, "jnp": jnp, "jg": jg, "nnx": nnx})
 
 
 def test_what_is_taken_is_explained() -> None:
@@ -105,7 +105,7 @@ def parameters(value: Any) -> set[str]:
 def test_what_functions_return_and_raise_is_explained() -> None:
     for name, value in DOCUMENTED.items():
         if inspect.isfunction(value):
-            assert section(name, "Returns"), name
+            assert section(name, "Returns") or inspect.signature(value).return_annotation is None, name
             raises = re.search(r"\b(raise|_?(check|canonical)\w*\()", inspect.getsource(value).rpartition('"""')[2])
             assert items(section(name, "Raises")) or not raises, name
 
