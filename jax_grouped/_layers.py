@@ -298,7 +298,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 def as_accumulator(sums: jax.Array, name: str, kernel: jax.Array) -> jax.Array:
     """Returns an accumulator of the kernel's gradient. Raises ValueError unless it is like the kernel."""
     accumulator = as_array("accumulate_into", sums)
-    got, expected = ((array.shape, array.dtype.name) for array in (accumulator, kernel))
+    got, expected = (f"{array.dtype.name} {array.shape}" for array in (accumulator, kernel))
     if got != expected:
         raise ValueError(f"accumulate_into must be like the kernel of {name}, {expected}, got {got}.")
     return accumulator

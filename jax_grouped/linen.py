@@ -173,17 +173,10 @@ class GroupedKernel(nn.Module):
         recipe, cache_kernel, dtype: as in `GroupedDense`.
 
     Example:
-        import flax.linen as nn
+        weights, variables = jg.linen.GroupedKernel((2, 32, 16)).init_with_output(jax.random.key(0))
+        transposed = weights.kernel.transpose(0, 2, 1)
 
-        class Transposed(nn.Module):
-            @nn.compact
-            def __call__(self, x, group_sizes):
-                weights = jg.linen.GroupedKernel((2, 32, 16), name="experts")()
-                return jg.ragged_dot(x, weights.kernel.transpose(0, 2, 1), group_sizes)
-
-        y, _ = Transposed().init_with_output(jax.random.key(0), jnp.ones((16, 16)), jnp.array([10, 4]))
-
-        assert y.shape == (16, 32)
+        assert jg.ragged_dot(jnp.ones((16, 16)), transposed, jnp.array([10, 4])).shape == (16, 32)
     """
 
     shape: tuple[int, ...]
@@ -288,8 +281,8 @@ class MoEMlp(nn.Module):
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
     and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and
     so split, `gate_up` as `P(experts, None, None, features)` of the axes that `parallel` names, with one `None` if it
-    has no gate, `down` as `P(experts, features)`, states as `P(experts)`, and the router whole. With `fsdp`, the experts
-    of kernels, biases and caches are split over `(experts, fsdp)`, in this order.
+    has no gate. Store `down` as `P(experts, features)`, states as `P(experts)`, and the router whole. With `fsdp`, the
+    experts of kernels, biases and caches are split over `(experts, fsdp)`, in this order.
 
     Attributes:
         num_experts: `E`, on all devices together.
@@ -310,15 +303,11 @@ class MoEMlp(nn.Module):
         layer = jg.linen.MoEMlp(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2))
         x = jnp.ones((2, 4, 32))
 
-        def loss(variables, x):
-            y, metrics = layer.apply(variables, x)
-            return jnp.mean(y**2) + 0.01 * metrics.balance_loss
+        variables = layer.init(jax.random.key(0), x)
+        y, metrics = layer.apply(variables, x)
+        loss = jnp.mean(y**2) + 0.01 * metrics.balance_loss
 
-        # Shapes only: leave eval_shape out for parameters and gradients.
-        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-        gradients = jax.eval_shape(jax.grad(loss), variables, x)
-
-        assert gradients["params"]["gate_up"]["kernel"].shape == (4, 32, 2, 16)
+        assert variables["params"]["gate_up"]["kernel"].shape == (4, 32, 2, 16) and loss > 0
     """
 
     num_experts: int

@@ -159,19 +159,13 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         ValueError: `rows` is not `[R, C]` with the `num_rows` of the plan.
 
     Example:
-        from jax.sharding import AxisType, PartitionSpec as P
+        def received(rows, group_sizes):
+            return jg.moe.send_rows(rows, jg.moe.plan_exchange(group_sizes, "expert", num_rows=4, capacity=8))
 
-        mesh = jax.make_mesh((1,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:1])
+        two_devices = jax.vmap(received, axis_name="expert")  # in place of jax.shard_map
+        rows = two_devices(jnp.arange(8.0).reshape(2, 4, 1), jnp.array([[3, 1], [1, 2]]))
 
-        def there_and_back(rows, group_sizes):
-            exchange = jg.moe.plan_exchange(group_sizes, "expert", num_rows=8, capacity=8)
-            received = jg.moe.send_rows(rows, exchange)  # for own experts
-            return jg.moe.return_rows(2 * received, exchange)
-
-        sharded = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-        y = jax.jit(sharded)(jnp.ones((8, 2)), jnp.array([3, 4]))
-
-        assert y[:7].tolist() == 7 * [[2.0, 2.0]] and not y[7:].any()
+        assert rows[1, :4, 0].tolist() == [3, 5, 6, 0]  # the second expert's: one row of device 0, two of device 1
     """
     return _exchanged(rows, exchange, back=False)
 

@@ -39,32 +39,13 @@ from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_choices, sum_rows, tokens_of
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, restored, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
-from jax_grouped.ops import inputs
-from jax_grouped.ops.dense import (
-    CHECKPOINT_NAMES,
-    OUTPUT_NAME,
-    DenseResiduals,
-    dgrad,
-    fprop,
-    given_scales,
-    grouped_dense,
-    is_on_mesh,
-    make_residuals,
-    named,
-    next_state,
-    primal_values,
-    quantized_gradient,
-    quantized_kernels,
-    quantized_tokens,
-    weights_gradient,
-    zero_gradient,
-)
+from jax_grouped.ops import dense, inputs
 from jax_grouped.ops.gather import gather_stack
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
 from jax_grouped.ops.quantize import Oriented, check_for_gradients, quantize_permuted, quantize_with_activation
 
 #: Name of the input of the activation, for policies of `jax.checkpoint`.
-HIDDEN_NAME = CHECKPOINT_NAMES[2]
+HIDDEN_NAME = dense.CHECKPOINT_NAMES[2]
 
 #: Parts in which sums return to the devices of the tokens. More parts start more collectives, of 20 us each.
 _CHUNKS = 2
@@ -123,22 +104,22 @@ def grouped_mlp(
     gate_up, down, spec = _canonical(x, network)
     out_spec = inputs.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
     last = dataclasses.replace(spec.down, partitions=Partitions(out=out_spec))
-    if recipe is None or is_on_mesh(x, gate_up, spec.up) or is_on_mesh(x, down, last):
+    if recipe is None or dense.is_on_mesh(x, gate_up, spec.up) or dense.is_on_mesh(x, down, last):
         # The activation's input is split as the features of `gate_up` if their axes are free and divide `F`.
         x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up.kernel).sharding
         axes = axes_of(kernel_sharding, 2)
         parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
         is_free = not {*axes} & {*axes_of(x_sharding, 0)} and down.kernel.shape[1] % parts == 0
         hidden_spec = PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
-        dense = functools.partial(grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
-        hidden = checkpoint_name(dense(x, **gate_up._asdict(), out_sharding=hidden_spec), HIDDEN_NAME)
-        y = dense(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
-        return checkpoint_name(y, OUTPUT_NAME)
+        product = functools.partial(dense.grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
+        hidden = checkpoint_name(product(x, **gate_up._asdict(), out_sharding=hidden_spec), HIDDEN_NAME)
+        y = product(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
+        return checkpoint_name(y, dense.OUTPUT_NAME)
 
     groups = inputs.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
     y = apply_rule(_experts, arrays, spec)
-    return checkpoint_name(y, OUTPUT_NAME)
+    return checkpoint_name(y, dense.OUTPUT_NAME)
 
 
 class Network(NamedTuple):
@@ -305,8 +286,8 @@ class _Saved(NamedTuple):
     x: Any
     row_map: RowMap
     hidden: jax.Array
-    up: DenseResiduals
-    down: DenseResiduals
+    up: dense.DenseResiduals
+    down: dense.DenseResiduals
     accumulators: tuple[jax.Array | None, jax.Array | None]
 
 
@@ -317,10 +298,10 @@ def _experts(arrays: ExpertsArrays, spec: ExpertsSpec) -> jax.Array:
 
 
 def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> tuple[jax.Array, _Saved]:
-    x, up, down, row_map, shared, received = primal_values(primals) if for_gradients else primals
+    x, up, down, row_map, shared, received = dense.primal_values(primals) if for_gradients else primals
     groups, weights, order, inverse, row_indices, bias = row_map
     recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
-    up_scales, down_scales = given_scales(spec.up, up.fp8_state), given_scales(spec.down, down.fp8_state)
+    up_scales, down_scales = dense.given_scales(spec.up, up.fp8_state), dense.given_scales(spec.down, down.fp8_state)
     # Rows that stand are quantized once, for both passes.
     with_wgrad_rows = for_gradients and weights is None
 
@@ -340,13 +321,15 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
         tokens = Oriented(rowwise, None, amax)
     else:
         rows = row_map.rows(x, recipe)
-        tokens = quantized_tokens(rows, groups, spec.up, up_scales, columnwise=with_wgrad_rows, row_indices=row_indices)
+        tokens = dense.quantized_tokens(
+            rows, groups, spec.up, up_scales, columnwise=with_wgrad_rows, row_indices=row_indices
+        )
     down_kernels, up_kernels = _kernels_for_fprop(down, spec.down, fsdp_axis, up_kernels, with_dgrad=for_gradients)
 
-    hidden = checkpoint_name(fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
+    hidden = checkpoint_name(dense.fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
     activated = activate(hidden, spec.down.input_activation) if recipe is None else hidden
-    down_tokens = quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
-    y = fprop(down_tokens, down_kernels, groups, spec.down, down.bias)
+    down_tokens = dense.quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
+    y = dense.fprop(down_tokens, down_kernels, groups, spec.down, down.bias)
 
     if weights is not None and inverse is None:
         y = y.astype(jnp.float32) * weights[:, None]
@@ -365,8 +348,8 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
         None if with_wgrad_rows else x,
         row_map,
         hidden,
-        named(make_residuals(tokens, up_kernels, groups, spec.up, up.fp8_state)),
-        named(make_residuals(down_tokens, down_kernels, groups, spec.down, down.fp8_state)),
+        dense.named(dense.make_residuals(tokens, up_kernels, groups, spec.up, up.fp8_state)),
+        dense.named(dense.make_residuals(down_tokens, down_kernels, groups, spec.down, down.fp8_state)),
         (up.dkernel_accumulator, down.dkernel_accumulator),
     )
 
@@ -378,7 +361,7 @@ def _kernels_for_fprop(
     state = weights.fp8_state
     if fsdp_axis is not None and state is not None:
         state = part_of_state(state, fsdp_axis, weights.kernel.shape[0])
-    kernels = quantized_kernels(weights, spec, given_scales(spec, state), rowwise=with_dgrad)
+    kernels = dense.quantized_kernels(weights, spec, dense.given_scales(spec, state), rowwise=with_dgrad)
     if fsdp_axis is None:
         return kernels, after
     if state is not None:
@@ -425,9 +408,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        dup, ddown = zero_gradient(up, up_accumulator), zero_gradient(down, down_accumulator)
+        dup, ddown = dense.zero_gradient(up, up_accumulator), dense.zero_gradient(down, down_accumulator)
         return (ExpertsArrays(zero, dup, ddown, zero),)
-    up_scales, down_scales = given_scales(spec.up, up.fp8_state), given_scales(spec.down, down.fp8_state)
+    up_scales, down_scales = dense.given_scales(spec.up, up.fp8_state), dense.given_scales(spec.down, down.fp8_state)
     dshared = None if spec.shared_dtype is None else dy.astype(spec.shared_dtype)
 
     if fsdp_axis is not None:
@@ -442,7 +425,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         # Without the barrier, XLA would find that the forward pass has made these rows, and keep them until now.
         x, dy = jax.lax.optimization_barrier((x, dy.astype(spec.up.x_dtype)))
         rows = row_map.rows(x, recipe)
-        tokens = quantized_tokens(rows, groups, spec.up, up_scales, rowwise=False, row_indices=row_indices).columnwise
+        tokens = dense.quantized_tokens(
+            rows, groups, spec.up, up_scales, rowwise=False, row_indices=row_indices
+        ).columnwise
     if expert_axis is not None:
         # The rows of tokens are made while gradients of results travel.
         if isinstance(tokens, Gathered):
@@ -451,10 +436,10 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         dy = gather_tokens(dy, expert_axis, spec.wire.dresults)
         dy, tokens = jax.lax.optimization_barrier((dy, tokens))
 
-    results_gradient = quantized_gradient(
+    results_gradient = dense.quantized_gradient(
         row_map.rows(dy, recipe), groups, spec.down, down_scales, row_indices=row_indices
     )
-    dactivated, pending = dgrad(down, results_gradient)
+    dactivated, pending = dense.dgrad(down, results_gradient)
     row_weights, row_pairs = weights, None
     if weights is not None and order is not None:
         row_weights, row_pairs = weights.reshape(weights.size), order
@@ -465,12 +450,12 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     if row_weights is None:
         assert recipe is not None  # Without one, `grouped_mlp` applies the activation itself.
         activated = down.x
-        gradient = quantized_gradient(dactivated, groups, spec.up, up_scales, activation_input=hidden)
+        gradient = dense.quantized_gradient(dactivated, groups, spec.up, up_scales, activation_input=hidden)
     elif recipe is None:
         dhidden, activated, dweights = activation_grad(
             hidden, dactivated, row_weights, spec.down.input_activation, row_pairs
         )
-        gradient = quantized_gradient(dhidden, groups, spec.up, up_scales)
+        gradient = dense.quantized_gradient(dhidden, groups, spec.up, up_scales)
     else:
         gradient, weighted, dweights = quantize_with_activation(
             dactivated,
@@ -485,9 +470,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         if down.amax is not None and weighted.amax is not None:
             # The forward pass has quantized the activation's result without its weights.
             amax = down.amax | {"input": jnp.maximum(down.amax["input"], weighted.amax)}
-            state = next_state(dataclasses.replace(down, amax=amax), results_gradient.amax)
+            state = dense.next_state(dataclasses.replace(down, amax=amax), results_gradient.amax)
             pending = dataclasses.replace(pending, fp8_state=state)
-    ddown = weights_gradient(dataclasses.replace(pending, x=activated), down_accumulator, fsdp_axis)
+    ddown = dense.weights_gradient(dataclasses.replace(pending, x=activated), down_accumulator, fsdp_axis)
     if dweights is not None and inverse is not None:
         dweights = gather(dweights, inverse)
     dbias = None
@@ -496,7 +481,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         dbias, dweights_of_bias = pull_back(restored(dy, spec.up.x_dtype).astype(jnp.float32))
         dweights += dweights_of_bias
 
-    drows, pending = dgrad(up, gradient)
+    drows, pending = dense.dgrad(up, gradient)
     pending = dataclasses.replace(pending, x=tokens)
     if inverse is None:
         dx = drows
@@ -510,7 +495,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         parts, (wgrad_x, wgrad_dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
         dx = summed(return_parts(parts, expert_axis, spec.wire.dtokens)).astype(parts.dtype)
         pending = dataclasses.replace(pending, x=wgrad_x, dy=wgrad_dy)
-    dup = weights_gradient(pending, up_accumulator, fsdp_axis)
+    dup = dense.weights_gradient(pending, up_accumulator, fsdp_axis)
     return (ExpertsArrays(dx, dup, ddown, RowMap(zero, dweights, bias=dbias), dshared),)
 
 

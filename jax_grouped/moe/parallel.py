@@ -160,7 +160,28 @@ def call_on_mesh(
     gated: bool,
 ) -> tuple[jax.Array, Any]:
     """Calls the function on every device with its part of the arrays."""
-    _check_sizes(mesh, parallel, arrays)
+    experts, hidden, _ = arrays.down.kernel.shape
+    for name, size, split_over in (
+        ("down must have experts", experts, parallel.storage_axes),
+        ("down must have features F", hidden, (parallel.features,)),
+    ):
+        names = [axis for axis in split_over if axis is not None]
+        parts = math.prod(mesh.shape[axis] for axis in names)
+        if size % parts:
+            raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
+    weights = arrays.gate_up, arrays.down
+    is_cached = any(isinstance(each.kernel_cache, KernelCache) for each in weights)
+    if is_cached and parallel.features is not None and mesh.shape[parallel.features] > 1:
+        raise ValueError(
+            f"A kernel cache cannot be split over the features axis {parallel.features!r}: make it inside "
+            "jax.shard_map, of this device's part of the kernel."
+        )
+    others = [axis for axis in parallel.token_axes if axis not in parallel.storage_axes and mesh.shape[axis] > 1]
+    if others and any(each.dkernel_accumulator is not None for each in weights):
+        raise ValueError(
+            f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
+            "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."
+        )
     if gated:
         # Each device's part is contiguous only with an axis for the gate and the other half.
         joined = [("bias", arrays.gate_up.bias, 2)]
@@ -265,29 +286,3 @@ def _specs(parallel: Parallel, arrays: MoEArrays, *, gated: bool) -> Any:
         down=weight_specs(arrays.down, P(stored, parallel.features), P(stored)),
         selection_bias=jax.tree.map(lambda _: P(), arrays.selection_bias),
     )
-
-
-def _check_sizes(mesh: Mesh | AbstractMesh, parallel: Parallel, arrays: MoEArrays) -> None:
-    experts, hidden, _ = arrays.down.kernel.shape
-    for name, size, split_over in (
-        ("down must have experts", experts, parallel.storage_axes),
-        ("down must have features F", hidden, (parallel.features,)),
-    ):
-        names = [axis for axis in split_over if axis is not None]
-        parts = math.prod(mesh.shape[axis] for axis in names)
-        if size % parts:
-            raise ValueError(f"{name} in a multiple of {parts}, the devices along {names}, got {size}.")
-    cached = any(isinstance(weights.kernel_cache, KernelCache) for weights in (arrays.gate_up, arrays.down))
-    if cached and parallel.features is not None and mesh.shape[parallel.features] > 1:
-        raise ValueError(
-            f"A kernel cache cannot be split over the features axis {parallel.features!r}: make it inside "
-            "jax.shard_map, of this device's part of the kernel."
-        )
-    accumulates = any(weights.dkernel_accumulator is not None for weights in (arrays.gate_up, arrays.down))
-    stored = parallel.storage_axes
-    others = [axis for axis in parallel.token_axes if axis not in stored and mesh.shape[axis] > 1]
-    if accumulates and others:
-        raise ValueError(
-            f"dkernel_accumulator cannot be added to where mesh axes {others} split tokens: gradients are sums over "
-            "these. Add the gradients of microbatches up with jax_grouped.accumulate_gradients."
-        )

@@ -145,7 +145,7 @@ def test_arguments_of_a_call_that_do_not_fit_are_named(name: str) -> None:
             "accumulate_into takes gradients of gate_up, down, got ['router'].": dict(
                 accumulate_into={"router": jnp.zeros((K, E))}
             ),
-            "accumulate_into must be like the kernel of down, ((4, 16, 32), 'float32')": dict(
+            "accumulate_into must be like the kernel of down, float32 (4, 16, 32)": dict(
                 accumulate_into={"down": jnp.zeros((E, K, F))}
             ),
         }

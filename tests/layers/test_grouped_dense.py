@@ -103,7 +103,7 @@ def test_halves_and_accumulation_give_the_gradients_of_a_call(recipe: jg.Recipe 
     nnx_total = nnx.grad(lambda model: jnp.sum(model(x, SIZES, accumulate_into=into) * dy))(model)["kernel"][...]
     for accumulated in (total, nnx_total):
         np.testing.assert_allclose(accumulated, expected["kernel"] + 2, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"^accumulate_into must be like the kernel of GroupedD.* got \(\(3, 16\)"):
+    with pytest.raises(ValueError, match=r"^accumulate_into must be like the kernel of Gro.* got float32 \(3, 16\)"):
         model(x, SIZES, accumulate_into=jnp.zeros((E, N)))
 
 
