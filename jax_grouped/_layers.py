@@ -215,10 +215,9 @@ def apply_dense(
     accumulate_into: jax.Array | None = None,
 ) -> T:
     """Calls `grouped_dense` or `grouped_dense_fwd` for the `GroupedDense` `layer` with these weights."""
-    named = weights._asdict()
-    del named["dkernel_accumulator"]
     if accumulate_into is not None:
-        named["dkernel_accumulator"] = as_accumulator(accumulate_into, "GroupedDense", weights.kernel)
+        weights = with_accumulator(weights, "GroupedDense", accumulate_into)
+    named = {name: array for name, array in weights._asdict().items() if array is not None}
     x = as_array("x", x)
     # Weights keep their types: `grouped_dense` computes in that of `x`, and gives parameters gradients in theirs.
     x = x.astype(promoted_type(x, weights.kernel) if layer.dtype is None else layer.dtype)
@@ -244,8 +243,7 @@ def apply_moe(
         raise ValueError(f"accumulate_into takes gradients of {', '.join(weights)}, got {sorted(unknown)}.")
     for name, total in sums.items():
         if total is not None:
-            accumulator = as_accumulator(total, name, weights[name].kernel)
-            weights[name] = weights[name]._replace(dkernel_accumulator=accumulator)
+            weights[name] = with_accumulator(weights[name], name, total)
     gate_up, down, *shared_expert = weights.values()
     x = as_array("x", x)
     if x.ndim == 0:
@@ -295,13 +293,13 @@ def _as_rows(x: jax.Array) -> jax.Array:
     return jnp.reshape(x, (-1, x.shape[-1]))
 
 
-def as_accumulator(sums: jax.Array, name: str, kernel: jax.Array) -> jax.Array:
-    """Returns an accumulator of the kernel's gradient. Raises ValueError unless it is like the kernel."""
-    accumulator = as_array("accumulate_into", sums)
-    got, expected = (f"{array.dtype.name} {array.shape}" for array in (accumulator, kernel))
+def with_accumulator(weights: Weights, name: str, total: jax.Array) -> Weights:
+    """Returns weights with an accumulator of the kernel's gradient. Raises ValueError unless it is like the kernel."""
+    accumulator = as_array("accumulate_into", total)
+    got, expected = (f"{array.dtype.name} {array.shape}" for array in (accumulator, weights.kernel))
     if got != expected:
         raise ValueError(f"accumulate_into must be like the kernel of {name}, {expected}, got {got}.")
-    return accumulator
+    return weights._replace(dkernel_accumulator=accumulator)
 
 
 def changes_cache(is_first_microbatch: ArrayLike | None) -> bool:

@@ -58,8 +58,7 @@ def gmm(
 
     Raises:
         NotImplementedError: there are both `transpose_rhs` and a recipe, or one of the `options` is set.
-        TypeError: as in these functions.
-        ValueError: likewise, or `partial_sum` or `existing_out` is not like the result.
+        TypeError, ValueError: as in these functions, or `partial_sum` or `existing_out` is not like the result.
     """
     del tiling, interpret
     transpose_rhs = static_bool("transpose_rhs", transpose_rhs)

@@ -87,8 +87,8 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
     `min(num_rows, capacity)` rows from every device to every other one, however many of them are used.
 
     Args:
-        group_sizes: `[E]` integers, this device's rows per expert, read on the device only. Negative ones count as 0,
-            and rows past `num_rows` do not exist.
+        group_sizes: `[E]` integers, `E` a multiple of `D`: this device's rows per expert, read on the device only.
+            Negative ones count as 0, and rows past `num_rows` do not exist.
         axis_name: the mesh axis of `D` devices, or a tuple of axes; other axes exchange nothing.
         num_rows: `R`, rows of this device's array, the same on every device. `D * num_rows` is below 2^31.
         capacity: rows that a device has room for after `send_rows`, fewer than 2^31. `D * num_rows` drops none,
@@ -98,9 +98,8 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
         The plan for `send_rows` and `return_rows`. All devices compute the same plan from the sizes of all.
 
     Raises:
-        TypeError: `group_sizes`, `num_rows` or `capacity` is not of an integer type.
-        ValueError: `group_sizes` is not `[E]` with `E` a multiple of `D`, `num_rows` or `capacity` is negative or too
-            large, or `axis_name` is no axis of a surrounding `jax.shard_map`.
+        TypeError, ValueError: an argument has a type, a shape or a value that does not fit, or no surrounding
+            `jax.shard_map` has the axis.
 
     Example:
         def dropped(group_sizes):
@@ -155,8 +154,7 @@ def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         them with `exchange.group_sizes`. The tail is zero.
 
     Raises:
-        TypeError: `rows` is not of a floating-point type, or `exchange` is no plan.
-        ValueError: `rows` is not `[R, C]` with the `num_rows` of the plan.
+        TypeError, ValueError: `rows` has a type or a shape that does not fit the plan, or `exchange` is no plan.
 
     Example:
         def received(rows, group_sizes):
@@ -181,8 +179,7 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
         `[R, C]`; zeros for rows that were not sent, and in the tail.
 
     Raises:
-        TypeError: `rows` is not of a floating-point type, or `exchange` is no plan.
-        ValueError: `rows` is not `[capacity, C]` with the `capacity` of the plan.
+        TypeError, ValueError: as `send_rows`.
 
     Example:
         def there_and_back(rows, group_sizes):

@@ -89,8 +89,7 @@ def grouped_mlp(
         `[T, N]` in the type of `x`.
 
     Raises:
-        TypeError: an argument, or the recipe, has a type that is not supported.
-        ValueError: an argument has a shape that does not fit, or as `jax_grouped.grouped_dense`.
+        TypeError, ValueError: an argument has a type or a shape that does not fit, as in `jax_grouped.grouped_dense`.
 
     Example:
         x, gate_up, down = jnp.ones((16, 32)), jnp.ones((2, 32, 32)), jnp.ones((2, 16, 32))

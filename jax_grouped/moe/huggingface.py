@@ -114,9 +114,8 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
     Raises:
         KeyError: an array is missing, or the configuration lacks a value.
-        TypeError: `state` or `config` is no mapping.
-        ValueError: an array has another shape than the configuration says, numbers of 8 bits without their scales, or
-            no place in the layer; or as in `huggingface_options`.
+        TypeError, ValueError: `state` or `config` is no mapping, or an array has another shape than the configuration
+            says, numbers of 8 bits without their scales, or no place in the layer; or as in `huggingface_options`.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)

@@ -120,9 +120,8 @@ def moe_mlp(
         `[T, N]` in the type of `x`, and the routing metrics.
 
     Raises:
-        TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape or value that does not fit, an axis is not there, or the result is
-            differentiated with an axis of features that JAX does not track.
+        TypeError, ValueError: an argument has a type, a shape or a value that does not fit, an axis is not there, or
+            the result is differentiated with an axis of features that JAX does not track.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))

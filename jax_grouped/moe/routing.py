@@ -63,8 +63,7 @@ class Router:
             `[..., length, K]`, see `load_balancing_loss`. `moe_mlp` then needs `num_sequences`.
 
     Raises:
-        TypeError: a field is not of its type.
-        ValueError: a field has a value that is not supported.
+        TypeError, ValueError: a field has a type or a value that is not supported.
 
     Example:
         router = jg.moe.Router(top_k=2, score="sigmoid", scale=2.5)
@@ -88,9 +87,7 @@ class Router:
     balance_sequences: bool = False
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
+        put = functools.partial(object.__setattr__, self)
         put("top_k", static_size("top_k", self.top_k, least=1))
         check_choice("score", self.score, Score)
         check_choice("drop_by", self.drop_by, DropBy)
@@ -99,19 +96,16 @@ class Router:
         put("scale", static_number("scale", self.scale))
         if (self.groups is None) != (self.top_groups is None):
             raise ValueError(f"groups and top_groups need each other, got {self.groups} and {self.top_groups}.")
-        if self.groups is not None:
-            groups, top_groups = (static_size(name, getattr(self, name), least=1) for name in ("groups", "top_groups"))
-            put("groups", groups)
-            put("top_groups", top_groups)
-            if top_groups > groups:
-                raise ValueError(f"top_groups must be at most the {groups} groups, got {top_groups}.")
+        if self.groups is not None and self.top_groups is not None:
+            put("groups", static_size("groups", self.groups, least=1))
+            put("top_groups", static_size("top_groups", self.top_groups, least=1))
+            if self.top_groups > self.groups:
+                raise ValueError(f"top_groups must be at most the {self.groups} groups, got {self.top_groups}.")
         if self.capacity_factor is not None:
-            put("capacity_factor", static_number("capacity_factor", self.capacity_factor))
-            if not 0 < self.capacity_factor < math.inf:
-                raise ValueError(
-                    "capacity_factor must be a positive number, or None for the worst case, got "
-                    f"{self.capacity_factor}."
-                )
+            put("capacity_factor", factor := static_number("capacity_factor", self.capacity_factor))
+            if not 0 < factor < math.inf:
+                rule = "a positive number, or None for the worst case"
+                raise ValueError(f"capacity_factor must be {rule}, got {factor}.")
 
 
 @register_pytree
@@ -238,7 +232,7 @@ def route_and_group(
             raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {selection_bias.shape}.")
         selection_bias = selection_bias.astype(jnp.float32)
     elif router.use_selection_bias:
-        raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
+        raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], at first zeros, got None.")
     spec = kernel.RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
     chosen, weights, probabilities, *grouped = kernel.route(logits, selection_bias, spec, rows)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
