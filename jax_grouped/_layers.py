@@ -21,7 +21,7 @@ from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import (
     apply_rule,
     as_array,
-    check_instance,
+    check_type,
     is_bound,
     promoted_type,
     static_bool,
@@ -138,8 +138,8 @@ def check_moe_options(
     router: Router, parallel: Parallel, activation: Activation, num_experts: int, logical_axes: LogicalAxes | None
 ) -> None:
     """Checks the options of a `MoEMlp`. Warns of a router that the model's loss does not train."""
-    check_instance("router", router, Router)
-    check_instance("parallel", parallel, Parallel)
+    check_type("router", router, Router)
+    check_type("parallel", parallel, Parallel)
     inputs.check_activation_name(activation)
     if logical_axes is not None and (
         isinstance(logical_axes, str) or not hasattr(logical_axes, "__len__") or len(logical_axes) != 3
@@ -163,11 +163,7 @@ class KernelForm(NamedTuple):
 
 
 def kernel_forms(
-    layer: Any,
-    features: int,
-    parallel: Parallel,
-    logical_axes: LogicalAxes | None,
-    given: Mapping[str, Mapping[str, Any]],
+    layer: Any, features: int, parallel: Parallel, logical_axes: LogicalAxes | None, given: Mapping[str, Any]
 ) -> dict[str, KernelForm]:
     """Returns the forms of the kernels of a `MoEMlp` by name; inside `jax.shard_map`, those of this device's parts.
 
@@ -185,10 +181,7 @@ def kernel_forms(
     experts_name, features_name, hidden_name = logical_axes or (None, None, None)
     expert, token, hidden = (sizes[0], experts_name), (features, features_name), (sizes[1], hidden_name)
     halves = [(2, None)] if is_gated(layer.activation) else []
-    stacks: dict[str, list[tuple[int, str | None]]] = {
-        "gate_up": [expert, token, *halves, hidden],
-        "down": [expert, hidden, token],
-    }
+    stacks: dict[str, Any] = {"gate_up": [expert, token, *halves, hidden], "down": [expert, hidden, token]}
     if layer.shared_features is not None:
         one, hidden = (1, None), (layer.shared_features, hidden_name)
         stacks |= {"shared_gate_up": [one, token, *halves, hidden], "shared_down": [one, hidden, token]}

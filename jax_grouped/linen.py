@@ -442,8 +442,10 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
     """
     if not isinstance(recipe, Recipe):
         raise recipe_error(recipe, optional=False)
-    found = flatten_dict(variables.get(KERNEL_CACHE, {}))
-    if not any(isinstance(cache, KernelCache) for cache in found.values()):
+    caches = flatten_dict(variables.get(KERNEL_CACHE, {}))
+    # Those of layers without a recipe stay as they are.
+    paths = [path for path, cache in caches.items() if isinstance(cache, KernelCache)]
+    if not paths:
         raise ValueError(
             f"variables must have the collection {KERNEL_CACHE}, which init makes of layers with cache_kernel=True. "
             "One of them must have a recipe."
@@ -451,11 +453,7 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
     params, states = (
         flatten_dict(nn.meta.unbox(variables.get(name, {}))) for name in ("params", OVERWRITE_WITH_GRADIENT)
     )
-    caches = {}
-    for path, cache in found.items():
-        if not isinstance(cache, KernelCache):  # Of a layer without a recipe, which stays as it is.
-            caches[path] = cache
-            continue
+    for path in paths:
         if path not in params:
             raise ValueError(f"variables must have the parameter {'/'.join(path)}, which {KERNEL_CACHE} has.")
         state = None
@@ -464,7 +462,8 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
             if not layer_state:
                 raise ValueError(f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT} for {'/'.join(path)}.")
             state = Fp8State(**layer_state)
-        if cache.columnwise.data.shape != cache.columnwise.layout.data_shape:
+        columnwise = caches[path].columnwise
+        if columnwise.data.shape != columnwise.layout.data_shape:
             raise ValueError(f"{'/'.join(path)} is stacked, as by nn.scan: quantize layers one by one.")
         caches[path] = _layers.make_cache(params.pop(path), recipe, None, state, for_gradients=False)
     kept = {name: collection for name, collection in variables.items() if name not in ("params", KERNEL_CACHE)}

@@ -165,7 +165,7 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}.")
 
 
-def check_instance(name: str, value: object, cls: type) -> None:
+def check_type(name: str, value: object, cls: type) -> None:
     """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
     if not isinstance(value, cls):
         raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
-from jax_grouped.core.values import as_array, axis_size, check_instance, static_size, vary_alike
+from jax_grouped.core.values import as_array, axis_size, check_type, static_size, vary_alike
 from jax_grouped.fp8.arrays import ScaledArray, short_repr
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
@@ -25,7 +25,7 @@ from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import inputs
 from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.inputs import GroupSizes, scaling_options
-from jax_grouped.ops.quantize import grouped_dequantize, quantize_stack
+from jax_grouped.ops.quantize import quantize_stack
 
 #: Counts of the rows of all devices are int32, and so are positions among the rows that one device receives.
 _MOST_ROWS = 2**31 - 1
@@ -195,7 +195,7 @@ def return_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _exchanged(rows: jax.Array, exchange: Exchange, *, back: bool) -> jax.Array:
-    check_instance("exchange", exchange, Exchange)
+    check_type("exchange", exchange, Exchange)
     rows = as_array("rows", rows)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
         raise TypeError(f"rows must be of a floating-point type, got {rows.dtype.name}.")
@@ -280,13 +280,6 @@ def gather_tokens(x: jax.Array, axis_name: Hashable, form: RowForm | None) -> Re
     if form is None or 0 in x.shape:
         return jax.lax.all_gather(x, axis_name, tiled=True)
     return gather_stack(_quantized(x[None], form), axis_name)
-
-
-def restored(received: Received, dtype: DTypeLike) -> jax.Array:
-    """Returns gathered tokens as an array `[D T, C]` of this type."""
-    if not isinstance(received, ScaledArray):
-        return received
-    return grouped_dequantize(received, dtype).reshape(-1, received.layout.features)
 
 
 def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:

@@ -37,12 +37,11 @@ from jax_grouped.kernels.bias import add_bias
 from jax_grouped.kernels.partition import axes_of
 from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_choices, sum_rows, tokens_of
-from jax_grouped.moe.exchange import Received, Wire, gather_tokens, restored, return_parts, summed
+from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
-from jax_grouped.ops import dense, inputs
+from jax_grouped.ops import dense, inputs, quantize
 from jax_grouped.ops.gather import gather_stack
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
-from jax_grouped.ops.quantize import Oriented, check_for_gradients, quantize_permuted, quantize_with_activation
 
 #: Name of the input of the activation, for policies of `jax.checkpoint`.
 HIDDEN_NAME = dense.CHECKPOINT_NAMES[2]
@@ -316,8 +315,8 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
     if inverse is not None and recipe is not None and (recipe.token_mode == ScalingMode.BLOCK_1D or up_scales):
         # Read each token once, as its scales are known or depend on the token alone.
         row_spec = spec.up.quantization()
-        rowwise, amax = quantize_permuted(x, groups, order, inverse, up_scales.get("input"), spec=row_spec)
-        tokens = Oriented(rowwise, None, amax)
+        rowwise, amax = quantize.quantize_permuted(x, groups, order, inverse, up_scales.get("input"), spec=row_spec)
+        tokens = quantize.Oriented(rowwise, None, amax)
     else:
         rows = row_map.rows(x, recipe)
         tokens = dense.quantized_tokens(
@@ -355,7 +354,7 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
 
 def _kernels_for_fprop(
     weights: Weights, spec: DenseSpec, fsdp_axis: Hashable | None, after: Any, *, with_dgrad: bool
-) -> tuple[Oriented, Any]:
+) -> tuple[quantize.Oriented, Any]:
     """Returns the kernels that fprop reads, gathered once `after` is there, and those of dgrad in parts."""
     state = weights.fp8_state
     if fsdp_axis is not None and state is not None:
@@ -415,7 +414,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     if fsdp_axis is not None:
         # Gather the kernels of `down` once `dy` is there, and during its products those of `up`.
         for residuals in (up, down):
-            check_for_gradients(residuals.kernel)
+            quantize.check_for_gradients(residuals.kernel)
         down_kernels, dy = _gathered_kernels(down.kernel, fsdp_axis, dy)
         up_kernels, down_kernels = _gathered_kernels(up.kernel, fsdp_axis, down_kernels)
         up, down = dataclasses.replace(up, kernel=up_kernels), dataclasses.replace(down, kernel=down_kernels)
@@ -456,7 +455,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         )
         gradient = dense.quantized_gradient(dhidden, groups, spec.up, up_scales)
     else:
-        gradient, weighted, dweights = quantize_with_activation(
+        gradient, weighted, dweights = quantize.quantize_with_activation(
             dactivated,
             groups,
             spec.up.quantization(for_gradient=True, inner_products=True, activated=True),
@@ -477,7 +476,9 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     dbias = None
     if bias is not None:
         _, pull_back = jax.vjp(row_map.weighted_bias, bias, weights)
-        dbias, dweights_of_bias = pull_back(restored(dy, spec.up.x_dtype).astype(jnp.float32))
+        if isinstance(dy, ScaledArray):
+            dy = quantize.grouped_dequantize(dy, spec.up.x_dtype).reshape(-1, dy.layout.features)
+        dbias, dweights_of_bias = pull_back(dy.astype(jnp.float32))
         dweights += dweights_of_bias
 
     drows, pending = dense.dgrad(up, gradient)

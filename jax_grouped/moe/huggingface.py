@@ -203,8 +203,7 @@ def to_huggingface(
 def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int]]:
     """Returns the values of a configuration, and the names and sizes of the block of its model."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
-        found = type(config).__name__
-        raise TypeError(f"config must be a mapping, or a configuration of transformers, got {found}.")
+        raise TypeError(f"config must be a mapping, or a configuration of transformers, got {type(config).__name__}.")
     values = config if isinstance(config, Mapping) else config.to_dict()
     model = _value(values, "model_type")
     if model not in _ARCHITECTURES:

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import (
-    as_array,
-    axis_size,
-    check_instance,
-    is_tracked,
-    static_size,
-    vary_alike,
-    varying_axes,
-)
+from jax_grouped.core.values import as_array, axis_size, check_type, is_tracked, static_size, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.routing import expert_load
@@ -140,9 +132,9 @@ def moe_mlp(
         None if selection_bias is None else as_array("selection_bias", selection_bias),
         None if shared is None else as_array("shared", shared),
     )
-    check_instance("router", router, Router)
+    check_type("router", router, Router)
     parallel = Parallel() if parallel is None else parallel
-    check_instance("parallel", parallel, Parallel)
+    check_type("parallel", parallel, Parallel)
     if router.balance_sequences and num_sequences is None:
         raise ValueError("A router with balance_sequences needs num_sequences, got None.")
     run = functools.partial(_run_on_device, router=router, activation=activation, recipe=recipe, precision=precision)

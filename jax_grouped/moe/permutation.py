@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped.core.groups import as_int32
-from jax_grouped.core.values import as_array, check_instance, static_size, vary_alike
+from jax_grouped.core.values import as_array, check_type, static_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.routing import group_pairs
 from jax_grouped.kernels.rows import gather, permute_rows, sum_of_choices
@@ -103,7 +103,7 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
         assert rows.tolist() == [[10], [10], [20], [20]]
     """
     x = as_array("x", x)
-    check_instance("permutation", permutation, Permutation)
+    check_type("permutation", permutation, Permutation)
     _check_rows("x", x, "[T, C]", permutation.inverse.shape[0], "tokens")
     return _permute(*vary_alike(x, permutation.order, permutation.inverse))
 
@@ -136,20 +136,18 @@ def unpermute(
         assert y.tolist() == [[3.0], [3.5]]
     """
     rows = as_array("rows", rows)
-    check_instance("permutation", permutation, Permutation)
+    check_type("permutation", permutation, Permutation)
     order, inverse = permutation.order, permutation.inverse
     _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
-    if weights is None:
-        rows, order, inverse = vary_alike(rows, order, inverse)
-        sums = _unpermute(rows, None, order, inverse)
-    else:
+    if weights is not None:
         weights = as_array("weights", weights)
         inputs.check_dtype("weights' type", weights.dtype)
         if weights.shape != inverse.shape:
             raise ValueError(
                 f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
             )
-        sums = _unpermute(*vary_alike(rows, weights.astype(jnp.float32), order, inverse))
+        weights = weights.astype(jnp.float32)
+    sums = _unpermute(*vary_alike(rows, weights, order, inverse))
     if shared is not None:
         sums += checked_shared(shared, sums.shape).astype(jnp.float32)
     return sums.astype(rows.dtype)

@@ -15,7 +15,7 @@ from jax_grouped.core.values import (
     as_array,
     axis_size,
     check_choice,
-    check_instance,
+    check_type,
     scalar,
     static_bool,
     static_number,
@@ -205,7 +205,7 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         assert routing.experts.tolist() == [[1, 2], [0, 1]]
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
-    check_instance("router", router, Router)
+    check_type("router", router, Router)
     return route_and_group(as_array("logits", logits), router, selection_bias)[0]
 
 
@@ -232,7 +232,7 @@ def route_and_group(
             raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {selection_bias.shape}.")
         selection_bias = selection_bias.astype(jnp.float32)
     elif router.use_selection_bias:
-        raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], at first zeros, got None.")
+        raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
     spec = kernel.RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
     chosen, weights, probabilities, *grouped = kernel.route(logits, selection_bias, spec, rows)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
@@ -276,7 +276,7 @@ def load_balancing_loss(
         assert jnp.allclose(loss(10 * jnp.eye(4)), 1)  # each token to an expert of its own
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
-    check_instance("routing", routing, Routing)
+    check_type("routing", routing, Routing)
     tokens, num_experts = routing.probabilities.shape
     if num_sequences is None:
         sums = jnp.sum(routing.probabilities, axis=0)
