@@ -197,10 +197,7 @@ class GroupedKernel(nn.Module):
 
     @nn.compact
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
-        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
-
-        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
-        """
+        """Returns the same in the parameters' shapes. `jax.shard_map` splits these, not states, over `fsdp_axis`."""
         return _read_weights(self, self.shape, self.bias_init, is_first_microbatch, fsdp_axis)
 
 

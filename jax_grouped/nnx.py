@@ -144,10 +144,7 @@ class GroupedKernel(nnx.Module):
         return flat_weights(self.stored(is_first_microbatch))
 
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
-        """Returns the same with `kernel` and `bias` in the shapes of the parameters.
-
-        Inside `jax.shard_map`, `fsdp_axis` is an axis over which they are split, unlike `fp8_state`.
-        """
+        """Returns the same in the parameters' shapes. `jax.shard_map` splits these, not states, over `fsdp_axis`."""
         if is_first_microbatch is not None and self.kernel_cache is None:
             raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
         bias = None if self.bias is None else self.bias[...]

@@ -371,10 +371,7 @@ def update_selection_bias(
     selection_bias = as_array("selection_bias", selection_bias)
     expert_load = inputs.integers("expert_load", expert_load)
     if selection_bias.dtype != jnp.float32:
-        raise TypeError(
-            f"selection_bias must be float32 to be updated, got {selection_bias.dtype.name}: 16-bit numbers and "
-            "integers do not hold its small steps."
-        )
+        raise TypeError(f"selection_bias must be float32 to be updated, got {selection_bias.dtype.name}.")
     if selection_bias.ndim != 1 or selection_bias.shape != expert_load.shape:
         raise ValueError(
             f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and "
