@@ -10,13 +10,12 @@ Every operand holds all of them, except that kernels may be fewer: each then ser
 The custom calls take the batch size from the size of `group_offset`. They have no `vmap_method`.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -86,15 +85,11 @@ def cuda_devices() -> list[jax.Device]:
         return []
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Reason why the `cuda` backend cannot run, and its one remedy."""
 
     found: str
     remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.found} {self.remedy}"
 
 
 def _version(number: tuple[int, ...]) -> str:
@@ -187,10 +182,7 @@ def define(
             jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
             for x, count in zip(operands, batches, strict=True)
         ]
-        structs = [
-            jax.ShapeDtypeStruct((batches[0] * result.shape[0], *result.shape[1:]), result.dtype)
-            for result in results(*slices, **static)
-        ]
+        structs = [batched(result, batches[0]) for result in results(*slices, **static)]
         for aval in (*operands, *structs) if batches[0] != 1 else ():
             # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
             counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)
@@ -238,12 +230,12 @@ def define(
 
         def one(element: jax.Array) -> tuple[jax.Array, ...]:
             slices = (
-                jax.lax.dynamic_index_in_dim(_unfold(x, count), element // (batch // count), keepdims=False)
+                jax.lax.dynamic_index_in_dim(unfold(x, count), element // (batch // count), keepdims=False)
                 for x, count in zip(args, batches, strict=True)
             )
             return on_xla_once(**static)(*slices)
 
-        return tuple(_fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
+        return tuple(fold(result) for result in jax.lax.map(one, jnp.arange(batch, dtype=jnp.int32)))
 
     def lower(
         ctx: mlir.LoweringRuleContext,
@@ -259,7 +251,7 @@ def define(
         if for_cuda:
             function, are_several = functools.partial(cuda, batch=batches[0], **static), len(ctx.avals_out) > 1
             if cuda_devices() and (problem := find_problem()):
-                raise RuntimeError(str(problem))
+                raise RuntimeError(" ".join(problem))
             if isinstance(batches[0], int) and batches[0] > MAX_BATCH:  # In an export, the batch may be symbolic.
                 raise ValueError(
                     f"jax.vmap over {batches[0]} calls of jax_grouped makes one custom call, which takes a batch of at "
@@ -297,10 +289,10 @@ def define(
                 counts.append(1)
             else:
                 elements = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-                operands.append(_fold(elements))
+                operands.append(fold(elements))
                 counts.append(size * count)
         results = primitive.bind(*operands, batches=tuple(counts), **params)
-        return [_unfold(result, size) for result in results], [0] * len(results)
+        return [unfold(result, size) for result in results], [0] * len(results)
 
     batching.primitive_batchers[primitive] = batching_rule
     if dce_rule is not None:
@@ -345,11 +337,11 @@ def group_table_size(num_groups: int) -> int:
     return 6 * round_up(num_groups + 1, 4)
 
 
-def _fold(x: jax.Array) -> jax.Array:
+def fold(x: jax.Array) -> jax.Array:
     """Reshapes `[B, L, ...] -> [B * L, ...]`."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _unfold(x: jax.Array, batch: int) -> jax.Array:
+def unfold(x: jax.Array, batch: int) -> jax.Array:
     """Reshapes `[B * L, ...] -> [B, L, ...]`."""
     return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_grouped.core.groups import as_int32, count_not_above, fit_to_capacity
 from jax_grouped.core.values import vary_alike
-from jax_grouped.kernels.primitive import bind, define
+from jax_grouped.kernels.primitive import bind, define, fold, unfold
 
 #: Function from a router's logits to scores.
 Score = Literal["softmax", "sigmoid"]
@@ -318,8 +318,7 @@ def _by_elements(
     """Applies plain JAX to every batch element."""
     if batch == 1:
         return function(*operands)
-    results = jax.vmap(function)(*(x.reshape(batch, x.shape[0] // batch, *x.shape[1:]) for x in operands))
-    return tuple(x.reshape(batch * x.shape[1], *x.shape[2:]) for x in results)
+    return tuple(map(fold, jax.vmap(function)(*(unfold(x, batch) for x in operands))))
 
 
 def count_blocks(tokens: int) -> int:

@@ -16,14 +16,13 @@ from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
 from jax_grouped.core.values import as_array, axis_size, check_type, static_size, vary_alike
-from jax_grouped.fp8.arrays import ScaledArray, short_repr
+from jax_grouped.fp8.arrays import ScaledArray, exchange_stacks, gather_stack, short_repr
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, sum_of_choices
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import inputs
-from jax_grouped.ops.gather import exchange_stacks, gather_stack
 from jax_grouped.ops.inputs import GroupSizes, scaling_options
 from jax_grouped.ops.quantize import quantize_stack
 

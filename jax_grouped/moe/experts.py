@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_grouped.core.groups import Groups, count_not_above
 from jax_grouped.core.values import apply_rule, as_array, axis_size, sum_dtype, vary_alike
-from jax_grouped.fp8.arrays import ScaledArray
+from jax_grouped.fp8.arrays import ScaledArray, gather_stack
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
@@ -40,7 +40,6 @@ from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_c
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import dense, inputs, quantize
-from jax_grouped.ops.gather import gather_stack
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
 
 #: Name of the input of the activation, for policies of `jax.checkpoint`.

@@ -26,14 +26,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import added_axes, apply_rule, as_array, sum_dtype, vary_alike
-from jax_grouped.fp8.arrays import KernelCache, ScaledArray, short_repr
+from jax_grouped.fp8.arrays import KernelCache, ScaledArray, gather_kernels, short_repr
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from jax_grouped.fp8.state import Fp8State, PerTensor
 from jax_grouped.kernels.bias import add_bias, bias_gradient
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply, lie_on_mesh, own_groups
 from jax_grouped.kernels.product import RESULTS, Operand, gradient_type, multiply, part_dtype
-from jax_grouped.ops.gather import gather_kernels
 from jax_grouped.ops.inputs import (
     DenseSpec,
     GroupSizes,

@@ -342,14 +342,11 @@ def _product(lhs: QuantizedLayout, rhs: QuantizedLayout) -> Product:
             return "fprop" if rhs.columnwise else "dgrad"
         if rhs.stack_rows is None and lhs.columnwise and rhs.columnwise:
             return "wgrad"
+    kinds = ["tokens" if layout.stack_rows is None else "stack" for layout in (lhs, rhs)]
     sides = ["columnwise" if layout.columnwise else "rowwise" for layout in (lhs, rhs)]
-    got = [
-        f"{side} tokens" if layout.stack_rows is None else f"a {side} stack"
-        for side, layout in zip(sides, (lhs, rhs), strict=True)
-    ]
     raise ValueError(
         "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got "
-        f"{got[0]} and {got[1]}."
+        f"{sides[0]} {kinds[0]} and {sides[1]} {kinds[1]}."
     )
 
 

@@ -107,7 +107,6 @@ def test_grouped_dense_refuses() -> None:
     refused: dict[str, dict[str, Any]] = {
         f"{no_recipe}'fp8'.": dict(recipe="fp8"),
         f"{no_recipe}the class DelayedScaling: pass DelayedScaling().": dict(recipe=jg.DelayedScaling),
-        "bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.": dict(bias=BLOCK, recipe=None),
         "bias must have shape [G, N] = (2, 48), got (3,).": dict(bias=jnp.ones(3)),
         "kernel must be an array, got None.": dict(kernel=None),
         "DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups=2).": dict(
