@@ -65,10 +65,9 @@ def losses(variant: str) -> list[float]:
 
 def test_steps_learn_and_share_quantized_or_converted_weights() -> None:
     bf16, delayed = (losses(variant) for variant in ("bf16 cached", "delayed cached, projections"))
-    for values in (bf16, delayed):
-        assert values[2] < values[1] < values[0]
-    # Projections in FP8 have other layers, which begin with other numbers.
-    assert delayed == pytest.approx(bf16, rel=0.02)
+    assert bf16[2] < bf16[1] < bf16[0]
+    assert delayed[2] < delayed[1] < delayed[0]
+    assert delayed == pytest.approx(bf16, rel=0.02)  # Projections in FP8 begin with other numbers.
 
 
 def test_operations_are_six_per_parameter_that_a_token_uses_and_those_of_attention() -> None:

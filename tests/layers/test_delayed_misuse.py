@@ -190,7 +190,6 @@ def test_calls_inside_a_transformation_are_named_and_have_a_remedy() -> None:
     trained, loss = linen_model(CallsLayer(2, nn.remat(jg.linen.GroupedDense)))
     optimizer = jg.overwrite_with_gradient(optax.sgd(0.1))
     named = r"has added several next values up .*: a layer with DelayedScaling was called twice between two updates"
-
     step = jax.jit(jax.value_and_grad(loss))
 
     _, summed = step(trained)

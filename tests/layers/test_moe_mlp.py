@@ -136,8 +136,8 @@ def test_a_selection_bias_is_kept_in_the_layer_and_moved_against_the_load(backen
     model.selection_bias.set_value(bias)
 
     assert moved[0] < TOKENS * TOP_K // 4
-    own_and_given = {}, dict(selection_bias=jnp.zeros(E))
-    loads = nnx.jit(lambda model: [model(x(), **bias)[1].expert_load for bias in own_and_given])(model)
+    biases = None, jnp.zeros(E)
+    loads = nnx.jit(lambda model: [model(x(), selection_bias=bias)[1].expert_load for bias in biases])(model)
     np.testing.assert_array_equal(loads, [step(bias)[1], load])
 
 

@@ -35,24 +35,16 @@ def arrays() -> list[jax.Array]:
 
 @pytest.mark.parametrize(
     ("where", "axes", "recipe"),
-    [
-        ("auto", dict(data=2, expert=4), BLOCK),
-        ("shard_map", dict(data=2, expert=2, fsdp=2), None),
-    ],
+    [("auto", dict(data=2, expert=4), BLOCK), ("shard_map", dict(data=2, expert=2, fsdp=2), None)],
     ids=str,
 )
 def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     backend: str, where: str, axes: dict[str, int], recipe: jg.Recipe | None
 ) -> None:
     del backend
-    mesh = typed_mesh("explicit" if where == "explicit" else "auto", axes)
-    named = {dict(expert="experts", feature="features").get(name, name): name for name in axes if name != "data"}
-    tokens = tuple(name for name in axes if name != "feature")
-    feature, stored = named.get("features"), tuple(name for name in tokens if name != "data") or None
-    specs = {
-        "gate_up": jg.moe.Weights(P(stored, None, None, feature), P(stored, None, feature)),
-        "down": jg.moe.Weights(P(stored, feature), P(stored)),
-    }
+    mesh, tokens, stored = mesh_of(axes), tuple(axes), tuple(name for name in axes if name != "data")
+    named = {dict(expert="experts").get(name, name): name for name in stored}
+    specs = dict.fromkeys(("gate_up", "down"), jg.moe.Weights(P(stored), P(stored)))
     x, logits, gate_up, down = arrays()
     parameters = {
         "gate_up": jg.moe.Weights(gate_up, jnp.sin(gate_up[:, 0])),
