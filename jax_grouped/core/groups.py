@@ -184,7 +184,7 @@ class GroupTable:
         """Returns the position of every row of the array."""
         index = jnp.arange(capacity, dtype=jnp.int32)
         ends = self._rows.starts + self._rows.sizes
-        group = _group_of(ends, index)
+        group = _find_group(ends, index)
         start, size, before = self._lookup(group)
         return RowPositions(
             group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1])
@@ -194,7 +194,7 @@ class GroupTable:
         """Returns the position of each row block's first row, for `count` row blocks, which may be more than exist."""
         index = jnp.arange(count, dtype=jnp.int32)
         ends = self._block_ends[:, ROW_BLOCKS.index(height)]
-        group = _group_of(ends, index)
+        group = _find_group(ends, index)
         start, size, before = self._lookup(group)
         row = height * (index - before[:, ROW_BLOCKS.index(height)])
         return RowPositions(group, row, start, size, before, index < ends[-1])
@@ -204,7 +204,7 @@ class GroupTable:
         return found[:, 0], found[:, 1], found[:, 2:]
 
 
-def _group_of(ends: jax.Array, index: jax.Array) -> jax.Array:
+def _find_group(ends: jax.Array, index: jax.Array) -> jax.Array:
     """Returns the group of every index, from the groups' sorted ends; the last group for indices past all ends."""
     if ends.shape[0] <= _FEW_GROUPS:
         count = jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32)

@@ -77,7 +77,7 @@ def activation_attributes(activation: Activation | None) -> dict[str, np.generic
     }
 
 
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
+def activate_xla(x: jax.Array, activation: Activation) -> jax.Array:
     """Applies an activation: `[..., F] -> [..., F]`, or `[..., 2 F] -> [..., F]` with a gate, which comes first."""
     if not is_gated(activation):
         return _PLAIN[activation](x)
@@ -93,9 +93,9 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)
 
 
-def activation_grad(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
-    """Returns the gradient of `x` from that of `activate(x, activation)`."""
-    return jax.vjp(lambda x: activate(x, activation), x)[1](dy)[0]
+def gradient_xla(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
+    """Returns the gradient of `x` from that of `activate_xla(x, activation)`."""
+    return jax.vjp(lambda x: activate_xla(x, activation), x)[1](dy)[0]
 
 
 def _relu(x: jax.Array) -> jax.Array:

@@ -164,7 +164,7 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
     grains = dict(operation.grains)
 
     def find_split(array: Any, dimension: int, grain: int) -> Split:
-        axes = axes_of(array.sharding, dimension)
+        axes = split_axes(array.sharding, dimension)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         # One part is the whole, but its axes belong to the types of results.
         return Split(axes, parts) if parts == 1 or array.shape[dimension] % (parts * grain) == 0 else Split()
@@ -180,7 +180,7 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
             if name in names
             for dimension, other in enumerate(names)
             if other != name
-            for axis in axes_of(array.sharding, dimension)
+            for axis in split_axes(array.sharding, dimension)
         }
         for names, array in side:
             if name in names and not splits[name].axes:
@@ -243,7 +243,7 @@ def plan(operation: Operation, mesh: Mesh | AbstractMesh, operands: Sequence[Any
     return Plan(run, result_specs, operand_specs)
 
 
-def axes_of(sharding: Any, dimension: int) -> tuple[str, ...]:
+def split_axes(sharding: Any, dimension: int) -> tuple[str, ...]:
     """Returns the mesh axes that a dimension is split over; none if the sharding does not name axes."""
     spec = getattr(sharding, "spec", ())
     entry = spec[dimension] if dimension < len(spec) else None
@@ -258,7 +258,7 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
     choice. If they do leave one, a ValueError is raised.
     """
     avals = [*map(jax.typeof, arrays)]
-    mesh, is_explicit = _mesh_of(avals, like)
+    mesh, is_explicit = _find_mesh(avals, like)
     if mesh is None:
         return operation.whole(*arrays)
     if is_explicit:
@@ -277,7 +277,7 @@ def apply(operation: Operation, *arrays: jax.Array, like: Sequence[PartitionSpec
 
 def lie_on_mesh(*arrays: jax.Array, like: Sequence[PartitionSpec | None] = ()) -> bool:
     """Tells whether an operation on the arrays, with results like these, can be split: JAX knows one mesh."""
-    return _mesh_of([*map(jax.typeof, arrays)], like)[0] is not None
+    return _find_mesh([*map(jax.typeof, arrays)], like)[0] is not None
 
 
 def known_mesh(*arrays: jax.Array) -> Any | None:
@@ -297,7 +297,7 @@ def _with_devices(mesh: Any, arrays: Sequence[jax.Array]) -> Any:
     return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), mesh)
 
 
-def _mesh_of(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> tuple[Any | None, bool]:
+def _find_mesh(avals: Sequence[Any], like: Sequence[PartitionSpec | None]) -> tuple[Any | None, bool]:
     """Returns the mesh over which an operation is split, None if it is not, and whether types say how.
 
     Types do if that of any operand or result is sharded; otherwise a mesh of several devices leaves all axes to XLA.
@@ -327,7 +327,7 @@ def _apply_to_types(
     axes: dict[str, set[str]] = {name: set() for name in operation.dimensions}
     for names, aval in zip(operation.operands, avals, strict=True):
         for dimension, name in enumerate(names.split()):
-            axes[name].update(axes_of(aval.sharding, dimension))
+            axes[name].update(split_axes(aval.sharding, dimension))
     for result, spec in zip(operation.results, given, strict=True):
         if spec is not None or result.how == "max":  # Of a maximum, every device gets the same.
             continue
@@ -392,7 +392,7 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
 def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
     """Returns the results' avals, which know the mesh too."""
     del operation
-    mesh, _ = _mesh_of(avals, ())
+    mesh, _ = _find_mesh(avals, ())
     if mesh is None:  # It was set while the program was traced, and no longer is.
         return program.out_avals
     return [
@@ -403,12 +403,7 @@ def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
 def _impl(*arrays: jax.Array, operation: Operation, program: Any) -> list[jax.Array]:
     del program
     with jax.disable_jit(False):
-        return _jitted(operation)(*arrays)
-
-
-@functools.cache
-def _jitted(operation: Operation) -> Callable[..., list[jax.Array]]:
-    return jax.jit(functools.partial(apply, operation))
+        return _APPLY_JITTED(operation, *arrays)
 
 
 def _lower(ctx: Any, *arrays: Any, operation: Operation, program: Any) -> Any:
@@ -440,6 +435,8 @@ def _lower_call(ctx: Any, *arrays: Any, program: Any, keeps_locations: bool) -> 
         ctx.module_context.module.operation.walk(remove)  # The module of a device has nothing but this program.
     return results
 
+
+_APPLY_JITTED = jax.jit(apply, static_argnums=0)
 
 _CALL = Primitive("jax_grouped_call")
 _CALL.multiple_results = True

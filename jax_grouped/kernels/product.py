@@ -20,7 +20,7 @@ from jax_grouped.kernels import primitive
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
-from jax_grouped.kernels.rows import permute_cuda, permute_rows, permute_xla, tokens_of
+from jax_grouped.kernels.rows import permute_cuda, permute_rows, permute_xla, row_tokens
 from jax_grouped.kernels.tiles import multiply_tiles
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -350,7 +350,7 @@ def multiply_cuda(
             spec = dataclasses.replace(spec, gathered=None)
             return multiply_cuda(a, b, group_sizes, group_offset, spec=spec, batch=batch)
         tokens = a if spec.gathered == "a" else b
-        more = (in_whole_batch(tokens_of(*more), tokens.shape[0] // batch, batch),)
+        more = (in_whole_batch(row_tokens(*more), tokens.shape[0] // batch, batch),)
     if spec.a is None and b.dtype != a.dtype:
         assert not more
         return _multiply_narrow(a, b, group_sizes, group_offset, spec=spec, batch=batch)

@@ -23,10 +23,10 @@ from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout, pad_to, spread
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels.activations import Activation, activate, activation_attributes, activation_grad, is_gated
+from jax_grouped.kernels.activations import Activation, activate_xla, activation_attributes, gradient_xla, is_gated
 from jax_grouped.kernels.bias import bias_gradient_xla
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
-from jax_grouped.kernels.rows import tokens_of
+from jax_grouped.kernels.rows import row_tokens
 
 #: Values of the enumeration in csrc.
 MODES = tuple(ScalingMode)
@@ -200,7 +200,7 @@ def quantize_xla(
             assert activation_input is not None
             assert spec.activation is not None
             rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
-            products = activate(activation_input.astype(jnp.float32), spec.activation) * x.astype(jnp.float32)
+            products = activate_xla(activation_input.astype(jnp.float32), spec.activation) * x.astype(jnp.float32)
             sums = jnp.sum(_block_features(products, BLOCK), axis=2)
             made["inner_products"] = jnp.where(rows.valid[:, None], sums, 0)
         if spec.activated:
@@ -285,12 +285,12 @@ def _activate(
     if spec.activation is None:
         return x
     if activation_input is None:
-        activated = activate(x, spec.activation)
+        activated = activate_xla(x, spec.activation)
         return activated if row_weights is None else activated * row_weights[:, None]
     if row_weights is not None:
         x = x * row_weights[:, None]
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
-    return activation_grad(activation_input, x, spec.activation)
+    return gradient_xla(activation_input, x, spec.activation)
 
 
 class _Scaling:
@@ -413,7 +413,7 @@ def _quantize_permuted_xla(
     spec: QuantizeSpec,
 ) -> tuple[jax.Array, ...]:
     """Returns rowwise data and scales of gathered rows, each that of its pair's token; amax too if scales are given."""
-    operands = spec.named(more) | {"row_indices": tokens_of(order, inverse)}
+    operands = spec.named(more) | {"row_indices": row_tokens(order, inverse)}
     given = tuple(name for name in OPERANDS if name in operands)
     spec = dataclasses.replace(spec, given=given)
     results = quantize_xla(x, group_sizes, group_offset, *(operands[name] for name in given), spec=spec)

@@ -23,11 +23,11 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
     The backward pass computes it again from `x`. JAX's own rule would keep several float32 arrays `[T, F]` instead.
     """
-    return activations.activate(x.astype(jnp.float32), activation).astype(x.dtype)
+    return activations.activate_xla(x.astype(jnp.float32), activation).astype(x.dtype)
 
 
 def _activate_backward(activation: Activation, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    dx = activations.activation_grad(x.astype(jnp.float32), dy.astype(jnp.float32), activation)
+    dx = activations.gradient_xla(x.astype(jnp.float32), dy.astype(jnp.float32), activation)
     return (dx.astype(x.dtype),)
 
 
@@ -65,8 +65,8 @@ def _activation_grad_xla(
     """Returns the gradient of `x`, weighted rows `[R, F]` and inner products `[R]`, NaN for rows without a weight."""
     values, gradient = x.astype(jnp.float32), da.astype(jnp.float32)
     row_weights = (gather(weights, order[0]) if order else weights)[:, None]
-    a = activations.activate(values, activation)
-    dx = activations.activation_grad(values, gradient * row_weights, activation)
+    a = activations.activate_xla(values, activation)
+    dx = activations.gradient_xla(values, gradient * row_weights, activation)
     results = dx.astype(x.dtype), (a * row_weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
     if not order:
         return results
@@ -112,7 +112,7 @@ def _permute_rows_jvp(zero_tail: bool, primals: Any, tangents: Any) -> tuple[jax
 
 def permute_xla(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool = True) -> jax.Array:
     """Returns each row's token, zeros in the tail, or NaN where it may hold anything: `[T, C] -> [R, C]`."""
-    return gather(x, tokens_of(order, inverse), fill=0.0 if zero_tail else jnp.nan)
+    return gather(x, row_tokens(order, inverse), fill=0.0 if zero_tail else jnp.nan)
 
 
 def permute_cuda(x: jax.Array, order: jax.Array, inverse: jax.Array, *, zero_tail: bool, batch: int) -> jax.Array:
@@ -136,7 +136,7 @@ def gather(x: jax.Array, indices: jax.Array, fill: float = 0.0) -> jax.Array:
     return x.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
-def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
+def row_tokens(order: jax.Array, inverse: jax.Array) -> jax.Array:
     """Returns the token of each row, `int32[R]`, and `T` or more in the tail."""
     return jax.lax.div(order, jnp.full_like(order, inverse.shape[1]))
 
@@ -145,7 +145,7 @@ def tokens_of(order: jax.Array, inverse: jax.Array) -> jax.Array:
 def sum_rows(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Sums the rows of each token, times `weights[T, k]` if given, in float32, and rounds once; differentiable."""
     # The kernel reads nothing for a choice without a row. XLA reads some row, but can fuse the sum with other work:
-    # `sum_of_choices` is for tokens whose choices nearly all have rows.
+    # `sum_choices` is for tokens whose choices nearly all have rows.
     operands = vary_alike(rows, inverse, *(() if weights is None else (weights,)))
     if 0 in (*rows.shape, *inverse.shape):
         return _sum_rows_xla(*operands)
@@ -157,14 +157,14 @@ def _sum_rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, inverse, weights = primals
 
     def differentiable(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
-        return sum_of_choices(rows, inverse, weights).astype(rows.dtype)
+        return sum_choices(rows, inverse, weights).astype(rows.dtype)
 
     _, derivative = jax.jvp(differentiable, (rows, weights), (tangents[0], tangents[2]))
     return sum_rows(*primals), derivative
 
 
 def _sum_rows_xla(rows: jax.Array, inverse: jax.Array, *weights: jax.Array) -> jax.Array:
-    return sum_of_choices(rows, inverse, *weights).astype(rows.dtype)
+    return sum_choices(rows, inverse, *weights).astype(rows.dtype)
 
 
 def _sum_rows_cuda(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, batch: int) -> jax.Array:
@@ -177,7 +177,7 @@ def _sum_rows_cuda(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, bat
     return jax.ffi.ffi_call("jax_grouped_sum_rows", sums)(rows, inverse, *weights)
 
 
-def sum_of_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+def sum_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
     if weights is not None:
         # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.

@@ -20,7 +20,7 @@ from jax_grouped.fp8.arrays import ScaledArray, exchange_stacks, gather_stack, s
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
 from jax_grouped.kernels.quantization import QuantizeSpec
-from jax_grouped.kernels.rows import permute_rows, sum_of_choices
+from jax_grouped.kernels.rows import permute_rows, sum_choices
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import inputs
 from jax_grouped.ops.inputs import GroupSizes, scaling_options
@@ -116,7 +116,7 @@ def plan_exchange(group_sizes: GroupSizes, axis_name: Hashable, *, num_rows: int
                 f"{name} must be at most {most} for the {devices} devices of the axis {axis_name!r}, because their "
                 f"rows are counted in int32, got {value}."
             )
-    sizes = inputs.canonical_sizes_of(group_sizes, num_rows)
+    sizes = inputs.canonical_sizes(group_sizes, num_rows)
     experts = sizes.shape[0]
     if experts == 0 or experts % devices:
         raise ValueError(
@@ -331,7 +331,7 @@ def _travel(way: _Way, x: jax.Array, plan: tuple[Permutation, Exchange]) -> jax.
         words = permute_rows(_words(x, way.form), permutation.order, permutation.inverse)
         return _rows(_move(axis_name, words, outgoing, incoming), x, way.form)
     words = _move(axis_name, _words(x, way.form), incoming, outgoing)
-    return sum_of_choices(_rows(words, x, way.form), permutation.inverse)
+    return sum_choices(_rows(words, x, way.form), permutation.inverse)
 
 
 def _travel_forward(way: _Way, x: jax.Array, plan: Any) -> tuple[jax.Array, Any]:

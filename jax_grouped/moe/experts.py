@@ -34,9 +34,9 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
-from jax_grouped.kernels.partition import axes_of
+from jax_grouped.kernels.partition import split_axes
 from jax_grouped.kernels.product import Gathered
-from jax_grouped.kernels.rows import activate, activation_grad, gather, sum_of_choices, sum_rows, tokens_of
+from jax_grouped.kernels.rows import activate, activation_grad, gather, row_tokens, sum_choices, sum_rows
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
 from jax_grouped.ops import dense, inputs, quantize
@@ -104,9 +104,9 @@ def grouped_mlp(
     if recipe is None or dense.is_on_mesh(x, gate_up, spec.up) or dense.is_on_mesh(x, down, last):
         # The activation's input is split as the features of `gate_up` if their axes are free and divide `F`.
         x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up.kernel).sharding
-        axes = axes_of(kernel_sharding, 2)
+        axes = split_axes(kernel_sharding, 2)
         parts = math.prod(kernel_sharding.mesh.shape[axis] for axis in axes)
-        is_free = not {*axes} & {*axes_of(x_sharding, 0)} and down.kernel.shape[1] % parts == 0
+        is_free = not {*axes} & {*split_axes(x_sharding, 0)} and down.kernel.shape[1] % parts == 0
         hidden_spec = PartitionSpec(x_sharding.spec[0], kernel_sharding.spec[2] if is_free else None)
         product = functools.partial(dense.grouped_dense, group_sizes=group_sizes, recipe=recipe, precision=precision)
         hidden = checkpoint_name(product(x, **gate_up._asdict(), out_sharding=hidden_spec), HIDDEN_NAME)
@@ -163,7 +163,7 @@ def routed_mlp(
         wire=wire or Wire(),
         shared_dtype=None if shared is None else shared.dtype,
     )
-    row_map = RowMap(groups, weights, order, inverse, tokens_of(order, inverse), down.bias)
+    row_map = RowMap(groups, weights, order, inverse, row_tokens(order, inverse), down.bias)
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down._replace(bias=None), row_map, shared))
     return apply_rule(_experts, arrays._replace(received=received), spec).astype(x.dtype)
 
@@ -333,7 +333,7 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
     elif expert_axis is not None:
         y = _sums_of_devices(y, row_map, spec)
     elif weights is not None and inverse is not None:
-        y = sum_of_choices(y, inverse, weights)
+        y = sum_choices(y, inverse, weights)
         if bias is not None:
             y += row_map.weighted_bias(bias, weights)
     if shared is not None:
@@ -391,7 +391,7 @@ def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax
             parts = sum_rows(rows, inverse, weights)
         else:
             bias = row_map._replace(inverse=inverse).weighted_bias(row_map.bias, weights)
-            parts = sum_of_choices(rows, inverse, weights) + bias
+            parts = sum_choices(rows, inverse, weights) + bias
         parts = parts.astype(spec.up.x_dtype)
         # XLA runs one collective at a time, in this order.
         parts, rows, received = jax.lax.optimization_barrier((parts, rows, received))
@@ -485,7 +485,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     if inverse is None:
         dx = drows
     elif expert_axis is None:
-        dx = sum_of_choices(drows, inverse).astype(drows.dtype)
+        dx = sum_choices(drows, inverse).astype(drows.dtype)
     else:
         # Gradients of routing weights travel during dgrad, and those of tokens during wgrad.
         dweights = summed(return_parts(dweights, expert_axis, None))

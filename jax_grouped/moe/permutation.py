@@ -10,7 +10,7 @@ from jax_grouped.core.groups import as_int32
 from jax_grouped.core.values import as_array, check_type, static_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.routing import group_pairs
-from jax_grouped.kernels.rows import gather, permute_rows, sum_of_choices
+from jax_grouped.kernels.rows import gather, permute_rows, sum_choices
 from jax_grouped.ops import inputs
 
 
@@ -195,7 +195,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 @jax.custom_vjp
 def _unpermute(rows: jax.Array, weights: jax.Array | None, order: jax.Array, inverse: jax.Array) -> jax.Array:
     del order
-    return sum_of_choices(rows, inverse, weights)
+    return sum_choices(rows, inverse, weights)
 
 
 def _unpermute_forward(

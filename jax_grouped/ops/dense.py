@@ -609,7 +609,7 @@ def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResid
         maxima = [Result("e", over=over, how="max") for over in (("t k", "k n") if cache is None else ("t k",))]
     scales = {name: scale for name, scale in given_scales(spec, state).items() if name != "output_grad"}
     results = (RESULTS["fprop"], *maxima)
-    y, *amax = _apply_pass(_compute_part, spec, x, kernel, groups, scales, results, [spec.partitions.out])
+    y, *amax = _apply_pass(_fprop_part, spec, x, kernel, groups, scales, results, [spec.partitions.out])
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     tokens = Oriented(None, x, amax[0] if amax else None)
@@ -633,7 +633,7 @@ def _run_gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | N
         results.append(Result("e", over="t n", how="max"))
     more = {"dy": ("t n", dy)} | ({} if accumulator is None else {"accumulator": ("e k n", accumulator)})
     dx, dkernel, *optional = _apply_pass(
-        _compute_gradients_part, spec, x, kernel, residuals.groups, scales, tuple(results), like, **more
+        _gradients_part, spec, x, kernel, residuals.groups, scales, tuple(results), like, **more
     )
     dbias = None if spec.bias_dtype is None else optional.pop(0).astype(spec.bias_dtype)
     state = next_state(residuals, optional.pop() if optional else None)
@@ -726,14 +726,14 @@ def _read_part(
     return _Part(operands, groups, spec, scales, own)
 
 
-def _compute_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
+def _fprop_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
     operands, groups, spec, scales, kernels = _read_part(static, splits, arrays, columnwise=True)
     tokens = quantized_tokens(operands["x"], groups, spec, scales, columnwise=False)
     amax = [largest for largest in (tokens.amax, kernels.amax) if scales and largest is not None]
     return [fprop(tokens, kernels, groups, spec), *amax]
 
 
-def _compute_gradients_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
+def _gradients_part(static: Any, splits: Splits, *arrays: jax.Array) -> list[jax.Array]:
     operands, groups, spec, scales, kernels = _read_part(static, splits, arrays, columnwise=False)
     tokens = quantized_tokens(operands["x"], groups, spec, scales, rowwise=False)
     gradient = quantized_gradient(operands["dy"], groups, spec, scales)

@@ -88,7 +88,7 @@ def canonical_groups(
 ) -> Groups:
     """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`."""
     num_groups = kernel.shape[0]
-    sizes = canonical_sizes_of(group_sizes, capacity)
+    sizes = canonical_sizes(group_sizes, capacity)
     total = sizes.shape[0]
     if group_offset is None and total != num_groups:
         raise ValueError(
@@ -105,7 +105,7 @@ def canonical_groups(
     return Groups(sizes, as_int32(offset.reshape(1), -total, total))
 
 
-def canonical_sizes_of(group_sizes: GroupSizes, capacity: int) -> jax.Array:
+def canonical_sizes(group_sizes: GroupSizes, capacity: int) -> jax.Array:
     """Converts `group_sizes` to `int32[G]`."""
     sizes = integers("group_sizes", group_sizes)
     if sizes.ndim != 1:

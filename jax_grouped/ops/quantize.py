@@ -17,7 +17,7 @@ from jax_grouped.kernels.activations import Activation
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply
 from jax_grouped.kernels.primitive import bind
 from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
-from jax_grouped.kernels.rows import tokens_of
+from jax_grouped.kernels.rows import row_tokens
 from jax_grouped.ops import inputs
 from jax_grouped.ops.inputs import GroupSizes, check_cache, kernel_spec
 
@@ -123,7 +123,7 @@ def grouped_quantize(
         x, sizes = x.reshape(num_groups * stack_rows, features), stack_sizes(num_groups, stack_rows)
     else:
         capacity = x.shape[0] if row_indices is None else row_indices.shape[0]
-        sizes, stack_rows = inputs.canonical_sizes_of(group_sizes, capacity), None
+        sizes, stack_rows = inputs.canonical_sizes(group_sizes, capacity), None
         num_groups = sizes.shape[0]
     spec = QuantizeSpec(
         mode,
@@ -215,7 +215,7 @@ def quantize_permuted(
     given = {name: operand for name, operand in operands.items() if operand is not None}
     arrays = vary_alike(data, order, inverse, *groups, *given.values())
     if 0 in (*data.shape, *order.shape, spec.num_groups):
-        made = quantize_tokens(x, groups, spec, row_indices=tokens_of(order, inverse), scale=scale)
+        made = quantize_tokens(x, groups, spec, row_indices=row_tokens(order, inverse), scale=scale)
         return made.rowwise, None if scale is None else made.amax
     spec = dataclasses.replace(spec, given=tuple(given), gathered_rows=order.shape[0])
     rows, scale_inv, *amax = bind(QUANTIZE_PERMUTED, *arrays, spec=spec)

@@ -204,7 +204,7 @@ def ragged_dot_general(
 
     def element(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if product == "wgrad":
-            groups = Groups(inputs.canonical_sizes_of(group_sizes, lhs.shape[0]), jnp.zeros((1,), jnp.int32))
+            groups = Groups(inputs.canonical_sizes(group_sizes, lhs.shape[0]), jnp.zeros((1,), jnp.int32))
             num_groups = group_sizes.shape[0]
         else:
             groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
