@@ -68,19 +68,13 @@ def _find_missing() -> str:
         return f"JAX_PLATFORMS={_platforms()} leaves GPUs out. To use one, unset it."
     if not (_installed("jax-cuda13-plugin") or _installed("jax-cuda12-plugin")):
         return f"JAX's plugin for CUDA is not installed. If this machine has a GPU, run: {_INSTALL_PLUGIN}"
-    if not _has_driver():
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return "NVIDIA's driver (libcuda.so.1) is not found. Install it, or give the container its GPUs (--gpus all)."
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all GPUs. To use them, unset it."
     return "JAX's plugin for CUDA and NVIDIA's driver are installed: see JAX's warnings, and what nvidia-smi says."
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def report(backend: list[str]) -> str:

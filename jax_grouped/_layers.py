@@ -179,12 +179,12 @@ def kernel_forms(
         sizes.append(size // devices)
         bound += split_over
     experts_name, features_name, hidden_name = logical_axes or (None, None, None)
-    expert, token, hidden = (sizes[0], experts_name), (features, features_name), (sizes[1], hidden_name)
+    expert, feature, hidden = (sizes[0], experts_name), (features, features_name), (sizes[1], hidden_name)
     halves = [(2, None)] if is_gated(layer.activation) else []
-    stacks: dict[str, Any] = {"gate_up": [expert, token, *halves, hidden], "down": [expert, hidden, token]}
+    stacks: dict[str, Any] = {"gate_up": [expert, feature, *halves, hidden], "down": [expert, hidden, feature]}
     if layer.shared_features is not None:
-        one, hidden = (1, None), (layer.shared_features, hidden_name)
-        stacks |= {"shared_gate_up": [one, token, *halves, hidden], "shared_down": [one, hidden, token]}
+        one, shared = (1, None), (layer.shared_features, hidden_name)
+        stacks |= {"shared_gate_up": [one, feature, *halves, shared], "shared_down": [one, shared, feature]}
     forms = {}
     for name, stack in stacks.items():
         shape, names = zip(*stack, strict=True)
@@ -210,6 +210,7 @@ def apply_dense(
     """Calls `grouped_dense` or `grouped_dense_fwd` for the `GroupedDense` `layer` with these weights."""
     if accumulate_into is not None:
         weights = with_accumulator(weights, "GroupedDense", accumulate_into)
+    # Without those that are None: `grouped_dense_fwd` takes no accumulator.
     named = {name: array for name, array in weights._asdict().items() if array is not None}
     x = as_array("x", x)
     # Weights keep their types: `grouped_dense` computes in that of `x`, and gives parameters gradients in theirs.

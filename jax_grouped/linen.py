@@ -63,8 +63,8 @@ class GroupedDense(nn.Module):
     With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
     `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. A
     `flax.training.train_state.TrainState` whose `params` are both collections replaces the arrays with their gradient,
-    and shows its optimizer only the parameters. Combine several gradients of this collection by maximum, as `Fp8State`
-    explains: `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do this.
+    and shows its optimizer only the parameters. Combine several gradients of this collection by maximum, not by a sum,
+    as `Fp8State` explains: `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do so.
 
     With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache` or, without a
     recipe, the kernel in `dtype`. It is the variable `kernel` of the collection `kernel_cache`, and has no gradient: do
@@ -127,8 +127,8 @@ class GroupedDense(nn.Module):
                 stores the result. False multiplies by the stored kernel, and does not read the parameter. A boolean
                 scalar on the device makes the choice there, so that one program serves all microbatches, with a few
                 more CUDA kernels. None quantizes, and does not store.
-            accumulate_into: the gradient of the kernel so far, an array like it, to which the matmul itself adds; see
-                `dkernel_accumulator` of `jax_grouped.grouped_dense`.
+            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this
+                plus that of the call; see `dkernel_accumulator` of `jax_grouped.grouped_dense`.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
@@ -197,7 +197,7 @@ class GroupedKernel(nn.Module):
 
     @nn.compact
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
-        """Returns the same in the parameters' shapes. `jax.shard_map` splits these, not states, over `fsdp_axis`."""
+        """Returns the same in the parameters' shapes; inside `jax.shard_map`, parts along `fsdp_axis`, states whole."""
         return _read_weights(self, self.shape, self.bias_init, is_first_microbatch, fsdp_axis)
 
 
@@ -411,9 +411,9 @@ class MoEMlp(nn.Module):
 def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Quantizes the kernels of layers with `cache_kernel`, for a forward pass that needs no other copy of them.
 
-    `apply` takes the result in place of the variables, and gives the same numbers, but no gradients. In FP8, kernels
-    take half the memory of bfloat16. This works on one device, and under plain `jax.jit` over axes other than
-    `features`.
+    `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
+    is None, as if the kernels were in its `param_dtype`. There are no gradients. In FP8, kernels take half the memory
+    of bfloat16. This works on one device, and under plain `jax.jit` over axes other than `features`.
 
     Args:
         variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.

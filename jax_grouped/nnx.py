@@ -144,7 +144,7 @@ class GroupedKernel(nnx.Module):
         return flat_weights(self.stored(is_first_microbatch))
 
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
-        """Returns the same in the parameters' shapes. `jax.shard_map` splits these, not states, over `fsdp_axis`."""
+        """Returns the same in the parameters' shapes; inside `jax.shard_map`, parts along `fsdp_axis`, states whole."""
         if is_first_microbatch is not None and self.kernel_cache is None:
             raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
         bias = None if self.bias is None else self.bias[...]
@@ -182,8 +182,9 @@ class GroupedDense(GroupedKernel):
     With `DelayedScaling` the layer has an `Fp8Variable`, whose gradient is its next value. `nnx.grad(loss)` returns it
     beside the gradients of the parameters. Update both with an optimizer that knows of next values:
     `nnx.Optimizer(model, jg.overwrite_with_gradient(optimizer), wrt=jg.nnx.TRAINED)`. Combine several gradients of a
-    state by maximum, as `Fp8State` explains. Checkpoints, of `nnx.state(model, jg.nnx.TRAINED)`, need no
-    `KernelCacheVariable`, which the constructor makes from the initial kernel.
+    state by maximum, not by a sum: `jax_grouped.accumulate_gradients` and `reduce_gradients` do so. Checkpoints, of
+    `nnx.state(model, jg.nnx.TRAINED)`, need no `KernelCacheVariable`, which the constructor makes from the initial
+    kernel.
 
     Attributes:
         kernel, bias, fp8_state, kernel_cache: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
@@ -251,7 +252,8 @@ class GroupedDense(GroupedKernel):
             group_sizes: `int[E]`, rows per group.
             is_first_microbatch: True quantizes the kernel and stores the cache, False multiplies by the stored one. A
                 boolean on the device makes the choice there. None quantizes, and does not store.
-            accumulate_into: the gradient of the kernel so far, `[E, K, N]`, to which the matmul itself adds.
+            accumulate_into: the gradient of the kernel so far, an array like it. The kernel's gradient is then this
+                plus that of the call; see `dkernel_accumulator` of `jax_grouped.grouped_dense`.
 
         Returns:
             `[T, N]`; rows past `sum(group_sizes)` are zero.
@@ -262,7 +264,10 @@ class GroupedDense(GroupedKernel):
     def fwd(
         self, x: jax.Array, group_sizes: GroupSizes, *, is_first_microbatch: ArrayLike | None = None
     ) -> tuple[jax.Array, DenseResiduals]:
-        """Applies the layer. Returns `[T, N]`, and residuals for `jax_grouped.grouped_dense_dgrad` and `_wgrad`."""
+        """Applies the layer. Returns `[T, N]`, and residuals for a backward pass in halves.
+
+        `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them. JAX does not differentiate the result.
+        """
         weights = self.weights(is_first_microbatch)
         return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
 
@@ -413,10 +418,8 @@ class MoEMlp(nnx.Module):
             weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
         if selection_bias is None and self.selection_bias is not None:
             selection_bias = self.selection_bias[...]
-        router, parallel = self.router_options, self.parallel
-        return _layers.apply_moe(
-            self, router, parallel, x, self.router, weights, selection_bias, shared, accumulate_into
-        )
+        options = self.router_options, self.parallel
+        return _layers.apply_moe(self, *options, x, self.router, weights, selection_bias, shared, accumulate_into)
 
 
 def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
@@ -469,8 +472,8 @@ def quantize_for_inference(layer: nnx.Module) -> None:
     Calls then give the same numbers. In FP8, kernels take half the memory of bfloat16. There are no gradients.
 
     Args:
-        layer: changed in place: each `GroupedKernel` in it loses its `kernel`, and has a `kernel_cache` of one
-            orientation. Those without a recipe stay.
+        layer: a `GroupedKernel`, or what has some; changed in place: each loses its `kernel`, and has a `kernel_cache`
+            of one orientation. Those without a recipe stay.
 
     Raises:
         ValueError: there is no layer with a recipe.

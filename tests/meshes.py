@@ -16,10 +16,10 @@ def need_devices(count: int) -> None:
 
 def data_mesh(devices: int) -> Mesh:
     """Returns a mesh of `devices` devices along the axis `data`. Skips as `need_devices` does."""
-    return mesh_of({"data": devices})
+    return make_mesh({"data": devices})
 
 
-def mesh_of(axes: Mapping[str, int]) -> Mesh:
+def make_mesh(axes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of the first devices, with axes of these sizes; the first axis is the slowest.
 
     Skips as `need_devices` does.
@@ -34,6 +34,6 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def typed_mesh(kind: str, axes: Mapping[str, int]) -> Mesh:
-    """Returns `mesh_of(axes)` with axes of one of the `TYPES`."""
-    mesh = mesh_of(axes)
+    """Returns `make_mesh(axes)` with axes of one of the `TYPES`."""
+    mesh = make_mesh(axes)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(TYPES[kind],) * len(axes))

@@ -16,7 +16,7 @@ from jax_grouped.moe import Weights
 Layer = Callable[[jax.Array, jax.Array | None, Sequence[Weights], jax.Array], jax.Array]
 
 
-def layer_of(product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Layer:
+def find_layer(product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]) -> Layer:
     """Returns the layer whose products are `product(x, kernel, group_sizes)`."""
 
     def layer(x: jax.Array, _: jax.Array | None, weights: Sequence[Weights], sizes: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def layer_work(case: Case, sets: list[Arrays], layer: Layer, make_weights: Any =
     return JaxWork(_program(case.operation, layer), arguments, sums)
 
 
-@layer_of
+@find_layer
 def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, kernel.astype(x.dtype), sizes)
 

@@ -20,7 +20,7 @@ _initial_step = jax.jit(jax_layers.gradients, static_argnums=0)
 _quantize_kernel = jax.jit(jg.quantize_kernel, static_argnames=("recipe", "for_gradients"))
 
 
-@jax_layers.layer_of
+@jax_layers.find_layer
 def _ragged_dot(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     # A float32 kernel, as mixed-precision training has, gets a float32 gradient.
     return (jg.ragged_dot if kernel.dtype == x.dtype else jg.grouped_dense)(x, kernel, sizes)

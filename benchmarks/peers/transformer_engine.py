@@ -17,7 +17,7 @@ _extensions: Any = importlib.import_module("transformer_engine.jax.cpp_extension
 _MODES = {"delayed": "DELAYED_TENSOR_SCALING", "current": "CURRENT_TENSOR_SCALING", "mx": "MXFP8_1D_SCALING"}
 
 
-@jax_layers.layer_of
+@jax_layers.find_layer
 def _layer(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     return _dense.grouped_dense(x, kernel.astype(x.dtype), sizes)
 

@@ -1,4 +1,5 @@
-// FP8 numerics, bit-identical to jax_grouped/fp8/numerics.py. Subnormal float32 numbers count as zero.
+// FP8 numerics, bit-identical to jax_grouped/fp8/numerics.py, and extrema that keep NaN. Subnormal float32 numbers
+// count as zero.
 
 #ifndef JAX_GROUPED_CSRC_COMMON_FP8_CUH_
 #define JAX_GROUPED_CSRC_COMMON_FP8_CUH_
@@ -6,6 +7,8 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+
+#include "csrc/common/scale_rule.h"
 
 namespace jax_grouped {
 
@@ -27,18 +30,6 @@ struct Scale {
   float scale;
   float inverse;
 };
-
-// Return the minimum and the maximum, or NaN if an argument is NaN, which fminf and fmaxf drop.
-__device__ inline float MinOrNan(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-__device__ inline float MaxOrNan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 
 __device__ inline float MultiplyFlushed(float a, float b) {
   float product;
@@ -83,8 +74,8 @@ __device__ inline float Reciprocal(float x) {
   return AddToExponent(DivideMantissa(1.0f, Mantissa(x)), 127 - Exponent(x));
 }
 
-template <typename Fp8, typename Rule>
-__device__ Scale ScaleFromAmax(uint32_t amax_bits, const Rule& rule) {
+template <typename Fp8>
+__device__ Scale ScaleFromAmax(uint32_t amax_bits, const ScaleRule& rule) {
   const uint32_t bits = EffectiveAmax(amax_bits, rule.amax_epsilon);
   if (bits == 0) return {1.0f, 1.0f};
   const int exponent = ScaleExponent<Fp8>(bits);
@@ -103,8 +94,8 @@ __device__ inline Scale ClampScale(float scale) {
 }
 
 // Returns the biased exponent of an MX block's inverse scale, rounded up; 0 for a block of zeros.
-template <typename Fp8, typename Rule>
-__device__ uint32_t MxExponent(uint32_t amax_bits, const Rule& rule) {
+template <typename Fp8>
+__device__ uint32_t MxExponent(uint32_t amax_bits, const ScaleRule& rule) {
   const uint32_t bits = EffectiveAmax(amax_bits, rule.amax_epsilon);
   return bits == 0 ? 0 : max(2 * 127 - ScaleExponent<Fp8>(bits), 1);
 }
@@ -121,6 +112,18 @@ template <typename Fp8>
 __device__ inline uint32_t Quantize2(float low, float high, float scale) {
   const float2 scaled = {MultiplyFlushed(low, scale), MultiplyFlushed(high, scale)};
   return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, Fp8::kType);
+}
+
+// Return the minimum and the maximum, or NaN if an argument is NaN, which fminf and fmaxf drop.
+__device__ inline float MinOrNan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline float MaxOrNan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
 }
 
 }  // namespace jax_grouped

@@ -108,7 +108,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
   const int run = batch.num_groups <= Team::kThreads ? 1 : kMostInRun;
   const Groups groups = batch.At(element);
   const AddRows add_rows{static_cast<uint32_t>(groups.capacity)};
-  const auto rows_of = [&](int32_t size) { return min(static_cast<uint32_t>(max(size, 0)), add_rows.capacity); };
+  const auto count_rows = [&](int32_t size) { return min(static_cast<uint32_t>(max(size, 0)), add_rows.capacity); };
   int32_t group = threadIdx.x * run;
   int32_t sizes[kMostInRun]{};
   const auto load_sizes = [&](uint32_t first) {
@@ -126,7 +126,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
     uint32_t before = 0;
 #pragma unroll 4
     for (int32_t i = threadIdx.x; i < first; i += Team::kThreads) {
-      before = add_rows(before, rows_of(LoadSize(groups, i)));
+      before = add_rows(before, count_rows(LoadSize(groups, i)));
     }
     row = Team::Scan(before, row, add_rows).all;
   }
@@ -143,7 +143,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
     if (base > 0 || first != 0) load_sizes(first);
     uint32_t own_rows = 0;
 #pragma unroll
-    for (const int32_t size : sizes) own_rows = add_rows(own_rows, rows_of(size));
+    for (const int32_t size : sizes) own_rows = add_rows(own_rows, count_rows(size));
     const Sums<uint32_t> rows = Team::Scan(own_rows, row, add_rows);
     // Adds up the row blocks of the thread's groups. Passes `visit` each group's index, and the rows and row blocks
     // before it.
@@ -153,7 +153,7 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
       for (int i = 0; i < kMostInRun; ++i) {
         if (i == run) break;
         visit(group + i, first_row, sum);
-        const uint32_t end = add_rows(first_row, rows_of(sizes[i]));
+        const uint32_t end = add_rows(first_row, count_rows(sizes[i]));
         sum = sum + Blocks::CountIn(end - first_row);
         first_row = end;
       }

@@ -50,7 +50,6 @@ class ActivatedColumns {
   static constexpr bool kHasFactors = kForm == Form::kGradientOfFactor ? Functions::kHasNumbers : Functions::kGated;
 
  public:
-  static constexpr ActivationKind kKind = Functions::kKind;
   static constexpr bool kHasInnerProducts = kForm == Form::kGradient || kForm == Form::kGradientOfGate;
 
   __device__ ActivatedColumns(const Functions& functions, const ActivationArrays& arrays, const Chunk& chunk,
@@ -151,8 +150,7 @@ struct ActivatedSource : ActivationArrays {
       if (columns.AllExist()) {
         // The loads of two rows of SwiGLU are issued before the first use. With 32-bit numbers, or with other
         // activations, registers would be spilled.
-        constexpr bool kTwo = sizeof(T) == 2 && columns.kKind == ActivationKind::kSwiGlu;
-        constexpr int kCount = kTwo ? 2 : 1;
+        constexpr int kCount = sizeof(T) == 2 && kSwiGlu ? 2 : 1;
         LoadSlot<true, kCount>(tile, slot, chunk, first_column, columns);
       } else {
         LoadSlot<false, 1>(tile, slot, chunk, first_column, columns);

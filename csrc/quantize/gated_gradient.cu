@@ -466,10 +466,10 @@ class GatedGradient {
     constexpr int kFirstWarp = kGatedResults * kTileColumns / 32;
     const int which = Warp() - kFirstWarp;
     if (which != 0 && which != 1) return;
-    const auto amax_of = [&](int slot) {
+    const auto find_amax = [&](int slot) {
       return max(shared_.warp_amax[which][2 * slot], shared_.warp_amax[which][2 * slot + 1]);
     };
-    RecordAmax(Lane(), shared_.passes[tile].chunks, amax_of, shared_.tiles[tile].count,
+    RecordAmax(Lane(), shared_.passes[tile].chunks, find_amax, shared_.tiles[tile].count,
                which == 0 ? args_.gradient.amax : args_.gradient.activated_amax);
   }
 

@@ -61,15 +61,15 @@ struct alignas(16) Window {
 };
 static_assert(sizeof(Window) == kWindowBytes);
 
-// Raises the amax of each group to those of its slots, amax_of(slot). Issues one atomic operation per group: many
+// Raises the amax of each group to those of its slots, find_amax(slot). Issues one atomic operation per group: many
 // operations on the same address would be slow. A thread must call it for each of the `count` slots.
-template <typename AmaxOf>
-__device__ void RecordAmax(int slot, const Chunk* chunks, const AmaxOf& amax_of, int count, uint32_t* group_amax) {
+template <typename FindAmax>
+__device__ void RecordAmax(int slot, const Chunk* chunks, const FindAmax& find_amax, int count, uint32_t* group_amax) {
   if (slot >= count) return;
   const int32_t group = chunks[slot].group;
   if (slot > 0 && chunks[slot - 1].group == group) return;
   uint32_t amax = 0;
-  for (int i = slot; i < count && chunks[i].group == group; ++i) amax = max(amax, amax_of(i));
+  for (int i = slot; i < count && chunks[i].group == group; ++i) amax = max(amax, find_amax(i));
   if (amax >= kTinyBits) atomicMax(group_amax + group, amax);
 }
 

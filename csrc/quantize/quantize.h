@@ -9,18 +9,13 @@
 #include <cstdint>
 
 #include "csrc/common/activation.h"
+#include "csrc/common/scale_rule.h"
 #include "csrc/common/status.h"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped {
 
 struct Window;
-
-// The way from the largest value of a block or a group to its scale.
-struct ScaleRule {
-  bool pow2;           // round the scale down to a power of two
-  float amax_epsilon;  // least value that the largest one counts as
-};
 
 // Arguments of the kernels of one quantization besides the source of the input. Device memory is that of all elements
 // of a batch. Results that are not wanted are null. Those marked with * follow from the others in LaunchQuantize.

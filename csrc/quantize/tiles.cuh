@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(kTileThreads,
     return LoadPass(state, source, window->chunks + first, &rows);
   };
   const auto record_amax = [&] {
-    const auto amax_of = [&](int slot) { return exchange.amax[slot]; };
-    RecordAmax(threadIdx.x, exchange.pass.chunks, amax_of, state.count, args.amax);
+    const auto find_amax = [&](int slot) { return exchange.amax[slot]; };
+    RecordAmax(threadIdx.x, exchange.pass.chunks, find_amax, state.count, args.amax);
   };
   bool loaded = false;
   if (kSingleLaunch && !finds_amax) {

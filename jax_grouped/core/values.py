@@ -166,6 +166,7 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_type(name: str, value: object, cls: type) -> None:
-    """Raises TypeError unless `value` is a `cls`, a public class of `jax_grouped.moe`."""
+    """Raises TypeError unless `value` is a `cls`, a public class of the package that its module is in."""
     if not isinstance(value, cls):
-        raise TypeError(f"{name} must be a jax_grouped.moe.{cls.__name__}, got {shown(value)}.")
+        package = cls.__module__.rpartition(".")[0]
+        raise TypeError(f"{name} must be a {package}.{cls.__name__}, got {shown(value)}.")

@@ -196,7 +196,7 @@ class Devices(NamedTuple):
     expert: int
 
 
-def devices_of(s: Settings, available: int) -> Devices:
+def count_devices(s: Settings, available: int) -> Devices:
     """Returns the numbers of devices that settings ask for, of those that are available.
 
     Raises:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 import jax_grouped as jg
-from jax_grouped.examples.settings import UsageError, devices_of, parse
+from jax_grouped.examples.settings import UsageError, count_devices, parse
 from jax_grouped.examples.text_data import read_corpus
 
 
@@ -52,7 +52,7 @@ def _run(argv: Sequence[str]) -> int:
         folder.check(resume=True)
     else:
         corpus = read_corpus(settings.data, settings.sequence)
-        devices_of(settings, jax.device_count())
+        count_devices(settings, jax.device_count())
     with folder.locked():
         if settings.resume:
             recorded, text_sha256 = folder.read_settings()
@@ -62,7 +62,7 @@ def _run(argv: Sequence[str]) -> int:
                 raise UsageError(f"--resume: {corpus.name} has changed since the run in {folder.path} began")
         else:
             folder.check(resume=False)
-        run = prepare(settings, devices_of(settings, jax.device_count()))
+        run = prepare(settings, count_devices(settings, jax.device_count()))
         print(f"jax_grouped {jg.__version__}, JAX {jax.__version__}, {backend}")
         print(f"text: {corpus.name}, {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
         print(f"model: {run.model}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout, pad_to
 from jax_grouped.fp8.recipes import Recipe, ScalingMode
 
 T = TypeVar("T")
@@ -172,12 +172,12 @@ class KernelCache:
 
 def gather_stack(own: ScaledArray, axis_name: Hashable) -> ScaledArray:
     """Gathers the stacks of all devices of a mesh axis into one."""
-    return _moved(own, functools.partial(jax.lax.all_gather, axis_name=axis_name, tiled=True))
+    return _move_stack(own, functools.partial(jax.lax.all_gather, axis_name=axis_name, tiled=True))
 
 
 def exchange_stacks(parts: ScaledArray, axis_name: Hashable) -> ScaledArray:
     """Sends group `i` of a stack to device `i` of the axis, and returns the groups that come from all devices."""
-    return _moved(parts, lambda x: jax.lax.all_to_all(x, axis_name, 0, 0))
+    return _move_stack(parts, lambda x: jax.lax.all_to_all(x, axis_name, 0, 0))
 
 
 def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout: QuantizedLayout) -> ScaledArray:
@@ -193,19 +193,18 @@ def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout:
     scale_inv = own.scale_inv
     if layout.mode == ScalingMode.BLOCK_2D:  # A row of scales may have more room than it needs.
         scale_inv = scale_inv[:, :, : own.layout.blocks(own.data.shape[2])]
-    data, scale_inv = _moved_arrays(own.data, scale_inv, move)
-    room = [(0, to - size) for to, size in zip(layout.scale_shape, scale_inv.shape, strict=True)]
-    return ScaledArray(data, jnp.pad(scale_inv, room), None, layout)
+    data, scale_inv = _move_arrays(own.data, scale_inv, move)
+    return ScaledArray(data, pad_to(scale_inv, layout.scale_shape), None, layout)
 
 
-def _moved(own: ScaledArray, move: Callable[[jax.Array], jax.Array]) -> ScaledArray:
-    data, scale_inv = _moved_arrays(own.data, own.scale_inv, move)
+def _move_stack(own: ScaledArray, move: Callable[[jax.Array], jax.Array]) -> ScaledArray:
+    data, scale_inv = _move_arrays(own.data, own.scale_inv, move)
     assert own.layout.stack_rows is not None
     layout = dataclasses.replace(own.layout, num_groups=len(data), tokens=len(data) * own.layout.stack_rows)
     return ScaledArray(data, scale_inv, None, layout)
 
 
-def _moved_arrays(
+def _move_arrays(
     data: jax.Array, scale_inv: jax.Array, move: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Moves both arrays, the scales first: XLA runs one collective at a time, and other work during the longer one."""

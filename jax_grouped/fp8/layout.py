@@ -162,6 +162,11 @@ class QuantizedLayout:
         exists = chunks.valid[:, None, None] & (row < chunks.size[:, None, None])
         return chunks.start[:, None, None] + row, feature[:, :, None], exists
 
+    @property
+    def _features_first(self) -> bool:
+        """True if the blocks of features are the first axis of a scale region."""
+        return self.columnwise != (self.mode == ScalingMode.BLOCK_1D)
+
     def lay_out_scales(self, per_block: jax.Array) -> jax.Array:
         """Lays out one inverse scale per block of a stack, `[E, blocks of rows, blocks of features]`."""
         if self._features_first:
@@ -183,11 +188,6 @@ class QuantizedLayout:
             scales = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(self.num_groups, round_up(outer, 128), -1)
         scales = scales[:, :outer, :inner]
         return scales.swapaxes(1, 2) if self._features_first else scales
-
-    @property
-    def _features_first(self) -> bool:
-        """True if the blocks of features are the first axis of a scale region."""
-        return self.columnwise != (self.mode == ScalingMode.BLOCK_1D)
 
     def spread_blocks(self, per_block: jax.Array) -> jax.Array:
         """Repeats values of a stack's blocks: `[E, blocks of rows, blocks of features] -> [E, K, C]`."""

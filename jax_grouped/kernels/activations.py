@@ -93,7 +93,7 @@ def activate_xla(x: jax.Array, activation: Activation) -> jax.Array:
     return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)
 
 
-def gradient_xla(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
+def activate_grad_xla(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:
     """Returns the gradient of `x` from that of `activate_xla(x, activation)`."""
     return jax.vjp(lambda x: activate_xla(x, activation), x)[1](dy)[0]
 

@@ -223,7 +223,7 @@ def _multiply(
     return apply(operation, *operands, like=[out_spec])[0]
 
 
-#: `_multiply` without scales and an accumulator.
+#: `_multiply` without scales and an accumulator, which the rules get all the same, as None and an empty sequence.
 _differentiable: jax.custom_vjp[jax.Array] = jax.custom_vjp(_multiply, nondiff_argnums=(3, 4))
 
 
@@ -290,9 +290,9 @@ def _multiply_part(
     return bind(GEMM, a, b, *groups, *more, spec=spec)
 
 
-def part_dtype(dtype: DTypeLike, splits: Splits) -> np.dtype:
+def part_dtype(dtype: np.dtype, splits: Splits) -> np.dtype:
     """Returns the type of a device's part of the gradient of kernels, which has the type `dtype` once it is summed."""
-    return sum_dtype(jnp.dtype(dtype)) if splits["t"].parts > 1 else jnp.dtype(dtype)
+    return sum_dtype(dtype) if splits["t"].parts > 1 else dtype
 
 
 def multiply_xla(

@@ -23,7 +23,7 @@ from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8 import numerics
 from jax_grouped.fp8.layout import BLOCK, QuantizedLayout, pad_to, spread
 from jax_grouped.fp8.recipes import ScalingMode
-from jax_grouped.kernels.activations import Activation, activate_xla, activation_attributes, gradient_xla, is_gated
+from jax_grouped.kernels.activations import Activation, activate_grad_xla, activate_xla, activation_attributes, is_gated
 from jax_grouped.kernels.bias import bias_gradient_xla
 from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.rows import row_tokens
@@ -290,7 +290,7 @@ def _activate(
     if row_weights is not None:
         x = x * row_weights[:, None]
     activation_input = numerics.flush(activation_input.astype(jnp.float32))
-    return gradient_xla(activation_input, x, spec.activation)
+    return activate_grad_xla(activation_input, x, spec.activation)
 
 
 class _Scaling:
@@ -470,9 +470,8 @@ def _maximum(values: jax.Array, segment: jax.Array, num_segments: int) -> jax.Ar
 
 def _block_features(values: jax.Array, block: int) -> jax.Array:
     """Reshapes `[n, C] -> [n, ceil(C / block), block]`, padded with zeros."""
-    features = values.shape[1]
-    padded = jnp.pad(values, ((0, 0), (0, round_up(features, block) - features)))
-    return padded.reshape(values.shape[0], -1, block)
+    rows, features = values.shape
+    return pad_to(values, (rows, round_up(features, block))).reshape(rows, -1, block)
 
 
 def _quantize_cuda(

@@ -27,7 +27,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def _activate_backward(activation: Activation, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    dx = activations.gradient_xla(x.astype(jnp.float32), dy.astype(jnp.float32), activation)
+    dx = activations.activate_grad_xla(x.astype(jnp.float32), dy.astype(jnp.float32), activation)
     return (dx.astype(x.dtype),)
 
 
@@ -66,7 +66,7 @@ def _activation_grad_xla(
     values, gradient = x.astype(jnp.float32), da.astype(jnp.float32)
     row_weights = (gather(weights, order[0]) if order else weights)[:, None]
     a = activations.activate_xla(values, activation)
-    dx = activations.gradient_xla(values, gradient * row_weights, activation)
+    dx = activations.activate_grad_xla(values, gradient * row_weights, activation)
     results = dx.astype(x.dtype), (a * row_weights).astype(da.dtype), jnp.sum(a * gradient, axis=1)
     if not order:
         return results

@@ -301,14 +301,16 @@ def summed(parts: Received) -> jax.Array:
 
 def send_tokens(x: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire) -> jax.Array:
     """Computes `send_rows(permute(x, permutation), exchange)`, with each token quantized at most once for the way."""
-    return _travel(_Way(True, wire.tokens, wire.dtokens), *vary_alike(x, (permutation, exchange)))
+    way = _Way(to_experts=True, form=wire.tokens, gradient_form=wire.dtokens)
+    return _travel(way, *vary_alike(x, (permutation, exchange)))
 
 
 def sum_returned(
     rows: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire, shared: jax.Array | None
 ) -> jax.Array:
     """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`."""
-    sums = _travel(_Way(False, wire.results, wire.dresults), *vary_alike(rows, (permutation, exchange)))
+    way = _Way(to_experts=False, form=wire.results, gradient_form=wire.dresults)
+    sums = _travel(way, *vary_alike(rows, (permutation, exchange)))
     if shared is not None:
         sums += checked_shared(shared, sums.shape).astype(jnp.float32)
     return sums.astype(rows.dtype)

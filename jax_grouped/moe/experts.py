@@ -477,8 +477,8 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         _, pull_back = jax.vjp(row_map.weighted_bias, bias, weights)
         if isinstance(dy, ScaledArray):
             dy = quantize.grouped_dequantize(dy, spec.up.x_dtype).reshape(-1, dy.layout.features)
-        dbias, dweights_of_bias = pull_back(dy.astype(jnp.float32))
-        dweights += dweights_of_bias
+        dbias, bias_dweights = pull_back(dy.astype(jnp.float32))
+        dweights += bias_dweights
 
     drows, pending = dense.dgrad(up, gradient)
     pending = dataclasses.replace(pending, x=tokens)

@@ -110,7 +110,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
     Returns:
         `{"params": {...}}` of NumPy arrays and, with a selection bias, `{"router_state": {"selection_bias": ...}}`.
-        `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
+        They are copies. `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
 
     Raises:
         KeyError: an array is missing, or the configuration lacks a value.
@@ -145,6 +145,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
         for key in outer:
             collection = collection.setdefault(key, {})
         collection[last] = value
+        del arrays, array, part  # Dequantized arrays are as large as the variable.
     block.check_all_taken()
     return variables
 

@@ -31,7 +31,7 @@ class MoEMetrics(NamedTuple):
         balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
         expert_load: `int32[E]`, pairs of a token and an expert, per expert: of this device's tokens inside
             `jax.shard_map` and `jax.pmap`, else of all.
-        dropped: `int32[D]`, those that found no room, on each of the `D` devices that the tokens are split over;
+        dropped: `int32[D]`, pairs that found no room, on each of the `D` devices that the tokens are split over;
             `int32[1]`, of this device, inside `jax.shard_map` and `jax.pmap`. Always 0 without a `capacity_factor`.
         z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
@@ -82,7 +82,7 @@ def moe_mlp(
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host. Only `x`, the activation's input, the
-    routing and the kernels wait for the backward pass. With a recipe, the routing weights' gradient has its precision.
+    routing and the kernels wait for the backward pass. The routing weights' gradient has a recipe's precision.
 
     `parallel` names axes of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one
     device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes, with any number of

@@ -257,7 +257,8 @@ def load_balancing_loss(
         routing: of `T` tokens to `E` experts.
         num_sequences: this device's number of sequences, `T / num_sequences` successive tokens each. The loss is then
             the mean of the losses of the sequences, as in DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20, with
-            weight 0.0001), but of the choices with their bias and groups. None for one loss of all tokens.
+            weight 0.0001), but of the choices with their bias and groups. None for one loss of all tokens. No sequence
+            may be split over devices.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
             that of the whole batch, the same on every device, and permits an uneven load on each.
 
@@ -371,7 +372,7 @@ def update_selection_bias(
     selection_bias = as_array("selection_bias", selection_bias)
     expert_load = inputs.integers("expert_load", expert_load)
     if selection_bias.dtype != jnp.float32:
-        raise TypeError(f"selection_bias must be float32 to be updated, got {selection_bias.dtype.name}.")
+        raise TypeError(f"selection_bias must be float32, to hold small steps, got {selection_bias.dtype.name}.")
     if selection_bias.ndim != 1 or selection_bias.shape != expert_load.shape:
         raise ValueError(
             f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and "

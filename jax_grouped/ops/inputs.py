@@ -470,6 +470,9 @@ def canonical_weights(
     out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
     check_dtype("preferred_element_type", out_dtype)
     if bias is not None:
+        given: Any = bias
+        if isinstance(given, Recipe):
+            raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
         check_dtype("bias's type", bias.dtype)
         if bias.shape != (expected := (whole.shape[0], whole.shape[2])):

@@ -342,12 +342,8 @@ def _product(lhs: QuantizedLayout, rhs: QuantizedLayout) -> Product:
             return "fprop" if rhs.columnwise else "dgrad"
         if rhs.stack_rows is None and lhs.columnwise and rhs.columnwise:
             return "wgrad"
-    kinds = ["tokens" if layout.stack_rows is None else "stack" for layout in (lhs, rhs)]
-    sides = ["columnwise" if layout.columnwise else "rowwise" for layout in (lhs, rhs)]
-    raise ValueError(
-        "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got "
-        f"{sides[0]} {kinds[0]} and {sides[1]} {kinds[1]}."
-    )
+    rule = "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens"
+    raise ValueError(f"{rule}, got lhs {lhs} and rhs {rhs}.")
 
 
 def _check_operands(lhs: ScaledArray, rhs: ScaledArray, product: Product) -> None:

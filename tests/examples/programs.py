@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jax_grouped.examples import training
-from jax_grouped.examples.settings import devices_of, parse
+from jax_grouped.examples.settings import count_devices, parse
 from jax_grouped.examples.train_moe import main
 
 TINY = shlex.split(
@@ -36,7 +36,7 @@ def succeed(*flags: object) -> str:
 def prepared(flags: str) -> training.Run:
     """Prepares a tiny run with these flags."""
     settings = parse([*TINY, *flags.split()])
-    return training.prepare(settings, devices_of(settings, jax.device_count()))
+    return training.prepare(settings, count_devices(settings, jax.device_count()))
 
 
 def read_rows(folder: Path) -> list[list[str]]:

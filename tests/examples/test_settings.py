@@ -51,14 +51,14 @@ def test_work_is_split_evenly_over_all_devices_unless_fewer_are_asked_for() -> N
         "--parallel expert": (8, 8),
         "--parallel expert --devices 4 --expert-devices 2": (4, 2),
     }.items():
-        assert settings.devices_of(parse(flags.split()), available=8) == devices
+        assert settings.count_devices(parse(flags.split()), available=8) == devices
     for flags, message in {
         "--parallel pmap --batch 12": "--batch 12 must be a multiple of --devices * --microbatches, here 8 * 1",
         "--parallel expert --devices 4 --expert-devices 3": "--devices 4 must be a multiple of --expert-devices 3",
         "--parallel expert --experts 6": "--experts 6 must be a multiple of --expert-devices, here 8",
     }.items():
         with pytest.raises(UsageError, match=re.escape(message)):
-            settings.devices_of(parse(flags.split()), available=8)
+            settings.count_devices(parse(flags.split()), available=8)
 
 
 def test_a_resumed_run_has_the_recorded_settings_and_may_change_its_devices() -> None:

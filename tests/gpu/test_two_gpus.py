@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests.gpu import replays
-from tests.meshes import mesh_of, need_devices, typed_mesh
+from tests.meshes import make_mesh, need_devices, typed_mesh
 from tests.parallel.sharded import (
     CASES,
     GROUPS,
@@ -107,7 +107,7 @@ def run_with_one_late() -> None:
         second = jg.grouped_quantize(x + 0 * total, sizes, jg.ScalingMode.BLOCK_1D, columnwise=True)
         return total, second.amax
 
-    mesh = mesh_of({"device": 2})
+    mesh = make_mesh({"device": 2})
     program = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=P("device"), out_specs=(P(), P("device")), check_vma=False)
     )

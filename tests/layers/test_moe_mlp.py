@@ -19,7 +19,7 @@ from jax_grouped.moe import Parallel, Router
 from tests import oracle, quantize_oracle
 from tests.activations import GPT_OSS
 from tests.exports import exported
-from tests.meshes import data_mesh, mesh_of
+from tests.meshes import data_mesh, make_mesh
 from tests.parallel import programs
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_parameters_carry_the_names_of_their_axes(activation: str, gate: tuple[N
 
     named = jax.eval_shape(jg.linen.MoEMlp(**options).init, jax.random.key(0), x())
     rules = [("expert", "expert"), ("embed", None), ("mlp", "model")]
-    with jax.set_mesh(mesh_of({"expert": 1, "model": 1})), nn.logical_axis_rules(rules):
+    with jax.set_mesh(make_mesh({"expert": 1, "model": 1})), nn.logical_axis_rules(rules):
         model = jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
 
     assert nn.get_partition_spec(named)["params"] == expected
@@ -271,7 +271,7 @@ def test_a_step_in_any_form_has_the_same_gradients(form: str) -> None:
         got = jax.jit(jax.shard_map(summed, **options, check_vma=False))(params(), x())
     else:
         if form == "other axes":
-            options |= dict(mesh=mesh_of({"data": 2, "other": 2}), axis_names={"data"})
+            options |= dict(mesh=make_mesh({"data": 2, "other": 2}), axis_names={"data"})
         step = jax.jit(jax.shard_map(local, **options))
         if form == "one device":
             assert "all_to_all" not in step.lower(params(), x()).as_text()

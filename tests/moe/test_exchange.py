@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_grouped.moe import exchange
-from tests.meshes import data_mesh, mesh_of
+from tests.meshes import data_mesh, make_mesh
 from tests.refusals import assert_refused
 
 EXPERTS, ROWS, FEATURES = 8, 9, 3
@@ -128,7 +128,7 @@ def test_derivatives_of_both_orders_through_scan_and_remat() -> None:
 def test_an_exchange_over_some_axes_leaves_the_others_alone() -> None:
     sizes = repeat_sizes(SIZES["uneven"], 4)
     x = tokens(sizes)
-    mesh = mesh_of({"data": 2, "expert": 2})
+    mesh = make_mesh({"data": 2, "expert": 2})
     halves = [exchanged(x[i : i + 2], sizes[i : i + 2], TIGHT) for i in (0, 2)]
     both = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
     over_expert = functools.partial(there_and_back, axis_name="expert")

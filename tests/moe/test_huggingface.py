@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_grouped as jg
 from tests.activations import GPT_OSS
-from tests.meshes import mesh_of
+from tests.meshes import make_mesh
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH = 32, 24, 8, 3, 2, 10
 SIZES = dict(hidden_size=FEATURES, num_experts_per_tok=TOP_K)
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_variables_of_linen_are_loaded_where_those_of_nnx_lie() -> None:
-    mesh = mesh_of({"expert": 2})
+    mesh = make_mesh({"expert": 2})
     options = jg.moe.huggingface_options(CONFIGS["olmoe"])
     layer = jg.nnx.MoEMlp(FEATURES, **options, rngs=nnx.Rngs(0))
     placed = jax.device_put(layer.down.kernel[...], NamedSharding(mesh, PartitionSpec("expert")))

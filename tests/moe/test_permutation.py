@@ -17,7 +17,7 @@ from jax_grouped.moe import Router, Routing, moe_mlp, permutation, top_k_routing
 from jax_grouped.moe.permutation import Permutation
 from tests import oracle
 from tests.exports import exported
-from tests.meshes import data_mesh, mesh_of
+from tests.meshes import data_mesh, make_mesh
 from tests.programs import lowered
 from tests.refusals import assert_refused
 
@@ -224,7 +224,7 @@ def test_batches_and_devices_have_their_own_results() -> None:
     if jax.device_count() >= 2:
         mapped["pmap"] = jax.pmap(step, devices=jax.devices()[:2])
     if jax.device_count() >= 4:
-        mesh = mesh_of({"data": 2, "other": 2})
+        mesh = make_mesh({"data": 2, "other": 2})
         mapped["shard_map over some axes"] = jax.jit(
             jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         )

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_grouped.moe import Router, routing
 from jax_grouped.moe.routing import Routing
-from tests.meshes import mesh_of
+from tests.meshes import make_mesh
 from tests.refusals import assert_refused
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def router_operands(devices: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_balance_loss_of_sharded_tokens_is_that_of_the_whole_batch() -> None:
-    mesh = mesh_of({"data": 2, "expert": 2})
+    mesh = make_mesh({"data": 2, "expert": 2})
     router, x = router_operands(4)
     expected, expected_gradient = jax.jit(jax.value_and_grad(router_loss))(router, x)
 
@@ -193,7 +193,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         routing.update_selection_bias,
         dict(selection_bias=jnp.zeros(3), expert_load=jnp.array([1, 2, 3])),
         {
-            f"{bias} must be float32 to be updated,": dict(selection_bias=jnp.zeros(3, jnp.bfloat16)),
+            f"{bias} must be float32, to hold small steps,": dict(selection_bias=jnp.zeros(3, jnp.bfloat16)),
             "expert_load must be of an integer type, got float32.": dict(expert_load=jnp.ones(3)),
             f"{bias} and expert_load must have one shape [E], got (3,) and": dict(expert_load=jnp.ones(2, int)),
             "rate must be a number, known when the program is traced, got 'x'.": dict(rate="x"),

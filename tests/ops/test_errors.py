@@ -108,6 +108,7 @@ def test_grouped_dense_refuses() -> None:
         f"{no_recipe}'fp8'.": dict(recipe="fp8"),
         f"{no_recipe}the class DelayedScaling: pass DelayedScaling().": dict(recipe=jg.DelayedScaling),
         "bias must have shape [G, N] = (2, 48), got (3,).": dict(bias=jnp.ones(3)),
+        "bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.": dict(bias=BLOCK, recipe=None),
         "kernel must be an array, got None.": dict(kernel=None),
         "DelayedScaling needs fp8_state: start with jax_grouped.Fp8State.initial(recipe, num_groups=2).": dict(
             recipe=delayed
@@ -217,6 +218,7 @@ def test_lowering_for_a_gpu_that_cannot_run_says_what_to_do(monkeypatch: pytest.
         monkeypatch.setattr(primitive, "load_extension", load)
         monkeypatch.setattr(primitive, "cuda_devices", lambda capability=capability: [_Device(capability)])
         primitive.find_problem.cache_clear()
+        jax.clear_caches()  # One of them has lowered programs.
         program = jax.jit(jg.ragged_dot).trace(jnp.ones((4, 8)), jnp.ones((1, 8, 8)), jnp.array([4]))
         try:
             if message is None:

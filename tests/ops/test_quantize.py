@@ -266,7 +266,7 @@ def test_more_than_2_to_the_31_elements(mode: ScalingMode) -> None:
     got = jg.grouped_quantize(x, jnp.array([rows, 200]), mode, columnwise=True)
     assert_same_bits("amax", got.amax, np.array([3, expected.amax[0]], np.float32))
 
-    def slice_of(array: jax.Array, start: int, count: int) -> np.ndarray:
+    def take_slice(array: jax.Array, start: int, count: int) -> np.ndarray:
         return as_bytes(jax.lax.slice_in_dim(array, start, start + count))
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -277,13 +277,13 @@ def test_more_than_2_to_the_31_elements(mode: ScalingMode) -> None:
 
     number = got.rowwise.data[0, 0].astype(jnp.float32)
     assert np.all(how_many(got.rowwise.data, rows, number) == rows)
-    assert_same_bits("rowwise", slice_of(got.rowwise.data, rows, 200), expected.rowwise.data)
+    assert_same_bits("rowwise", take_slice(got.rowwise.data, rows, 200), expected.rowwise.data)
     before = (rows + 15) // 16 * 16 * features
     assert np.all(how_many(got.columnwise.data, before, number) == rows)
-    columnwise = slice_of(got.columnwise.data, before, expected.columnwise.data.size)
+    columnwise = take_slice(got.columnwise.data, before, expected.columnwise.data.size)
     assert_same_bits("columnwise", columnwise, expected.columnwise.data)
     for copy, last_copy in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
-        numbers = slice_of(jg.grouped_dequantize(copy, jnp.bfloat16), rows, 200)
+        numbers = take_slice(jg.grouped_dequantize(copy, jnp.bfloat16), rows, 200)
         assert_same_bits("dequantized", numbers, last_copy.dequantized.astype(ml_dtypes.bfloat16))
 
 

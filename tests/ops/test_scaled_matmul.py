@@ -454,8 +454,8 @@ def test_what_does_not_fit_is_named() -> None:
     (tokens, gradient, kernels), e5m2 = arrays
     refused: dict[str, dict[str, Any]] = {
         "lhs must be a ScaledArray, got ArrayImpl.": dict(lhs=x),
-        "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got columnwise tokens "
-        "and columnwise stack.": dict(lhs=tokens.columnwise),
+        "The operands must be rowwise tokens and a stack, or two columnwise arrays of tokens, got lhs "
+        "QuantizedLayout(mode=<ScalingMode.BLOCK_1D: 'block_1d'>, columnwise=True, ": dict(lhs=tokens.columnwise),
         "lhs and rhs must have as many groups, and the same size along the axis of the sum, got 4 groups of (96, 128) "
         "and 4 of (4, 256, 128).": dict(lhs=gradient.rowwise),
         "This product has no operands of ScalingMode.BLOCK_1D and ScalingMode.TENSOR.": dict(rhs=e5m2[1].columnwise),

@@ -117,7 +117,7 @@ def filled(shapes: Any) -> Any:
     rng = np.random.default_rng(0)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        name = name_of(path)
+        name = find_name(path)
         if name.endswith(("scale", "history", "mark")):
             return np.full(leaf.shape, name.endswith("scale"), np.float32)
         if name == "embed/kernel":
@@ -128,7 +128,7 @@ def filled(shapes: Any) -> Any:
     return jax.tree.map_with_path(fill, shapes)
 
 
-def name_of(path: Any) -> str:
+def find_name(path: Any) -> str:
     """Returns a name such as `experts/down/kernel` or `experts/down/input_scale`, whatever holds the variables."""
     parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     first = min(parts.index(part) for part in ("embed", *LAYERS, parts[-1]) if part in parts)
@@ -136,7 +136,7 @@ def name_of(path: Any) -> str:
 
 
 def by_name(variables: Any) -> dict[str, np.ndarray]:
-    return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(variables)}
+    return {find_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(variables)}
 
 
 def batches(steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -158,7 +158,7 @@ def specs(axes: Mapping[str, int], tree: Any) -> Any:
     stored = tuple(name for name in ("expert", "fsdp") if name in axes) or None
 
     def spec(path: Any, leaf: Any) -> P:
-        name = name_of(path)
+        name = find_name(path)
         if "experts/gate_up" in name:
             whole = {"kernel": P(stored, None, None, feature or stored_features), "bias": P(stored, None, feature)}
         elif "experts/down" in name:

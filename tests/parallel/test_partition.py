@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests.exports import exported
-from tests.meshes import TYPES, mesh_of, typed_mesh
+from tests.meshes import TYPES, make_mesh, typed_mesh
 from tests.parallel.sharded import (
     AXES,
     BOTH,
@@ -104,7 +104,7 @@ def test_a_batch_is_split_like_any_dimension() -> None:
     batch, kernels = jnp.stack([x, 2 * x]), jnp.stack([kernel, -kernel])
     forward = jax.vmap(product, in_axes=(0, None))
 
-    _, none = run(mesh_of(AXES), forward, (P("data", "model"), WHOLE), (batch, kernel))
+    _, none = run(make_mesh(AXES), forward, (P("data", "model"), WHOLE), (batch, kernel))
     assert not none
     mesh = typed_mesh("explicit", AXES)
     result, none = run(mesh, forward, (P(None, "data"), WHOLE), (batch, kernel))
@@ -114,7 +114,7 @@ def test_a_batch_is_split_like_any_dimension() -> None:
     def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(jax.vmap(product)(x, kernel)))
 
-    _, sums = run(mesh_of(AXES), jax.grad(loss, argnums=1), (P(None, "model"), P("data")), (batch, kernels))
+    _, sums = run(make_mesh(AXES), jax.grad(loss, argnums=1), (P(None, "model"), P("data")), (batch, kernels))
     assert sums == {"all-reduce": 1}
 
 
@@ -130,7 +130,7 @@ def test_an_accumulator_of_a_batch_is_added_once() -> None:
 
     function = jax.vmap(accumulate, in_axes=(0, 0, None))
     specs = (P(None, "data"), P(None, "data"), WHOLE)
-    _, collected = run(mesh_of(AXES), function, specs, (jnp.stack([x, 2 * x]), jnp.stack([dy, dy]), accumulator))
+    _, collected = run(make_mesh(AXES), function, specs, (jnp.stack([x, 2 * x]), jnp.stack([dy, dy]), accumulator))
 
     assert collected == {"all-reduce": 1}
 
@@ -163,7 +163,7 @@ def test_gradients_of_bfloat16_parameters_are_sums_that_are_rounded_once(name: s
 
 
 def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once() -> None:
-    mesh = mesh_of({"data": 8})
+    mesh = make_mesh({"data": 8})
     x, kernel, _, dy = operands()
     in_bfloat16 = [jnp.nan_to_num(array).astype(jnp.bfloat16) for array in (kernel, x, dy)]
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_bfloat16_rhs_is_a_sum_that_is_rounded_once() -> None:
 
 def test_offsets_and_hostile_sizes_give_what_one_device_gives() -> None:
     x, kernel, *_ = operands()
-    x, mesh, largest = jnp.nan_to_num(x), mesh_of(AXES), np.iinfo(np.int32).max
+    x, mesh, largest = jnp.nan_to_num(x), make_mesh(AXES), np.iinfo(np.int32).max
 
     @jax.jit
     def multiply(x: jax.Array, kernel: jax.Array, sizes: jax.Array, offset: int) -> jax.Array:
@@ -198,7 +198,7 @@ def test_offsets_and_hostile_sizes_give_what_one_device_gives() -> None:
 
 
 def test_what_cannot_be_divided_evenly_is_gathered() -> None:
-    mesh = mesh_of(AXES)
+    mesh = make_mesh(AXES)
     x, kernel, *_ = operands()
 
     def uneven(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -235,12 +235,12 @@ def test_transformed_programs_are_split_too() -> None:
 
 
 def test_sharded_arrays_are_multiplied_without_jit_and_on_meshes_that_are_set_or_differ() -> None:
-    mesh, (x, kernel, *_) = mesh_of(AXES), operands()
+    mesh, (x, kernel, *_) = make_mesh(AXES), operands()
     with jax.disable_jit():
         without_jit = product(put(mesh, x, P("data")), kernel)
     typed = product(put(typed_mesh("explicit", AXES), x, P("data")), kernel)
     assert jax.typeof(typed).sharding.spec == P("data", None)
-    two_meshes = put(mesh_of({"data": 4}), x, P("data")), put(mesh_of({"rows": 2, "columns": 2}), kernel, P("rows"))
+    two_meshes = put(make_mesh({"data": 4}), x, P("data")), put(make_mesh({"rows": 2, "columns": 2}), kernel, P("rows"))
     with jax.set_mesh(mesh):
         compiled = jax.jit(product, in_shardings=(NamedSharding(mesh, P("data")), None)).lower(x, kernel).compile()
         jaxpr = jax.make_jaxpr(product)(x, kernel)
@@ -254,7 +254,7 @@ def test_sharded_arrays_are_multiplied_without_jit_and_on_meshes_that_are_set_or
 
 
 def test_an_exported_program_is_whole_runs_and_has_only_published_custom_calls() -> None:
-    mesh = mesh_of(AXES)
+    mesh = make_mesh(AXES)
     x, kernel, *_ = operands()
     arguments = put(mesh, x, P("data")), put(mesh, kernel, WHOLE)
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in jg.CUSTOM_CALL_TARGETS]
@@ -270,7 +270,7 @@ def test_an_exported_program_is_whole_runs_and_has_only_published_custom_calls()
 
 def test_no_derivative_is_named_with_a_mesh_too() -> None:
     x, kernel, *_ = operands()
-    x = put(mesh_of(AXES), jnp.nan_to_num(x), P("data"))
+    x = put(make_mesh(AXES), jnp.nan_to_num(x), P("data"))
 
     def accumulated(kernel: jax.Array) -> jax.Array:
         """Returns a gradient that was added to an accumulator, which has no further derivative."""
@@ -320,7 +320,7 @@ def test_products_of_cached_kernels_gather_no_weights_and_add_to_an_accumulator(
 
 
 def test_a_batch_in_fp8_is_split() -> None:
-    mesh = mesh_of(AXES)
+    mesh = make_mesh(AXES)
     recipe, bound = RECIPES["delayed"]
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), initial_state("delayed"))
     arrays = [jnp.stack([array, 0.5 * array]) for array in operands_of_fp8()]

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from tests.meshes import mesh_of, typed_mesh
+from tests.meshes import make_mesh, typed_mesh
 from tests.oracle import assert_trees_close
 from tests.parallel import programs
 from tests.parallel.programs import BLOCK, DELAYED, FP8_TOLERANCE
@@ -42,7 +42,7 @@ def test_gradients_of_bfloat16_experts_are_sums_that_are_rounded_once(
     backend: str, where: str, axes: dict[str, int], recipe: jg.Recipe | None
 ) -> None:
     del backend
-    mesh, tokens, stored = mesh_of(axes), tuple(axes), tuple(name for name in axes if name != "data")
+    mesh, tokens, stored = make_mesh(axes), tuple(axes), tuple(name for name in axes if name != "data")
     named = {dict(expert="experts").get(name, name): name for name in stored}
     specs = dict.fromkeys(("gate_up", "down"), jg.moe.Weights(P(stored), P(stored)))
     x, logits, gate_up, down = arrays()
@@ -93,7 +93,7 @@ def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, 
         return jax.grad(loss)(variables)
 
     def spec(path: Any, _: Any) -> P:
-        name = programs.name_of(path) if "down" in str(path) or "gate_up" in str(path) else "router"
+        name = programs.find_name(path) if "down" in str(path) or "gate_up" in str(path) else "router"
         return P() if name == "router" else P("expert") if name.endswith(("scale", "history", "mark")) else tokens
 
     specs = jax.tree.map_with_path(spec, variables), {"gate_up": tokens, "down": tokens}
@@ -110,7 +110,7 @@ def test_parts_of_experts_share_caches_and_accumulate(backend: str, where: str, 
 
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "a")], ids=str)
 def test_kernels_are_quantized_however_they_are_sharded_and_have_their_gradients_there(spec: P) -> None:
-    mesh = mesh_of(dict(a=4))
+    mesh = make_mesh(dict(a=4))
     x, kernel = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((512, 256), (2, 256, 512)))
 
     @jax.jit
@@ -148,7 +148,7 @@ def test_what_cannot_be_split_is_named() -> None:
     with pytest.raises(TypeError, match="batch must be a sequence of names of mesh axes, got 3"):
         jg.moe.Parallel(batch=3)  # type: ignore[arg-type]
 
-    mesh = mesh_of(dict(data=2, expert=2))
+    mesh = make_mesh(dict(data=2, expert=2))
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
     x, logits, gate_up, down = (put(mesh, array) for array in arrays())
     cached = jg.moe.Weights(gate_up, kernel_cache=jg.quantize_kernel(jnp.ones((E, K, 2 * F)), BLOCK))
@@ -222,7 +222,7 @@ def test_arrays_without_a_sharding_and_no_tokens_are_split_over_the_mesh_that_is
         return jg.moe.moe_mlp(*arrays, router=jg.moe.Router(TOP_K), parallel=parallel, precision="highest")[0]
 
     on_mesh = functools.partial(result, experts="expert")
-    with jax.set_mesh(mesh_of(dict(expert=2))):
+    with jax.set_mesh(make_mesh(dict(expert=2))):
         compiled = jax.jit(on_mesh).lower(x, logits, *kernels).compile()
         empty = jax.jit(jax.grad(lambda *arrays: on_mesh(*arrays).sum()))(x[:0], logits[:0], *kernels)
 
@@ -232,7 +232,7 @@ def test_arrays_without_a_sharding_and_no_tokens_are_split_over_the_mesh_that_is
 
 
 def test_experts_are_split_without_the_name_of_an_axis() -> None:
-    mesh = mesh_of(dict(data=2, expert=2))
+    mesh = make_mesh(dict(data=2, expert=2))
     x, logits, *kernels = arrays()
     placed = [put(mesh, array, "data") for array in (x, logits)] + [put(mesh, kernel, "expert") for kernel in kernels]
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests import oracle
-from tests.meshes import mesh_of, typed_mesh
+from tests.meshes import make_mesh, typed_mesh
 from tests.parallel import programs
 from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, by_name
 
@@ -48,7 +48,7 @@ def test_training_is_that_of_one_device(
 
 def test_states_are_those_of_one_device_however_experts_are_split(backend: str) -> None:
     axes, options, steps = dict(expert=2, fsdp=2), IN_FP8 | dict(recipe=DELAYED), 3
-    mesh = mesh_of(axes)
+    mesh = make_mesh(axes)
     model = programs.model("linen", axes, **options)
 
     got = programs.sharded(model, mesh).run(steps)
@@ -80,7 +80,7 @@ def test_what_finds_no_room_on_a_device_is_counted_and_adds_nothing(backend: str
         return y, jax.lax.psum((jnp.sum(metrics.dropped), metrics.expert_load), "expert")
 
     specs = {"router": P(), "gate_up": P("expert"), "down": P("expert")}, P("expert")
-    split = jax.jit(jax.shard_map(local, mesh=mesh_of(dict(expert=4)), in_specs=specs, out_specs=(P("expert"), P())))
+    split = jax.jit(jax.shard_map(local, mesh=make_mesh(dict(expert=4)), in_specs=specs, out_specs=(P("expert"), P())))
     with jax.default_matmul_precision("highest"):
         y, (dropped, load) = split(params, x)
         crowded_y, (crowded_dropped, crowded_load) = split(crowded, x)

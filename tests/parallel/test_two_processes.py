@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tests.meshes import mesh_of
+from tests.meshes import make_mesh
 from tests.parallel import programs
 
 PROCESSES, SECONDS = 2, 120
@@ -23,7 +23,7 @@ def train(port: str, process: str, out: str) -> None:
     """Trains in FP8 in one of the processes, and writes the losses of all steps."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"localhost:{port}", PROCESSES, int(process), initialization_timeout=60)
-    losses, _ = programs.under_jit(programs.model("linen", AXES, **IN_FP8), mesh_of(AXES)).run(3)
+    losses, _ = programs.under_jit(programs.model("linen", AXES, **IN_FP8), make_mesh(AXES)).run(3)
     np.save(out, losses)
 
 

@@ -1,5 +1,6 @@
 """`python3 -m jax_grouped`: the report, and which backend it says will run."""
 
+import ctypes
 import importlib.metadata
 import os
 import subprocess
@@ -92,9 +93,13 @@ def test_without_a_gpu_what_is_missing_is_said_and_nothing_that_is_there(monkeyp
                 raise importlib.metadata.PackageNotFoundError(package)
             return "1.0"
 
+        def load(_: str, machine: SimpleNamespace = machine) -> None:
+            if not machine.driver:
+                raise OSError
+
         monkeypatch.setattr(importlib.metadata, "version", version)
         monkeypatch.setattr(main, "_platforms", lambda machine=machine: machine.platforms)
-        monkeypatch.setattr(main, "_has_driver", lambda machine=machine: machine.driver)
+        monkeypatch.setattr(ctypes, "CDLL", load)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", machine.visible)
 
         backend, fact, advice = main.choose_backend()

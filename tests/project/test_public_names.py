@@ -75,7 +75,8 @@ def test_the_example_runs(name: str) -> None:
     assert example.strip(), f"the docstring of {name} has no section Example"
     assert "assert " in example
     assert re.search(rf"\b{name.rsplit('.', 1)[-1]}\b", example), f"the example of {name} does not use it"
-    exec(compile(example, f"example of {name}", "exec"), {"jax": jax, "jnp": jnp, "jg": jg, "nnx": nnx})
+    names = {"jax": jax, "jnp": jnp, "jg": jg} | ({"nnx": nnx} if name.startswith("jg.nnx.") else {})
+    exec(compile(example, f"example of {name}", "exec"), names)
 
 
 def test_what_is_taken_is_explained() -> None:
