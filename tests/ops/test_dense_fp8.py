@@ -244,15 +244,17 @@ def quantize_kernel(name: str, case: Case, state: jg.Fp8State | None) -> jg.Kern
 def test_exported_steps_with_a_cache_and_rematerialization_give_the_same_bits(backend: str) -> None:
     for name in some(backend, ("block", "current", "delayed", "mxfp8"), 0):
         case, state = random_case(), initial_state(name)
-        # The product reads the cache: a kernel of NaN changes nothing.
-        arguments = state, case._replace(kernel=np.full_like(case.kernel, np.nan)), quantize_kernel(name, case, state)
-        leaves, structure = jax.tree.flatten(arguments)
+        cache = quantize_kernel(name, case, state)
 
-        def step(*leaves: jax.Array, name: str = name, structure: Any = structure) -> list[jax.Array]:
-            results = compute(RECIPES[name], *jax.tree.unflatten(structure, leaves), wrap=jax.checkpoint)
-            return jax.tree.leaves(results)
+        def step(state: jg.Fp8State | None, cache: jg.KernelCache, name: str = name, case: Case = case) -> Any:
+            # The product reads the cache: a kernel of NaN changes nothing.
+            unreadable = case._replace(kernel=np.full_like(case.kernel, np.nan))
+            return jax.tree.leaves(compute(RECIPES[name], state, unreadable, cache, wrap=jax.checkpoint)), cache
 
-        got = exported(step, *leaves)(*leaves)
+        got, returned = exported(step, state, cache)(state, cache)
+
+        assert returned.recipe == cache.recipe
+        assert returned.columnwise.layout == cache.columnwise.layout
 
         assert_same_trees(got, jax.tree.leaves(jitted(name)(state, case)))
 

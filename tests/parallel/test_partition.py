@@ -286,6 +286,7 @@ def test_no_derivative_is_named_with_a_mesh_too() -> None:
     [
         ("block", "N", "explicit"),
         ("delayed", "K", "auto"),
+        ("delayed", "E", "explicit"),
         ("current", "E", "explicit"),
         ("mxfp8", "N", "auto"),
     ],
