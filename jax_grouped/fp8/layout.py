@@ -195,6 +195,11 @@ class QuantizedLayout:
         rows, features = self.block_shape
         return spread(spread(per_block, rows, self.stack_rows, axis=1), features, self.features, axis=2)
 
+    @property
+    def scales_in_block_order(self) -> bool:
+        """True if scales are in the order of blocks: rows of blocks one after another, with no gap between groups."""
+        return self.mode == (ScalingMode.BLOCK_1D if self.columnwise else ScalingMode.BLOCK_2D)
+
     def blocks(self, size: int) -> int:
         """Returns the number of blocks along an axis of this size, if that is the quantized one."""
         return -(-size // (MX_BLOCK if self.mode == ScalingMode.MX else BLOCK))

@@ -377,8 +377,7 @@ def _program(operation: Operation, arrays: Sequence[Any]) -> Any:
     return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
 
-def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation: Operation, program: Any) -> Any:
-    del program
+def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation: Operation, **_: Any) -> Any:
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     mapped = [axis is not None for axis in axes]
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
@@ -389,10 +388,9 @@ def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None], *, operation
     return results, [0] * len(results)
 
 
-def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
+def _results(*avals: Any, program: Any, **_: Any) -> list[Any]:
     """Returns the results' avals, which know the mesh too."""
-    del operation
-    mesh, _ = _find_mesh(avals, ())
+    mesh = _find_mesh(avals, ())[0]
     if mesh is None:  # It was set while the program was traced, and no longer is.
         return program.out_avals
     return [
@@ -400,8 +398,7 @@ def _results(*avals: Any, operation: Operation, program: Any) -> list[Any]:
     ]
 
 
-def _impl(*arrays: jax.Array, operation: Operation, program: Any) -> list[jax.Array]:
-    del program
+def _impl(*arrays: jax.Array, operation: Operation, **_: Any) -> list[jax.Array]:
     with jax.disable_jit(False):
         return _APPLY_JITTED(operation, *arrays)
 

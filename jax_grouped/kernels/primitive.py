@@ -111,7 +111,7 @@ def cublas_version() -> tuple[int, ...] | None:
 
 @functools.cache
 def find_problem() -> Problem | None:
-    """Returns the problem that keeps the `cuda` backend from running on this process's GPUs, or None."""
+    """Returns what keeps the `cuda` backend from running on this process's GPUs, which do not change, or None."""
     rebuild = f"From a checkout of jax_grouped, run: {_INSTALL} (or {_USE_XLA})."
     try:
         if load_extension() is None:

@@ -223,7 +223,7 @@ def _multiply(
     return apply(operation, *operands, like=[out_spec])[0]
 
 
-#: `_multiply` without scales and an accumulator, which the rules get all the same, as None and an empty sequence.
+#: `_multiply` without scales and an accumulator, which the rules get all the same: no arrays, and None for a gradient.
 _differentiable: jax.custom_vjp[jax.Array] = jax.custom_vjp(_multiply, nondiff_argnums=(3, 4))
 
 

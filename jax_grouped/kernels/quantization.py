@@ -364,8 +364,7 @@ class _Tokens:
             scale = _take(scale, block)
         scale = spread(scale, features, layout.features, axis=1)
         (size,) = layout.scale_shape
-        if layout.mode == (ScalingMode.BLOCK_1D if layout.columnwise else ScalingMode.BLOCK_2D):
-            # Scales are in the order of blocks: rows of blocks one after another, with no gap between groups.
+        if layout.scales_in_block_order:
             return scale, pad_to(scale_inv, (scale_inv.shape[0], size // scale_inv.shape[0]))
         if rows > 1:
             scale_inv = _take(scale_inv, chunks.block(rows))

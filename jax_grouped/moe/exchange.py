@@ -343,7 +343,7 @@ def _travel_forward(way: _Way, x: jax.Array, plan: Any) -> tuple[jax.Array, Any]
 def _travel_backward(way: _Way, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     # The gradients of sums travel in the type of the rows.
     no_rows, plan = residuals
-    back = _Way(not way.to_experts, way.gradient_form, way.form)
+    back = _Way(to_experts=not way.to_experts, form=way.gradient_form, gradient_form=way.form)
     return _travel(back, gradient.astype(no_rows.dtype), plan).astype(no_rows.dtype), None
 
 

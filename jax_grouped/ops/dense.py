@@ -485,9 +485,8 @@ def quantized_kernels(
 
 
 @jax.custom_jvp
-def _converted(kernel: jax.Array, cache: jax.Array) -> jax.Array:
+def _converted(_: jax.Array, cache: jax.Array) -> jax.Array:
     """Returns the kernel in another type, which is there already, with the derivative of the conversion."""
-    del kernel
     return cache
 
 

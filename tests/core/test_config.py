@@ -25,7 +25,7 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_misspelt_setting_is_an_error() -> None:
     with pytest.raises(AttributeError, match="'chek'"):
-        jg.config.chek = True  # type: ignore[attr-defined]
+        jg.config.chek = True  # type: ignore[attr-defined]  # Type checkers refuse it too.
 
 
 def test_a_flag_is_true_or_false() -> None:
