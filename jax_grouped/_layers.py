@@ -21,6 +21,7 @@ from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import (
     apply_rule,
     as_array,
+    canonical_dtype,
     check_type,
     is_bound,
     promoted_type,
@@ -107,7 +108,7 @@ def make_canonical(fields: dict[str, Any]) -> None:
     if not isinstance(recipe, Recipe | None):
         raise recipe_error(recipe)
     if dtype is not None:
-        inputs.check_dtype("dtype", dtype)
+        canonical_dtype("dtype", dtype)
     for name, value in list(fields.items()):
         if name in ("use_bias", "cache_kernel"):
             fields[name] = static_bool(name, value)

@@ -48,14 +48,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def as_int32(values: jax.Array, least: int, most: int) -> jax.Array:
-    """Converts integers of any type to `int32`. Values outside of [least, most] may become the nearer of the two."""
-    if values.dtype == jnp.int32:
-        return values
-    limits = jnp.iinfo(values.dtype)
-    return jnp.clip(values, max(least, limits.min), min(most, limits.max)).astype(jnp.int32)
-
-
 def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
     """Returns the sizes of a stack's groups, `rows` each, as a constant: `int32[batch * (num_groups + 1)]`.
 

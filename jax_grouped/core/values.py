@@ -4,13 +4,16 @@ Each error names the argument, its value and the rule. `shard_map`'s checks trac
 """
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+#: Types of the tokens, results and biases of products.
+FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
 
 def shown(value: object) -> str:
@@ -28,6 +31,34 @@ def as_array(name: str, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, got {shown(value)}.") from error
+
+
+def as_int32(name: str, values: Any) -> jax.Array:
+    """Converts integers of any type to a JAX array. Values that `int32` lacks become its nearest ones."""
+    on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
+    if isinstance(values, list | tuple):
+        on_host = not any(isinstance(value, jax.Array) for value in values)
+    array = _host_array(name, values) if on_host else as_array(name, values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be of an integer type, got {array.dtype.name}.")
+    if array.dtype.itemsize >= 4 and array.dtype != np.int32:
+        limits = np.iinfo(np.int32)
+        array = array.clip(max(limits.min, jnp.iinfo(array.dtype).min), limits.max)
+    return jnp.asarray(array.astype(np.int32))
+
+
+def _host_array(name: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+        if array.dtype == object and all(isinstance(value, int) for value in array.flat):
+            array = array.astype(np.int64)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into 64 bits, got {shown(values)}.") from None
+    except (TypeError, ValueError):
+        array = np.empty((), object)
+    if array.dtype.kind in "OSUMm":  # Objects, strings and times are no numbers.
+        raise TypeError(f"{name} must be of an integer type, got {shown(values)}.")
+    return array.astype(np.int32) if array.size == 0 and not isinstance(values, np.ndarray) else array
 
 
 def static_size(name: str, value: Any, *, least: int = 0) -> int:
@@ -75,24 +106,23 @@ def static_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """Converts `dtype` to a NumPy type; returns None if it is not a type."""
+def canonical_dtype(name: str, dtype: DTypeLike | None, types: Collection[np.dtype] = FLOAT_TYPES) -> np.dtype:
+    """Converts `dtype` to a NumPy type. Raises TypeError unless it is one of `types`."""
     try:
-        return None if dtype is None else jnp.dtype(dtype)
+        known = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
-        return None
+        known = None
+    if known is None or known not in types:
+        *names, last = [one.name for one in types]
+        got = shown(dtype) if known is None else known.name
+        raise TypeError(f"{name} must be {', '.join(names)} or {last}, got {got}.")
+    return known
 
 
 def promoted_type(*values: Any) -> np.dtype:
     """Returns the common type of arrays or types by JAX's usual promotion, also where that is set to strict."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*values)
-
-
-def dtype_name(dtype: DTypeLike | None) -> str:
-    """Returns the name of a type for an error, also of a value that is not a type."""
-    known = known_dtype(dtype)
-    return shown(dtype) if known is None else known.name
 
 
 def axis_size(axis_name: Hashable) -> int:

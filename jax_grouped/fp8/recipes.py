@@ -5,10 +5,9 @@ import enum
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from jax_grouped.core.values import dtype_name, known_dtype, shown, static_bool, static_number, static_size
+from jax_grouped.core.values import canonical_dtype, shown, static_bool, static_number, static_size
 
 #: FP8 types and their largest finite values. OCP 8-bit floating point specification, revision 1.0.
 FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
@@ -36,14 +35,6 @@ class ScalingMode(enum.Enum):
     MX = "mx"
 
 
-def canonical_fp8(name: str, dtype: DTypeLike) -> np.dtype:
-    """Converts `dtype` to a NumPy type."""
-    canonical = known_dtype(dtype)
-    if canonical is None or canonical not in FP8_MAX:
-        raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}.")
-    return canonical
-
-
 def canonical_epsilon(value: float) -> float:
     """Converts `amax_epsilon` to a float."""
     epsilon = static_number("amax_epsilon", value)
@@ -63,7 +54,7 @@ class _Types:
 
     def __post_init__(self) -> None:
         for name in ("fwd_dtype", "grad_dtype"):
-            object.__setattr__(self, name, canonical_fp8(name, getattr(self, name)))
+            object.__setattr__(self, name, canonical_dtype(name, getattr(self, name), FP8_MAX))
         if hasattr(self, "amax_epsilon"):
             object.__setattr__(self, "amax_epsilon", canonical_epsilon(self.amax_epsilon))
         if hasattr(self, "pow2_scales"):

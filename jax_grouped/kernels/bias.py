@@ -123,7 +123,7 @@ def count_partial_sums(capacity: int, num_groups: int) -> int:
 #: `(dy, group_sizes, group_offset) -> [dbias]` with `num_groups` and `out_dtype`.
 BIAS_GRAD = define(
     "bias_grad",
-    lambda dy, *_, num_groups, out_dtype: [jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype)],
+    lambda dy, *_, num_groups, out_dtype: jax.ShapeDtypeStruct((num_groups, dy.shape[1]), out_dtype),
     bias_gradient_xla,
     _bias_gradient_cuda,
 )

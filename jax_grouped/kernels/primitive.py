@@ -154,7 +154,7 @@ def require_block_scaling() -> None:
 
 def define(
     name: str,
-    results: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    results: Callable[..., jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]],
     xla: Callable[..., jax.Array | tuple[jax.Array, ...]],
     cuda: Callable[..., jax.Array | tuple[jax.Array, ...]],
     *,
@@ -182,7 +182,9 @@ def define(
             jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
             for x, count in zip(operands, batches, strict=True)
         ]
-        structs = [batched(result, batches[0]) for result in results(*slices, **static)]
+        structs = results(*slices, **static)
+        structs = [structs] if isinstance(structs, jax.ShapeDtypeStruct) else structs
+        structs = [batched(struct, batches[0]) for struct in structs]
         for aval in (*operands, *structs) if batches[0] != 1 else ():
             # Other one-dimensional arrays hold elements, not rows or groups. A dimension may be symbolic in an export.
             counts = len(aval.shape) > 1 or jnp.issubdtype(aval.dtype, jnp.integer)

@@ -97,32 +97,30 @@ class GemmSpec:
     expected_tokens: int = 0
     zero_other_rows: bool = True
 
-    def out(self, a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-        """Returns shape and type of the result for operands of these shapes, and an `order` if one is gathered."""
-        if self.gathered == "a":
-            a = (*order, a[1])
-        if self.a is not None and self.b is not None:
-            a = (self.a.tokens, self.a.features)
-            b = (
-                (self.b.tokens, self.b.features)
-                if self.b.stack_rows is None
-                else (0, self.b.stack_rows, self.b.features)
-            )
-        match self.product:
-            case "fprop":
-                shape: tuple[int, ...] = (a[0], b[2])
-            case "dgrad":
-                shape = (a[0], b[1])
-            case "wgrad":
-                shape = (self.num_groups, a[1], b[1])
-        return jax.ShapeDtypeStruct(shape, self.out_dtype)
-
     @property
     def weight_operands(self) -> tuple[int, ...]:
         """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
             return ()
         return (1, 5) if self.a is not None else (1,)
+
+
+def product_result(a: Any, b: Any, *more: Any, spec: GemmSpec) -> jax.ShapeDtypeStruct:
+    """Returns shape and type of the result for operands of these shapes; `more[2]` is the `order` of gathered rows."""
+    a, b = a.shape, b.shape
+    if spec.gathered == "a":
+        a = (*more[2].shape, a[1])
+    if spec.a is not None and spec.b is not None:
+        a, rows = (spec.a.tokens, spec.a.features), spec.b.stack_rows
+        b = (spec.b.tokens, spec.b.features) if rows is None else (0, rows, spec.b.features)
+    match spec.product:
+        case "fprop":
+            shape: tuple[int, ...] = (a[0], b[2])
+        case "dgrad":
+            shape = (a[0], b[1])
+        case "wgrad":
+            shape = (spec.num_groups, a[1], b[1])
+    return jax.ShapeDtypeStruct(shape, spec.out_dtype)
 
 
 class Gathered(NamedTuple):
@@ -170,7 +168,7 @@ def multiply(
         return _multiply(a.data, b.data, groups, spec, None, (a.scale_inv, b.scale_inv), accumulator)
     assert not isinstance(a, ScaledArray)
     assert not isinstance(b, ScaledArray)
-    if b.dtype not in NARROW_TYPES:
+    if a.dtype != b.dtype and b.dtype not in NARROW_TYPES:
         dtype = promoted_type(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
     if accumulator is not None:
@@ -205,7 +203,7 @@ def _multiply(
     operands = vary_alike(a, b, *groups, *scales, *permutation, *accumulators)
     shapes = [array.shape for array in (a, b, groups.sizes, *permutation)]
     if 0 in (spec.num_groups, *itertools.chain(*shapes)):
-        out = spec.out(a.shape, b.shape, *shapes[3:4])
+        out = product_result(a, b, *groups, *permutation, spec=spec)
         nothing = jnp.zeros(out.shape, out.dtype) if accumulator is None else operands[-1]
         return vary_alike(nothing, operands[0])[0]
     if spec.a is not None or spec.gathered is not None:
@@ -325,7 +323,7 @@ def multiply_xla(
         group_offset,
         *more,
         product=spec.product,
-        out=spec.out(a.shape, b.shape),
+        out=product_result(a, b, spec=spec),
         num_groups=spec.num_groups,
         precision=spec.precision,
         zero_other_rows=spec.zero_other_rows,
@@ -359,15 +357,13 @@ def multiply_cuda(
         if not _can_be_read(a, b, spec):
             return _multiply_unreadable(*operands, spec=spec, batch=batch)
         # The shapes of unquantized operands hold the rows of all batch elements.
-        out = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(
-            a.shape, b.shape, *[row_indices.shape for row_indices in more if spec.gathered]
-        )
+        out = product_result(*operands, spec=dataclasses.replace(spec, num_groups=batch * spec.num_groups))
     else:
         if spec.a.mode == ScalingMode.MX and not primitive.has_mx_products():
             return _in_bfloat16(*operands, spec=spec, batch=batch)
         if spec.a.mode == ScalingMode.BLOCK_1D:
             primitive.require_block_scaling()
-        out = batched(spec.out(a.shape, b.shape), batch)
+        out = batched(product_result(a, b, spec=spec), batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
     accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
@@ -427,7 +423,7 @@ def _multiply_unreadable(
     batch: int,
 ) -> jax.Array:
     """Returns a product of operands that cuBLASLt cannot read, through products of operands that it can read."""
-    shape = dataclasses.replace(spec, num_groups=batch * spec.num_groups).out(a.shape, b.shape).shape
+    shape = product_result(a, b, spec=dataclasses.replace(spec, num_groups=batch * spec.num_groups)).shape
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
     inner = dataclasses.replace(spec, out_dtype=_accumulator_dtype(a.dtype, spec.out_dtype))
@@ -464,7 +460,7 @@ def _multiply_narrow(
     Each row belongs to one group, so a product that is added to the rows of its groups rounds nothing twice.
     """
     groups, (_, *matrix) = spec.num_groups, b.shape
-    out = dataclasses.replace(spec, num_groups=batch * groups).out(a.shape, b.shape)
+    out = product_result(a, b, spec=dataclasses.replace(spec, num_groups=batch * groups))
     a = _pad_features(a, (1,))
     # Parts of float32 tokens, the smallest first; bfloat16 holds all of the kernel.
     factors = _bf16_parts(a, _parts(spec.precision))[::-1] if a.dtype == jnp.float32 else [a]
@@ -561,10 +557,4 @@ def scratch_bytes(batch: int, num_groups: int) -> int:
 
 
 #: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
-GEMM = define(
-    "gemm",
-    lambda a, b, _, __, *more, spec: [spec.out(a.shape, b.shape, *[x.shape for x in more[:1] if spec.gathered])],
-    multiply_xla,
-    multiply_cuda,
-    shares_weights=True,
-)
+GEMM = define("gemm", product_result, multiply_xla, multiply_cuda, shares_weights=True)

@@ -631,7 +631,7 @@ QUANTIZE_PERMUTED = define(
 #: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
 DEQUANTIZE = define(
     "dequantize",
-    lambda *_, layout, out_dtype: [jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype)],
+    lambda *_, layout, out_dtype: jax.ShapeDtypeStruct((layout.tokens, layout.features), out_dtype),
     dequantize_xla,
     dequantize_cuda,
 )

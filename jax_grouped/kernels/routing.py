@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.core.groups import as_int32, count_not_above, fit_to_capacity
-from jax_grouped.core.values import vary_alike
+from jax_grouped.core.groups import count_not_above, fit_to_capacity
+from jax_grouped.core.values import as_int32, vary_alike
 from jax_grouped.kernels.primitive import bind, define, fold, unfold
 
 #: Function from a router's logits to scores.
@@ -210,7 +210,7 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 def chosen(experts: jax.Array, num_experts: int) -> jax.Array:
     """Compares each choice with each expert, `bool[T, k, E]`."""
-    return as_int32(experts, -1, num_experts)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+    return as_int32("experts", experts)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
 
 
 def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:

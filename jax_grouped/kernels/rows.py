@@ -196,14 +196,14 @@ ACTIVATION_GRAD = define("activation_grad", _activation_grad_results, _activatio
 #: `(x, order, inverse) -> [rows]` with `zero_tail`.
 PERMUTE_ROWS = define(
     "permute_rows",
-    lambda x, order, *_, **__: [jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype)],
+    lambda x, order, *_, **__: jax.ShapeDtypeStruct((order.shape[0], *x.shape[1:]), x.dtype),
     permute_xla,
     permute_cuda,
 )
 #: `(rows, inverse, *weights) -> [sums]`, with weights or without.
 SUM_ROWS = define(
     "sum_rows",
-    lambda rows, inverse, *_: [jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype)],
+    lambda rows, inverse, *_: jax.ShapeDtypeStruct((inverse.shape[0], rows.shape[1]), rows.dtype),
     _sum_rows_xla,
     _sum_rows_cuda,
 )

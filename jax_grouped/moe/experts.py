@@ -150,15 +150,13 @@ def routed_mlp(
     """
     order, inverse = permutation.order, permutation.inverse
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
-    gate_up, down, spec = _canonical(rows, network)
+    # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
+    gate_up, down, spec = _canonical(rows, network, zero_other_rows=jax.debug_nans.value)
     groups = inputs.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
     if shared is not None:
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
-    # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
-    zero_other_rows = jax.debug_nans.value
     spec = spec._replace(
-        up=dataclasses.replace(spec.up, zero_other_rows=zero_other_rows),
-        down=dataclasses.replace(spec.down, bias_dtype=None, zero_other_rows=zero_other_rows),
+        down=dataclasses.replace(spec.down, bias_dtype=None),
         expert_axis=expert_axis,
         wire=wire or Wire(),
         shared_dtype=None if shared is None else shared.dtype,
@@ -181,7 +179,9 @@ def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_
     return weighted.astype(rows.dtype)
 
 
-def _canonical(rows: jax.Array | jax.ShapeDtypeStruct, network: Network) -> tuple[Weights, Weights, "ExpertsSpec"]:
+def _canonical(
+    rows: jax.Array | jax.ShapeDtypeStruct, network: Network, *, zero_other_rows: bool = True
+) -> tuple[Weights, Weights, "ExpertsSpec"]:
     """Returns both weights as arrays, and the static part of their products with rows such as these."""
     gate_up, down, activation, recipe, precision, fsdp_axis, expected_rows = network
     inputs.check_activation_name(activation)
@@ -201,8 +201,12 @@ def _canonical(rows: jax.Array | jax.ShapeDtypeStruct, network: Network) -> tupl
     hidden = jax.ShapeDtypeStruct((rows.shape[0], features), rows.dtype)
     gate_up, up_spec = canonical_weights(rows, gate_up, recipe, None, precision, "gate_up", parts)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down", parts)
-    up_spec = dataclasses.replace(up_spec, output_activation=activation, expected_tokens=expected_rows)
-    down_spec = dataclasses.replace(down_spec, input_activation=activation, expected_tokens=expected_rows)
+    up_product, down_product = (
+        dataclasses.replace(one.fprop, expected_tokens=expected_rows, zero_other_rows=zero_other_rows)
+        for one in (up_spec, down_spec)
+    )
+    up_spec = dataclasses.replace(up_spec, fprop=up_product, output_activation=activation)
+    down_spec = dataclasses.replace(down_spec, fprop=down_product, input_activation=activation)
     return gate_up, down, ExpertsSpec(up_spec, down_spec, fsdp_axis)
 
 
@@ -429,7 +433,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         # The rows of tokens are made while gradients of results travel.
         if isinstance(tokens, Gathered):
             features = spec.up.kernel.shape[2]
-            tokens = tokens.copied_unless_fast("wgrad", features, zero_tail=spec.up.zero_other_rows)
+            tokens = tokens.copied_unless_fast("wgrad", features, zero_tail=spec.up.fprop.zero_other_rows)
         dy = gather_tokens(dy, expert_axis, spec.wire.dresults)
         dy, tokens = jax.lax.optimization_barrier((dy, tokens))
 
@@ -440,7 +444,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     row_weights, row_pairs = weights, None
     if weights is not None and order is not None:
         row_weights, row_pairs = weights.reshape(weights.size), order
-        if recipe is not None or spec.up.zero_other_rows:
+        if recipe is not None or spec.up.fprop.zero_other_rows:
             row_weights, row_pairs = gather(row_weights, order), None
     activated: Any
     dweights: Any = None

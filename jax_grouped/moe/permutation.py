@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.groups import as_int32
-from jax_grouped.core.values import as_array, check_type, static_size, vary_alike
+from jax_grouped.core.values import as_array, as_int32, canonical_dtype, check_type, static_size, vary_alike
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.routing import group_pairs
 from jax_grouped.kernels.rows import gather, permute_rows, sum_choices
-from jax_grouped.ops import inputs
 
 
 @register_pytree
@@ -65,9 +63,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
         assert permutation.group_sizes.tolist() == [1, 2, 1]
         assert int(permutation.dropped) == 0
     """
-    experts = as_array("experts", experts)
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"experts must be of an integer type, got {experts.dtype.name}.")
+    experts = as_int32("experts", experts)
     if experts.ndim != 2 or experts.shape[1] == 0:
         raise ValueError(f"experts must have shape [T, k] with k of at least 1, got {experts.shape}.")
     if not isinstance(experts.shape[0], int):
@@ -78,7 +74,7 @@ def group_by_expert(experts: jax.Array, num_experts: int, *, capacity: int | Non
     rows = experts.size
     if capacity is not None:
         rows = min(rows, static_size("capacity", capacity))
-    order, inverse, group_sizes, dropped = group_pairs(as_int32(experts, -1, num_experts), num_experts, rows)
+    order, inverse, group_sizes, dropped = group_pairs(experts, num_experts, rows)
     return Permutation(order, inverse, group_sizes, dropped[0])
 
 
@@ -141,7 +137,7 @@ def unpermute(
     _check_rows("rows", rows, "[R, C]", order.shape[0], "rows")
     if weights is not None:
         weights = as_array("weights", weights)
-        inputs.check_dtype("weights' type", weights.dtype)
+        canonical_dtype("weights' type", weights.dtype)
         if weights.shape != inverse.shape:
             raise ValueError(
                 f"weights must have the permutation's shape [T, k] = {inverse.shape}, got {weights.shape}."
@@ -156,14 +152,14 @@ def unpermute(
 def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns `shared` as an array, if it has this shape."""
     shared = as_array("shared", shared)
-    inputs.check_dtype("shared's type", shared.dtype)
+    canonical_dtype("shared's type", shared.dtype)
     if shared.shape != shape:
         raise ValueError(f"shared must have the shape [T, N] of the result, {shape}, got {shared.shape}.")
     return shared
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
-    inputs.check_dtype(f"{name}'s type", x.dtype)
+    canonical_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
     if x.shape[0] != rows:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jax_grouped.core.values import (
     as_array,
+    as_int32,
     axis_size,
+    canonical_dtype,
     check_choice,
     check_type,
     scalar,
@@ -154,7 +156,7 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     x, kernel = as_array("x", x), as_array("kernel", kernel)
     inputs.check_tokens("x", x)
-    inputs.check_dtype("kernel's type", kernel.dtype)
+    canonical_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[1]:
         raise ValueError(f"kernel must have shape [K, E] for x {x.shape}, got {kernel.shape}.")
     return _router_logits(*vary_alike(x, kernel.astype(sum_dtype(kernel.dtype))))
@@ -227,7 +229,7 @@ def route_and_group(
         )
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-        inputs.check_dtype("selection_bias's type", selection_bias.dtype)
+        canonical_dtype("selection_bias's type", selection_bias.dtype)
         if selection_bias.shape != (experts,):
             raise ValueError(f"selection_bias must have shape [E] = {(experts,)}, got {selection_bias.shape}.")
         selection_bias = selection_bias.astype(jnp.float32)
@@ -239,7 +241,7 @@ def route_and_group(
 
 
 def _check_logits(logits: jax.Array) -> None:
-    inputs.check_dtype("logits' type", logits.dtype)
+    canonical_dtype("logits' type", logits.dtype)
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
 
@@ -370,15 +372,13 @@ def update_selection_bias(
         assert jnp.allclose(bias, jnp.array([-0.001, 0, 0.001]))
     """
     selection_bias = as_array("selection_bias", selection_bias)
-    expert_load = inputs.integers("expert_load", expert_load)
+    load = as_int32("expert_load", expert_load)
     if selection_bias.dtype != jnp.float32:
         raise TypeError(f"selection_bias must be float32, to hold small steps, got {selection_bias.dtype.name}.")
-    if selection_bias.ndim != 1 or selection_bias.shape != expert_load.shape:
+    if selection_bias.ndim != 1 or selection_bias.shape != load.shape:
         raise ValueError(
-            f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and "
-            f"{expert_load.shape}."
+            f"selection_bias and expert_load must have one shape [E], got {selection_bias.shape} and {load.shape}."
         )
-    load = expert_load if expert_load.dtype.itemsize >= 4 else expert_load.astype(jnp.int32)
     experts = max(load.size, 1)
     # The floor and the remainder of the mean. The sum of all loads may overflow; that of these remainders is below E^2.
     remainders = jnp.sum(load % experts, dtype=load.dtype)

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import added_axes, apply_rule, as_array, sum_dtype, vary_alike
+from jax_grouped.core.values import added_axes, apply_rule, as_array, canonical_dtype, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray, gather_kernels, short_repr
 from jax_grouped.fp8.layout import feature_grain
 from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
@@ -40,7 +40,6 @@ from jax_grouped.ops.inputs import (
     Weights,
     canonical_inputs,
     check_accumulator,
-    check_dtype,
     kernel_spec,
 )
 from jax_grouped.ops.quantize import Oriented, cache_dimensions, check_for_gradients, quantize_stack, quantize_tokens
@@ -334,7 +333,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
     if not isinstance(residuals, DenseResiduals):
         raise TypeError(f"residuals must be those of grouped_dense_fwd, got {type(residuals).__name__}.")
     dy = as_array("dy", dy)
-    check_dtype("dy's type", dy.dtype)
+    canonical_dtype("dy's type", dy.dtype)
     spec, groups = residuals.spec, residuals.groups
     if dy.shape != (expected := (spec.tokens, spec.kernel.shape[2])):
         raise ValueError(f"dy must have the result's shape {expected}, got {dy.shape}.")
@@ -527,8 +526,7 @@ def fprop(
     tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, bias: jax.Array | None = None
 ) -> jax.Array:
     """Returns the result of the layer."""
-    product = spec.gemm("fprop", spec.out_dtype)
-    y = multiply(tokens.rowwise, kernels.columnwise, groups, product, out_spec=spec.partitions.out)
+    y = multiply(tokens.rowwise, kernels.columnwise, groups, spec.fprop, out_spec=spec.partitions.out)
     return y if bias is None else add_bias(y, bias, groups)
 
 
@@ -537,7 +535,7 @@ def dgrad(residuals: DenseResiduals, gradient: Oriented) -> tuple[jax.Array, Pen
     spec, groups = residuals.spec, residuals.groups
     check_for_gradients(residuals.kernel)
     assert residuals.kernel is not None
-    product = spec.gemm("dgrad", spec.x_dtype)
+    product = dataclasses.replace(spec.fprop, product="dgrad", out_dtype=spec.x_dtype)
     dx = multiply(gradient.rowwise, residuals.kernel, groups, product, out_spec=spec.partitions.x)
     dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)
@@ -550,8 +548,8 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: np.dtype 
         dtype = pending.spec.kernel.dtype if accumulator is None else accumulator.dtype
     assert pending.x is not None
     assert pending.dy is not None
-    product, out_spec = pending.spec.gemm("wgrad", dtype), pending.spec.partitions.kernel
-    return multiply(pending.x, pending.dy, pending.groups, product, accumulator, out_spec)
+    product = dataclasses.replace(pending.spec.fprop, product="wgrad", out_dtype=dtype)
+    return multiply(pending.x, pending.dy, pending.groups, product, accumulator, pending.spec.partitions.kernel)
 
 
 def make_residuals(
@@ -700,7 +698,8 @@ def _read_part(
     rows = operands["x"].shape[0]
     shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.kernel.shape, strict=True))
     kernel = jax.ShapeDtypeStruct(shape, whole.kernel.dtype)
-    spec = dataclasses.replace(whole, tokens=rows, kernel=kernel, partitions=Partitions())
+    fprop = dataclasses.replace(whole.fprop, num_groups=shape[0])
+    spec = dataclasses.replace(whole, fprop=fprop, tokens=rows, kernel=kernel, partitions=Partitions())
     assert spec.recipe is not None
     groups = own_groups(Groups(operands["sizes"], operands["offset"]), splits, rows=rows, num_groups=shape[0])
     scales = {name: operands[name] for name in PerTensor._fields if name in operands}

@@ -13,19 +13,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import FP8_ALIGNMENT, Groups, as_int32
-from jax_grouped.core.values import as_array, dtype_name, known_dtype, shown, sum_dtype, vary_alike, varying_axes
+from jax_grouped.core.groups import FP8_ALIGNMENT, Groups
+from jax_grouped.core.values import (
+    FLOAT_TYPES,
+    as_array,
+    as_int32,
+    canonical_dtype,
+    shown,
+    vary_alike,
+    varying_axes,
+)
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
-from jax_grouped.fp8.recipes import DelayedScaling, Recipe, ScalingMode, canonical_fp8, is_recipe_class, recipe_error
+from jax_grouped.fp8.recipes import FP8_MAX, DelayedScaling, Recipe, ScalingMode, is_recipe_class, recipe_error
 from jax_grouped.fp8.state import Fp8State, check_state
 from jax_grouped.kernels.activations import Activation, ActivationName, SwiGLU, is_gated
-from jax_grouped.kernels.product import NARROW_TYPES, GemmSpec, Product
+from jax_grouped.kernels.product import NARROW_TYPES, GemmSpec
 from jax_grouped.kernels.quantization import QuantizeSpec
 
 #: Rows per group, as users give them: `[E]` integers.
 GroupSizes = ArrayLike | Sequence[int]
 
-_FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+#: Types of kernels that are not quantized with a recipe.
+KERNEL_TYPES = (*FLOAT_TYPES, *NARROW_TYPES)
 #: Dot algorithms of 16-bit and 32-bit operands. Each maps to the precision whose float32 products are as exact.
 _DOT_ALGORITHMS = {
     **dict.fromkeys(["bf16_bf16_bf16", "bf16_bf16_f32"], jax.lax.Precision.DEFAULT),
@@ -40,22 +49,9 @@ _DOT_ALGORITHMS = {
 }
 
 
-def check_dtype(name: str, dtype: DTypeLike | None) -> None:
-    """Raises TypeError unless `dtype` is a type that the matmuls take."""
-    if known_dtype(dtype) not in _FLOAT_TYPES:
-        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {dtype_name(dtype)}.")
-
-
-def check_kernel_type(name: str, dtype: DTypeLike) -> None:
-    """Raises TypeError unless `dtype` is a type of kernels that are not quantized with a recipe."""
-    if known_dtype(dtype) not in (*_FLOAT_TYPES, *NARROW_TYPES):
-        narrow = ", ".join(dtype.name for dtype in NARROW_TYPES)
-        raise TypeError(f"{name} must be bfloat16, float16, float32, or one of {narrow}, got {dtype_name(dtype)}.")
-
-
 def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless `x` is a `[T, features]` array of a supported type."""
-    check_dtype(f"{name}'s type", x.dtype)
+    canonical_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
 
@@ -69,7 +65,7 @@ def check_kernel(
     may_be_narrow: bool = False,
 ) -> None:
     """Raises unless `kernel` is `[G, K, N]` of a supported type with the `K` of the tokens."""
-    (check_kernel_type if may_be_narrow else check_dtype)(f"{name}'s type", kernel.dtype)
+    canonical_dtype(f"{name}'s type", kernel.dtype, KERNEL_TYPES if may_be_narrow else FLOAT_TYPES)
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
     if kernel.shape[1] != tokens.shape[1]:
@@ -99,50 +95,20 @@ def canonical_groups(
         raise ValueError(f"group_sizes must have at least the {num_groups} groups of {kernel_name}, got {total}.")
     if group_offset is None:
         return Groups(sizes, jnp.zeros((1,), jnp.int32))
-    offset = integers("group_offset", group_offset)
+    offset = as_int32("group_offset", group_offset)
     if offset.shape not in ((), (1,)):
         raise ValueError(f"group_offset must be a scalar or have shape [1], got {offset.shape}.")
-    return Groups(sizes, as_int32(offset.reshape(1), -total, total))
+    return Groups(sizes, offset.reshape(1))
 
 
 def canonical_sizes(group_sizes: GroupSizes, capacity: int) -> jax.Array:
     """Converts `group_sizes` to `int32[G]`."""
-    sizes = integers("group_sizes", group_sizes)
+    sizes = as_int32("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes must have shape [E], got {sizes.shape}.")
     if config.check:
         _check_values(sizes, capacity)
-    return as_int32(sizes, 0, capacity)
-
-
-def integers(name: str, values: GroupSizes) -> jax.Array:
-    """Converts integers to a JAX array. 64-bit host values that JAX would wrap become the nearest 32-bit values."""
-    on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
-    if isinstance(values, list | tuple):
-        on_host = not any(isinstance(value, jax.Array) for value in values)
-    array = _host_integers(name, values) if on_host else as_array(name, values)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be of an integer type, got {array.dtype.name}.")
-    return array
-
-
-def _host_integers(name: str, values: GroupSizes) -> jax.Array:
-    try:
-        array = np.asarray(values)
-        if array.dtype == object and all(isinstance(value, int) for value in array.flat):
-            array = array.astype(np.int64)
-    except OverflowError:
-        raise ValueError(f"{name} must fit into 64 bits, got {shown(values)}.") from None
-    except (TypeError, ValueError):
-        array = np.empty((), object)
-    if array.dtype.kind in "OSUMm":  # Objects, strings and times are no numbers.
-        raise TypeError(f"{name} must be of an integer type, got {shown(values)}.")
-    if array.size == 0 and not isinstance(values, np.ndarray):
-        array = array.astype(np.int32)
-    if array.dtype in (np.int64, np.uint64):
-        limits = np.iinfo(np.int32)
-        array = np.clip(array, max(limits.min, np.iinfo(array.dtype).min), limits.max).astype(np.int32)
-    return jnp.asarray(array)
+    return sizes
 
 
 def canonical_precision(precision: jax.lax.PrecisionLike, dtype: DTypeLike) -> jax.lax.Precision:
@@ -233,7 +199,7 @@ def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: s
 def check_scaled(scaled: ScaledArray) -> None:
     """Raises unless the arrays have the types and shapes of their layout."""
     layout = scaled.layout
-    canonical_fp8("scaled.data's type", scaled.data.dtype)
+    canonical_dtype("scaled.data's type", scaled.data.dtype, FP8_MAX)
     scale_dtype = jnp.dtype(jnp.float8_e8m0fnu if layout.mode == ScalingMode.MX else jnp.float32)
     if scaled.scale_inv.dtype != scale_dtype:
         raise TypeError(
@@ -379,34 +345,21 @@ class DenseSpec:
 
     With a recipe, quantization can apply activations. `input_activation` is applied to the product's tokens.
     `output_activation` is applied to the product's result later, so the backward pass gets the gradient of that
-    activation's result. `expected_tokens` and `zero_other_rows` are those of `GemmSpec`. Rules of differentiation sum
-    the kernel's gradient over mesh axes other than `kernel_axes`, those over which the kernel varies.
+    activation's result. Rules of differentiation sum the kernel's gradient over mesh axes other than `kernel_axes`,
+    those over which the kernel varies.
     """
 
     recipe: Recipe | None
-    precision: jax.lax.Precision
+    #: The product of the forward pass, without the layouts of quantized operands.
+    fprop: GemmSpec
     kernel: jax.ShapeDtypeStruct
     tokens: int
-    out_dtype: np.dtype
     x_dtype: np.dtype
     bias_dtype: DTypeLike | None
     input_activation: Activation | None = None
     output_activation: Activation | None = None
-    expected_tokens: int = 0
-    zero_other_rows: bool = True
     kernel_axes: frozenset[Hashable] = frozenset()
     partitions: Partitions = dataclasses.field(default_factory=Partitions)
-
-    def gemm(self, product: Product, out_dtype: np.dtype) -> GemmSpec:
-        """Returns the spec of one of the three products."""
-        return GemmSpec(
-            product,
-            self.kernel.shape[0],
-            out_dtype,
-            self.precision,
-            expected_tokens=self.expected_tokens,
-            zero_other_rows=self.zero_other_rows,
-        )
 
     def quantization(self, *, for_gradient: bool = False, **options: Any) -> QuantizeSpec:
         """Returns the quantization of the tokens, or of the gradient of the result, with options of `QuantizeSpec`."""
@@ -468,16 +421,16 @@ def canonical_weights(
     check_kernel(name, kernel, "x", x)
     whole = jax.ShapeDtypeStruct((parts * kernel.shape[0], *kernel.shape[1:]), kernel.dtype)
     out_dtype = x.dtype if preferred_element_type is None else preferred_element_type
-    check_dtype("preferred_element_type", out_dtype)
+    out_dtype = canonical_dtype("preferred_element_type", out_dtype)
     if bias is not None:
         given: Any = bias
         if isinstance(given, Recipe):
             raise TypeError("bias must be an array [G, N] or None, got a recipe: recipe is keyword-only.")
         bias = as_array("bias", bias)
-        check_dtype("bias's type", bias.dtype)
+        canonical_dtype("bias's type", bias.dtype)
         if bias.shape != (expected := (whole.shape[0], whole.shape[2])):
             raise ValueError(f"bias must have shape [G, N] = {expected}, got {bias.shape}.")
-        bias = bias.astype(sum_dtype(bias.dtype))
+        bias = bias.astype(jnp.float32)
     if recipe is not None or cache is not None or state is not None:
         _check_recipe(recipe, x, name, kernel, cache, precision)
         if state is not None or isinstance(recipe, DelayedScaling):
@@ -485,12 +438,12 @@ def canonical_weights(
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
+    precision = canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype)
     spec = DenseSpec(
         recipe=recipe,
-        precision=canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype),
+        fprop=GemmSpec("fprop", whole.shape[0], out_dtype, precision),
         kernel=whole,
         tokens=x.shape[0],
-        out_dtype=jnp.dtype(out_dtype),
         x_dtype=x.dtype,
         bias_dtype=None if bias is None else bias.dtype,
         kernel_axes=varying_axes(kernel),

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_grouped.core.groups import Groups, as_int32, stack_sizes
-from jax_grouped.core.values import as_array, shown, static_bool, vary_alike
+from jax_grouped.core.groups import Groups, stack_sizes
+from jax_grouped.core.values import as_array, as_int32, canonical_dtype, shown, static_bool, vary_alike
 from jax_grouped.fp8.arrays import GroupedQuantized, KernelCache, ScaledArray
-from jax_grouped.fp8.recipes import DelayedScaling, Recipe, ScalingMode, canonical_epsilon, canonical_fp8, recipe_error
+from jax_grouped.fp8.recipes import FP8_MAX, DelayedScaling, Recipe, ScalingMode, canonical_epsilon, recipe_error
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply
 from jax_grouped.kernels.primitive import bind
@@ -97,7 +97,7 @@ def grouped_quantize(
     """
     x = as_array("x", x)
     activation_input = None if activation_input is None else as_array("activation_input", activation_input)
-    inputs.check_dtype("x's type", x.dtype)
+    canonical_dtype("x's type", x.dtype)
     if group_sizes is None and x.ndim != 3:
         raise ValueError(f"x must have shape [E, K, C] where group_sizes is None, got {x.shape}.")
     if group_sizes is not None and x.ndim != 2:
@@ -113,10 +113,9 @@ def grouped_quantize(
     if row_indices is not None:
         if group_sizes is None or activation is not None:
             raise ValueError("row_indices is for x [T, C] with group_sizes and without an activation.")
-        row_indices = inputs.integers("row_indices", row_indices)
+        row_indices = as_int32("row_indices", row_indices)
         if row_indices.ndim != 1:
             raise ValueError(f"row_indices must have shape [R], got {row_indices.shape}.")
-        row_indices = as_int32(row_indices, -1, x.shape[0])
 
     if group_sizes is None:
         num_groups, stack_rows, features = x.shape
@@ -127,7 +126,7 @@ def grouped_quantize(
         num_groups = sizes.shape[0]
     spec = QuantizeSpec(
         mode,
-        canonical_fp8("dtype", dtype),
+        canonical_dtype("dtype", dtype, FP8_MAX),
         num_groups=num_groups,
         stack_rows=stack_rows,
         rowwise=rowwise,
@@ -259,7 +258,7 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
         raise TypeError(
             f"scaled must be a ScaledArray (rowwise or columnwise of what was quantized), got {type(scaled).__name__}."
         )
-    inputs.check_dtype("dtype", dtype)
+    canonical_dtype("dtype", dtype)
     layout, sizes = scaled.layout, scaled.group_sizes
     inputs.check_scaled(scaled)
     if sizes is None:
@@ -312,7 +311,7 @@ def quantize_kernel(
         assert jnp.allclose(y[:14], 32, rtol=1e-3)
     """
     kernel = jax.lax.stop_gradient(as_array("kernel", kernel))
-    inputs.check_dtype("kernel's type", kernel.dtype)
+    canonical_dtype("kernel's type", kernel.dtype)
     if kernel.ndim != 3:
         raise ValueError(f"kernel must have shape [E, K, N], got {kernel.shape}.")
     if not isinstance(recipe, Recipe):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.groups import Groups
-from jax_grouped.core.values import as_array, promoted_type, shown, vary_alike
+from jax_grouped.core.values import as_array, as_int32, canonical_dtype, promoted_type, shown, vary_alike
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
@@ -101,8 +101,7 @@ def _canonical_types(
     types = {lhs.dtype} if is_narrow else {lhs.dtype, rhs.dtype}
     dtype = out_dtype = promoted_type(*types)
     if preferred_element_type is not None:
-        inputs.check_dtype("preferred_element_type", preferred_element_type)
-        out_dtype = jnp.dtype(preferred_element_type)
+        out_dtype = canonical_dtype("preferred_element_type", preferred_element_type)
     elif types == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:  # As jax.lax.ragged_dot does.
         out_dtype = jnp.dtype(jnp.bfloat16)
     rhs = rhs if is_narrow else rhs.astype(dtype)
@@ -180,9 +179,9 @@ def ragged_dot_general(
         assert y.shape == (16, 48) and (y[:14] == 32).all() and not y[14:].any()
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
-    inputs.check_dtype("lhs's type", lhs.dtype)
-    inputs.check_kernel_type("rhs's type", rhs.dtype)
-    group_sizes = inputs.integers("group_sizes", group_sizes)
+    canonical_dtype("lhs's type", lhs.dtype)
+    canonical_dtype("rhs's type", rhs.dtype, inputs.KERNEL_TYPES)
+    group_sizes = as_int32("group_sizes", group_sizes)
     dims = ragged_dot_dimension_numbers
     _check_dimension_numbers(lhs, rhs, group_sizes, dims, group_offset)
     lhs, rhs, out_dtype, precision = _canonical_types(lhs, rhs, precision, preferred_element_type)
@@ -316,11 +315,10 @@ def scaled_ragged_dot(
         inputs.check_scaled(operand)
     product = _product(lhs.layout, rhs.layout)
     _check_operands(lhs, rhs, product)
-    inputs.check_dtype("preferred_element_type", preferred_element_type)
+    dtype = canonical_dtype("preferred_element_type", preferred_element_type)
     num_groups = lhs.layout.num_groups
     kernels = jax.ShapeDtypeStruct((num_groups, 1, 1), lhs.dtype)
     groups = inputs.canonical_groups(group_sizes, None, "lhs", kernels, capacity=lhs.layout.tokens)
-    dtype = jnp.dtype(preferred_element_type)
     spec = GemmSpec(product, num_groups, dtype)
     if accumulator is not None:
         accumulator = as_array("accumulator", accumulator)

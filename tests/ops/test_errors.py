@@ -27,8 +27,8 @@ def test_ragged_dot_refuses() -> None:
     entries = "group_sizes must have one entry per group of rhs, which holds 2, got "
     refused: dict[str, dict[str, Any]] = {
         "lhs's type must be bfloat16, float16 or float32, got int8.": dict(lhs=X.astype(jnp.int8)),
-        "rhs's type must be bfloat16, float16, float32, or one of int4, uint4, int8, uint8, float8_e4m3fn, "
-        "float8_e5m2, got int32.": dict(rhs=KERNEL.astype(jnp.int32)),
+        "rhs's type must be bfloat16, float16, float32, int4, uint4, int8, uint8, float8_e4m3fn or float8_e5m2, got "
+        "int32.": dict(rhs=KERNEL.astype(jnp.int32)),
         "lhs must have shape [T, K], got (4,).": dict(lhs=X[0]),
         "rhs must have shape [G, K, N], got (4, 3).": dict(rhs=KERNEL[0]),
         "rhs.shape[1] must equal lhs.shape[1] (K), got rhs (2, 2, 3) and lhs (6, 4).": dict(rhs=KERNEL[:, :2]),
@@ -44,7 +44,7 @@ def test_ragged_dot_refuses() -> None:
         "lhs must be an array, got None.": dict(lhs=None),
         "rhs must be an array, got 'kernel'.": dict(rhs="kernel"),
         "rhs must be an array, got an object of type dict.": dict(rhs={"kernel": KERNEL}),
-        "group_offset must be of an integer type, got float32.": dict(group_offset=1.0),
+        "group_offset must be of an integer type, got float64.": dict(group_offset=1.0),
         "group_offset must be a scalar or have shape [1], got (2,).": dict(group_offset=SIZES),
         "preferred_element_type must be bfloat16, float16 or float32, got int32.": dict(
             preferred_element_type=jnp.int32
