@@ -135,7 +135,8 @@ class GroupedDense(nn.Module):
 
         Raises:
             ValueError: there is `is_first_microbatch` without `cache_kernel`, the collection `kernel_cache` would have
-                to be written but is not mutable, or `accumulate_into` is not like the kernel.
+                to be written but is not mutable or to be read but is missing, there is no state of `DelayedScaling`, or
+                `accumulate_into` is not like the kernel.
         """
         weights = self._weights(x, is_first_microbatch)
         return _layers.apply_dense(self, grouped_dense, x, weights, group_sizes, accumulate_into)
@@ -170,7 +171,8 @@ class GroupedKernel(nn.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, dtype: as in `GroupedDense`.
+        recipe, cache_kernel: as in `GroupedDense`.
+        dtype: type of a cache without a recipe. The weights keep their own.
 
     Example:
         weights, variables = jg.linen.GroupedKernel((2, 32, 16)).init_with_output(jax.random.key(0))
@@ -273,13 +275,14 @@ class MoEMlp(nn.Module):
     `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
     `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
     `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
-    `down`.
+    `down`, and the shared expert's.
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
     and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and
     so split, `gate_up` as `P(experts, None, None, features)` of the axes that `parallel` names, with one `None` if it
-    has no gate. Store `down` as `P(experts, features)`, states as `P(experts)`, and the router whole. With `fsdp`, the
-    experts of kernels, biases and caches are split over `(experts, fsdp)`, in this order.
+    has no gate. Store `down` as `P(experts, features)`, states as `P(experts)`, and the router and all of the shared
+    expert whole. With `fsdp`, the experts of kernels, biases and caches are split over `(experts, fsdp)`, in this
+    order.
 
     Attributes:
         num_experts: `E`, on all devices together.
@@ -291,7 +294,8 @@ class MoEMlp(nn.Module):
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
             It has no bias. Every device computes it for its own tokens.
         use_bias: whether the experts' products add a bias.
-        recipe, cache_kernel, dtype, param_dtype, precision: as in `GroupedDense`, for the experts.
+        recipe, cache_kernel, dtype, param_dtype, precision: as in `GroupedDense`, for the experts; `param_dtype` also
+            for the router.
         initializers: of the parameters.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
@@ -348,14 +352,16 @@ class MoEMlp(nn.Module):
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
                 the layer's own.
             accumulate_into: as in `GroupedDense`, gradients by the names of kernels: `gate_up`, `down`,
-                `shared_gate_up`, `shared_down`, or some of these. Inside `jax.shard_map`, the last two, which all
-                devices have, need `jax.lax.pcast`.
+                `shared_gate_up`, `shared_down`, or some of these. Inside `jax.shard_map`, a kernel that several
+                devices have, such as the last two, needs `jax.lax.pcast`.
 
         Returns:
             `[..., K]`, and the metrics.
 
         Raises:
-            ValueError: a size does not fit, or as in `GroupedDense`.
+            TypeError: `accumulate_into` is no mapping.
+            ValueError: a size does not fit, a variable or the sequences that the router needs are missing, or as in
+                `GroupedDense`.
         """
         x = as_array("x", x)
         if x.ndim == 0:

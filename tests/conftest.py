@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # So that all processes end at one time.
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_devices():
         for item in marked:

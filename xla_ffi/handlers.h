@@ -17,8 +17,9 @@ namespace jax_grouped {
 // Row i of an operand that is gathered is the one of index row_indices[i]; operands then have 16 bits, and there is no
 // accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
-// batch elements, one after another, and group_offset has an entry for every element. Without
-// zero_other_rows, rows of no group may hold anything in d.
+// batch elements, one after another, and group_offset has an entry for every element. Of weights there are
+// weight_batch: that many successive parts of the batch share them. Without zero_other_rows, rows of no group may hold
+// anything in d.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
@@ -27,7 +28,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(BiasGradExecute);
 
 // Computes the gradient of an activation's input, of the weights of its rows, and the weighted rows:
-//   jax_grouped_activation_grad(input, da, weights[, order]) {activation} -> (dinput, weighted, inner_products)
+//   jax_grouped_activation_grad(input, da, weights[, order]) {activation, limit, alpha, offset}
+//       -> (dinput, weighted, inner_products)
 //
 // Row i has weight order[i], or weight i without order. Rows without a weight may hold anything in the results.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationGradExecute);
@@ -64,13 +66,14 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
 // The attributes say which optional operands and results there are. An FP8 x has x_scale: its inverse scales, as in a
 // rowwise stack of blocks of 1 x 128. The caller should alias the previous results to the results; otherwise they are
 // copied. With stack_rows, every group must have that number of rows: the arrays have no room for groups of other
-// sizes.
+// sizes. xla_ffi/quantize.cc has the attributes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Quantizes each token of x rowwise and writes it to the rows of its choices: in blocks of 1 x 128, or with the given
 // scales of the groups:
 //   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset[, x_scale or scale])
 //       {num_groups, given_scale, pow2_scales, amax_epsilon} -> (data, scales, group tables[, amax])
+// num_groups are those of the whole batch.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizePermutedExecute);
 
 // Dequantizes an array:

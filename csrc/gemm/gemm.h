@@ -105,7 +105,7 @@ std::string Describe(const GemmProblem& problem);
 Status PrepareGemm(int device, const GemmProblem& problem);
 
 // Enqueues the product of a prepared problem: d = a b, or d += a b if it accumulates. Tokens of `d` that belong to no
-// local group become zero, or keep their value if it accumulates. May be captured.
+// local group become zero with zero_other_rows, or keep their value if it accumulates. May be captured.
 Status EnqueueGemm(int device, cudaStream_t stream, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers);
 

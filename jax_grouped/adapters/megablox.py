@@ -66,7 +66,7 @@ def gmm(
         is_off = value is None or value is False or (isinstance(value, (list, tuple)) and not value)
         if name not in _NOT_USED and not is_off:
             raise NotImplementedError(f"gmm does not take {name} = {value!r}. To compute in FP8, bind a recipe.")
-    lhs, rhs, group_sizes = as_array("lhs", lhs), as_array("rhs", rhs), as_array("group_sizes", group_sizes)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     shared: Any = dict(preferred_element_type=preferred_element_type, group_offset=group_offset)
     if recipe is None:
         numbers = jax.lax.RaggedDotDimensionNumbers(
@@ -88,6 +88,6 @@ def gmm(
         y += partial_sum
     if existing_out is None:
         return y
-    groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=y.shape[0])
+    groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs.shape[0], capacity=y.shape[0])
     _, is_own = row_groups(group_rows(*groups, rhs.shape[0], y.shape[0]), y.shape[0])
     return jnp.where(is_own[:, None], y, existing_out)

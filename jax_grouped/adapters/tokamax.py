@@ -61,13 +61,11 @@ def ragged_dot(
     result_type = promoted_type(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     out_dtype = result_type if activation is None else jnp.float32
     if recipe is None:
-        y = ragged_dot_general(
-            lhs, rhs, jnp.asarray(sizes), dimension_numbers, precision, preferred_element_type=out_dtype
-        )
+        y = ragged_dot_general(lhs, rhs, sizes, dimension_numbers, precision, preferred_element_type=out_dtype)
     elif dimension_numbers != _PLAIN:
         raise NotImplementedError("With a recipe, jax_grouped takes the dimension numbers of ragged_dot only.")
     elif any(size % FP8_ALIGNMENT for size in rhs.shape[1:]):
         raise NotImplementedError(f"With a recipe, features must be multiples of {FP8_ALIGNMENT}, got rhs {rhs.shape}.")
     else:
-        y = grouped_dense(lhs, rhs, jnp.asarray(sizes), recipe=recipe, preferred_element_type=out_dtype)
+        y = grouped_dense(lhs, rhs, sizes, recipe=recipe, preferred_element_type=out_dtype)
     return y if activation is None else activation(y).astype(result_type)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-#: Types of the tokens, results and biases of products.
+#: Types of tokens, and of all that is computed without FP8.
 FLOAT_TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
 
@@ -35,10 +35,8 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 def as_int32(name: str, values: Any) -> jax.Array:
     """Converts integers of any type to a JAX array. Values that `int32` lacks become its nearest ones."""
-    on_host = not isinstance(values, jax.Array) and not hasattr(values, "__jax_array__")
-    if isinstance(values, list | tuple):
-        on_host = not any(isinstance(value, jax.Array) for value in values)
-    array = _host_array(name, values) if on_host else as_array(name, values)
+    on_device = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) or hasattr(x, "__jax_array__")]
+    array = as_array(name, values) if on_device else _host_array(name, values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be of an integer type, got {array.dtype.name}.")
     if array.dtype.itemsize >= 4 and array.dtype != np.int32:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels import primitive
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
-from jax_grouped.kernels.primitive import batched, bind, define, group_table_size, in_whole_batch
+from jax_grouped.kernels.primitive import bind, define, group_table_size, in_whole_batch
 from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
 from jax_grouped.kernels.rows import permute_cuda, permute_rows, permute_xla, row_tokens
 from jax_grouped.kernels.tiles import multiply_tiles
@@ -41,7 +41,7 @@ _CONVERTED_BYTES = 2**25
 #: (openxla/xla#45799).
 _REPEATS_KEPT_PRODUCTS = (0, 11) <= jax.__version_info__ < (0, 12)
 #: Values of the enumerations in `csrc/`.
-_PRODUCTS = ("fprop", "dgrad", "wgrad")
+_PRODUCTS = get_args(Product)
 _GATHERED = (None, "a", "b")
 #: Dimensions of the operands and results of products: t tokens, e kernels, k and n their features.
 _OPERANDS = {"fprop": ("t k", "e k n"), "dgrad": ("t n", "e k n"), "wgrad": ("t k", "t n")}
@@ -105,13 +105,13 @@ class GemmSpec:
         return (1, 5) if self.a is not None else (1,)
 
 
-def product_result(a: Any, b: Any, *more: Any, spec: GemmSpec) -> jax.ShapeDtypeStruct:
-    """Returns shape and type of the result for operands of these shapes; `more[2]` is the `order` of gathered rows."""
+def product_result(a: Any, b: Any, *more: Any, spec: GemmSpec, batch: int = 1) -> jax.ShapeDtypeStruct:
+    """Returns shape and type of the result for a whole batch of operands; `more[2]` is the `order` of gathered rows."""
     a, b = a.shape, b.shape
     if spec.gathered == "a":
         a = (*more[2].shape, a[1])
     if spec.a is not None and spec.b is not None:
-        a, rows = (spec.a.tokens, spec.a.features), spec.b.stack_rows
+        a, rows = (batch * spec.a.tokens, spec.a.features), spec.b.stack_rows
         b = (spec.b.tokens, spec.b.features) if rows is None else (0, rows, spec.b.features)
     match spec.product:
         case "fprop":
@@ -119,7 +119,7 @@ def product_result(a: Any, b: Any, *more: Any, spec: GemmSpec) -> jax.ShapeDtype
         case "dgrad":
             shape = (a[0], b[1])
         case "wgrad":
-            shape = (spec.num_groups, a[1], b[1])
+            shape = (batch * spec.num_groups, a[1], b[1])
     return jax.ShapeDtypeStruct(shape, spec.out_dtype)
 
 
@@ -221,7 +221,7 @@ def _multiply(
     return apply(operation, *operands, like=[out_spec])[0]
 
 
-#: `_multiply` without scales and an accumulator, which the rules get all the same: no arrays, and None for a gradient.
+#: `_multiply` without scales and an accumulator. Its rules get the defaults of these too, and return None for them.
 _differentiable: jax.custom_vjp[jax.Array] = jax.custom_vjp(_multiply, nondiff_argnums=(3, 4))
 
 
@@ -339,7 +339,11 @@ def multiply_cuda(
     spec: GemmSpec,
     batch: int,
 ) -> jax.Array:
-    """Returns the product that `spec` names, accumulated in float32."""
+    """Returns the product that `spec` names, accumulated in float32.
+
+    What cuBLASLt and the library's kernels cannot read, the helpers below bring into forms that they can: they call
+    this function again.
+    """
     if spec.gathered is not None:
         if not _gathers(a, b, spec, batch):
             options: dict[str, Any] = dict(zero_tail=spec.zero_other_rows, batch=batch)
@@ -356,14 +360,12 @@ def multiply_cuda(
     if spec.a is None:
         if not _can_be_read(a, b, spec):
             return _multiply_unreadable(*operands, spec=spec, batch=batch)
-        # The shapes of unquantized operands hold the rows of all batch elements.
-        out = product_result(*operands, spec=dataclasses.replace(spec, num_groups=batch * spec.num_groups))
     else:
         if spec.a.mode == ScalingMode.MX and not primitive.has_mx_products():
             return _in_bfloat16(*operands, spec=spec, batch=batch)
         if spec.a.mode == ScalingMode.BLOCK_1D:
             primitive.require_block_scaling()
-        out = batched(product_result(a, b, spec=spec), batch)
+    out = product_result(*operands, spec=spec, batch=batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
     accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
@@ -423,7 +425,7 @@ def _multiply_unreadable(
     batch: int,
 ) -> jax.Array:
     """Returns a product of operands that cuBLASLt cannot read, through products of operands that it can read."""
-    shape = product_result(a, b, spec=dataclasses.replace(spec, num_groups=batch * spec.num_groups)).shape
+    shape = product_result(a, b, spec=spec, batch=batch).shape
     a = _pad_features(a, (1,))
     b = _pad_features(b, (1,) if b.ndim == 2 else (1, 2))
     inner = dataclasses.replace(spec, out_dtype=_accumulator_dtype(a.dtype, spec.out_dtype))
@@ -460,11 +462,11 @@ def _multiply_narrow(
     Each row belongs to one group, so a product that is added to the rows of its groups rounds nothing twice.
     """
     groups, (_, *matrix) = spec.num_groups, b.shape
-    out = product_result(a, b, spec=dataclasses.replace(spec, num_groups=batch * groups))
+    out = product_result(a, b, spec=spec, batch=batch)
     a = _pad_features(a, (1,))
     # Parts of float32 tokens, the smallest first; bfloat16 holds all of the kernel.
     factors = _bf16_parts(a, _parts(spec.precision))[::-1] if a.dtype == jnp.float32 else [a]
-    sum_dtype = _accumulator_dtype(a.dtype, out.dtype)
+    total_dtype = _accumulator_dtype(a.dtype, out.dtype)
     b = b.reshape(-1, groups, *matrix)
     at_once: Any = 1
     if all(isinstance(size, int) for size in b.shape):  # In an export, sizes may be symbolic.
@@ -475,12 +477,12 @@ def _multiply_narrow(
     def add(first: Any, count: int, total: jax.Array) -> jax.Array:
         few = jax.lax.dynamic_slice_in_dim(b, first, count, axis=1).reshape(-1, *matrix)
         few = _pad_features(few.astype(factors[0].dtype), (1, 2))
-        few_spec = dataclasses.replace(spec, num_groups=count, out_dtype=sum_dtype)
+        few_spec = dataclasses.replace(spec, num_groups=count, out_dtype=total_dtype)
         for factor in factors:
             total = multiply_cuda(factor, few, group_sizes, group_offset + first, total, spec=few_spec, batch=batch)
         return total
 
-    total = _pad_features(jnp.zeros(out.shape, sum_dtype), (1,))
+    total = _pad_features(jnp.zeros(out.shape, total_dtype), (1,))
     total = jax.lax.fori_loop(0, groups // at_once, lambda i, total: add(i * at_once, at_once, total), total)
     if rest := groups % at_once:
         total = add(groups - rest, rest, total)

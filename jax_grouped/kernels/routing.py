@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped.core.groups import count_not_above, fit_to_capacity
-from jax_grouped.core.values import as_int32, vary_alike
+from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels.primitive import bind, define, fold, unfold
 
 #: Function from a router's logits to scores.
@@ -155,7 +155,7 @@ def route_xla(
     if rows is None:
         return experts, weights, probabilities
     grouped = group_pairs_xla(experts, num_experts=num_experts, rows=rows)
-    load, sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
+    load, sums = count_choices(experts, num_experts), jnp.sum(probabilities, axis=0)
     return experts, weights, probabilities, *grouped, load, sums
 
 
@@ -210,10 +210,10 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 def chosen(experts: jax.Array, num_experts: int) -> jax.Array:
     """Compares each choice with each expert, `bool[T, k, E]`."""
-    return as_int32("experts", experts)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+    return experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
 
 
-def expert_load(experts: jax.Array, num_experts: int) -> jax.Array:
+def count_choices(experts: jax.Array, num_experts: int) -> jax.Array:
     """Counts the choices of each expert, `int32[E]`."""
     return jnp.sum(chosen(experts, num_experts), axis=(0, 1), dtype=jnp.int32)
 

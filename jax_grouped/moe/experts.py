@@ -36,6 +36,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
 from jax_grouped.kernels.partition import split_axes
 from jax_grouped.kernels.product import Gathered
+from jax_grouped.kernels.routing import chosen
 from jax_grouped.kernels.rows import activate, activation_grad, gather, row_tokens, sum_choices, sum_rows
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared
@@ -113,7 +114,7 @@ def grouped_mlp(
         y = product(activate(hidden, activation), **down._asdict(), out_sharding=out_sharding)
         return checkpoint_name(y, dense.OUTPUT_NAME)
 
-    groups = inputs.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel, capacity=x.shape[0])
+    groups = inputs.canonical_groups(group_sizes, None, "gate_up", gate_up.kernel.shape[0], capacity=x.shape[0])
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down, RowMap(groups)))
     y = apply_rule(_experts, arrays, spec)
     return checkpoint_name(y, dense.OUTPUT_NAME)
@@ -129,8 +130,8 @@ class Network(NamedTuple):
     precision: jax.lax.PrecisionLike = None
     #: Mesh axis whose devices have different tokens, and store each a part of the kernels and biases.
     fsdp_axis: Hashable | None = None
-    #: `GemmSpec.expected_tokens`.
-    expected_rows: int = 0
+    #: See `GemmSpec`.
+    expected_tokens: int = 0
 
 
 def routed_mlp(
@@ -152,7 +153,8 @@ def routed_mlp(
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
     gate_up, down, spec = _canonical(rows, network, zero_other_rows=jax.debug_nans.value)
-    groups = inputs.canonical_groups(permutation.group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
+    experts = spec.up.kernel.shape[0]
+    groups = inputs.canonical_groups(permutation.group_sizes, None, "gate_up", experts, capacity=rows.shape[0])
     if shared is not None:
         shared = checked_shared(shared, (x.shape[0], down.kernel.shape[2]))
     spec = spec._replace(
@@ -169,7 +171,7 @@ def routed_mlp(
 def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_weights: jax.Array) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already."""
     gate_up, down, spec = _canonical(rows, network)
-    groups = inputs.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel, capacity=rows.shape[0])
+    groups = inputs.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel.shape[0], capacity=rows.shape[0])
     spec = spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
     arrays = ExpertsArrays(*vary_inputs(rows, gate_up, down._replace(bias=None), RowMap(groups, row_weights)))
     weighted = apply_rule(_experts, arrays, spec)
@@ -183,7 +185,7 @@ def _canonical(
     rows: jax.Array | jax.ShapeDtypeStruct, network: Network, *, zero_other_rows: bool = True
 ) -> tuple[Weights, Weights, "ExpertsSpec"]:
     """Returns both weights as arrays, and the static part of their products with rows such as these."""
-    gate_up, down, activation, recipe, precision, fsdp_axis, expected_rows = network
+    gate_up, down, activation, recipe, precision, fsdp_axis, expected_tokens = network
     inputs.check_activation_name(activation)
     check_shapes(gate_up.kernel.shape, down.kernel.shape, activation)
     features = down.kernel.shape[1]
@@ -202,7 +204,7 @@ def _canonical(
     gate_up, up_spec = canonical_weights(rows, gate_up, recipe, None, precision, "gate_up", parts)
     down, down_spec = canonical_weights(hidden, down, recipe, None, precision, "down", parts)
     up_product, down_product = (
-        dataclasses.replace(one.fprop, expected_tokens=expected_rows, zero_other_rows=zero_other_rows)
+        dataclasses.replace(one.fprop, expected_tokens=expected_tokens, zero_other_rows=zero_other_rows)
         for one in (up_spec, down_spec)
     )
     up_spec = dataclasses.replace(up_spec, fprop=up_product, output_activation=activation)
@@ -263,8 +265,7 @@ class RowMap(NamedTuple):
         assert self.inverse is not None
         ends = jnp.cumsum(self.groups.sizes, dtype=jnp.int32)
         expert = count_not_above(ends, self.inverse)
-        chosen = expert[..., None] == jnp.arange(ends.shape[0], dtype=jnp.int32)
-        expert_weights = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
+        expert_weights = jnp.sum(jnp.where(chosen(expert, ends.shape[0]), weights[..., None], 0), axis=1)
         return jnp.matmul(expert_weights, bias.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 

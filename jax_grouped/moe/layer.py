@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_grouped.core.values import as_array, axis_size, check_type, is_tracked, static_size, vary_alike, varying_axes
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.kernels.routing import expert_load
+from jax_grouped.kernels.routing import count_choices
 from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_rows, send_tokens, sum_returned
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
 from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
@@ -82,7 +82,8 @@ def moe_mlp(
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host. Only `x`, the activation's input, the
-    routing and the kernels wait for the backward pass. The routing weights' gradient has a recipe's precision.
+    routing and the kernels wait for the backward pass; along `parallel.experts`, the tokens that came from all devices
+    wait in place of `x`. The routing weights' gradient has a recipe's precision.
 
     `parallel` names axes of a mesh. Inside `jax.shard_map` or `jax.pmap` over all of them, the arguments are one
     device's. Otherwise, as under plain `jax.jit`, they are whole arrays on a mesh that has the axes, with any number of
@@ -241,11 +242,11 @@ def _run_on_device(
         if exists is not None:
             experts = jnp.where(exists[:, None], experts, num_experts)
             probabilities = jnp.where(exists[:, None], probabilities, 0)
-        load, probability_sums = expert_load(experts, num_experts), jnp.sum(probabilities, axis=0)
+        load, probability_sums = count_choices(experts, num_experts), jnp.sum(probabilities, axis=0)
 
     network = Network(gate_up, down, activation, recipe, precision, fsdp_axis if parts > 1 else None)
     if devices > 1:
-        network = network._replace(expected_rows=tokens * top_k)
+        network = network._replace(expected_tokens=tokens * top_k)
         wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")
     if gathers:
         # Gather the tokens of all devices, apply this device's experts to them, and sum each token's results.

@@ -10,6 +10,7 @@ from jax_grouped.core.values import as_array, as_int32, canonical_dtype, check_t
 from jax_grouped.fp8.arrays import register_pytree
 from jax_grouped.kernels.routing import group_pairs
 from jax_grouped.kernels.rows import gather, permute_rows, sum_choices
+from jax_grouped.ops.inputs import check_tokens
 
 
 @register_pytree
@@ -89,7 +90,7 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
         `[R, C]` in the type of `x`; the tail is zero. The gradient adds each token's rows up in float32.
 
     Raises:
-        TypeError, ValueError: `x` has a type or a shape that does not fit, or `permutation` is none.
+        TypeError, ValueError: `x` has a type or a shape that does not fit, or `permutation` is no `Permutation`.
 
     Example:
         permutation = jg.moe.group_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
@@ -159,9 +160,7 @@ def checked_shared(shared: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _check_rows(name: str, x: jax.Array, shape: str, rows: int, what: str) -> None:
-    canonical_dtype(f"{name}'s type", x.dtype)
-    if x.ndim != 2:
-        raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
+    check_tokens(name, x, shape)
     if x.shape[0] != rows:
         raise ValueError(f"{name} must have the permutation's {rows} {what}, got {x.shape}.")
 

@@ -26,8 +26,7 @@ from jax_grouped.core.values import (
     vary_alike,
 )
 from jax_grouped.fp8.arrays import register_pytree
-from jax_grouped.kernels import routing as kernel
-from jax_grouped.kernels.routing import Score
+from jax_grouped.kernels.routing import RouteSpec, Score, count_choices, route
 from jax_grouped.ops import inputs
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
@@ -38,9 +37,10 @@ DropBy = Literal["even", "weight"]
 class Router:
     """Options of the choice of each token's experts, of their weights, and of the room that they have.
 
-    With `groups` and `top_groups`, a token's experts come from the groups with the highest sum of the scores of their
-    two best experts, as if groups were nodes of a cluster (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The same
-    section's balancing without a loss is `score="sigmoid"` with a selection bias, see `update_selection_bias`.
+    With `groups` and `top_groups`, a token's experts come from the groups with the highest sum of the scores, and
+    selection biases, of their two best experts, as if groups were nodes of a cluster (DeepSeek-V3, arXiv:2412.19437,
+    section 2.1.2). The same section's balancing without a loss is `score="sigmoid"` with a selection bias, see
+    `update_selection_bias`.
 
     Attributes:
         top_k: experts per token, from 1 to `E`.
@@ -215,7 +215,7 @@ def route_and_group(
     logits: jax.Array, router: Router, selection_bias: jax.Array | None, rows: int | None = None
 ) -> tuple[Routing, list[jax.Array]]:
     """Computes `top_k_routing`. With a number of rows, the other results of `kernels.routing.route` follow."""
-    _check_logits(logits)
+    inputs.check_tokens("logits", logits, "[T, E]")
     experts, top_k = logits.shape[1], router.top_k
     groups, top_groups = router.groups or 1, router.top_groups or 1
     if top_k > experts:
@@ -235,15 +235,9 @@ def route_and_group(
         selection_bias = selection_bias.astype(jnp.float32)
     elif router.use_selection_bias:
         raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
-    spec = kernel.RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
-    chosen, weights, probabilities, *grouped = kernel.route(logits, selection_bias, spec, rows)
+    spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
+    chosen, weights, probabilities, *grouped = route(logits, selection_bias, spec, rows)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
-
-
-def _check_logits(logits: jax.Array) -> None:
-    canonical_dtype("logits' type", logits.dtype)
-    if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [T, E], got {logits.shape}.")
 
 
 def load_balancing_loss(
@@ -268,7 +262,7 @@ def load_balancing_loss(
         `float32[]`; 0 for no tokens.
 
     Raises:
-        TypeError: `routing` is none, or `num_sequences` no integer that is known when the program is traced.
+        TypeError: `routing` is no `Routing`, or `num_sequences` no integer that is known when the program is traced.
         ValueError: there is no such axis, or `num_sequences` does not divide the number of tokens.
 
     Example:
@@ -281,15 +275,16 @@ def load_balancing_loss(
     """
     check_type("routing", routing, Routing)
     tokens, num_experts = routing.probabilities.shape
+    experts = as_int32("routing.experts", routing.experts)
     if num_sequences is None:
         sums = jnp.sum(routing.probabilities, axis=0)
-        load = kernel.expert_load(routing.experts, num_experts)
-        return balance_loss(load, sums, routing.experts.size, tokens, axis_name)
+        load = count_choices(experts, num_experts)
+        return balance_loss(load, sums, experts.size, tokens, axis_name)
     sequences = static_size("num_sequences", num_sequences, least=1)
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
-    pairs = routing.experts.reshape(sequences, -1, routing.experts.shape[1])
-    loads = jax.vmap(functools.partial(kernel.expert_load, num_experts=num_experts))(pairs)
+    pairs = experts.reshape(sequences, -1, experts.shape[1])
+    loads = jax.vmap(functools.partial(count_choices, num_experts=num_experts))(pairs)
     sums = jnp.sum(routing.probabilities.reshape(sequences, -1, num_experts), axis=1)
     sequence_losses = jax.vmap(
         lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
@@ -333,7 +328,7 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
         assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
     """
     logits = as_array("logits", logits)
-    _check_logits(logits)
+    inputs.check_tokens("logits", logits, "[T, E]")
     return mean_z_loss(logits, None, logits.shape[0], axis_name)
 
 
@@ -373,6 +368,8 @@ def update_selection_bias(
     """
     selection_bias = as_array("selection_bias", selection_bias)
     load = as_int32("expert_load", expert_load)
+    if isinstance(expert_load, jax.Array) and expert_load.dtype.itemsize >= 4:
+        load = expert_load  # Of the full range of its type.
     if selection_bias.dtype != jnp.float32:
         raise TypeError(f"selection_bias must be float32, to hold small steps, got {selection_bias.dtype.name}.")
     if selection_bias.ndim != 1 or selection_bias.shape != load.shape:

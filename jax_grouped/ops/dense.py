@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -82,9 +81,10 @@ def grouped_dense(
     the result are quantized from their own types, each once. Hopper's tensor cores keep about 14 bits of a partial sum,
     so there even a float32 result has a relative error of 1e-4 to 3e-4. With `Float8BlockScaling`, this is the training
     of DeepSeek-V3 (arXiv:2412.19437, section 3.3). The residuals of the backward pass are FP8 too. They carry the names
-    of `jax_grouped.CHECKPOINT_NAMES`, for the policies of `jax.checkpoint`. Gradients are straight-through: those of
-    the product of the quantized numbers, as if quantization were the identity. With a recipe or an accumulator, only
-    first-order derivatives exist.
+    of `jax_grouped.CHECKPOINT_NAMES`, for the policies of `jax.checkpoint`. Where XLA splits sharded arrays, `x` and
+    `kernel` wait as they are instead, without a name, and each pass quantizes its operands. Gradients are
+    straight-through: those of the product of the quantized numbers, as if quantization were the identity. With a recipe
+    or an accumulator, only first-order derivatives exist.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -231,7 +231,7 @@ def _backward(spec: DenseSpec, saved: tuple[DenseResiduals, jax.Array | None], d
     residuals, accumulator = saved
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return ((None, zero_gradient(residuals, accumulator), None),)
-    if spec.recipe is not None and not isinstance(residuals.x, ScaledArray):
+    if spec.recipe is not None and not isinstance(residuals.x, ScaledArray):  # They are those of `_run_on_mesh`.
         return (_run_gradients_on_mesh(residuals, accumulator, dy),)
     scales = given_scales(spec, residuals.fp8_state)
     dx, pending = dgrad(residuals, quantized_gradient(dy, residuals.groups, spec, scales))
@@ -261,7 +261,8 @@ def grouped_dense_fwd(
     bit. JAX does not differentiate these functions themselves; use them in your own differentiation rules. Inside
     `jax.shard_map`, `dkernel` and `dbias` are each device's own, to be summed over the axes over which the kernel is
     replicated: a float32 accumulator keeps a bfloat16 gradient from being rounded before. `fp8_state` is combined
-    already, as `jax_grouped.Fp8State` says.
+    already, as `jax_grouped.Fp8State` says. With a recipe and sharded arrays, call them inside `jax.shard_map`: under
+    plain `jax.jit` XLA gathers the arrays, or an error says so.
 
     Args:
         x: `[T, K]`; this and the others as in `jax_grouped.grouped_dense`.
@@ -302,7 +303,7 @@ def grouped_dense_fwd(
     )
     if bias is not None:
         # These functions return its gradient before devices sum it.
-        spec = dataclasses.replace(spec, bias_dtype=jnp.result_type(bias))
+        spec = dataclasses.replace(spec, bias_dtype=as_array("bias", bias).dtype)
     return run(arrays, spec, for_gradients=True)
 
 
@@ -322,7 +323,7 @@ def grouped_dense_dgrad(residuals: DenseResiduals, dy: jax.Array) -> tuple[jax.A
 
     Raises:
         TypeError: an argument has a type that is not supported.
-        ValueError: `dy` has another shape than the result.
+        ValueError: `dy` has another shape than the result, or the forward pass read a cache without gradients.
 
     Example:
         y, residuals = jg.grouped_dense_fwd(jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4]))
@@ -517,8 +518,8 @@ def quantized_gradient(
     assert not isinstance(dy, ScaledArray)
     dbias = None
     if spec.bias_dtype is not None:
-        dbias = bias_gradient(dy, groups, spec.kernel.shape[0], jnp.dtype(spec.bias_dtype), spec.partitions.bias)
-    dy = dy.astype(gradient_type(jnp.dtype(spec.x_dtype), dy.dtype))
+        dbias = bias_gradient(dy, groups, spec.kernel.shape[0], spec.bias_dtype, spec.partitions.bias)
+    dy = dy.astype(gradient_type(spec.x_dtype, dy.dtype))
     return Oriented(dy, dy, dbias=dbias)
 
 
@@ -555,8 +556,10 @@ def wgrad(pending: PendingWgrad, accumulator: jax.Array | None, dtype: np.dtype 
 def make_residuals(
     tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, state: Fp8State | None
 ) -> DenseResiduals:
-    """Returns the residuals from the operands of `fprop`, for the gradients of all inputs."""
-    # JAX uses one structure for all calls of a traced program, and removes unread residuals before it compiles.
+    """Returns the residuals from the operands of `fprop`, for the gradients of all inputs.
+
+    Those of a gradient that nobody reads cost nothing: JAX removes them, and what makes them, before it compiles.
+    """
     amax = None
     if state is not None:
         assert tokens.amax is not None
@@ -698,8 +701,8 @@ def _read_part(
     rows = operands["x"].shape[0]
     shape = tuple(size // splits[name].parts for name, size in zip("ekn", whole.kernel.shape, strict=True))
     kernel = jax.ShapeDtypeStruct(shape, whole.kernel.dtype)
-    fprop = dataclasses.replace(whole.fprop, num_groups=shape[0])
-    spec = dataclasses.replace(whole, fprop=fprop, tokens=rows, kernel=kernel, partitions=Partitions())
+    product = dataclasses.replace(whole.fprop, num_groups=shape[0])
+    spec = dataclasses.replace(whole, fprop=product, tokens=rows, kernel=kernel, partitions=Partitions())
     assert spec.recipe is not None
     groups = own_groups(Groups(operands["sizes"], operands["offset"]), splits, rows=rows, num_groups=shape[0])
     scales = {name: operands[name] for name in PerTensor._fields if name in operands}

@@ -49,11 +49,11 @@ _DOT_ALGORITHMS = {
 }
 
 
-def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises unless `x` is a `[T, features]` array of a supported type."""
-    canonical_dtype(f"{name}'s type", x.dtype)
+def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct, shape: str = "[T, K]") -> None:
+    """Raises unless `x` is an array of two dimensions, as `shape` names them, and of a supported type."""
+    canonical_dtype(f"{name}'{'' if name.endswith('s') else 's'} type", x.dtype)
     if x.ndim != 2:
-        raise ValueError(f"{name} must have shape [T, K], got {x.shape}.")
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
 
 
 def check_kernel(
@@ -62,10 +62,10 @@ def check_kernel(
     tokens_name: str,
     tokens: jax.Array | jax.ShapeDtypeStruct,
     *,
-    may_be_narrow: bool = False,
+    types: Sequence[np.dtype] = FLOAT_TYPES,
 ) -> None:
-    """Raises unless `kernel` is `[G, K, N]` of a supported type with the `K` of the tokens."""
-    canonical_dtype(f"{name}'s type", kernel.dtype, KERNEL_TYPES if may_be_narrow else FLOAT_TYPES)
+    """Raises unless `kernel` is `[G, K, N]` of one of these types with the `K` of the tokens."""
+    canonical_dtype(f"{name}'s type", kernel.dtype, types)
     if kernel.ndim != 3:
         raise ValueError(f"{name} must have shape [G, K, N], got {kernel.shape}.")
     if kernel.shape[1] != tokens.shape[1]:
@@ -79,11 +79,10 @@ def canonical_groups(
     group_sizes: GroupSizes,
     group_offset: ArrayLike | None,
     kernel_name: str,
-    kernel: jax.Array | jax.ShapeDtypeStruct,
+    num_groups: int,
     capacity: int,
 ) -> Groups:
-    """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`."""
-    num_groups = kernel.shape[0]
+    """Returns `group_sizes` as `int32[E]` and `group_offset` as `int32[1]`; `config.check` reads the capacity."""
     sizes = canonical_sizes(group_sizes, capacity)
     total = sizes.shape[0]
     if group_offset is None and total != num_groups:
@@ -187,11 +186,11 @@ def check_fp8_kernel(name: str, shape: tuple[int, ...]) -> None:
     check_fp8_features(name, shape, shape[2], "N")
 
 
-def check_fp8_features(name: str, shape: tuple[int, ...], features: int, size: str = "quantized features") -> None:
-    """Raises ValueError unless FP8 matmuls take a feature size of `size`, which follows from this shape."""
+def check_fp8_features(name: str, shape: tuple[int, ...], features: int, what: str = "quantized features") -> None:
+    """Raises ValueError unless FP8 matmuls take a number of features, `what` for the error, that this shape gives."""
     if features % FP8_ALIGNMENT:
         raise ValueError(
-            f"{size} must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
+            f"{what} must be a multiple of {FP8_ALIGNMENT}, got {features} from {name} {shape}; "
             "pad the feature axis with zeros."
         )
 
@@ -355,7 +354,7 @@ class DenseSpec:
     kernel: jax.ShapeDtypeStruct
     tokens: int
     x_dtype: np.dtype
-    bias_dtype: DTypeLike | None
+    bias_dtype: np.dtype | None
     input_activation: Activation | None = None
     output_activation: Activation | None = None
     kernel_axes: frozenset[Hashable] = frozenset()
@@ -391,7 +390,7 @@ def canonical_inputs(
     """Converts the arguments of `jax_grouped.grouped_dense`, which documents them, to arrays that vary alike."""
     x = as_array("x", x)
     weights, spec = canonical_weights(x, weights, recipe, preferred_element_type, precision)
-    groups = canonical_groups(group_sizes, group_offset, "kernel", weights.kernel, capacity=x.shape[0])
+    groups = canonical_groups(group_sizes, group_offset, "kernel", weights.kernel.shape[0], capacity=x.shape[0])
     partitions = Partitions(
         x=jax.typeof(x).sharding.spec,
         kernel=jax.typeof(weights.kernel).sharding.spec,

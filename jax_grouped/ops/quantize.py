@@ -258,7 +258,7 @@ def grouped_dequantize(scaled: ScaledArray, dtype: DTypeLike = jnp.float32) -> j
         raise TypeError(
             f"scaled must be a ScaledArray (rowwise or columnwise of what was quantized), got {type(scaled).__name__}."
         )
-    canonical_dtype("dtype", dtype)
+    dtype = canonical_dtype("dtype", dtype)
     layout, sizes = scaled.layout, scaled.group_sizes
     inputs.check_scaled(scaled)
     if sizes is None:
@@ -299,7 +299,8 @@ def quantize_kernel(
 
     Raises:
         TypeError: an argument has a type that is not supported.
-        ValueError: an argument has a shape that does not fit, or of `previous` and `skip` only one is given.
+        ValueError: an argument has a shape that does not fit, the recipe needs a `scale` that is missing or takes none,
+            of `previous` and `skip` only one is given, or `previous` is of another kernel or recipe.
 
     Example:
         kernel, group_sizes = jnp.ones((2, 32, 16)), jnp.array([10, 4])

@@ -83,8 +83,8 @@ def ragged_dot(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     inputs.check_tokens("lhs", lhs)
-    inputs.check_kernel("rhs", rhs, "lhs", lhs, may_be_narrow=True)
-    groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
+    inputs.check_kernel("rhs", rhs, "lhs", lhs, types=inputs.KERNEL_TYPES)
+    groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs.shape[0], capacity=lhs.shape[0])
     lhs, rhs, out_dtype, precision = _canonical_types(lhs, rhs, precision, preferred_element_type)
     spec = GemmSpec("fprop", rhs.shape[0], out_dtype, precision)
     return _multiply(lhs, rhs, groups, spec, inputs.canonical_out_spec(out_sharding, lhs, rhs))
@@ -206,7 +206,7 @@ def ragged_dot_general(
             groups = Groups(inputs.canonical_sizes(group_sizes, lhs.shape[0]), jnp.zeros((1,), jnp.int32))
             num_groups = group_sizes.shape[0]
         else:
-            groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs, capacity=lhs.shape[0])
+            groups = inputs.canonical_groups(group_sizes, group_offset, "rhs", rhs.shape[0], capacity=lhs.shape[0])
             num_groups = rhs.shape[0]
         return _multiply(lhs, rhs, groups, GemmSpec(product, num_groups, out_dtype, precision), element_spec)
 
@@ -317,8 +317,7 @@ def scaled_ragged_dot(
     _check_operands(lhs, rhs, product)
     dtype = canonical_dtype("preferred_element_type", preferred_element_type)
     num_groups = lhs.layout.num_groups
-    kernels = jax.ShapeDtypeStruct((num_groups, 1, 1), lhs.dtype)
-    groups = inputs.canonical_groups(group_sizes, None, "lhs", kernels, capacity=lhs.layout.tokens)
+    groups = inputs.canonical_groups(group_sizes, None, "lhs", num_groups, capacity=lhs.layout.tokens)
     spec = GemmSpec(product, num_groups, dtype)
     if accumulator is not None:
         accumulator = as_array("accumulator", accumulator)

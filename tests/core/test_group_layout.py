@@ -59,3 +59,5 @@ def test_sizes_of_any_integer_type_become_int32_without_wrapping() -> None:
         for got in (as_int32("sizes", values), on_device):
             assert got.dtype == jnp.int32
             np.testing.assert_array_equal(got, expected, dtype)
+    nested = jax.jit(lambda size: as_int32("sizes", [[size, 0], [1, size]]))(2)
+    np.testing.assert_array_equal(nested, [[2, 0], [1, 2]])

@@ -239,8 +239,9 @@ def test_a_selection_bias_moves_by_its_rate_against_the_load() -> None:
         ([2**31 - 1, 0, 0, 2**31 - 1], [-1, 1, 1, -1]),
         ([16777217, 16777217, 16777216], [-1, -1, 1]),
         ([16777217, 16777215, 16777216], [-1, 1, 0]),
+        ([4000000000, 3000000000, 2500000000], [-1, 1, 1]),
     ):
-        load = jnp.array(loads, jnp.int32)
+        load = jnp.array(loads, jnp.uint32 if max(loads) >= 2**31 else jnp.int32)
         got = routing.update_selection_bias(jnp.zeros(len(loads)), load, rate=jnp.float32(1))
         np.testing.assert_array_equal(got, directions, err_msg=str(loads))
 

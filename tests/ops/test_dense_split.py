@@ -91,6 +91,12 @@ def test_accumulators_with_odd_features_and_other_types(backend: str) -> None:
         np.testing.assert_array_equal(dkernel[:, 0, 0].astype(jnp.float32), [2.5, 4.5])
 
 
+def test_a_bias_may_be_a_list() -> None:
+    y, residuals = jg.grouped_dense_fwd(jnp.ones((6, 5)), jnp.ones((2, 5, 3)), jnp.array([2, 4]), 2 * [[1.0, 2.0, 3.0]])
+    _, pending = jg.grouped_dense_dgrad(residuals, y)
+    np.testing.assert_array_equal(pending.dbias, [[12, 14, 16], [24, 28, 32]])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["none", "block"])

@@ -22,8 +22,8 @@ int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups);
 int64_t MaxWgradWorkspaceBytes(int64_t all_groups);
 
 // Enqueues a scaled kFprop or kDgrad that does not accumulate. Scaling is kTensor, or kBlock1D for tokens and kBlock2D
-// for weights. Tokens of no local group become zero. Tensor cores accumulate products over 128 of the depth; float32
-// arithmetic accumulates their sums.
+// for weights. Tokens of no local group become zero with zero_other_rows. Tensor cores accumulate products over 128 of
+// the depth; float32 arithmetic accumulates their sums.
 Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                           const GemmBuffers& buffers);
 
@@ -32,13 +32,13 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
 Status LaunchSmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                const GemmBuffers& buffers);
 
-// Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits. Empty groups give
-// zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums.
+// Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits; otherwise empty
+// groups give zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums.
 Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                    const GemmBuffers& buffers);
 
 // Enqueues an unscaled kFprop or kDgrad whose operand a is gathered, and that does not accumulate. Tokens of no local
-// group become zero. Tensor cores accumulate in float32.
+// group become zero with zero_other_rows. Tensor cores accumulate in float32.
 Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
 

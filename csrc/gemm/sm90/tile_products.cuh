@@ -1,5 +1,6 @@
-// Common parts of the FP8 product kernels on Hopper. Tiles of the result are 256 x 128. A tile is computed from blocks
-// of 128 bytes of both operands, one block after another.
+// Common parts of the product kernels on Hopper; those that gather their rows use the ring and the queue of tiles.
+// Tiles of an FP8 product are 256 x 128. A tile is computed from blocks of 128 bytes of both operands, one after
+// another.
 //
 // Each block of threads computes one tile of the result, then further tiles: the grid just fills the GPU. One warp, the
 // producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups of 128
@@ -90,7 +91,7 @@ struct alignas(16) OutputTile {
   int32_t row = 0;        // first row, counted in the group's result
   int32_t column = 0;     // first column; may lie right of the result
   int32_t rows = 0;       // rows of the result from `row` on; may exceed the tile's
-  int32_t blocks = 0;     // number of blocks of kDepth to sum over
+  int32_t blocks = 0;     // number of stages to sum over: blocks of kDepth, or of the depth of a gathering product
   float scale = 1.0f;     // factor of all products, with one scale per tensor
 };
 
