@@ -154,7 +154,7 @@ def require_block_scaling() -> None:
 
 def define(
     name: str,
-    results: Callable[..., jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]],
+    result_types: Callable[..., jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]],
     xla: Callable[..., jax.Array | tuple[jax.Array, ...]],
     cuda: Callable[..., jax.Array | tuple[jax.Array, ...]],
     *,
@@ -163,8 +163,8 @@ def define(
 ) -> Primitive:
     """Returns a primitive with a list of results, for `bind`.
 
-    `results` gives their shapes and types from the operands of one batch element, `xla` computes one batch element in
-    plain JAX, `cuda` all `batch` of them. With `shares_weights`, the static `spec` names operands that are kernels,
+    `result_types` gives their shapes and types from the operands of one batch element, `xla` computes one batch element
+    in plain JAX, `cuda` all `batch` of them. With `shares_weights`, the static `spec` names operands that are kernels,
     which several batch elements can share. `dce_rule` reduces an equation to the results that are read.
     """
     primitive = Primitive(f"jax_grouped_{name}")
@@ -182,7 +182,7 @@ def define(
             jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype)
             for x, count in zip(operands, batches, strict=True)
         ]
-        structs = results(*slices, **static)
+        structs = result_types(*slices, **static)
         structs = [structs] if isinstance(structs, jax.ShapeDtypeStruct) else structs
         structs = [batched(struct, batches[0]) for struct in structs]
         for aval in (*operands, *structs) if batches[0] != 1 else ():

@@ -9,7 +9,7 @@ order. So each logit's gradient compares its expert with the token's few choices
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ Score = Literal["softmax", "sigmoid"]
 #: `kMostChoices` and `kMostExpertGroups` in csrc.
 _MOST_EXPERTS, _MOST_CHOICES, _MOST_EXPERT_GROUPS = 512, 32, 32
 #: Values of the enumeration in csrc.
-_SCORES = ("softmax", "sigmoid")
+_SCORES = get_args(Score)
 #: Most blocks of successive tokens in which the kernels count choices, and fewest tokens in one (`RoutingBlocks` in
 #: csrc).
 _MOST_BLOCKS, _LEAST_BLOCK_TOKENS = 128, 32

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -138,7 +138,8 @@ def moe_mlp(
     check_type("parallel", parallel, Parallel)
     if router.balance_sequences and num_sequences is None:
         raise ValueError("A router with balance_sequences needs num_sequences, got None.")
-    run = functools.partial(_run_on_device, router=router, activation=activation, recipe=recipe, precision=precision)
+    make_network = functools.partial(Network, activation=activation, recipe=recipe, precision=precision)
+    run = functools.partial(_run_on_device, router=router, make_network=make_network)
     mesh = mesh_to_split(parallel, *jax.tree.leaves(arrays)) if parallel.axes else None
     if mesh is None:
         return run(arrays, parallel, num_sequences=num_sequences)
@@ -176,9 +177,7 @@ def _run_on_device(
     parallel: Parallel,
     *,
     router: Router,
-    activation: Activation,
-    recipe: Recipe | None,
-    precision: jax.lax.PrecisionLike,
+    make_network: Callable[..., Network],
     num_sequences: int | None,
     all_tokens: int | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
@@ -244,7 +243,8 @@ def _run_on_device(
             probabilities = jnp.where(exists[:, None], probabilities, 0)
         load, probability_sums = count_choices(experts, num_experts), jnp.sum(probabilities, axis=0)
 
-    network = Network(gate_up, down, activation, recipe, precision, fsdp_axis if parts > 1 else None)
+    network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
+    recipe = network.recipe
     if devices > 1:
         network = network._replace(expected_tokens=tokens * top_k)
         wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")

@@ -51,7 +51,7 @@ _DOT_ALGORITHMS = {
 
 def check_tokens(name: str, x: jax.Array | jax.ShapeDtypeStruct, shape: str = "[T, K]") -> None:
     """Raises unless `x` is an array of two dimensions, as `shape` names them, and of a supported type."""
-    canonical_dtype(f"{name}'{'' if name.endswith('s') else 's'} type", x.dtype)
+    canonical_dtype(f"{name}'s type", x.dtype)
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}.")
 

@@ -64,9 +64,8 @@ def losses(variant: str) -> list[float]:
 
 
 def test_steps_learn_and_share_quantized_or_converted_weights() -> None:
-    bf16, block, delayed = (losses(name) for name in ("bf16 cached", "block cached", "delayed cached, projections"))
+    bf16, delayed = (losses(name) for name in ("bf16 cached", "delayed cached, projections"))
     assert bf16[2] < bf16[1] < bf16[0]
-    assert block == pytest.approx(bf16, rel=0.01)
     assert delayed[2] < delayed[1] < delayed[0]
     assert delayed == pytest.approx(bf16, rel=0.02)  # Projections in FP8 begin with other numbers.
 

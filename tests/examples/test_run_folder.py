@@ -104,7 +104,7 @@ def test_an_interrupted_run_saves_its_last_step_and_resumes_from_it(
     [
         (COMPILING, [signal.SIGINT], -signal.SIGINT, ""),
         (SAVING, [signal.SIGKILL], -signal.SIGKILL, ""),
-        (SAVING, [signal.SIGINT, signal.SIGINT], 130, "interrupted; --resume continues from the latest checkpoint"),
+        (SAVING, 4 * [signal.SIGINT], 130, "interrupted; --resume continues from the latest checkpoint"),
         (FULL_DISK, [], 2, "checkpoints: File too large; --resume continues from the latest that is there"),
     ],
     ids=["Ctrl-C while compiling", "killed", "a second Ctrl-C", "full disk"],
