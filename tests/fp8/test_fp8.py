@@ -69,6 +69,7 @@ def test_recipes_refuse(recipe: Any) -> None:
         refused |= {
             "margin must be a number, known when the program is traced, got '1'.": dict(margin="1"),
             "margin must be a number, known when the program is traced": dict(margin=True),
+            "margin must be a number between -126 and 126, got 127.": dict(margin=127),
             "amax_history_len must be an integer, known when the program is traced": dict(amax_history_len=np.True_),
             "amax_history_len must be at least 1, got 0.": dict(amax_history_len=0),
             "amax_compute_algo must be 'max' or 'most_recent', got 'mean'.": dict(amax_compute_algo="mean"),

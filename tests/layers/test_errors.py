@@ -118,6 +118,20 @@ def test_functions_take_no_booleans_for_numbers() -> None:
             wrong()
 
 
+def test_arguments_of_moe_mlp_that_do_not_fit_are_named() -> None:
+    assert_refused(
+        jg.moe.moe_mlp,
+        dict(x=X, logits=X[:, :E], gate_up=jnp.ones((E, K, 2 * F)), down=jnp.ones((E, F, K)), router=ROUTER),
+        {
+            "A router with balance_sequences needs num_sequences, got None.": dict(
+                router=Router(2, balance_sequences=True)
+            ),
+            f"logits must have shape [T, E] for x {X.shape}, got ({X.shape[0] - 1}, {E}).": dict(logits=X[1:, :E]),
+            "gate_up must hold its part of the experts, for logits (": dict(logits=X[:, : E - 1]),
+        },
+    )
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_router_that_the_loss_does_not_train_is_warned_of_where_it_is_made(name: str) -> None:
     with pytest.warns(UserWarning, match="^top_k=1 with normalize=True makes every token") as warned:
@@ -142,6 +156,7 @@ def test_arguments_of_a_call_that_do_not_fit_are_named(name: str) -> None:
     if name in MIXTURES:
         refused |= {
             "shared must have the shape of x, (2, ": dict(x=X.reshape(2, -1, K), shared=X),
+            "accumulate_into must be a mapping such as {'down': gradient}, got": dict(accumulate_into=X),
             "accumulate_into takes gradients of gate_up, down, got ['router'].": dict(
                 accumulate_into={"router": jnp.zeros((K, E))}
             ),

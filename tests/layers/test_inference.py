@@ -159,6 +159,17 @@ def test_what_cannot_be_quantized_is_named() -> None:
         variables = jax.eval_shape(layer.init, jax.random.key(0), tokens().astype(jnp.float32), more)
         with pytest.raises(ValueError, match=message):
             jg.linen.quantize_for_inference(variables, BLOCK)
+    delayed = jg.linen.GroupedDense(F, E, recipe=jg.DelayedScaling(), cache_kernel=True)
+    variables = delayed.init(jax.random.key(0), tokens().astype(jnp.float32), SIZES)
+    for missing, message in (
+        ("params", "must have the parameter kernel"),
+        ("_overwrite", "needs the collection _over"),
+    ):
+        some = {name: value for name, value in variables.items() if not name.startswith(missing)}
+        with pytest.raises(ValueError, match=message):
+            jg.linen.quantize_for_inference(some, jg.DelayedScaling())
+    with pytest.raises(TypeError, match="recipe must be"):
+        jg.linen.quantize_for_inference(variables, None)
     with pytest.raises(ValueError, match=r"kernel \(2, 4, 128, 64\) is stacked, as by nnx\.vmap"):
         jg.nnx.quantize_for_inference(nnx_stack(nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"quantize_for_inference needs a layer with a recipe\."):

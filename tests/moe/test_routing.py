@@ -166,7 +166,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         routing.top_k_routing,
         dict(logits=LOGITS, router=ROUTER),
         {
-            f"logits' {types} int32.": dict(logits=LOGITS.astype(np.int32)),
+            f"logits's {types} int32.": dict(logits=LOGITS.astype(np.int32)),
             "logits must have shape [T, E], got (5,).": dict(logits=LOGITS[0]),
             "logits must be an array, got None.": dict(logits=None),
             "top_k must be at most the 5 experts of logits (6, 5), got 6.": dict(router=Router(6)),

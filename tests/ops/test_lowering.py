@@ -150,9 +150,16 @@ def test_only_fp8_waits_for_the_backward_pass() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "default", "count"),
-    [(None, None, 3), ("high", None, 3), ("highest", None, 6), (None, "float32", 6), (None, "BF16_BF16_F32", 3)],
+    [
+        (None, None, 3),
+        ("high", None, 3),
+        (("default", "highest"), None, 6),
+        (jax.lax.Precision.HIGHEST, None, 6),
+        (None, "float32", 6),
+        (None, "BF16_BF16_F32", 3),
+    ],
 )
-def test_float32_is_a_sum_of_bfloat16_products(precision: str | None, default: str | None, count: int) -> None:
+def test_float32_is_a_sum_of_bfloat16_products(precision: Any, default: str | None, count: int) -> None:
     with jax.default_matmul_precision(default):
         text = lowered(functools.partial(jg.ragged_dot, precision=precision), struct(X.shape, "float32"), MASTER, SIZES)
     calls = custom_calls(text)
@@ -217,6 +224,19 @@ def test_batches_that_no_call_can_count_are_refused() -> None:
     lowered(dots, struct((batch, 1, 32)), KERNEL, SIZES, platform="cpu")
     with pytest.raises(ValueError, match=f"over {batch} calls .* at most {batch - 1}: use jax.vmap over fewer"):
         lowered(dots, struct((batch, 1, 32)), KERNEL, SIZES)
+
+
+def test_a_batch_of_tokens_is_routed_and_copied_by_one_call_each_unless_experts_are_too_many() -> None:
+    def layer(x: Any, logits: Any) -> jax.Array:
+        routing = jg.moe.top_k_routing(logits, jg.moe.Router(2))
+        permutation = jg.moe.group_by_expert(routing.experts, logits.shape[1])
+        return jg.moe.unpermute(jg.moe.permute(x, permutation), permutation, routing.weights)
+
+    for experts, expected in ((8, ["group_pairs", "permute_rows", "route"]), (513, ["permute_rows"])):
+        for function, batch in ((layer, ()), (jax.vmap(layer), (3,))):
+            text = lowered(function, struct((*batch, 64, 32)), struct((*batch, 64, experts), jnp.float32))
+            calls = re.findall(r"custom_call @jax_grouped_(\w+)", text)
+            assert sorted(calls) == expected, (experts, batch)
 
 
 def test_other_platforms_get_plain_xla_and_a_gpu_does_on_demand() -> None:

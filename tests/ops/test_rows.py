@@ -95,6 +95,11 @@ def test_rows_take_the_weights_of_their_pairs(backend: str) -> None:
                 np.testing.assert_array_equal(results[exist], wanted[exist])
 
 
+def test_swiglu_without_numbers_is_that_of_the_name() -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 32))
+    np.testing.assert_array_equal(activate(x, SwiGLU()), activate(x, "swiglu"))
+
+
 @each_activation
 def test_derivatives_of_activations_are_those_of_jax(activation: Activation) -> None:
     x, da, weights = arrays(6, 16, "float32", activation)
