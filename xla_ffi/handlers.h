@@ -18,8 +18,8 @@ namespace jax_grouped {
 // accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
 // batch elements, one after another, and group_offset has an entry for every element. Of weights there are
-// weight_batch: that many successive parts of the batch share them. Without zero_other_rows, rows of no group may hold
-// anything in d.
+// weight_batch, each for an equal run of batch elements. Without zero_other_rows, rows of no group may hold anything in
+// d.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 
