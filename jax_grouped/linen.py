@@ -274,8 +274,8 @@ class MoEMlp(nn.Module):
     `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
     `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
     `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
-    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below `gate_up` and
-    `down`, and the shared expert's.
+    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below the name of each
+    stack of kernels.
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
     and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and

@@ -98,7 +98,8 @@ class GroupedKernel(nnx.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, dtype, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+        recipe, cache_kernel, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+        dtype: type of a cache without a recipe. The weights keep their own.
 
     Example:
         experts = jg.nnx.GroupedKernel((2, 32, 16), rngs=nnx.Rngs(0))

@@ -34,7 +34,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 
 def as_int32(name: str, values: Any) -> jax.Array:
-    """Converts integers of any type to a JAX array. Values that `int32` lacks become its nearest ones."""
+    """Converts integers of any type to an array of `int32`. Values beyond its range become its least or its largest."""
     on_device = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) or hasattr(x, "__jax_array__")]
     array = as_array(name, values) if on_device else _host_array(name, values)
     if not jnp.issubdtype(array.dtype, jnp.integer):

@@ -1,5 +1,5 @@
-// Host launches of the product kernels, and the setup of a product of groups of rows: the group table and,
-// for a product that reads or writes the rows of each group by tensor maps, the maps.
+// Host launches of the product kernels, and the setup of a product of groups of rows: the group table and, for a
+// product that reads or writes the rows of each group by tensor maps, the maps.
 
 #ifndef JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
 #define JAX_GROUPED_CSRC_GEMM_SM90_LAUNCH_CUH_
@@ -93,7 +93,8 @@ Status WithTypes(const GemmProblem& problem, const Launch& launch) {
 }
 
 // Launches a kernel with `shared_bytes` of dynamic shared memory on all SMs, or on fewer if there are fewer cluster
-// tiles than clusters. The kernel starts early and waits for its setup when it sets up a block.
+// tiles than clusters. The kernel starts early and waits for its setup in SetUpBlock or
+// SetUpGatheringBlock.
 template <typename Arguments>
 Status LaunchClusters(const char* what, cudaStream_t stream, int device, int shared_bytes, int32_t tiles,
                       void (*kernel)(Arguments), const Arguments& args) {
