@@ -220,6 +220,11 @@ class Call {
   }
   // Checks one orientation's arrays against the layout of its data and scales.
   void CheckQuantized(const QuantizedLayout& layout, const Array& data, const Array& scale) {
+    // No array has more than 32 elements per feature and block of 16 rows.
+    const int64_t per_block = 2 * kFp8Alignment * std::max<int64_t>(layout.features, 1);
+    CheckRange("the number of blocks of 16 rows", layout.RowBlocks(kFp8Alignment), 0,
+               std::numeric_limits<int64_t>::max() / per_block);
+    if (!ok()) return;
     CheckArray(data, data.Type(), layout.DataElements());
     CheckArray(scale, layout.mode == ScalingMode::kMx ? ffi::F8E8M0FNU : ffi::F32, layout.ScaleElements());
     CheckAligned({data, scale});

@@ -65,15 +65,14 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GroupPairsExecute);
 //
 // The attributes say which optional operands and results there are. An FP8 x has x_scale: its inverse scales, as in a
 // rowwise stack of blocks of 1 x 128. The caller should alias the previous results to the results; otherwise they are
-// copied. With stack_rows, every group must have that number of rows: the arrays have no room for groups of other
-// sizes. xla_ffi/quantize.cc has the attributes.
+// copied. With stack_rows, every group has that number of rows, and group_sizes are not read: the arrays have no room
+// for groups of other sizes. xla_ffi/quantize.cc has the attributes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizeExecute);
 
 // Quantizes each token of x rowwise and writes it to the rows of its choices: in blocks of 1 x 128, or with the given
 // scales of the groups:
 //   jax_grouped_quantize_permuted(x, inverse, group_sizes, group_offset[, x_scale or scale])
 //       {num_groups, given_scale, pow2_scales, amax_epsilon} -> (data, scales, group tables[, amax])
-// num_groups are those of the whole batch.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(QuantizePermutedExecute);
 
 // Dequantizes an array:

@@ -32,7 +32,7 @@ struct QuantizeAttributes {
 };
 
 struct QuantizePermutedAttributes {
-  int64_t num_groups;  // of all batch elements
+  int64_t num_groups;  // of one batch element
   bool given_scale;    // of kTensor; without, the scales are those of kBlock1D
   bool pow2_scales;
   float amax_epsilon;
@@ -40,23 +40,25 @@ struct QuantizePermutedAttributes {
 
 struct DequantizeAttributes {
   ScalingMode mode;
-  int64_t num_groups;
+  int64_t num_groups;  // of one batch element
   int64_t stack_rows;
   bool columnwise;
 };
 
-// Fails unless a batch element's tokens can be a stack: groups of `stack_rows` rows each. 0 stands for groups of other
-// sizes. Only the device knows whether group_sizes agree.
-void CheckStackRows(Call& call, int64_t stack_rows, const Groups& groups) {
+// Gives all groups `stack_rows` rows, or their own sizes for 0. Fails unless a batch element's tokens can be such a
+// stack.
+void TakeStackRows(Call& call, int64_t stack_rows, Groups* groups) {
   // Divide: a product with any attribute might overflow.
-  const bool is_stack = groups.capacity % groups.num_groups == 0 && stack_rows == groups.capacity / groups.num_groups;
+  const bool is_stack =
+      groups->capacity % groups->num_groups == 0 && stack_rows == groups->capacity / groups->num_groups;
   call.Check(stack_rows == 0 || is_stack,
              "stack_rows must be 0, or the number of rows divided by the number of groups");
+  groups->stack_rows = static_cast<int32_t>(stack_rows);
 }
 
-// Returns the rowwise layout of groups of any sizes.
+// Returns the rowwise layout.
 QuantizedLayout MakeLayout(ScalingMode mode, const Groups& groups, int64_t features) {
-  return {mode, false, groups.batch, groups.capacity, features, groups.num_groups, 0};
+  return {mode, false, groups.batch, groups.capacity, features, groups.num_groups, groups.stack_rows};
 }
 
 cudaDataType_t TakeInputType(Call& call, const Array& x) {
@@ -150,12 +152,11 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
       call.ResultAt(2 * (int64_t{attributes.rowwise} + int64_t{attributes.columnwise})).Elements();
   args.groups = call.TakeGroups(sizes, offset, num_groups, rows);
   if (!call.ok()) return call.Error();
-  CheckStackRows(call, attributes.stack_rows, args.groups);
+  TakeStackRows(call, attributes.stack_rows, &args.groups);
   QuantizedLayout layout = MakeLayout(args.mode, args.groups, features);
-  layout.stack_rows = attributes.stack_rows;
   args.element_row_blocks = layout.ElementRowBlocks();
 
-  args.scale = TakeOperand(call, attributes.given_scale, "scale", num_groups);
+  args.given_scale = TakeOperand(call, attributes.given_scale, "scale", num_groups);
   if (attributes.backward) {
     const Array input = call.Operand("activation_input");
     call.CheckArray(input, x.Type(), x_rows * features);
@@ -241,7 +242,10 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
   PermutedQuantization args{};
   args.input_type = TakeInputType(call, x);
   args.output_type = call.TakeFp8Type(data);
-  args.groups = call.TakeGroups(sizes, offset, attributes.num_groups, data.Axis(0));
+  call.CheckElementRange("num_groups", attributes.num_groups, offset.Elements());
+  if (!call.ok()) return call.Error();
+  const int64_t num_groups = attributes.num_groups * offset.Elements();
+  args.groups = call.TakeGroups(sizes, offset, num_groups, data.Axis(0));
   if (!call.ok()) return call.Error();
   call.Check(tokens % args.groups.batch == 0, "the batch must divide the number of tokens");
   const auto mode = attributes.given_scale ? ScalingMode::kTensor : ScalingMode::kBlock1D;
@@ -253,8 +257,8 @@ ffi::Error QuantizePermuted(Call& call, const QuantizePermutedAttributes& attrib
     args.x_group_rows = call.CheckScaledInput(x, x_scale);
     args.x_scale = x_scale.Data<float>();
   }
-  args.given_scale = TakeOperand(call, attributes.given_scale, "scale", attributes.num_groups);
-  args.amax = reinterpret_cast<uint32_t*>(TakeResult(call, attributes.given_scale, "amax", attributes.num_groups));
+  args.given_scale = TakeOperand(call, attributes.given_scale, "scale", num_groups);
+  args.amax = reinterpret_cast<uint32_t*>(TakeResult(call, attributes.given_scale, "amax", num_groups));
   if (!call.Finish()) return call.Error();
   args.element_row_blocks = layout.ElementRowBlocks();
   args.tokens = tokens;
@@ -283,12 +287,11 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
   if (!call.ok()) return call.Error();
   const cudaDataType_t type = call.TakeFloatType(out);
   const cudaDataType_t data_type = call.TakeFp8Type(data);
-  const Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups * offset.Elements(), out.Axis(0));
+  Groups groups = call.TakeGroups(sizes, offset, attributes.num_groups * offset.Elements(), out.Axis(0));
   if (!call.ok()) return call.Error();
-  CheckStackRows(call, attributes.stack_rows, groups);
+  TakeStackRows(call, attributes.stack_rows, &groups);
   QuantizedLayout layout = MakeLayout(attributes.mode, groups, out.Axis(1));
   layout.columnwise = attributes.columnwise;
-  layout.stack_rows = attributes.stack_rows;
   call.CheckQuantized(layout, data, scale_inv);
   call.CheckRoom(table, ffi::S32, groups.batch * GroupTable::Size(groups.num_groups));
   call.CheckAligned({out});

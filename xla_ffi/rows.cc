@@ -67,6 +67,8 @@ ffi::Error PermuteRows(Call& call, const PermuteRowsAttributes& attributes) {
   const int64_t choices = inverse.Axis(1);
   CheckPairs(call, tokens, choices, order.Elements());
   call.CheckRank(x, 2);
+  // Elements of fewer than 8 bits would count as whole bytes.
+  call.Check(FloatType(x.Type()).has_value() || x.Type() == ffi::S32, "x must be bfloat16, float16, float32 or int32");
   call.CheckArray(order, ffi::S32, order.Elements());
   call.CheckArray(inverse, ffi::S32, {tokens, choices});
   call.CheckArray(rows, x.Type(), {order.Elements(), x.Axis(1)});

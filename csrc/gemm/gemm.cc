@@ -57,7 +57,7 @@ constexpr int64_t kSmallGroupTokens = 64;
 bool IsSm90Wgrad(const GemmProblem& problem) {
   // The kernel reads accumulators of float32 only.
   if (problem.accumulate && problem.result_type != CUDA_R_32F) return false;
-  return sm90::MaxWgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
+  return sm90::MaxFp8WgradWorkspaceBytes(problem.num_groups) <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 // Returns true if groups have few tokens on average. Reading the weights then takes most of the time.
@@ -70,7 +70,7 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   const int64_t features = ResultFeatures(problem);
   // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
-  if (sm90::MaxTokenProductWorkspaceBytes(problem.num_groups) > static_cast<int64_t>(kWorkspaceBytes)) return false;
+  if (sm90::MaxFp8TokenProductWorkspaceBytes(problem.num_groups) > static_cast<int64_t>(kWorkspaceBytes)) return false;
   if (HasSmallGroups(problem)) return true;
   if (Depth(problem) > kMostDepth) return false;
   if (problem.expected_tokens >= sm90::kTileTokens * problem.num_groups) return true;
@@ -97,9 +97,9 @@ Status LaunchSm90(cudaStream_t stream, int device, const GemmProblem& problem, c
     return is_wgrad ? sm90::LaunchGatheredWgrad(stream, device, problem, groups, buffers)
                     : sm90::LaunchGatheredTokenProduct(stream, device, problem, groups, buffers);
   }
-  if (is_wgrad) return sm90::LaunchWgrad(stream, device, problem, groups, buffers);
-  return HasSmallGroups(problem) ? sm90::LaunchSmallGroupProduct(stream, device, problem, groups, buffers)
-                                 : sm90::LaunchTokenProduct(stream, device, problem, groups, buffers);
+  if (is_wgrad) return sm90::LaunchFp8Wgrad(stream, device, problem, groups, buffers);
+  return HasSmallGroups(problem) ? sm90::LaunchFp8SmallGroupProduct(stream, device, problem, groups, buffers)
+                                 : sm90::LaunchFp8TokenProduct(stream, device, problem, groups, buffers);
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ namespace jax_grouped {
 // Returns the size at `index` of the whole list, or 0 past its end. An index that has wrapped around below 0 is also
 // past the end.
 __device__ inline int32_t LoadSize(const Groups& groups, uint32_t index) {
-  return index < static_cast<uint32_t>(groups.total) ? groups.sizes[index] : 0;
+  if (index >= static_cast<uint32_t>(groups.total)) return 0;
+  return groups.stack_rows > 0 ? groups.stack_rows : groups.sizes[index];
 }
 
 // Returns the number of rows of the group at `index`.
@@ -24,6 +25,11 @@ __device__ inline int64_t GroupSize(const Groups& groups, uint32_t index) { retu
 // Returns the index of the first local group, clamped so that every local index fits 32 bits. Whole warps must call it.
 __device__ inline int32_t FirstGroup(const Groups& groups) {
   return Uniform(min(max(*groups.offset, -groups.num_groups), groups.total));
+}
+
+// Returns a batch element's `i`-th row of no group, where groups have the rows [begin, end) of the array.
+__device__ inline int64_t OtherRow(int64_t first_row, int64_t i, int64_t begin, int64_t end) {
+  return first_row + i < begin ? first_row + i : first_row + i - begin + end;
 }
 
 struct RowRange {

@@ -46,6 +46,7 @@ struct Groups {
   int32_t num_groups;  // local groups of an element: those whose weights are here
   int64_t capacity;    // rows of an element's token array
   int32_t batch;
+  int32_t stack_rows = 0;  // size of every group, for which arrays have room, whatever `sizes` holds; 0 without one
 
   // Return the numbers of all local groups and of all rows in the batch.
   JAX_GROUPED_HOST_DEVICE int32_t AllGroups() const { return batch * num_groups; }
@@ -53,7 +54,7 @@ struct Groups {
   // Returns the groups of one element.
   JAX_GROUPED_HOST_DEVICE Groups At(int32_t element) const {
     const int64_t before = element;
-    return {sizes + before * total, offset + before, total, num_groups, capacity, 1};
+    return {sizes + before * total, offset + before, total, num_groups, capacity, 1, stack_rows};
   }
 };
 

@@ -214,7 +214,7 @@ __device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
   }
 }
 
-// Zeros the rows of a batch element outside its local groups. `groups` are the element's.
+// Zeros a batch element's rows of no local group. `groups` are the element's.
 template <int kThreads>
 __device__ void ZeroOtherRows(const Groups& groups, int32_t element, void* base, int64_t row_bytes) {
   const RowRange local = LocalRows<kThreads>(groups);

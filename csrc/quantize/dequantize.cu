@@ -84,17 +84,16 @@ __device__ void DequantizeColumns(const DequantizeArguments& args, const Chunk& 
   }
 }
 
-// Zeros every `count`-th of the batch element's rows outside all groups, in the warp's columns.
+// Zeros every `count`-th of the batch element's rows of no group, in the warp's columns.
 template <int kWidth, typename Out>
-__device__ void ZeroOutside(const DequantizeArguments& args, int64_t first_row, const GroupTable& table, int64_t index,
-                            int64_t count, int64_t first_column, Out* out) {
+__device__ void ZeroOtherRows(const DequantizeArguments& args, int64_t first_row, const GroupTable& table,
+                              int64_t index, int64_t count, int64_t first_column, Out* out) {
   const int64_t begin = table.FirstRow()[0];
   const int64_t end = table.FirstRow()[table.num_groups];
-  const int64_t outside = args.tokens - (end - begin);
+  const int64_t others = args.tokens - (end - begin);
   const int64_t last_column = min(first_column + kWidth, args.layout.features);
-  for (int64_t i = index; i < outside; i += count) {
-    const int64_t before = first_row + i;
-    const int64_t row = before < begin ? before : before - begin + end;
+  for (int64_t i = index; i < others; i += count) {
+    const int64_t row = OtherRow(first_row, i, begin, end);
     for (int64_t column = first_column + threadIdx.x % 32; column < last_column; column += 32) {
       Store(0.0f, out + row * args.layout.features + column);
     }
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
       DequantizeRows<kMode, Fp8>(args, chunk, column, out);
     }
   }
-  ZeroOutside<kColumns<kColumnwise>>(args, element * args.tokens, table, index, count, column, out);
+  ZeroOtherRows<kColumns<kColumnwise>>(args, element * args.tokens, table, index, count, column, out);
 }
 
 template <ScalingMode kMode, bool kColumnwise>

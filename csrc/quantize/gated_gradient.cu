@@ -251,7 +251,7 @@ class GatedGradient {
     float given_activated = 1.0f;
     if constexpr (!kBlockScales) {
       if (HasSlot(tile)) {
-        given_gradient = args_.gradient.scale[chunk.group];
+        given_gradient = args_.gradient.given_scale[chunk.group];
         given_activated = args_.gradient.given_activated_scale[chunk.group];
       }
     }
@@ -580,19 +580,17 @@ class GatedGradient {
   GatedShared& shared_;
 };
 
-// Zeros the rows outside all groups, and their inner products. Warps divide the rows between them.
-__device__ inline void ZeroOutsideRows(const GatedGradientArguments& args) {
+// Zeros the rows of no group, and their inner products. Warps divide the rows between them.
+__device__ inline void ZeroOtherRows(const GatedGradientArguments& args) {
   constexpr int kWarps = kGatedThreads / 32;
   const QuantizeArguments& gradient = args.gradient;
   const int64_t features = gradient.layout.features;
   const int64_t tiles = args.ColumnTiles();
   for (int32_t element = 0; element < gradient.groups.batch; ++element) {
     const Window& window = *WindowAt(gradient, element, 0);
-    const int64_t inside = window.groups_end - window.groups_begin;
-    const int64_t outside = gradient.groups.capacity - inside;
-    for (int64_t i = blockIdx.x * kWarps + Warp(); i < outside; i += static_cast<int64_t>(gridDim.x) * kWarps) {
-      const int64_t before = window.first_row + i;
-      const int64_t row = before < window.groups_begin ? before : before + inside;
+    const int64_t others = gradient.groups.capacity - (window.groups_end - window.groups_begin);
+    for (int64_t i = blockIdx.x * kWarps + Warp(); i < others; i += static_cast<int64_t>(gridDim.x) * kWarps) {
+      const int64_t row = OtherRow(window.first_row, i, window.groups_begin, window.groups_end);
       auto* data = reinterpret_cast<uint4*>(gradient.row_data + row * features);
       for (int64_t vector = Lane(); vector < features / 16; vector += 32) data[vector] = uint4{};
       if (args.inner_products == nullptr) continue;
@@ -607,7 +605,7 @@ __global__ void __launch_bounds__(kGatedThreads, 1)
   extern __shared__ uint4 shared[];
   cudaGridDependencySynchronize();
   GatedGradient<kMode, Fp8, T>(args, *reinterpret_cast<GatedShared*>(shared)).Run();
-  ZeroOutsideRows(args);
+  ZeroOtherRows(args);
 }
 
 namespace {
@@ -641,7 +639,7 @@ Status LaunchOfMode(cudaStream_t stream, const GatedGradientArguments& args, con
 
 bool IsGatedGradient(const Quantization& args) {
   const bool scales =
-      args.mode == ScalingMode::kBlock1D || (args.mode == ScalingMode::kTensor && args.scale != nullptr);
+      args.mode == ScalingMode::kBlock1D || (args.mode == ScalingMode::kTensor && args.given_scale != nullptr);
   return scales && args.backward && IsGated(args.activation.kind) && args.input_type != CUDA_R_32F &&
          args.layout.features % (2 * kTileColumns) == 0 && args.row_data != nullptr && args.column_data != nullptr &&
          args.dbias == nullptr && args.skip == nullptr;

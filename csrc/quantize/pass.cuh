@@ -53,9 +53,9 @@ struct alignas(16) Window {
   int32_t pass_begins[kMostPasses + 1];  // first chunk of each pass, and the end of the last pass
   int32_t groups_begin;                  // the rows of all groups of the batch element
   int32_t groups_end;
-  int32_t first_row;      // the element's first row
-  int32_t outside_begin;  // this window's part of the element's rows outside all groups, counted among these rows
-  int32_t outside_end;
+  int32_t first_row;    // the element's first row
+  int32_t other_begin;  // this window's part of the element's rows of no group, counted among these rows
+  int32_t other_end;
   uint32_t taken;  // work items that resident blocks have taken, counted in the first window of all
   Chunk chunks[kChunks];
 };

@@ -147,21 +147,8 @@ struct Columns {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const float scale = scale_at(step);
-      data[step] = finite ? QuantizeStep<Fp8, false>(step, scale) : QuantizeStep<Fp8, true>(step, scale);
+      data[step] = finite ? Quantize8<Fp8, false>(pairs[step], scale) : Quantize8<Fp8, true>(pairs[step], scale);
     }
-  }
-
- private:
-  template <typename Fp8, bool kHideInfinity>
-  __device__ uint2 QuantizeStep(int step, float scale) const {
-    const auto quantize = [scale](const Pair& pair) {
-      if constexpr (kHideInfinity) {
-        return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
-      }
-      return Quantize2<Fp8>(pair.First(), pair.Second(), scale);
-    };
-    const auto& four = pairs[step];
-    return {quantize(four[0]) | quantize(four[1]) << 16, quantize(four[2]) | quantize(four[3]) << 16};
   }
 };
 

@@ -228,7 +228,7 @@ Status LaunchPasses(cudaStream_t stream, Quantization* args) {
   }
   JAX_GROUPED_RETURN_IF_FAILED(args->output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
                                                                    : LaunchSetUp<E5m2>(stream, *args));
-  if (args->group_scales && !args->given_scale) JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, *args));
+  if (args->group_scales && args->given_scale == nullptr) JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, *args));
   return args->activated_data != nullptr ? LaunchGatedGradient(stream, *args) : LaunchTiles(stream, *args);
 }
 
@@ -245,7 +245,7 @@ Status LaunchBackwardAndActivation(cudaStream_t stream, const Quantization& args
   forward.layout = args.layout;
   if (IsGated(args.activation.kind)) forward.layout.features /= 2;
   forward.scale_rule = args.scale_rule;
-  forward.scale = args.given_activated_scale;
+  forward.given_scale = args.given_activated_scale;
   forward.column_data = args.activated_data;
   forward.column_scale = args.activated_scale;
   forward.column_scale_bytes = args.activated_scale_bytes;
@@ -271,7 +271,6 @@ Status LaunchQuantize(cudaStream_t stream, Quantization args) {
   args.table = {reinterpret_cast<int32_t*>(args.windows + static_cast<int64_t>(groups.batch) * args.num_windows),
                 groups.num_groups};
   args.num_column_tiles = static_cast<uint32_t>(CeilDiv(args.layout.features, kTileColumns));
-  args.given_scale = args.scale != nullptr;
   args.interleave_halves = args.backward && IsGated(args.activation.kind);
   args.group_scales = args.mode == ScalingMode::kTensor;
   if (args.dbias == nullptr) args.partial_sums = nullptr;

@@ -28,13 +28,12 @@ struct QuantizeArguments {
   int32_t num_windows;                // * per element
   uint32_t num_column_tiles;          // *
   uint32_t slab_tiles;                // * tiles of columns in a slab; all of them if there is one slab
-  bool given_scale;                   // *
   bool interleave_halves;             // *
   bool group_scales;                  // * one scale per group
   bool single_launch;                 // *
   ScaleRule scale_rule;
-  const float* scale;  // [num_groups]; null for current scaling
-  const bool* skip;    // [batch]; where it is true, nothing else is read and nothing is written; null without a cache
+  const float* given_scale;  // [num_groups]; null for current scaling
+  const bool* skip;  // [batch]; where it is true, nothing else is read and nothing is written; null without a cache
   uint8_t* row_data;
   void* row_scale;
   uint8_t* column_data;
@@ -44,7 +43,7 @@ struct QuantizeArguments {
   // Those of the activation's result, if its columnwise copy is made too.
   uint32_t* activated_amax;            // [num_groups], bits of float32
   float* activated_scale;              // inverse scales
-  const float* given_activated_scale;  // [num_groups], as `scale`
+  const float* given_activated_scale;  // [num_groups], as `given_scale`
 
   JAX_GROUPED_HOST_DEVICE bool Skips(int32_t element) const { return skip != nullptr && skip[element]; }
 };
@@ -87,8 +86,8 @@ struct Quantization : QuantizeArguments {
 // then the results in order.
 Status LaunchQuantize(cudaStream_t stream, Quantization quantization);
 
-// Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows outside
-// all groups.
+// Writes out[t][c] = data * scale_inv, computed in float32 and converted to `output_type`. Writes zero to rows of
+// no group.
 //
 //   data       as `layout` says, of `input_type` (CUDA_R_8F_E4M3 or CUDA_R_8F_E5M2)
 //   scale_inv  as `layout` says

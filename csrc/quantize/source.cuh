@@ -111,6 +111,18 @@ __device__ uint2 PairwiseFiniteAmax(const Pair (&pairs)[kCount]) {
   return amax;
 }
 
+// Quantizes 8 values. With kHideInfinity, those that are not finite become NaN; otherwise there must be none.
+template <typename Fp8, bool kHideInfinity, typename Pair>
+__device__ uint2 Quantize8(const Pair (&pairs)[4], float scale) {
+  const auto quantize = [scale](const Pair& pair) {
+    if constexpr (kHideInfinity) {
+      return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
+    }
+    return Quantize2<Fp8>(pair.First(), pair.Second(), scale);
+  };
+  return {quantize(pairs[0]) | quantize(pairs[1]) << 16, quantize(pairs[2]) | quantize(pairs[3]) << 16};
+}
+
 // A tile of 128 x 128 elements in shared memory, row after row. Its layout avoids two bank conflicts. First, slots are
 // padded by the bytes that 4 lanes read in one slot; otherwise lanes that read one pair of columns in 8 slots would
 // access the same banks. Second, half of the vectors of eight 32-bit elements have their two 16-byte halves swapped;

@@ -118,21 +118,10 @@ class RowQuantizer {
     for (int step = 0; step < kSteps; ++step) {
       alignas(16) Pair row[4];
       state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
-      const uint2 data = Quantize8<kHideInfinity>(row, scales[step]);
+      const uint2 data = Quantize8<Fp8, kHideInfinity>(row, scales[step]);
       if (RowOfStep(step) < chunk.rows) *reinterpret_cast<uint2*>(out) = data;
       out += 2 * state_.args.layout.features;
     }
-  }
-
-  template <bool kHideInfinity>
-  __device__ static uint2 Quantize8(const Pair (&pairs)[4], float scale) {
-    const auto quantize = [scale](const Pair& pair) {
-      if constexpr (kHideInfinity) {
-        return Quantize2<Fp8>(HideInfinity(pair.First()), HideInfinity(pair.Second()), scale);
-      }
-      return Quantize2<Fp8>(pair.First(), pair.Second(), scale);
-    };
-    return {quantize(pairs[0]) | quantize(pairs[1]) << 16, quantize(pairs[2]) | quantize(pairs[3]) << 16};
   }
 
   // Computes the scales of the blocks that contain the lane's parts of rows, from their amaxes. Writes the inverses.

@@ -32,7 +32,8 @@ __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element,
     if (args.activated_scale != nullptr) {
       args.activated_scale[group] = ClampScale(args.given_activated_scale[group]).inverse;
     }
-    const Scale scale = args.given_scale ? ClampScale(args.scale[group]) : ScaleFromAmax<Fp8>(0, args.scale_rule);
+    const Scale scale =
+        args.given_scale != nullptr ? ClampScale(args.given_scale[group]) : ScaleFromAmax<Fp8>(0, args.scale_rule);
     if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[group] = scale.inverse;
     if (args.column_scale != nullptr) static_cast<float*>(args.column_scale)[group] = scale.inverse;
   }
@@ -71,10 +72,10 @@ __device__ inline void FillWindow(const QuantizeArguments& args, const GroupTabl
   window->groups_begin = table.FirstRow()[0];
   window->groups_end = table.FirstRow()[table.num_groups];
   window->first_row = static_cast<int32_t>(element * args.groups.capacity);
-  const auto outside = static_cast<int32_t>(args.groups.capacity) - (window->groups_end - window->groups_begin);
-  const int32_t per_window = outside / args.num_windows + (outside % args.num_windows > 0);
-  window->outside_begin = static_cast<int32_t>(min(static_cast<int64_t>(per_window) * index, int64_t{outside}));
-  window->outside_end = static_cast<int32_t>(min(int64_t{window->outside_begin} + per_window, int64_t{outside}));
+  const auto others = static_cast<int32_t>(args.groups.capacity) - (window->groups_end - window->groups_begin);
+  const int32_t per_window = others / args.num_windows + (others % args.num_windows > 0);
+  window->other_begin = static_cast<int32_t>(min(static_cast<int64_t>(per_window) * index, int64_t{others}));
+  window->other_end = static_cast<int32_t>(min(int64_t{window->other_begin} + per_window, int64_t{others}));
 }
 
 // Stores a batch element's table for the sums of dbias. All threads of the block must call it.
@@ -89,7 +90,7 @@ template <typename State>
 __device__ uint32_t LoadGroupValue(const State& state) {
   if (State::kMode != ScalingMode::kTensor || Warp() >= state.count) return 0;
   const int32_t group = state.exchange.pass.chunks[Warp()].group;
-  if (state.args.given_scale) return __float_as_uint(state.args.scale[group]);
+  if (state.args.given_scale != nullptr) return __float_as_uint(state.args.given_scale[group]);
   return __ldcg(state.args.amax + group);
 }
 
@@ -100,10 +101,11 @@ __device__ void FindGroupScale(const State& state, uint32_t group_value) {
   const QuantizeArguments& args = state.args;
   if (Lane() == 0) {
     const Chunk& chunk = state.exchange.pass.chunks[Warp()];
-    const Scale scale = args.given_scale ? ClampScale(__uint_as_float(group_value))
-                                         : ScaleFromAmax<typename State::Fp8>(group_value, args.scale_rule);
+    const bool is_given = args.given_scale != nullptr;
+    const Scale scale = is_given ? ClampScale(__uint_as_float(group_value))
+                                 : ScaleFromAmax<typename State::Fp8>(group_value, args.scale_rule);
     state.exchange.scales[Warp()] = scale;
-    if (!args.given_scale && chunk.row == 0 && state.first_column == 0) {
+    if (!is_given && chunk.row == 0 && state.first_column == 0) {
       if (args.row_scale != nullptr) static_cast<float*>(args.row_scale)[chunk.group] = scale.inverse;
       if (args.column_scale != nullptr) static_cast<float*>(args.column_scale)[chunk.group] = scale.inverse;
     }
@@ -181,17 +183,16 @@ __device__ void WritePass(const State& state, uint32_t group_value, RowQuantizer
   __syncthreads();
 }
 
-// Zeros a work item's part of the rows outside all groups, in a tile's columns, and their inner products.
+// Zeros a work item's part of the rows of no group, in a tile's columns, and their inner products.
 template <typename Source>
-__device__ void ZeroOutside(const QuantizeArguments& args, const Source& source, const WorkItem& work,
-                            const Window& window) {
+__device__ void ZeroOtherRows(const QuantizeArguments& args, const Source& source, const WorkItem& work,
+                              const Window& window) {
   constexpr int kRows = kTileThreads / 8;
   const int64_t column = work.first_column + threadIdx.x % 8 * 16;
   if (column >= args.layout.features) return;
-  const int32_t begin = window.outside_begin + work.part * kRows + static_cast<int32_t>(threadIdx.x / 8);
-  for (int32_t i = begin; i < window.outside_end; i += Window::kParts * kRows) {
-    const int64_t before = window.first_row + static_cast<int64_t>(i);
-    const int64_t row = before < window.groups_begin ? before : before - window.groups_begin + window.groups_end;
+  const int32_t begin = window.other_begin + work.part * kRows + static_cast<int32_t>(threadIdx.x / 8);
+  for (int32_t i = begin; i < window.other_end; i += Window::kParts * kRows) {
+    const int64_t row = OtherRow(window.first_row, i, window.groups_begin, window.groups_end);
     if (args.row_data != nullptr) {
       *reinterpret_cast<uint4*>(args.row_data + row * args.layout.features + column) = uint4{};
     }
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kTileThreads,
   const WorkItem work(args, kSingleLaunch);
   if (!work.exists || args.Skips(work.element)) return;
   // With current scaling, the amaxes are found before the scales.
-  const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale;
+  const bool finds_amax = kMode != ScalingMode::kTensor || args.given_scale != nullptr;
   const Window* window = WindowAt(args, work.element, work.window);
   [[maybe_unused]] GridBarrier barrier;
   if constexpr (kSingleLaunch) {
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(kTileThreads,
     if (kSingleLaunch && pass == work.part) barrier.Wait();
     record_amax();
   }
-  if ((args.row_data != nullptr || source.HasInnerProducts()) && window->outside_begin < window->outside_end) {
-    ZeroOutside(args, source, work, *window);
+  if ((args.row_data != nullptr || source.HasInnerProducts()) && window->other_begin < window->other_end) {
+    ZeroOtherRows(args, source, work, *window);
   }
 }
 
@@ -323,7 +324,7 @@ Status WithSource(const Quantization& args, const Launch& launch) {
 }
 
 template <ScalingMode kMode, typename Fp8, typename Source>
-Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
+Status LaunchTilesFrom(cudaStream_t stream, const QuantizeArguments& args, const Source& source) {
   constexpr int kBytes = InputTile<typename Source::Element>::kBytes;
   const auto kernel =
       args.single_launch ? QuantizeTiles<kMode, Fp8, Source, true> : QuantizeTiles<kMode, Fp8, Source, false>;
@@ -335,18 +336,16 @@ Status LaunchQuantizeTiles(cudaStream_t stream, const QuantizeArguments& args, c
                             : LaunchEarly(kWhat, stream, grid, kernel, args, source);
 }
 
-template <ScalingMode kMode, typename Fp8>
-Status LaunchQuantizeTilesTo(cudaStream_t stream, const Quantization& args) {
-  if constexpr (kMode == ScalingMode::kBlock1D) {
-    if (args.x_scale != nullptr) return LaunchQuantizeTiles<kMode, Fp8>(stream, args, MakeScaledSource(args));
-  }
-  return WithSource(args, [&](const auto& source) { return LaunchQuantizeTiles<kMode, Fp8>(stream, args, source); });
-}
-
 template <ScalingMode kMode>
 Status LaunchQuantizeTiles(cudaStream_t stream, const Quantization& args) {
-  if (args.output_type == CUDA_R_8F_E4M3) return LaunchQuantizeTilesTo<kMode, E4m3>(stream, args);
-  return LaunchQuantizeTilesTo<kMode, E5m2>(stream, args);
+  const auto launch = [&](const auto& source) {
+    return args.output_type == CUDA_R_8F_E4M3 ? LaunchTilesFrom<kMode, E4m3>(stream, args, source)
+                                              : LaunchTilesFrom<kMode, E5m2>(stream, args, source);
+  };
+  if constexpr (kMode == ScalingMode::kBlock1D) {
+    if (args.x_scale != nullptr) return launch(MakeScaledSource(args));
+  }
+  return WithSource(args, launch);
 }
 
 #define JAX_GROUPED_QUANTIZE_MODE(keyword, mode) \

@@ -57,6 +57,11 @@ def stack_sizes(num_groups: int, rows: int, batch: int = 1) -> jax.Array:
     return jnp.asarray(np.tile(np.append(np.full(num_groups, rows), 0), batch), jnp.int32)
 
 
+def clamp_offset(group_offset: jax.Array, num_groups: int, total: int) -> jax.Array:
+    """Clamps the first local group. Beyond the limits none of the `num_groups` is one of all, and sums fit `int32`."""
+    return jnp.clip(group_offset, -num_groups, total)
+
+
 def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
     """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to `capacity` rows."""
     total = group_sizes.shape[0]
@@ -72,7 +77,7 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
     ends = jnp.minimum(ends.astype(jnp.int32), capacity)
 
     # Group `i` lies between the ends of groups `i - 1` and `i`. Ends before the first group are 0.
-    neighbour = jnp.clip(group_offset[0], -num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
+    neighbour = clamp_offset(group_offset[0], num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
     bounds = jnp.where(neighbour < 0, 0, ends[jnp.clip(neighbour, 0, total - 1)])
     return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
 

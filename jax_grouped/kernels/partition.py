@@ -31,7 +31,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-from jax_grouped.core.groups import Groups, part_sizes
+from jax_grouped.core.groups import Groups, clamp_offset, part_sizes
 from jax_grouped.kernels.primitive import refuse_derivatives
 
 #: Dimensions of the arrays of `Groups`, which are not split.
@@ -144,8 +144,8 @@ def own_groups(groups: Groups, splits: Splits, *, rows: int, num_groups: int) ->
     if splits["t"].axes:
         sizes = part_sizes(sizes, splits["t"].index() * rows, rows, splits["t"].parts * rows)
     if splits["e"].axes:
-        # Beyond these limits no kernel has a group.
-        offset = jnp.clip(offset, -splits["e"].parts * num_groups, sizes.shape[0]) + splits["e"].index() * num_groups
+        first = clamp_offset(offset, splits["e"].parts * num_groups, sizes.shape[0])
+        offset = first + splits["e"].index() * num_groups
     return Groups(sizes, offset)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, round_up
+from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, clamp_offset, round_up
 from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.fp8.layout import QuantizedLayout
@@ -471,8 +471,7 @@ def _multiply_narrow(
     at_once: Any = 1
     if all(isinstance(size, int) for size in b.shape):  # In an export, sizes may be symbolic.
         at_once = min(groups, max(1, _CONVERTED_BYTES // (b.size // groups * factors[0].dtype.itemsize)))
-    # Beyond these limits no kernel has a group, and the sums below do not overflow.
-    group_offset = jnp.clip(group_offset, -groups, group_sizes.shape[0])
+    group_offset = clamp_offset(group_offset, groups, group_sizes.shape[0])
 
     def add(first: Any, count: int, total: jax.Array) -> jax.Array:
         few = jax.lax.dynamic_slice_in_dim(b, first, count, axis=1).reshape(-1, *matrix)

@@ -531,7 +531,7 @@ def _quantize_permuted_cuda(
         x,
         inverse,
         *operands,
-        num_groups=np.int64(batch * spec.num_groups),
+        num_groups=np.int64(spec.num_groups),
         given_scale="scale" in spec.given,
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),

@@ -67,8 +67,8 @@ def test_the_clock_of_calls_leaves_out_what_lies_between_them(monkeypatch: pytes
 def test_parts_are_told_by_the_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     by_kernel = {
         "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_TNT": 5500.0,
-        "void jax_grouped::sm90::GroupedWgrad<jax_grouped::E4m3, jax_grouped::E4m3>(jax_grouped::Arguments)": 2500.0,
-        "jax_grouped::sm90::(anonymous namespace)::SetUpWgrad(jax_grouped::Groups)": 1000.0,
+        "void jax_grouped::sm90::Fp8Wgrad<jax_grouped::E4m3, jax_grouped::E4m3>(jax_grouped::Arguments)": 2500.0,
+        "jax_grouped::sm90::(anonymous namespace)::SetUpFp8Wgrad(jax_grouped::Groups)": 1000.0,
         "void jax_grouped::QuantizeTiles<(jax_grouped::ScalingMode)1, true, true>(jax_grouped::QuantizeArguments)": 2e3,
         "void jax_grouped::FindAmaxKernel<jax_grouped::PlainSource>(jax_grouped::QuantizeArguments)": 1000.0,
         "loop_convert_fusion": 187.5,

@@ -199,6 +199,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "inner_products must": [dict(inner_products=(1,))],
     },
     permute_rows: {
+        "x must be bfloat16": [dict(x=((32, 32), kind), rows=((64, 32), kind)) for kind in (jnp.int4, jnp.int8)],
         "x must have rank 2": [dict(x=((32,), BF16))],
         "inverse must be": [dict(inverse=(31, 2))],
         "the number of tokens must": [dict(x=((0, 16), BF16), inverse=(0, 2))],
@@ -234,6 +235,7 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "the number of choices must": [dict(inverse=(32, 0)), dict(inverse=(32,))],
         "features must": [dict(x=((32, 24), BF16), data=((64, 24), FP8))],
         "the number of groups must": [dict(num_groups=0)],
+        "num_groups must": [dict(num_groups=-1), dict(num_groups=2**62, offset=(4,))],
         "the batch must divide": [dict(x=((31, 16), BF16), inverse=(31, 2), offset=(2,))],
         "the scales must have": [dict(scale=((4,), F32)), GIVEN | dict(scale=((BLOCK_SCALES,), F32))],
         "x_scale is missing": [dict(x=((32, 16), FP8))],

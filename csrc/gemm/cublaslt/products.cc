@@ -64,7 +64,7 @@ GemmSetup MakeSetup(const GemmProblem& problem, const Groups& groups, const Gemm
   setup.matrices[2] = {buffers.d, ElementBytes(problem.result_type), is_dgrad ? in : out, is_wgrad ? in : 0};
   setup.elements_per_weight = problem.elements_per_weight;
   setup.beta = problem.accumulate ? 1.0f : 0.0f;
-  setup.zero_rest = buffers.zero_other_rows && !is_wgrad && !problem.accumulate;
+  setup.zero_other_rows = buffers.zero_other_rows && !is_wgrad && !problem.accumulate;
   setup.scaled = problem.scaled;
   if (!problem.scaled) return setup;
   // Scaled operands are contiguous along the contraction axis.

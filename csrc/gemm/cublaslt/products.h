@@ -93,8 +93,8 @@ struct GemmSetup {
   RowBlockCounts element_row_blocks;  // room of a batch element's scaled operands
   int32_t elements_per_weight;        // successive batch elements that share weights
   float beta;
-  bool zero_rest;  // writes zeros to the tokens of D outside the local groups; their rows must be multiples of 16 bytes
-  Region workspace;  // gets zeros
+  bool zero_other_rows;  // zeros the rows of D of no group, which must be multiples of 16 bytes
+  Region workspace;      // gets zeros
 };
 
 // Writes the arguments of a grouped product, and the zeros that it needs, in one launch. `scratch` gets the pointers,

@@ -26,12 +26,12 @@ __device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, Ro
   scratch.LeadingDimensions(matrix)[index] = operand.rows;
 }
 
-// Writes zeros, in all blocks but the first: to the workspace, for the first batch element, and with `zero_rest` to the
-// element's tokens of D outside the local groups.
-__device__ void ZeroRest(const Groups& groups, int32_t element, const Operand& d, bool zero_rest,
-                         const Region& workspace) {
+// Writes zeros, in all blocks but the first: to the workspace, for the first batch element, and with `zero_other_rows`
+// to the element's rows of D of no group.
+__device__ void ZeroInOtherBlocks(const Groups& groups, int32_t element, const Operand& d, bool zero_other_rows,
+                                  const Region& workspace) {
   if (element == 0) ZeroBytes<kThreads>(workspace.base, 0, workspace.bytes);
-  if (zero_rest) ZeroOtherRows<kThreads>(groups, element, d.base, static_cast<int64_t>(d.rows) * d.element_bytes);
+  if (zero_other_rows) ZeroOtherRows<kThreads>(groups, element, d.base, static_cast<int64_t>(d.rows) * d.element_bytes);
 }
 
 __device__ void WriteScalars(float beta, const GemmScratch& scratch) {
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
     SetUpGemm(Groups batch, const __grid_constant__ GemmSetup setup, GemmScratch scratch) {
   const auto element = static_cast<int32_t>(blockIdx.y);
   if (blockIdx.x > 0) {
-    return ZeroRest(batch.At(element), element, setup.matrices[2], setup.zero_rest, setup.workspace);
+    return ZeroInOtherBlocks(batch.At(element), element, setup.matrices[2], setup.zero_other_rows, setup.workspace);
   }
   WriteScalars(setup.beta, scratch);
   // Without scales, LoadChunk needs two arrays of the table: the groups' first rows, and the counts of blocks of 16
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status LaunchGemmSetup(cudaStream_t stream, const Groups& groups, const GemmSetup& setup, const GemmScratch& scratch) {
   const Operand& d = setup.matrices[2];
-  const int64_t d_bytes = setup.zero_rest ? groups.capacity * d.rows * d.element_bytes : 0;
+  const int64_t d_bytes = setup.zero_other_rows ? groups.capacity * d.rows * d.element_bytes : 0;
   const dim3 blocks(1 + ZeroingBlocks(setup.workspace.bytes + d_bytes), groups.batch);
   return Launch("Launching the setup of a grouped product", stream, {blocks, kThreads},
                 setup.scaled ? SetUpGemm<true> : SetUpGemm<false>, groups, setup, scratch);

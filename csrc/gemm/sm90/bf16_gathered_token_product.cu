@@ -62,7 +62,7 @@ class GatheredTokenTiles {
     tile.output.row = position.row * GatheredTile::kRows;
     tile.output.column = position.column * GatheredTile::kColumns;
     tile.output.rows = rows_ - tile.output.row;
-    tile.output.blocks = static_cast<int32_t>(CeilDiv(args_.tokens.columns, GatheredTile::kDepth));
+    tile.output.stages = static_cast<int32_t>(CeilDiv(args_.tokens.columns, GatheredTile::kDepth));
     tile.weight = element_ / args_.elements_per_weight * args_.table.num_groups + group_;
     tile.shared = position.shared;
     return tile;
@@ -136,10 +136,10 @@ __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const 
     const RowsOfThread<GatheredTile::kRows> rows = next_rows;
     if (leads) queue.Post(tile.output);
     // The next tile is found when the ring has begun to fill with this one. Its indices arrive during this tile.
-    const int32_t last = max(tile.output.blocks, 1) - 1;
+    const int32_t last = max(tile.output.stages, 1) - 1;
     for (int32_t block = 0; block <= last; ++block) {
       if (block == min(last, GatheredTile::kStages / 2)) find_next(index + Clusters());
-      if (tile.output.blocks == 0) break;
+      if (tile.output.stages == 0) break;
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (leads && Lane() == 0) {
@@ -168,7 +168,7 @@ __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const
     const bool has_rows = first_row < tile.rows;
     WideFragment sums;
     Clear(sums);
-    MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.blocks, tile.rows, stage, sums);
+    MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.stages, tile.rows, stage, sums);
     if (!has_rows) continue;
     // The rows below this group's last row may belong to another group.
     const bool whole = first_row + Fragment::kRows <= tile.rows;
@@ -180,7 +180,7 @@ __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const
       const int32_t column = tile.column + half * Fragment::kColumns;
       if (column >= args.features) continue;
       staging.StoreRows(sums.halves[half], args.features - column,
-                        [&](uint32_t box, int in_half) { StoreBox(result, box, column + in_half, row); });
+                        [&](uint32_t box, int in_half) { StoreBox(result, {column + in_half, row}, box); });
     }
   }
 }
@@ -193,7 +193,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
-  SetUpGatheringBlock(shared);
+  SetUpCluster<GatheredTile::kStages>(shared, kGatheredFullArrivals, kGatheredEmptyArrivals, kWarpGroupThreads);
   RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
       [&] { ProduceGatheredTokens<kWeightTransposed>(args, shared); },
       [&](const ThreadPosition& position) { MultiplyGatheredTokens<T, kWeightTransposed>(args, shared, position); });

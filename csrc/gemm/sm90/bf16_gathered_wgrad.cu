@@ -70,7 +70,7 @@ class GatheredWgradTiles {
     tile_.output.group = element * args_.table.num_groups + group;
     tile_.output.group_row = Uniform(first[0]);
     tile_.tokens = Uniform(first[1]) - tile_.output.group_row;
-    tile_.output.blocks = static_cast<int32_t>(CeilDiv(tile_.tokens, GatheredTile::kDepth));
+    tile_.output.stages = static_cast<int32_t>(CeilDiv(tile_.tokens, GatheredTile::kDepth));
   }
 
   const GatheredWgradArguments& args_;
@@ -105,7 +105,7 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
         AcquireTensorMap(map);
       }
     }
-    const int32_t last = max(output.blocks, 1) - 1;
+    const int32_t last = max(output.stages, 1) - 1;
     for (int32_t block = 0; block <= last; ++block) {
       // The next tile is found when the ring has begun to fill with this one.
       if (block == min(last, GatheredTile::kStages / 2)) {
@@ -120,7 +120,7 @@ __device__ inline void ProduceGatheredWgrad(const GatheredWgradArguments& args, 
       const int32_t next_row = ends ? next_tile.output.group_row : output.group_row;
       const int32_t next_tokens = ends ? next_tile.tokens : tile.tokens;
       next.Load(args.gathered, int64_t{next_row} + next_token, next_tokens - next_token);
-      if (output.blocks == 0) break;
+      if (output.stages == 0) break;
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (leads && Lane() == 0) {
@@ -150,11 +150,11 @@ __device__ __forceinline__ void StoreWgrad(const GatheredWgradArguments& args, c
     if (column >= args.column_features) continue;
     if constexpr (kGathersDy) {
       staging.StoreTransposed(sums.halves[half], [&](uint32_t box, int x_feature, int dy_feature) {
-        StoreBox(&args.dweight, box, tile.row + first_row + dy_feature, column + x_feature, tile.group);
+        StoreBox(&args.dweight, {tile.row + first_row + dy_feature, column + x_feature, tile.group}, box);
       });
     } else {
       staging.StoreRows(sums.halves[half], args.column_features - column, [&](uint32_t box, int dy_feature) {
-        StoreBox(&args.dweight, box, column + dy_feature, tile.row + first_row, tile.group);
+        StoreBox(&args.dweight, {column + dy_feature, tile.row + first_row, tile.group}, box);
       });
     }
   }
@@ -172,7 +172,7 @@ __device__ void MultiplyGatheredWgrad(const GatheredWgradArguments& args, const 
     const int first_row = position.group * Fragment::kRows;
     WideFragment sums;
     Clear(sums);
-    MultiplyStages<T, true, true>(shared, position.group, tile.blocks, tile.rows, stage, sums);
+    MultiplyStages<T, true, true>(shared, position.group, tile.stages, tile.rows, stage, sums);
     if (first_row < tile.rows) StoreWgrad<kGathersDy>(args, tile, first_row, sums, staging);
   }
 }
@@ -185,7 +185,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
-  SetUpGatheringBlock(shared);
+  SetUpCluster<GatheredTile::kStages>(shared, kGatheredFullArrivals, kGatheredEmptyArrivals, kWarpGroupThreads);
   RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
       [&] { ProduceGatheredWgrad(args, shared); },
       [&](const ThreadPosition& position) { MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position); });

@@ -46,23 +46,23 @@ __device__ void ProduceTokens(const TokenOperands& operands, const Addresses& sh
   for (int32_t index = FirstTileIndex(); index < operands.cluster_tiles; index += Clusters()) {
     const OutputTile& tile = tiles.At(index);
     queue.Post(tile);
-    if (tile.blocks == 0) continue;
+    if (tile.stages == 0) continue;
     const int32_t token = tiles.FirstToken() + tile.row + first_in_slice;
     const int32_t feature = tiles.Weight() * operands.features + tile.column;
     // The slices of a group's last tile that have no rows are not copied.
     const auto slices = static_cast<int32_t>(CeilDiv(min(tile.rows, kTileRows), kSliceRows));
     const uint32_t bytes = slices * kSliceRows * kDepth + sizeof(Shared::columns[0]);
     StageScales scales(operands, tiles, tile);
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (Lane() == 0) {
         const uint32_t full = shared.Full(s);
         ArriveExpecting(full, bytes);
         if (first_in_slice < tile.rows) {
-          LoadBox<kCluster>(shared.Rows(s) + first_in_slice * kDepth, &operands.tokens, block * kDepth, token, full);
+          LoadBox<kCluster>(shared.Rows(s) + first_in_slice * kDepth, &operands.tokens, {block * kDepth, token}, full);
         }
-        LoadBox<1>(shared.Columns(s), &operands.weights, block * kDepth, feature, full);
+        LoadBox<1>(shared.Columns(s), &operands.weights, {block * kDepth, feature}, full);
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
         scales.Copy<kTileRows>(block, shared.RowScale(s), shared.WeightScale(s));
@@ -82,7 +82,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
     const OutputTile tile = queue.Take();
     Fragment sums[kWaves];
     Clear(sums);
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Full(s), stage.parity);
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
       }
       Release(shared.Empty(s));
     }
-    if (tile.blocks == 0 || tile.column >= args.operands.features) continue;
+    if (tile.stages == 0 || tile.column >= args.operands.features) continue;
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
       const int first_row = FirstRow(position.group, wave);
@@ -107,7 +107,7 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
       const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
       if (!whole && position.warp == 0) AcquireTensorMap(result);
       staging.StoreRows(sums[wave], args.operands.features - tile.column,
-                        [&](uint32_t box, int column) { StoreBox(result, box, tile.column + column, row); });
+                        [&](uint32_t box, int column) { StoreBox(result, {tile.column + column, row}, box); });
     }
   }
 }
@@ -116,11 +116,11 @@ __device__ void MultiplyTokens(const TokenArguments& args, const Addresses& shar
 
 template <typename TokenType, typename WeightType, ScalingMode kMode>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
-    GroupedTokenProduct(const __grid_constant__ TokenArguments args) {
+    Fp8TokenProduct(const __grid_constant__ TokenArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
-  SetUpBlock<kMode>(shared);
+  SetUpCluster<kStages>(shared, kFullArrivals<kMode>, kEmptyArrivals, 32);
   const auto produce = [&] {
     if (LeadsProducer()) ProduceTokens<kMode>(args.operands, shared);
   };
@@ -132,10 +132,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 
 static_assert(kTileTokens == kTileRows && kTileFeatures == kTileColumns, "the header tells the tiles of the kernel");
 
-int64_t MaxTokenProductWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups); }
+int64_t MaxFp8TokenProductWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups); }
 
-Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
-                          const GemmBuffers& buffers) {
+Status LaunchFp8TokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                             const GemmBuffers& buffers) {
   const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   TokenArguments args{};
   using RowBlocks = Counts<RowBlock::k4, TokenTile::kRowBlock>;
@@ -144,9 +144,9 @@ Status LaunchTokenProduct(cudaStream_t stream, int device, const GemmProblem& pr
       LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
   args.results = workspace.maps;
   args.result_type = problem.result_type;
-  JAX_GROUPED_RETURN_IF_FAILED(DescribeOperands<TokenTile>(problem, groups, buffers, workspace.table, &args.operands));
+  JAX_GROUPED_RETURN_IF_FAILED(EncodeOperands<TokenTile>(problem, groups, buffers, workspace.table, &args.operands));
   return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
-    const auto kernel = GroupedTokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
+    const auto kernel = Fp8TokenProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
     return LaunchClusters("Launching a grouped product", stream, device, sizeof(Shared), args.operands.cluster_tiles,
                           kernel, args);
   });

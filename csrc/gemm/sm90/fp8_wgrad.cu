@@ -69,7 +69,7 @@ class WgradTiles {
     const int32_t* first = table.At(group / table.num_groups).BlocksBefore(RowBlock::k128) + group % table.num_groups;
     first_block_ = Uniform(first[0]);
     tile_.group = group;
-    tile_.blocks = Uniform(first[1]) - first_block_;
+    tile_.stages = Uniform(first[1]) - first_block_;
     if constexpr (kMode == ScalingMode::kTensor) {
       tile_.scale = MultiplyScales(args_.x_scale[group], args_.dy_scale[group]);
     }
@@ -100,8 +100,8 @@ __device__ void LoadAccumulator(const WgradArguments& args, const Addresses& sha
                                 Stage& stage) {
   const auto load = [&](uint32_t boxes, int part, int first_box, int count, uint32_t full) {
     for (int box = 0; box < count; ++box) {
-      LoadBox<1>(boxes + box * kBoxBytes, &args.dweight, tile.column + (first_box + box) * kAccumulatorBoxColumns,
-                 tile.row + part * Fragment::kRows, tile.group, full);
+      const int32_t column = tile.column + (first_box + box) * kAccumulatorBoxColumns;
+      LoadBox<1>(boxes + box * kBoxBytes, &args.dweight, {column, tile.row + part * Fragment::kRows, tile.group}, full);
     }
   };
 #pragma unroll 1
@@ -151,17 +151,17 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
   while (more) {
     const OutputTile tile = tiles.Last();
     constexpr uint32_t kBytes = sizeof(Shared::rows[0]) + sizeof(Shared::columns[0]);
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
-      if (block == tile.blocks / 2) scheduler.Publish();
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
+      if (block == tile.stages / 2) scheduler.Publish();
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (Lane() == 0) {
         const uint32_t full = shared.Full(s);
         const int32_t token = block * kDepth;
         ArriveExpecting(full, kBytes);
-        LoadBox<kCluster>(shared.Rows(s) + first_in_slice * kDepth, args.maps.X(group), token,
-                          tile.row + first_in_slice, full);
-        LoadBox<1>(shared.Columns(s), args.maps.Dy(group), token, tile.column, full);
+        LoadBox<kCluster>(shared.Rows(s) + first_in_slice * kDepth, args.maps.X(group),
+                          {token, tile.row + first_in_slice}, full);
+        LoadBox<1>(shared.Columns(s), args.maps.Dy(group), {token, tile.column}, full);
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
         const int64_t scale_row = tiles.FirstBlock() + block;
@@ -173,10 +173,10 @@ __device__ void ProduceWgrad(const WgradArguments& args, const Addresses& shared
       }
       __syncwarp();
     }
-    if (tile.blocks == 0) scheduler.Publish();
+    if (tile.stages == 0) scheduler.Publish();
     // Finds the next tile first: the stages of the accumulator wait for products.
     more = begin(scheduler.Next());
-    if (args.accumulate && tile.blocks > 0) LoadAccumulator<kMode>(args, shared, tile, stage);
+    if (args.accumulate && tile.stages > 0) LoadAccumulator<kMode>(args, shared, tile, stage);
   }
   queue.Post(OutputTile());
 }
@@ -237,7 +237,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
     if (Uniform(tile.group) < 0) break;
     Fragment sums[kWaves];
     Clear(sums);
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
       const int s = stage.index;
       ColumnScales column_scales;
       RowScales row_scales[kWaves];
@@ -270,7 +270,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
 #pragma unroll
       for (Fragment& sum : sums) Scale(tile.scale, sum);
     }
-    if (args.accumulate && tile.blocks == 0) continue;
+    if (args.accumulate && tile.stages == 0) continue;
 #pragma unroll
     for (int wave = 0; wave < kWaves; ++wave) {
       // The last stage has what the first group adds to its second wave. The first wave is stored before it arrives.
@@ -285,7 +285,7 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
       const int first_row = FirstRow(position.group, wave);
       if (tile.column >= args.out_features || first_row >= tile.rows) continue;
       staging.StoreRows(sums[wave], args.out_features - tile.column, [&](uint32_t box, int column) {
-        StoreBox(&args.dweight, box, tile.column + column, tile.row + first_row, tile.group);
+        StoreBox(&args.dweight, {tile.column + column, tile.row + first_row, tile.group}, box);
       });
     }
   }
@@ -295,11 +295,11 @@ __device__ void MultiplyWgrad(const WgradArguments& args, const Addresses& share
 
 template <typename XType, typename DyType, ScalingMode kMode>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
-    GroupedWgrad(const __grid_constant__ WgradArguments args) {
+    Fp8Wgrad(const __grid_constant__ WgradArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const Addresses shared{SharedAddress(memory)};
-  SetUpBlock<kMode>(shared);
+  SetUpCluster<kStages>(shared, kFullArrivals<kMode>, kEmptyArrivals, 32);
   const auto produce = [&] {
     if (LeadsProducer()) ProduceWgrad<kMode>(args, shared);
   };
@@ -323,7 +323,7 @@ struct WgradSetup {
 };
 
 // Finds the groups of a batch element in each block and describes their operands.
-__global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const __grid_constant__ WgradSetup args) {
+__global__ void __launch_bounds__(kSetupThreads) SetUpFp8Wgrad(Groups batch, const __grid_constant__ WgradSetup args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   cudaTriggerProgrammaticLaunchCompletion();
   const auto element = static_cast<int32_t>(blockIdx.x);
@@ -346,10 +346,10 @@ __global__ void __launch_bounds__(kSetupThreads) SetUpWgrad(Groups batch, const 
 
 }  // namespace
 
-int64_t MaxWgradWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups, 2); }
+int64_t MaxFp8WgradWorkspaceBytes(int64_t all_groups) { return GroupRowsWorkspace::MaxBytes(all_groups, 2); }
 
-Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
-                   const GemmBuffers& buffers) {
+Status LaunchFp8Wgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                      const GemmBuffers& buffers) {
   const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups, 2);
   const auto in_features = static_cast<int32_t>(problem.in_features);
   const auto out_features = static_cast<int32_t>(problem.out_features);
@@ -368,8 +368,8 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(Fp8Boxes(buffers.b, kFp8Alignment, out_features, kTileColumns), &setup.maps[1]));
   const dim3 elements(groups.batch);
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads}, SetUpWgrad, groups, setup));
+  JAX_GROUPED_RETURN_IF_FAILED(Launch("Launching the setup of a weight gradient", stream, {elements, kSetupThreads},
+                                      SetUpFp8Wgrad, groups, setup));
 
   const int64_t group_tiles = CeilDiv(in_features, kTileRows) * CeilDiv(out_features, kCluster * kTileColumns);
   WgradArguments args{};
@@ -386,7 +386,7 @@ Status LaunchWgrad(cudaStream_t stream, int device, const GemmProblem& problem, 
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeTensorMap(WgradBoxes(problem, buffers.d, groups.AllGroups(), Fragment::kRows), &args.dweight));
   return WithTypes(problem, [&](auto x, auto dy, auto mode) {
-    const auto kernel = GroupedWgrad<decltype(x), decltype(dy), decltype(mode)::value>;
+    const auto kernel = Fp8Wgrad<decltype(x), decltype(dy), decltype(mode)::value>;
     return LaunchClusters("Launching a weight gradient", stream, device, sizeof(Shared), args.cluster_tiles, kernel,
                           args);
   });

@@ -199,8 +199,8 @@ __device__ __forceinline__ void LoadOperand(const CUtensorMap* map, uint32_t sta
   using Boxes = OperandBoxes<kExtent, kTransposed>;
   const auto load = [&](int box, auto blocks) {
     const int32_t at = extent + box * Boxes::kBoxExtent;
-    LoadBox<decltype(blocks)::value>(stage + box * Boxes::kBytes, map, kTransposed ? at : depth,
-                                     kTransposed ? depth : at, matrix, full);
+    LoadBox<decltype(blocks)::value>(stage + box * Boxes::kBytes, map,
+                                     {kTransposed ? at : depth, kTransposed ? depth : at, matrix}, full);
   };
   if (shared) {
     constexpr int kHalf = Boxes::kCount / kCluster;
@@ -214,17 +214,9 @@ __device__ __forceinline__ void LoadOperand(const CUtensorMap* map, uint32_t sta
   }
 }
 
-// Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it.
-__device__ __forceinline__ void SetUpGatheringBlock(const GatheredAddresses& shared) {
-  if (threadIdx.x == 0) {
-    InitRings<GatheredTile::kStages>(shared, 1 + kWarpGroupThreads, kMathThreads / 32 * kCluster);
-    InitBarrier(shared.NextFull(), 1);
-    InitBarrier(shared.NextEmpty(), kWarpGroupThreads * kCluster);
-    FenceBarrierInit();
-  }
-  SynchronizeCluster();
-  cudaGridDependencySynchronize();
-}
+// Arrivals that end a phase of `full` and of `empty`.
+constexpr int kGatheredFullArrivals = 1 + kWarpGroupThreads;
+constexpr int kGatheredEmptyArrivals = kMathThreads / 32 * kCluster;
 
 // Releases a stage whose products this warp group has finished, in both blocks of the cluster: both copy to it.
 __device__ __forceinline__ void ReleaseFromWarp(uint32_t empty) {

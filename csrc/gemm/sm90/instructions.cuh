@@ -157,28 +157,13 @@ __device__ inline void ReplaceRows(CUtensorMap* map, const void* base, uint32_t 
   ptx::tensormap_replace_global_dim(ptx::space_shared, map, ptx::n32_t<1>(), rows);
 }
 
-// Copies a box of a matrix to shared memory, to the same address in each of the first `kBlocks` blocks of the cluster.
-// The barrier of each of these blocks counts the bytes. Elements outside the matrix become zero.
-template <int kBlocks>
-__device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, uint32_t barrier) {
+// Copies a box to shared memory, to the same address in each of the first `kBlocks` blocks of the cluster. Its position
+// is {column, row} of a matrix, or {column, row, matrix} of a stack. The barrier of each of these blocks counts the
+// bytes. Elements outside the matrix become zero.
+template <int kBlocks, int kAxes>
+__device__ void LoadBox(uint32_t box, const CUtensorMap* map, const int32_t (&position)[kAxes], uint32_t barrier) {
   auto* const destination = SharedPointer<void>(box);
   auto* const copied = SharedPointer<Barrier>(barrier);
-  const int32_t position[] = {column, row};
-  if constexpr (kBlocks == 1) {
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied);
-  } else {
-    constexpr uint16_t kMask = (1 << kBlocks) - 1;
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied, kMask);
-  }
-}
-
-// Copies a box of one matrix of a stack in the same way.
-template <int kBlocks>
-__device__ void LoadBox(uint32_t box, const CUtensorMap* map, int32_t column, int32_t row, int32_t matrix,
-                        uint32_t barrier) {
-  auto* const destination = SharedPointer<void>(box);
-  auto* const copied = SharedPointer<Barrier>(barrier);
-  const int32_t position[] = {column, row, matrix};
   if constexpr (kBlocks == 1) {
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, destination, map, position, copied);
   } else {
@@ -207,14 +192,9 @@ __device__ inline void ArriveAfterCopies(uint32_t barrier) {
   ptx::cp_async_mbarrier_arrive_noinc(SharedPointer<Barrier>(barrier));
 }
 
-// Copies a box from shared memory to a matrix or to one matrix of a stack. Elements outside the matrix are not written.
-__device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row) {
-  const int32_t position[] = {column, row};
-  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, position, SharedPointer<void>(box));
-}
-
-__device__ inline void StoreBox(const CUtensorMap* map, uint32_t box, int32_t column, int32_t row, int32_t matrix) {
-  const int32_t position[] = {column, row, matrix};
+// Copies a box from shared memory to such a position. Elements outside the matrix are not written.
+template <int kAxes>
+__device__ void StoreBox(const CUtensorMap* map, const int32_t (&position)[kAxes], uint32_t box) {
   ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, position, SharedPointer<void>(box));
 }
 

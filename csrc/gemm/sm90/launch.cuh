@@ -93,8 +93,7 @@ Status WithTypes(const GemmProblem& problem, const Launch& launch) {
 }
 
 // Launches a kernel with `shared_bytes` of dynamic shared memory on all SMs, or on fewer if there are fewer cluster
-// tiles than clusters. The kernel starts early and waits for its setup in SetUpBlock or
-// SetUpGatheringBlock.
+// tiles than clusters. The kernel starts early and waits for its setup in SetUpCluster.
 template <typename Arguments>
 Status LaunchClusters(const char* what, cudaStream_t stream, int device, int shared_bytes, int32_t tiles,
                       void (*kernel)(Arguments), const Arguments& args) {
@@ -224,7 +223,7 @@ struct GroupRowsWorkspace {
 // without it, the groups get no maps either.
 template <typename Blocks>
 Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& groups, const BoxedTensor& array,
-                       const RowBlockCounts& element_row_blocks, bool zeroes_other_rows, bool orders_groups,
+                       const RowBlockCounts& element_row_blocks, bool zero_other_rows, bool orders_groups,
                        const GroupRowsWorkspace& workspace, CUtensorMap* whole) {
   GroupRowsSetup setup{};
   if (whole != nullptr) {
@@ -238,7 +237,7 @@ Status LaunchGroupRows(const char* what, cudaStream_t stream, const Groups& grou
   setup.table = workspace.table;
   if (orders_groups) setup.order = workspace.order;
   setup.tile_counter = workspace.tile_counter;
-  const int zeroing_blocks = zeroes_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
+  const int zeroing_blocks = zero_other_rows ? ZeroingBlocks(groups.capacity * setup.row_bytes) : 0;
   const dim3 blocks(1 + zeroing_blocks, groups.batch);
   return Launch(what, stream, {blocks, kGroupRowsThreads}, SetUpGroupRows<Blocks>, groups, setup);
 }

@@ -91,7 +91,7 @@ struct alignas(16) OutputTile {
   int32_t row = 0;        // first row, counted in the group's result
   int32_t column = 0;     // first column; may lie right of the result
   int32_t rows = 0;       // rows of the result from `row` on; may exceed the tile's
-  int32_t blocks = 0;     // number of stages to sum over: blocks of kDepth, or of the depth of a gathering product
+  int32_t stages = 0;     // number of stages to sum over, each of kDepth, or of the depth of a gathering product
   float scale = 1.0f;     // factor of all products, with one scale per tensor
 };
 
@@ -217,7 +217,7 @@ class TileQueue {
       slot->row = tile.row;
       slot->column = tile.column;
       slot->rows = tile.rows;
-      slot->blocks = tile.blocks;
+      slot->stages = tile.stages;
       slot->scale = tile.scale;
       Arrive(shared_.TileFull(slot_.index));
     }
@@ -380,28 +380,28 @@ __device__ __forceinline__ void InitRings(const SharedAddresses& shared, int ful
   }
 }
 
-// Arrivals at `full` that end a phase: with 1x128 scales, also those of the producer's lanes after their copies.
-template <ScalingMode kMode>
-constexpr int kFullArrivals = kMode == ScalingMode::kBlock1D ? 1 + 32 : 1;
-
-// Sets up the barriers and waits for the setup kernel. Whole clusters of kThreads must call it. The warps then divide
-// the registers between them.
-//
-// The producer is one warp. One of its lanes starts the copies of operands to a stage. With 1x128 scales, each of its
-// 32 lanes copies some of the stage's scales. The math threads multiply. Each of them arrives at the stage's empty
-// barrier when it has read the stage. One lane could arrive for its warp after __syncwarp(), but compute-sanitizer does
-// not see that the other lanes' reads come first.
-template <ScalingMode kMode>
-__device__ __forceinline__ void SetUpBlock(const Addresses& shared) {
+// Sets up the barriers of a cluster and waits for the setup kernel. The arrivals are those of InitRings;
+// `producer_threads` of every block wait for the next tile. Whole clusters of kThreads must call it.
+template <int kRingStages, typename SharedAddresses>
+__device__ __forceinline__ void SetUpCluster(const SharedAddresses& shared, int full_arrivals, int empty_arrivals,
+                                             int producer_threads) {
   if (threadIdx.x == 0) {
-    InitRings<kStages>(shared, kFullArrivals<kMode>, kMathThreads * kCluster);
+    InitRings<kRingStages>(shared, full_arrivals, empty_arrivals);
     InitBarrier(shared.NextFull(), 1);
-    InitBarrier(shared.NextEmpty(), 32 * kCluster);
+    InitBarrier(shared.NextEmpty(), producer_threads * kCluster);
     FenceBarrierInit();
   }
   SynchronizeCluster();
   cudaGridDependencySynchronize();
 }
+
+// Arrivals of FP8 products that end a phase of `full` and of `empty`. The producer is one warp. One of its lanes starts
+// the copies of operands to a stage, and with 1x128 scales each of its 32 lanes copies some of the stage's scales. Each
+// math thread arrives when it has read the stage. One lane could arrive for its warp after __syncwarp(), but
+// compute-sanitizer does not see that the other lanes' reads come first.
+template <ScalingMode kMode>
+constexpr int kFullArrivals = kMode == ScalingMode::kBlock1D ? 1 + 32 : 1;
+constexpr int kEmptyArrivals = kMathThreads * kCluster;
 
 // Returns true in the warp of the producer that finds tiles and uses the TMA.
 __device__ __forceinline__ bool LeadsProducer() { return Uniform(Warp()) == kMathThreads / 32; }

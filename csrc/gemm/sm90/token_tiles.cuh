@@ -36,8 +36,8 @@ struct TokenOperands {
 
 // Describes the operands of a problem. The table is that of its groups.
 template <typename Tile>
-Status DescribeOperands(const GemmProblem& problem, const Groups& groups, const GemmBuffers& buffers,
-                        const GroupTable& table, TokenOperands* operands) {
+Status EncodeOperands(const GemmProblem& problem, const Groups& groups, const GemmBuffers& buffers,
+                      const GroupTable& table, TokenOperands* operands) {
   const int64_t depth = Depth(problem);
   const int64_t features = ResultFeatures(problem);
   const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, Tile::kRows);
@@ -66,10 +66,10 @@ class TokenTiles {
 
   __device__ const OutputTile& At(int32_t index) {
     if (const int32_t element = index / operands_.element_cluster_tiles; element != element_) Enter(element);
-    tile_.blocks = 0;
+    tile_.stages = 0;
     const int32_t row_tile = index / wide_;  // counted through the batch, as in the table
     if (row_tile >= after_ && !Find(row_tile)) return tile_;
-    tile_.blocks = static_cast<int32_t>(CeilDiv(operands_.depth, kDepth));
+    tile_.stages = static_cast<int32_t>(CeilDiv(operands_.depth, kDepth));
     SetTilePosition<Tile::kRows, Tile::kBlocks>(index - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;
     return tile_;
@@ -145,9 +145,9 @@ class StageScales {
   template <typename Tiles>
   __device__ StageScales(const TokenOperands& operands, const Tiles& tiles, const OutputTile& tile)
       : stride_(static_cast<int32_t>(RoundUp(tiles.Tokens(), 4))), count_(stride_ - tile.row) {
-    token_ = operands.token_scale + int64_t{4} * tile.blocks * tiles.FirstScaleBlock() + tile.row;
+    token_ = operands.token_scale + int64_t{4} * tile.stages * tiles.FirstScaleBlock() + tile.row;
     const int32_t feature_block = min(tile.column, operands.features - 1) / kBlock;
-    weight_ = operands.weight_scale + tiles.Weight() * operands.weight_scales + feature_block * RoundUp(tile.blocks, 4);
+    weight_ = operands.weight_scale + tiles.Weight() * operands.weight_scales + feature_block * RoundUp(tile.stages, 4);
   }
 
   // Starts copies of the scales of block `block`: of the tile's tokens, and of the weights in it and its neighbours.

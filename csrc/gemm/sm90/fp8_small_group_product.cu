@@ -91,22 +91,22 @@ __device__ void ProduceSmallGroups(const TokenOperands& operands, const SmallGro
   for (auto index = static_cast<int32_t>(blockIdx.x); index < operands.cluster_tiles; index += gridDim.x) {
     const OutputTile& tile = tiles.At(index);
     queue.Post(tile);
-    if (tile.blocks == 0) continue;
+    if (tile.stages == 0) continue;
     const int32_t token = tiles.FirstToken() + tile.row;
     const int32_t feature = tiles.Weight() * operands.features + tile.column;
     const int32_t rows = min(tile.rows, SmallGroupTile::kRows);
     const uint32_t bytes = RoundUp(rows, SmallGroupTile::kBoxRows) * kDepth + sizeof(SmallGroupShared::weights[0]);
     StageScales scales(operands, tiles, tile);
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (Lane() == 0) {
         const uint32_t full = shared.Full(s);
         ArriveExpecting(full, bytes);
-        LoadBox<1>(shared.Weights(s), &operands.weights, block * kDepth, feature, full);
+        LoadBox<1>(shared.Weights(s), &operands.weights, {block * kDepth, feature}, full);
 #pragma unroll 1
         for (int32_t row = 0; row < rows; row += SmallGroupTile::kBoxRows) {
-          LoadBox<1>(shared.Tokens(s) + row * kDepth, &operands.tokens, block * kDepth, token + row, full);
+          LoadBox<1>(shared.Tokens(s) + row * kDepth, &operands.tokens, {block * kDepth, token + row}, full);
         }
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
@@ -155,7 +155,7 @@ __device__ void MultiplySmallGroups(const SmallGroupArguments& args, const Small
   for (auto index = static_cast<int32_t>(blockIdx.x); index < operands.cluster_tiles; index += gridDim.x) {
     const OutputTile tile = queue.Take();
     Fragment sums{};
-    for (int32_t block = 0; block < tile.blocks; ++block, stage.Advance()) {
+    for (int32_t block = 0; block < tile.stages; ++block, stage.Advance()) {
       const int s = stage.index;
       WaitForPhase(shared.Full(s), stage.parity);
       if (first_row < tile.rows) {
@@ -167,7 +167,7 @@ __device__ void MultiplySmallGroups(const SmallGroupArguments& args, const Small
     }
     const int32_t rows = tile.rows - first_row;
     const int32_t columns = operands.features - tile.column;
-    if (tile.blocks == 0 || rows <= 0) continue;
+    if (tile.stages == 0 || rows <= 0) continue;
     if constexpr (kMode == ScalingMode::kTensor) Scale(tile.scale, sums);
     const int64_t first = int64_t{tile.group_row + tile.row + first_row} * operands.features + tile.column;
     const auto store = [&](auto* result) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void SetUpSmallGroups(const SmallGroupAddresses& shar
 
 template <typename TokenType, typename WeightType, ScalingMode kMode>
 __global__ void __launch_bounds__(kSmallGroupThreads, 1)
-    SmallGroupProduct(const __grid_constant__ SmallGroupArguments args) {
+    Fp8SmallGroupProduct(const __grid_constant__ SmallGroupArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const SmallGroupAddresses shared{SharedAddress(memory)};
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kSmallGroupThreads, 1)
 #endif
 }
 
-Status LaunchSmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
-                               const GemmBuffers& buffers) {
+Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                                  const GemmBuffers& buffers) {
   const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   SmallGroupArguments args{};
   using RowBlocks = Counts<RowBlock::k4, SmallGroupTile::kRowBlock>;
@@ -222,11 +222,11 @@ Status LaunchSmallGroupProduct(cudaStream_t stream, int device, const GemmProble
   args.result = buffers.d;
   args.result_type = problem.result_type;
   JAX_GROUPED_RETURN_IF_FAILED(
-      DescribeOperands<SmallGroupTile>(problem, groups, buffers, workspace.table, &args.operands));
+      EncodeOperands<SmallGroupTile>(problem, groups, buffers, workspace.table, &args.operands));
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(device, &properties));
   return WithTypes(problem, [&](auto tokens, auto weights, auto mode) {
-    const auto kernel = SmallGroupProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
+    const auto kernel = Fp8SmallGroupProduct<decltype(tokens), decltype(weights), decltype(mode)::value>;
     constexpr int kSharedBytes = sizeof(SmallGroupShared);
     JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), kSharedBytes));
     const Grid grid{std::min(args.operands.cluster_tiles, properties.processors), kSmallGroupThreads, kSharedBytes};
