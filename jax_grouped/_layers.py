@@ -36,7 +36,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.moe.experts import grouped_mlp
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.parallel import Parallel
-from jax_grouped.moe.routing import Router
+from jax_grouped.moe.routing import Router, Routing, checked_mask, masked
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import stacklevel_of_user
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
@@ -110,7 +110,7 @@ def make_canonical(fields: dict[str, Any]) -> None:
     if dtype is not None:
         canonical_dtype("dtype", dtype)
     for name, value in list(fields.items()):
-        if name in ("use_bias", "cache_kernel"):
+        if name in ("use_bias", "cache_kernel", "use_shared_gate", "sow_metrics"):
             fields[name] = static_bool(name, value)
         elif name == "shape":
             fields[name] = tuple([static_size(name, size) for size in value])
@@ -118,6 +118,8 @@ def make_canonical(fields: dict[str, Any]) -> None:
             fields[name] = size = static_size(name, value)
             if recipe is not None and name.endswith("features") and size % FP8_ALIGNMENT:
                 raise ValueError(f"{name} must be a multiple of {FP8_ALIGNMENT} with a recipe, got {size}.")
+    if fields.get("use_shared_gate") and fields.get("shared_features") is None:
+        raise ValueError("use_shared_gate=True needs shared_features.")
     if fields.get("cache_kernel") and recipe is None and dtype is None:
         raise ValueError("cache_kernel=True needs a recipe, or a dtype that the kernel is converted to.")
 
@@ -224,13 +226,19 @@ def apply_moe(
     router: Router,
     parallel: Parallel,
     x: jax.Array,
-    logits_layer: Callable[[jax.Array], jax.Array],
     weights: dict[str, Weights],
-    selection_bias: jax.Array | None,
-    shared: jax.Array | None,
     accumulate_into: Mapping[str, jax.Array] | None,
+    *,
+    routing: jax.Array | Routing | Callable[[jax.Array], Any] | None,
+    shared_gate: Callable[[jax.Array], jax.Array] | None,
+    selection_bias: jax.Array | None,
+    experts: jax.Array | None,
+    mask: jax.Array | None,
+    shared: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these options and weights, named as in `kernel_forms`."""
+    if routing is None:
+        raise ValueError("A router with use_kernel=False has no kernel: pass routing.")
     sums = {} if accumulate_into is None else accumulate_into
     if not isinstance(sums, Mapping):
         raise TypeError(f"accumulate_into must be a mapping such as {{'down': gradient}}, got {type(sums).__name__}.")
@@ -247,16 +255,31 @@ def apply_moe(
         shared = as_array("shared", shared)
         if shared.shape != x.shape:
             raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
-        shared = _as_rows(shared)
     tokens = _as_rows(x)
+    per_token = {
+        "shared": shared,
+        "experts": experts,
+        "mask": None if mask is None else as_array("mask", mask)[..., None],
+    }
+    for name, array in per_token.items():
+        if array is not None and jnp.shape(array)[:-1] != x.shape[:-1]:
+            raise ValueError(f"{name} must have the leading shape of x, {x.shape[:-1]}, got {jnp.shape(array)[:-1]}.")
+    shared, experts, mask = (None if array is None else _as_rows(jnp.asarray(array)) for array in per_token.values())
+    if mask is not None:
+        # Zeros also for the routers, whose gradients are products with all tokens.
+        mask = checked_mask(mask[:, 0], tokens.shape[0])
+        tokens = masked(mask, tokens, 0)
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
     inputs.check_kernel("gate_up", flat, "x", tokens)
+    routed: Any = routing(tokens) if callable(routing) else jax.tree.map(_as_rows, routing)
     rows = tokens.astype(promoted_type(x, gate_up.kernel) if layer.dtype is None else layer.dtype)
     options: Any = dict(activation=layer.activation, recipe=layer.recipe, precision=layer.precision)
     if shared_expert:
         shared_gate_up, shared_down = map(flat_weights, shared_expert)
         group_sizes = jnp.array([rows.shape[0]], jnp.int32)
         result = grouped_mlp(rows, shared_gate_up, shared_down, group_sizes, **options)
+        if shared_gate is not None:
+            result = result * jax.nn.sigmoid(shared_gate(tokens))
         shared = result if shared is None else shared.astype(jnp.float32) + result
     num_sequences = None
     if router.balance_sequences:
@@ -265,14 +288,17 @@ def apply_moe(
         num_sequences = max(1, math.prod(x.shape[:-2]))
     y, metrics = moe_mlp(
         rows,
-        logits_layer(tokens),
+        routed,
         gate_up,
         down,
         router=router,
         parallel=parallel,
         selection_bias=selection_bias,
+        experts=experts,
+        mask=mask,
         num_sequences=num_sequences,
         shared=shared,
+        record=layer.sow_metrics,
         **options,
     )
     y = y.reshape(x.shape)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax_grouped.fp8.state import Fp8State
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.parallel import Parallel
-from jax_grouped.moe.routing import Router
+from jax_grouped.moe.routing import Router, Routing
 from jax_grouped.ops.dense import DenseResiduals, grouped_dense, grouped_dense_fwd
 from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
 
@@ -34,6 +34,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "KERNEL_CACHE",
+    "MOE_METRICS",
     "ROUTER_STATE",
     "GroupedDense",
     "GroupedKernel",
@@ -52,6 +53,8 @@ def __dir__() -> list[str]:
 KERNEL_CACHE = "kernel_cache"
 #: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
 ROUTER_STATE = "router_state"
+#: Name of the collection of the metrics of layers with `sow_metrics`.
+MOE_METRICS = "moe_metrics"
 
 
 class GroupedDense(nn.Module):
@@ -293,10 +296,14 @@ class MoEMlp(nn.Module):
         activation: that of the experts, see `jg.moe.grouped_mlp`.
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
             It has no bias. Every device computes it for its own tokens.
+        use_shared_gate: whether the shared expert's result is multiplied by the sigmoid of a product of the token with
+            a kernel `[K, 1]`, `shared_gate/kernel` (Qwen2-MoE).
         use_bias: whether the experts' products add a bias.
         recipe, cache_kernel, dtype, param_dtype, precision: as in `GroupedDense`, for the experts; `param_dtype` also
             for the router.
         initializers: of the parameters.
+        sow_metrics: whether calls also store the metrics, with the choice of experts, as `metrics` of the collection
+            `MOE_METRICS`, where `apply` makes that mutable; see `jg.moe.router_loss`.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
@@ -317,6 +324,7 @@ class MoEMlp(nn.Module):
     parallel: Parallel = Parallel()
     activation: Activation = "swiglu"
     shared_features: int | None = None
+    use_shared_gate: bool = False
     recipe: Recipe | None = None
     cache_kernel: bool = False
     use_bias: bool = False
@@ -324,6 +332,7 @@ class MoEMlp(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     precision: jax.lax.PrecisionLike = None
     initializers: MoEInitializers = MoEInitializers()
+    sow_metrics: bool = False
     logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
@@ -338,6 +347,9 @@ class MoEMlp(nn.Module):
         self,
         x: jax.Array,
         *,
+        routing: jax.Array | Routing | Callable[[jax.Array], Any] | None = None,
+        experts: jax.Array | None = None,
+        mask: jax.Array | None = None,
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
@@ -347,6 +359,10 @@ class MoEMlp(nn.Module):
 
         Args:
             x: `[..., K]`, tokens of any leading shape.
+            routing: logits `[..., E]`, or a `jg.moe.Routing` of arrays `[..., k]`, in place of the layer's own router;
+                or a function that returns them for tokens `[T, K]`.
+            experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
+            mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
             selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
@@ -376,15 +392,23 @@ class MoEMlp(nn.Module):
         def named(init: Initializer, *axes: str | None) -> Initializer:
             return init if self.logical_axes is None else nn.with_logical_partitioning(init, axes)
 
-        logits_layer = nn.Dense(
-            self.num_experts,
-            use_bias=router.use_bias,
-            dtype=jnp.float32,
-            param_dtype=self.param_dtype,
-            kernel_init=named(initializers.router, forms["gate_up"].axes[1], None),
-            bias_init=named(initializers.bias, None),
-            name="router",
-        )
+        def product(features: int, name: str, use_bias: bool) -> nn.Module:
+            return nn.Dense(
+                features,
+                use_bias=use_bias,
+                dtype=jnp.float32,
+                param_dtype=self.param_dtype,
+                kernel_init=named(initializers.router, forms["gate_up"].axes[1], None),
+                bias_init=named(initializers.bias, None),
+                name=name,
+            )
+
+        if router.use_kernel:
+            own_router = product(self.num_experts, "router", router.use_bias)
+            if self.is_initializing() and routing is not None:
+                own_router(jnp.reshape(x, (-1, x.shape[-1])))
+            routing = own_router if routing is None else routing
+        shared_gate = product(1, "shared_gate", False) if self.use_shared_gate else None
         if router.use_selection_bias and (selection_bias is None or self.is_initializing()):
             if not self.is_initializing() and not self.has_variable(ROUTER_STATE, "selection_bias"):
                 raise ValueError(
@@ -409,9 +433,23 @@ class MoEMlp(nn.Module):
                 name=name,
             )
             weights[name] = kernel.stored(is_first_microbatch, fsdp_axis=None if is_shared else parallel.fsdp)
-        return _layers.apply_moe(
-            self, router, parallel, x, logits_layer, weights, selection_bias, shared, accumulate_into
+        y, metrics = _layers.apply_moe(
+            self,
+            router,
+            parallel,
+            x,
+            weights,
+            accumulate_into,
+            routing=routing,
+            shared_gate=shared_gate,
+            selection_bias=selection_bias,
+            experts=experts,
+            mask=mask,
+            shared=shared,
         )
+        if self.sow_metrics and not self.is_initializing():
+            self.sow(MOE_METRICS, "metrics", metrics)
+        return y, metrics._replace(experts=None)
 
 
 def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:

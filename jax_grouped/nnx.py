@@ -1,6 +1,7 @@
 """Flax NNX layers. In their examples, `nnx` is `flax.nnx`."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax_grouped.fp8.state import Fp8State
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.moe.layer import MoEMetrics
 from jax_grouped.moe.parallel import Parallel
-from jax_grouped.moe.routing import Router
+from jax_grouped.moe.routing import Router, Routing
 from jax_grouped.ops.dense import DenseResiduals, grouped_dense, grouped_dense_fwd
 from jax_grouped.ops.inputs import GroupSizes, Weights, flat_weights
 
@@ -38,6 +39,7 @@ __all__ = [
     "MoEInitializers",
     "MoEMlp",
     "SelectionBias",
+    "SownMetrics",
     "default_kernel_init",
     "linen_variables",
     "load_variables",
@@ -287,6 +289,19 @@ class SelectionBias(nnx.Variable[jax.Array]):
     """
 
 
+class SownMetrics(nnx.Intermediate[tuple[MoEMetrics, ...]]):
+    """The metrics of the calls of a layer with `sow_metrics`, see `jax_grouped.moe.router_loss`.
+
+    Example:
+        router = jg.moe.Router(top_k=2)
+        layer = jg.nnx.MoEMlp(32, num_experts=4, hidden_features=16, router=router, sow_metrics=True, rngs=nnx.Rngs(0))
+
+        (y, _), sown = nnx.capture(layer, jg.nnx.SownMetrics)(jnp.ones((8, 32)))
+
+        assert jg.moe.router_loss(sown, balance=0.01) > 0
+    """
+
+
 class MoEMlp(nnx.Module):
     """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
 
@@ -294,18 +309,21 @@ class MoEMlp(nnx.Module):
     always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
 
     Attributes:
-        router: `nnx.Linear`, its kernel `[K, E]`.
+        router: `nnx.Linear`, its kernel `[K, E]`; None if the `Router` has `use_kernel=False`.
         router_options: the `Router`.
         gate_up: `GroupedKernel` of `[E, K, 2, F]`, the gate first; of `[E, K, F]` for an `activation` without a gate.
         down: `GroupedKernel` of `[E, F, K]`.
         shared_gate_up, shared_down: `GroupedKernel` of `[1, K, 2, S]` and `[1, S, K]` with `shared_features`, or None.
+        shared_gate: `nnx.Linear`, its kernel `[K, 1]`, with `use_shared_gate`, or None.
         selection_bias: `SelectionBias` of `float32[E]` if the router uses one, or None.
 
     Args:
         features: `K`, features of a token.
         num_experts, hidden_features: `E` and `F`.
-        router, parallel, activation, shared_features, recipe, cache_kernel, use_bias, dtype, param_dtype: as in linen.
-        precision, initializers, logical_axes: likewise; the names are the `out_sharding` of each `nnx.Param`.
+        router, parallel, activation, shared_features, use_shared_gate, recipe, cache_kernel, use_bias: as in linen.
+        dtype, param_dtype, precision, initializers: likewise.
+        sow_metrics: whether calls give the metrics, with the choice of experts, as `SownMetrics` to `nnx.capture`.
+        logical_axes: as in linen; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -332,6 +350,7 @@ class MoEMlp(nnx.Module):
         parallel: Parallel = Parallel(),
         activation: Activation = "swiglu",
         shared_features: int | None = None,
+        use_shared_gate: bool = False,
         recipe: Recipe | None = None,
         cache_kernel: bool = False,
         use_bias: bool = False,
@@ -339,6 +358,7 @@ class MoEMlp(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
         initializers: MoEInitializers = MoEInitializers(),
+        sow_metrics: bool = False,
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
@@ -350,6 +370,7 @@ class MoEMlp(nnx.Module):
         self.parallel = parallel
         self.activation = activation
         self.shared_features = shared_features
+        self.sow_metrics = sow_metrics
         self.recipe = recipe
         self.dtype = dtype
         self.precision = precision
@@ -358,10 +379,9 @@ class MoEMlp(nnx.Module):
             return {} if logical_axes is None else {"out_sharding": axes}
 
         forms = _layers.kernel_forms(self, features, Parallel(), logical_axes, {})
-        self.router = nnx.Linear(
+        product = functools.partial(
+            nnx.Linear,
             features,
-            num_experts,
-            use_bias=router.use_bias,
             dtype=jnp.float32,
             param_dtype=param_dtype,
             kernel_init=initializers.router,
@@ -370,6 +390,12 @@ class MoEMlp(nnx.Module):
             bias_metadata=metadata(None),
             rngs=rngs,
         )
+        self.router: nnx.Linear | None = nnx.data(None)
+        if router.use_kernel:
+            self.router = product(num_experts, use_bias=router.use_bias)
+        self.shared_gate: nnx.Linear | None = nnx.data(None)
+        if use_shared_gate:
+            self.shared_gate = product(1, use_bias=False)
         self.shared_gate_up: GroupedKernel | None = nnx.data(None)
         self.shared_down: GroupedKernel | None = nnx.data(None)
         for name, (shape, axes, is_shared) in forms.items():
@@ -394,6 +420,9 @@ class MoEMlp(nnx.Module):
         self,
         x: jax.Array,
         *,
+        routing: jax.Array | Routing | Callable[[jax.Array], Any] | None = None,
+        experts: jax.Array | None = None,
+        mask: jax.Array | None = None,
         selection_bias: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
@@ -403,6 +432,10 @@ class MoEMlp(nnx.Module):
 
         Args:
             x: `[..., K]`, tokens of any leading shape.
+            routing: logits `[..., E]`, or a `jg.moe.Routing` of arrays `[..., k]`, in place of the layer's own router;
+                or a function that returns them for tokens `[T, K]`.
+            experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
+            mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
             selection_bias: `[E]`, in place of the layer's own.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, added to that of the layer's own.
@@ -419,8 +452,23 @@ class MoEMlp(nnx.Module):
             weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
         if selection_bias is None and self.selection_bias is not None:
             selection_bias = self.selection_bias[...]
-        options = self.router_options, self.parallel
-        return _layers.apply_moe(self, *options, x, self.router, weights, selection_bias, shared, accumulate_into)
+        y, metrics = _layers.apply_moe(
+            self,
+            self.router_options,
+            self.parallel,
+            x,
+            weights,
+            accumulate_into,
+            routing=self.router if routing is None else routing,
+            shared_gate=self.shared_gate,
+            selection_bias=selection_bias,
+            experts=experts,
+            mask=mask,
+            shared=shared,
+        )
+        if self.sow_metrics:
+            self.sow(SownMetrics, "metrics", metrics)
+        return y, metrics._replace(experts=None)
 
 
 def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:

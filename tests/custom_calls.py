@@ -165,7 +165,7 @@ def sum_rows(
 
 def route(
     logits: Array = ((ROWS, GROUPS), BF16),
-    bias: Sequence[Array] = (),
+    more: Sequence[Array] = (),
     experts: Shape = (ROWS, 2),
     weights: Shape = (ROWS, 2),
     probabilities: Shape = (ROWS, GROUPS),
@@ -180,9 +180,12 @@ def route(
         normalize_weights=True,
         expert_groups=np.int64(1),
         top_groups=np.int64(1),
+        group_score=np.int32(0),
+        has_bias=False,
+        has_choice=False,
     )
     results = [(experts, I32), (weights, F32), (probabilities, F32), (block_counts, I32), (block_sums, F32)]
-    return call("jax_grouped_route", [logits, *bias], results, defaults, attributes)[0]
+    return call("jax_grouped_route", [logits, *more], results, defaults, attributes)[0]
 
 
 def group_pairs(

@@ -43,7 +43,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(PermuteRowsExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(SumRowsExecute);
 
 // Chooses each token's experts:
-//   jax_grouped_route(logits[, bias]) {batch, score, normalize_weights, expert_groups, top_groups} ->
+//   jax_grouped_route(logits[, bias][, choice])
+//       {batch, score, normalize_weights, expert_groups, top_groups, group_score, has_bias, has_choice} ->
 //       (experts, weights, probabilities, block_counts, block_sums)
 //
 // The last two results have sums for each block of tokens, and are for jax_grouped_group_pairs.

@@ -16,6 +16,9 @@ struct RouteAttributes {
   bool normalize_weights;
   int64_t expert_groups;
   int64_t top_groups;
+  GroupScore group_score;
+  bool has_bias;
+  bool has_choice;
 };
 struct GroupPairsAttributes {
   int64_t batch;
@@ -45,7 +48,9 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
   const int64_t num_experts = logits.Axis(1);
   const int64_t choices = experts.Axis(1);
   call.CheckRank(logits, 2);
-  call.CheckRange("score", static_cast<int64_t>(attributes.score), 0, static_cast<int64_t>(Score::kSigmoid));
+  call.CheckRange("score", static_cast<int64_t>(attributes.score), 0, static_cast<int64_t>(Score::kSqrtSoftplus));
+  call.CheckRange("group_score", static_cast<int64_t>(attributes.group_score), 0,
+                  static_cast<int64_t>(GroupScore::kMax));
   call.CheckRange("the number of experts", num_experts, 1, kMostExperts);
   call.CheckRange("expert_groups", attributes.expert_groups, 1, kMostExpertGroups);
   call.CheckRange("top_groups", attributes.top_groups, 1, attributes.expert_groups);
@@ -62,15 +67,22 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
   call.CheckArray(block_sums, ffi::F32, block_entries);
   call.CheckAligned({logits, probabilities});
   const float* bias = nullptr;
-  if (call.OperandsLeft() > 0) {
+  if (attributes.has_bias) {
     const Array given = call.Operand("the bias");
     call.CheckArray(given, ffi::F32, attributes.batch * num_experts);
     call.CheckAligned({given});
     bias = given.Data<float>();
   }
+  const int32_t* choice = nullptr;
+  if (attributes.has_choice) {
+    const Array given = call.Operand("the choice");
+    call.CheckArray(given, ffi::S32, {logits.Axis(0), choices});
+    choice = given.Data<int32_t>();
+  }
   if (!call.Finish()) return call.Error();
   const RouteBuffers buffers{logits.Data(),
                              bias,
+                             choice,
                              experts.Data<int32_t>(),
                              weights.Data<float>(),
                              probabilities.Data<float>(),
@@ -83,7 +95,8 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
                              attributes.score,
                              attributes.normalize_weights,
                              static_cast<int>(attributes.expert_groups),
-                             static_cast<int>(attributes.top_groups)};
+                             static_cast<int>(attributes.top_groups),
+                             attributes.group_score};
   return call.ToError(LaunchRoute(call.stream, buffers, type, problem));
 }
 
@@ -141,10 +154,13 @@ ffi::Error GroupPairs(Call& call, const GroupPairsAttributes& attributes) {
 }  // namespace jax_grouped
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::Score);
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_grouped::GroupScore);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::RouteAttributes, StructMember<int64_t>("batch"),
                                       StructMember<::jax_grouped::Score>("score"),
                                       StructMember<bool>("normalize_weights"), StructMember<int64_t>("expert_groups"),
-                                      StructMember<int64_t>("top_groups"));
+                                      StructMember<int64_t>("top_groups"),
+                                      StructMember<::jax_grouped::GroupScore>("group_score"),
+                                      StructMember<bool>("has_bias"), StructMember<bool>("has_choice"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GroupPairsAttributes, StructMember<int64_t>("batch"));
 
 namespace jax_grouped {

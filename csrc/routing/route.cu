@@ -104,21 +104,30 @@ __device__ void Softmax(float (&values)[kValues]) {
   for (float& value : values) value *= inverse;
 }
 
-// The sigmoids of one token, divided by exp(min(largest, 0)) of its largest logit. The largest quotient is at least
-// 1/2, so shares of the quotients' sum are right for logits whose sigmoids are too small for float32. The formula is
-// that of jax_grouped/kernels/routing.py.
-class RelativeSigmoid {
+// The scores of one token, other than softmax, divided by the score's size at the token's largest logit: exp(shift) for
+// sigmoids and exp(shift / 2) for sqrtsoftplus, where shift is min(largest, 0). The largest quotient is at least 1/2,
+// so shares of the quotients' sum are right for logits whose scores are too small for float32. The formulas are those
+// of jax_grouped/kernels/routing.py.
+template <Score kScore>
+class RelativeScore {
  public:
-  __device__ explicit RelativeSigmoid(float largest)
-      : shift_(largest == -INFINITY ? 0.0f : fminf(largest, 0.0f)), divisor_(expf(shift_)) {}
+  __device__ explicit RelativeScore(float largest)
+      : shift_(largest == -INFINITY ? 0.0f : fminf(largest, 0.0f)),
+        divisor_(expf(kScore == Score::kSigmoid ? shift_ : shift_ / 2)) {}
 
   // Returns the divisor.
   __device__ float Divisor() const { return divisor_; }
   // Returns a quotient. 0 for -inf; NaN for NaN.
   __device__ float operator()(float logit) const {
-    const bool is_positive = logit > 0.0f;  // Then the divisor is 1.
-    const float power = expf(is_positive ? -logit : logit - shift_);
-    return (is_positive ? 1.0f : power) / (1.0f + power * divisor_);
+    if constexpr (kScore == Score::kSigmoid) {
+      const bool is_positive = logit > 0.0f;  // Then the divisor is 1.
+      const float power = expf(is_positive ? -logit : logit - shift_);
+      return (is_positive ? 1.0f : power) / (1.0f + power * divisor_);
+    } else {
+      constexpr float kExponential = -17.0f;  // Below this logit, softplus is the exponential in float32.
+      if (logit < kExponential) return expf((logit - shift_) / 2);
+      return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit)))) / divisor_;
+    }
   }
 
  private:
@@ -129,7 +138,7 @@ class RelativeSigmoid {
 // Returns 0 for subnormal numbers, as the xla backend has it on CPUs.
 __device__ float WithoutSubnormals(float number) { return fabsf(number) < FLT_MIN ? 0.0f : number; }
 
-// Returns the number by which the choice compares logits in place of their sigmoids: it makes the same order, also of
+// Returns the number by which the choice compares logits in place of their scores: it makes the same order, also of
 // sigmoids that float32 rounds to 0 or 1. -inf is above NaN, which will become -FLT_MAX.
 __device__ float ToCompared(float logit) {
   constexpr float kAboveLowest = -0x1.fffffcp127f;
@@ -139,8 +148,7 @@ __device__ float ToCompared(float logit) {
 // Returns the number within [-most, most]. NaN counts as the lowest.
 __device__ float Limited(float number, float most) { return fminf(fmaxf(number, -most), most); }
 
-// Removes the keys of experts outside of the token's best groups: those with the highest sums of their two highest
-// scores. `numbers` is the warp's shared memory.
+// Removes the keys of experts outside of the token's best groups. `numbers` is the warp's shared memory.
 template <int kValues>
 __device__ void KeepBestGroups(const RouteProblem& problem, const float (&scores)[kValues], float* numbers,
                                uint32_t (&keys)[kValues]) {
@@ -167,7 +175,7 @@ __device__ void KeepBestGroups(const RouteProblem& problem, const float (&scores
     second = fmaxf(fmaxf(second, __shfl_xor_sync(kFullWarp, second, lanes)), fminf(best, other));
     best = fmaxf(best, other);
   }
-  if (size == 1) second = 0.0f;
+  if (size == 1 || problem.group_score == GroupScore::kMax) second = 0.0f;
   uint32_t key = group < problem.expert_groups ? ToKey(best + second) : kNoKey;
   uint32_t kept = 0;
   for (int i = 0; i < problem.top_groups; ++i) {
@@ -251,7 +259,7 @@ __device__ uint32_t ChooseExperts(uint32_t choices, const uint32_t (&keys)[kValu
 }
 
 // blockIdx.x is the block of tokens, and blockIdx.y the batch element.
-template <typename T, int kValues>
+template <typename T, int kValues, Score kScore>
 __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     Route(const __grid_constant__ RouteProblem problem, const __grid_constant__ RouteBuffers buffers) {
   // A row for each warp, first for a token's numbers, then for the warp's sums.
@@ -274,8 +282,8 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     for (int i = 0; i < kValues; ++i) bias[i] = first + i < num_experts ? 0.0f : -INFINITY;
   }
   float sums[kValues]{};
-  const bool is_softmax = problem.score == Score::kSoftmax;
-  const bool compares_logits = !is_softmax && buffers.bias == nullptr;
+  constexpr bool kSoftmax = kScore == Score::kSoftmax;
+  const bool compares_logits = !kSoftmax && buffers.bias == nullptr;
 
   const int own_warp = Uniform(Warp());
   const int64_t begin = blockIdx.x * TokensOfRoutingBlock(problem.tokens);
@@ -287,21 +295,21 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     LoadRow(static_cast<const T*>(buffers.logits) + token * num_experts, num_experts, -INFINITY, values);
     float scores[kValues];
     float probabilities[kValues];
-    if (is_softmax) {
+    if constexpr (kSoftmax) {
       Softmax(values);
 #pragma unroll
       for (int i = 0; i < kValues; ++i) scores[i] = probabilities[i] = values[i];
     } else {
-      const RelativeSigmoid sigmoid(LargestOf(values));
+      const RelativeScore<kScore> score(LargestOf(values));
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) scores[i] = sigmoid(values[i]);
+      for (int i = 0; i < kValues; ++i) scores[i] = score(values[i]);
       const float sum = SumOf(scores);
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         probabilities[i] = scores[i] * inverse;
         // Without a bias, scores are for the sums of groups, which the divisor does not change the order of.
-        scores[i] = WithoutSubnormals(buffers.bias == nullptr ? scores[i] : scores[i] * sigmoid.Divisor());
+        scores[i] = WithoutSubnormals(buffers.bias == nullptr ? scores[i] : scores[i] * score.Divisor());
       }
     }
     StoreRow(probabilities, num_experts, buffers.probabilities + token * num_experts);
@@ -317,24 +325,28 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
     if (problem.top_groups < problem.expert_groups) KeepBestGroups(problem, scores, numbers, keys);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) numbers[first + i] = values[i];
-    const uint32_t expert = ChooseExperts(problem.choices, keys);
+    uint32_t expert = ChooseExperts(problem.choices, keys);
+    // A branch around the choice would take registers from it.
+    const int64_t own = token * problem.choices + Lane();
+    if (Lane() < problem.choices && buffers.choice != nullptr) expert = static_cast<uint32_t>(buffers.choice[own]);
+    const bool exists = Lane() < problem.choices && expert < num_experts;
     __syncwarp();
-    float weight = Lane() < problem.choices ? numbers[expert] : is_softmax ? 0.0f : -INFINITY;
+    float weight = exists ? numbers[expert] : kSoftmax ? 0.0f : -INFINITY;
     __syncwarp();
-    if (!is_softmax) {
+    if constexpr (!kSoftmax) {
       const float logit[] = {weight};
-      const RelativeSigmoid sigmoid(problem.normalize_weights ? LargestOf(logit) : 0.0f);
-      weight = WithoutSubnormals(sigmoid(weight));
+      const RelativeScore<kScore> score(problem.normalize_weights ? LargestOf(logit) : 0.0f);
+      weight = WithoutSubnormals(score(weight));
     }
     if (problem.normalize_weights) {
       const float sum = WarpSum(weight);
       if (sum != 0.0f) weight /= sum;
     }
     if (Lane() < problem.choices) {
-      buffers.experts[token * problem.choices + Lane()] = expert;
-      buffers.weights[token * problem.choices + Lane()] = weight;
-      atomicAdd(&counts[expert], 1);
+      buffers.experts[own] = static_cast<int32_t>(expert);
+      buffers.weights[own] = weight;
     }
+    if (exists) atomicAdd(&counts[expert], 1);
   }
 
 #pragma unroll
@@ -353,8 +365,11 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
 template <typename T, int kValues>
 Status Launch(cudaStream_t stream, const RouteBuffers& buffers, const RouteProblem& problem) {
   const dim3 blocks(static_cast<unsigned>(RoutingBlocks(problem.tokens)), static_cast<unsigned>(problem.batch));
-  return jax_grouped::Launch("Launching the choice of experts", stream, {blocks, 32 * kWarps<kValues>},
-                             Route<T, kValues>, problem, buffers);
+  const auto kernel = problem.score == Score::kSoftmax   ? Route<T, kValues, Score::kSoftmax>
+                      : problem.score == Score::kSigmoid ? Route<T, kValues, Score::kSigmoid>
+                                                         : Route<T, kValues, Score::kSqrtSoftplus>;
+  return jax_grouped::Launch("Launching the choice of experts", stream, {blocks, 32 * kWarps<kValues>}, kernel, problem,
+                             buffers);
 }
 
 template <typename T>

@@ -49,7 +49,10 @@ struct GroupPairsBuffers {
 Status LaunchGroupPairs(cudaStream_t stream, const GroupPairsBuffers& buffers, const PairsProblem& problem);
 
 // Function from the logits to the scores.
-enum class Score : int32_t { kSoftmax, kSigmoid };
+enum class Score : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus };
+
+// What a group of experts is chosen by: the sum of its two highest scores, or the highest.
+enum class GroupScore : int32_t { kTop2Sum, kMax };
 
 // The sizes are those of one batch element.
 struct RouteProblem {
@@ -61,23 +64,26 @@ struct RouteProblem {
   bool normalize_weights;
   int expert_groups;  // groups of successive experts, a divisor of num_experts; at most kMostExpertGroups
   int top_groups;     // groups that a token may use
+  GroupScore group_score;
 };
 
 // Device memory. The arrays of a batch lie one after another; `blocks` is RoutingBlocks(tokens).
 struct RouteBuffers {
   const void* logits;     // [tokens, num_experts], bfloat16, float16 or float32
   const float* bias;      // [num_experts], added to the scores for the choice only; or null
+  const int32_t* choice;  // [tokens, choices], the experts, any values; or null
   int32_t* experts;       // [tokens, choices], best first; of equal ones, the lower index first
   float* weights;         // [tokens, choices]: the scores, divided by their sum with normalize_weights
-  float* probabilities;   // [tokens, num_experts]: the softmax, or the sigmoids divided by their sum
+  float* probabilities;   // [tokens, num_experts]: the softmax, or the scores divided by their sum
   int32_t* block_counts;  // [blocks, num_experts]: the block's choices of each expert
   float* block_sums;      // [blocks, num_experts]: the block's probabilities, added up over its tokens
 };
 
-// Computes scores in float32 and chooses experts by score plus bias. Without a bias it compares logits in place of
-// their sigmoids, which float32 may round to 0 or 1. A NaN counts as the lowest number. Infinities count as the largest
-// finite numbers. A token uses the groups with the highest sums of their two highest scores, plus bias. Weights and
-// probabilities are right also where sigmoids are too small for float32. A sum that is 0 divides nothing. No results
+// Computes scores in float32 and chooses experts by score plus bias, or takes the given choice, in which an expert
+// outside of [0, num_experts) gets weight 0 and is not counted. Without a bias it compares logits in place of scores
+// other than softmax, as float32 may round sigmoids to 0 or 1. A NaN counts as the lowest number. Infinities count as
+// the largest finite numbers. A token uses the groups with the highest group scores, of scores plus bias. Weights and
+// probabilities are right also where scores are too small for float32. A sum that is 0 divides nothing. No results
 // depend on the order in which warps run.
 Status LaunchRoute(cudaStream_t stream, const RouteBuffers& buffers, cudaDataType_t type, const RouteProblem& problem);
 

@@ -20,12 +20,14 @@ from jax_grouped.core.values import vary_alike
 from jax_grouped.kernels.primitive import bind, define, fold, unfold
 
 #: Function from a router's logits to scores.
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+#: What a group of experts is chosen by: the sum of its two highest scores, or the highest.
+GroupScore = Literal["top2_sum", "max"]
 #: Most experts that the kernels take, most choices of a token, and most groups of experts: `kMostExperts`,
 #: `kMostChoices` and `kMostExpertGroups` in csrc.
 _MOST_EXPERTS, _MOST_CHOICES, _MOST_EXPERT_GROUPS = 512, 32, 32
-#: Values of the enumeration in csrc.
-_SCORES = get_args(Score)
+#: Values of the enumerations in csrc.
+_SCORES, _GROUP_SCORES = get_args(Score), get_args(GroupScore)
 #: Most blocks of successive tokens in which the kernels count choices, and fewest tokens in one (`RoutingBlocks` in
 #: csrc).
 _MOST_BLOCKS, _LEAST_BLOCK_TOKENS = 128, 32
@@ -36,15 +38,16 @@ _LOWEST = np.float32(np.finfo(np.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static part of a routing `(logits, *bias) -> (experts, weights, probabilities)`.
+    """The static part of a routing `(logits, *given) -> (experts, weights, probabilities)`.
 
     | array              | type and shape  | contents                                                            |
     |--------------------|-----------------|---------------------------------------------------------------------|
     | `logits`           | `[T, E]`        | bfloat16, float16 or float32                                        |
     | `bias`             | `float32[E]`    | if given, what is added to the scores for the choice                |
+    | `choice`           | `int32[T, k]`   | if given, the experts; any values                                   |
     | `experts`          | `int32[T, k]`   | highest sums of score and bias, best first; of equal ones, by index |
-    | `weights`          | `float32[T, k]` | scores of these experts                                             |
-    | `probabilities`    | `float32[T, E]` | softmax, or the sigmoids divided by their sum                       |
+    | `weights`          | `float32[T, k]` | scores of these experts; 0 for one outside of `[0, E)`              |
+    | `probabilities`    | `float32[T, E]` | softmax, or the scores divided by their sum                         |
 
     With a number of rows, the results of `group_pairs` for these experts follow, and then:
 
@@ -53,11 +56,14 @@ class RouteSpec:
     | `expert_load`      | `int32[E]`      | choices of each expert                                              |
     | `probability_sums` | `float32[E]`    | sums of the probabilities over the tokens                           |
 
-    In the choice, a NaN counts as the lowest score. Without a bias, sigmoids are compared by their logits, and groups
-    by sums of sigmoids that are divided by a common factor: float32 rounds the sigmoids themselves to 0 or 1.
+    In the choice, a NaN counts as the lowest score. Without a bias, scores other than softmax are compared by their
+    logits, and groups by scores that are divided by a common factor: float32 rounds sigmoids themselves to 0 or 1.
 
     A token's experts come from `top_groups` of the `expert_groups` groups of successive experts: those with the highest
-    sum of the two highest numbers that the choice compares.
+    `group_score` of the numbers that the choice compares.
+
+    Attributes:
+        given: names of the operands after the logits, in the order of the table.
     """
 
     top_k: int
@@ -65,11 +71,21 @@ class RouteSpec:
     normalize_weights: bool
     expert_groups: int = 1
     top_groups: int = 1
+    group_score: GroupScore = "top2_sum"
+    given: tuple[str, ...] = ()
 
 
-def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int | None = None) -> list[jax.Array]:
+def route(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    spec: RouteSpec,
+    rows: int | None = None,
+    choice: jax.Array | None = None,
+) -> list[jax.Array]:
     """Returns the results of `RouteSpec`. Weights, probabilities and their sums are differentiable."""
-    operands = vary_alike(logits) if bias is None else vary_alike(logits, bias)
+    given = {name: x for name, x in (("bias", bias), ("choice", choice)) if x is not None}
+    spec = dataclasses.replace(spec, given=tuple(given))
+    operands = vary_alike(logits, *given.values())
     experts, weights, probabilities, *grouped = bind(ROUTE, *map(jax.lax.stop_gradient, operands), spec=spec, rows=rows)
     if rows is None:
         return [experts, *_depend_on_logits(spec, operands[0], experts, weights, probabilities)]
@@ -111,6 +127,8 @@ def _depend_on_logits_jvp(spec: RouteSpec, primals: Any, tangents: Any) -> tuple
         relative = dlogits.astype(jnp.float32)
         if spec.score == "sigmoid":
             relative = relative * jax.nn.sigmoid(-logits.astype(jnp.float32))
+        elif spec.score == "sqrtsoftplus":
+            relative = relative * _sqrtsoftplus_slope(logits.astype(jnp.float32))
         if not is_for_weights or (spec.score == "softmax" and not spec.normalize_weights):
             relative = relative - jnp.sum(probabilities * relative, axis=1, keepdims=True)
         if not is_for_weights:
@@ -131,27 +149,42 @@ def _depend_on_logits_jvp(spec: RouteSpec, primals: Any, tangents: Any) -> tuple
     return results, (dweights, dprobabilities, *dsums)
 
 
-def route_xla(
-    logits: jax.Array, bias: jax.Array | None = None, *, spec: RouteSpec, rows: int | None
-) -> tuple[jax.Array, ...]:
+def route_xla(logits: jax.Array, *given: jax.Array, spec: RouteSpec, rows: int | None) -> tuple[jax.Array, ...]:
     """Returns the results of `RouteSpec`."""
+    named = dict(zip(spec.given, given, strict=True))
+    bias, choice = named.get("bias"), named.get("choice")
     num_experts, logits = logits.shape[1], logits.astype(jnp.float32)
+
+    def of_choice(values: jax.Array, experts: jax.Array, missing: float) -> jax.Array:
+        values = jnp.take_along_axis(values, experts, axis=1, mode="clip")
+        return values if choice is None else jnp.where((experts >= 0) & (experts < num_experts), values, missing)
+
     if spec.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
-        experts = _best(scores if bias is None else scores + bias, spec)
-        weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
+        experts = choice if choice is not None else _best(scores if bias is None else scores + bias, spec)
+        weights = of_choice(scores, experts, 0)
         if spec.normalize_weights:
             weights = _normalized(weights)
     else:
-        if bias is not None:
-            experts = _best(_sigmoid(logits) + bias, spec)
+        relative = _relative_sigmoid if spec.score == "sigmoid" else _relative_sqrtsoftplus
+
+        def score(logits: jax.Array) -> jax.Array:
+            return _without_subnormals(relative(logits, jnp.zeros_like(logits[:, :1])))
+
+        if choice is not None:
+            experts = choice
+        elif bias is not None:
+            experts = _best(score(logits) + bias, spec)
         else:
-            # The order of sigmoids is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
+            # The order of scores is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
             compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
-            experts = _best(compared, spec, _without_subnormals(_relative_sigmoid(logits)))
-        chosen_logits = jnp.take_along_axis(logits, experts, axis=1, mode="clip")
-        weights = _normalized(_relative_sigmoid(chosen_logits)) if spec.normalize_weights else _sigmoid(chosen_logits)
-        probabilities = _normalized(_relative_sigmoid(logits))
+            experts = _best(compared, spec, _without_subnormals(relative(logits, _shift(logits))))
+        chosen_logits = of_choice(logits, experts, -jnp.inf)
+        if spec.normalize_weights:
+            weights = _normalized(relative(chosen_logits, _shift(chosen_logits)))
+        else:
+            weights = score(chosen_logits)
+        probabilities = _normalized(relative(logits, _shift(logits)))
     if rows is None:
         return experts, weights, probabilities
     grouped = group_pairs_xla(experts, num_experts=num_experts, rows=rows)
@@ -159,17 +192,34 @@ def route_xla(
     return experts, weights, probabilities, *grouped, load, sums
 
 
-def _sigmoid(logits: jax.Array) -> jax.Array:
-    return _without_subnormals(jax.nn.sigmoid(logits))
-
-
-def _relative_sigmoid(logits: jax.Array) -> jax.Array:
-    """Returns sigmoids `[T, n]`, each row divided by exp(min(its largest logit, 0)): they do not all underflow."""
+def _shift(logits: jax.Array) -> jax.Array:
+    """Returns min(the largest logit, 0) of each row, `[T, 1]`: scores relative to it do not all underflow."""
     largest = jnp.max(jnp.where(jnp.isnan(logits), -jnp.inf, logits), axis=1, keepdims=True)
-    shift = jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, 0))
+    return jnp.where(largest == -jnp.inf, 0, jnp.minimum(largest, 0))
+
+
+def _relative_sigmoid(logits: jax.Array, shift: jax.Array) -> jax.Array:
+    """Returns the sigmoids of logits `[T, n]`, divided by `exp(shift)`."""
     # The shift is 0 beside a positive logit. No exponential overflows.
     power = jnp.exp(jnp.where(logits > 0, -logits, logits - shift))
     return jnp.where(logits > 0, 1, power) / (1 + power * jnp.exp(shift))
+
+
+#: Below this logit, softplus is the exponential in float32.
+_EXPONENTIAL = -17.0
+
+
+def _relative_sqrtsoftplus(logits: jax.Array, shift: jax.Array) -> jax.Array:
+    """Returns `sqrt(log(1 + exp(logits)))` of logits `[T, n]`, divided by `exp(shift / 2)`."""
+    root = jnp.sqrt(jnp.maximum(logits, 0) + jnp.log1p(jnp.exp(-jnp.abs(logits)))) * jnp.exp(-shift / 2)
+    return jnp.where(logits < _EXPONENTIAL, jnp.exp((logits - shift) / 2), root)
+
+
+def _sqrtsoftplus_slope(logits: jax.Array) -> jax.Array:
+    """Returns the derivative of `sqrt(softplus(logits))`, divided by that."""
+    is_small = logits < _EXPONENTIAL
+    safe = jnp.where(is_small, 0, logits)
+    return jnp.where(is_small, 0.5, jax.nn.sigmoid(safe) / (2 * jax.nn.softplus(safe)))
 
 
 def _without_subnormals(x: jax.Array) -> jax.Array:
@@ -180,14 +230,15 @@ def _without_subnormals(x: jax.Array) -> jax.Array:
 def _best(compared: jax.Array, spec: RouteSpec, scores: jax.Array | None = None) -> jax.Array:
     """Returns the indices of the highest numbers in the best groups, `int32[T, top_k]`.
 
-    The best groups are those with the highest sums of their two highest scores: by default the compared numbers.
+    The best groups are those with the highest `group_score` of their scores: by default the compared numbers.
     """
     compared = _limited(compared, -_LOWEST)
     if spec.top_groups < spec.expert_groups:
         scores = _limited(compared if scores is None else scores, -_LOWEST / 2)  # Sums do not overflow.
         grouped = (scores.shape[0], spec.expert_groups, scores.shape[1] // spec.expert_groups)
-        two_best = jax.lax.top_k(scores.reshape(grouped), min(2, grouped[2]))[0]
-        groups = jax.lax.top_k(jnp.sum(two_best, axis=2), spec.top_groups)[1]
+        counted = 1 if spec.group_score == "max" else min(2, grouped[2])
+        best = jax.lax.top_k(scores.reshape(grouped), counted)[0]
+        groups = jax.lax.top_k(jnp.sum(best, axis=2), spec.top_groups)[1]
         usable = jnp.any(chosen(groups, spec.expert_groups), axis=1)[..., None]
         compared = jnp.where(usable, compared.reshape(grouped), -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(compared, spec.top_k)[1]
@@ -263,24 +314,27 @@ def _spread(rank: jax.Array, count: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def _route_cuda(
-    logits: jax.Array, *bias: jax.Array, spec: RouteSpec, rows: int | None, batch: int
+    logits: jax.Array, *given: jax.Array, spec: RouteSpec, rows: int | None, batch: int
 ) -> tuple[jax.Array, ...]:
     num_experts = logits.shape[1]
     is_small = spec.top_k <= _MOST_CHOICES and spec.expert_groups <= _MOST_EXPERT_GROUPS
     if not is_small or not _has_kernels(logits, num_experts, batch):
-        return _by_elements(functools.partial(route_xla, spec=spec, rows=rows), batch, logits, *bias)
+        return _by_elements(functools.partial(route_xla, spec=spec, rows=rows), batch, logits, *given)
     # For each block of tokens, counts of the choices and sums of the probabilities by expert.
     blocks = batch * count_blocks(logits.shape[0] // batch), num_experts
     block_sums = [jax.ShapeDtypeStruct(blocks, dtype) for dtype in (jnp.int32, jnp.float32)]
     call = jax.ffi.ffi_call("jax_grouped_route", [*_route_results(logits, spec=spec, rows=None), *block_sums])
     experts, weights, probabilities, *sums = call(
         logits,
-        *bias,
+        *given,
         batch=np.int64(batch),
         score=np.int32(_SCORES.index(spec.score)),
         normalize_weights=spec.normalize_weights,
         expert_groups=np.int64(spec.expert_groups),
         top_groups=np.int64(spec.top_groups),
+        group_score=np.int32(_GROUP_SCORES.index(spec.group_score)),
+        has_bias="bias" in spec.given,
+        has_choice="choice" in spec.given,
     )
     if rows is None:
         return experts, weights, probabilities
@@ -347,7 +401,7 @@ def _route_results(logits: Any, *_: Any, spec: RouteSpec, rows: int | None) -> l
     return [*results, *_pair_results(choices, num_experts, rows), *totals]
 
 
-#: `(logits, *bias) -> [experts, weights, probabilities, ...]` with a `RouteSpec`, and `rows` or None.
+#: `(logits, *given) -> [experts, weights, probabilities, ...]` with a `RouteSpec`, and `rows` or None.
 ROUTE = define("route", _route_results, route_xla, _route_cuda)
 #: `(experts) -> [order, inverse, group_sizes, dropped]` with `num_experts` and `rows`.
 GROUP_PAIRS = define(

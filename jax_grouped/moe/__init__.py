@@ -16,7 +16,7 @@ Example:
 from jax_grouped.moe.exchange import Exchange, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import grouped_mlp
 from jax_grouped.moe.huggingface import from_huggingface, huggingface_options, to_huggingface
-from jax_grouped.moe.layer import MoEMetrics, moe_mlp
+from jax_grouped.moe.layer import MoEMetrics, moe_mlp, router_loss
 from jax_grouped.moe.parallel import Parallel
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
 from jax_grouped.moe.routing import (
@@ -48,6 +48,7 @@ __all__ = [
     "plan_exchange",
     "return_rows",
     "router_logits",
+    "router_loss",
     "router_z_loss",
     "send_rows",
     "to_huggingface",

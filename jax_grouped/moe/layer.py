@@ -1,4 +1,4 @@
-"""`moe_mlp`: all steps from a router's logits to the weighted sum of the experts' results."""
+"""`moe_mlp`: all steps from a router's logits, or a routing, to the weighted sum of the experts' results."""
 
 import dataclasses
 import functools
@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_grouped.core.values import as_array, axis_size, check_type, is_tracked, static_size, vary_alike, varying_axes
+from jax_grouped.core.values import (
+    as_array,
+    as_int32,
+    axis_size,
+    canonical_dtype,
+    check_type,
+    is_tracked,
+    static_bool,
+    static_size,
+    vary_alike,
+    varying_axes,
+)
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.routing import count_choices
@@ -18,7 +29,19 @@ from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_ro
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
 from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
-from jax_grouped.moe.routing import DropBy, Router, balance_loss, load_balancing_loss, mean_z_loss, route_and_group
+from jax_grouped.moe.routing import (
+    DropBy,
+    Router,
+    Routing,
+    balance_loss,
+    checked_mask,
+    load_balancing_loss,
+    masked,
+    mean_count,
+    mean_z_loss,
+    route_and_group,
+    softcapped,
+)
 from jax_grouped.ops import inputs
 from jax_grouped.ops.dense import OUTPUT_NAME
 from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
@@ -28,15 +51,18 @@ class MoEMetrics(NamedTuple):
     """Routing metrics of one MoE call. All of them stay on the device.
 
     Attributes:
-        balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight.
+        balance_loss: `float32[]`, see `load_balancing_loss`; add it to the training loss, times a small weight. 0 for a
+            routing without probabilities.
         expert_load: `int32[E]`, pairs of a token and an expert, per expert: of this device's tokens inside
             `jax.shard_map` and `jax.pmap`, else of all.
         dropped: `int32[D]`, pairs that found no room, on each of the `D` devices that the tokens are split over;
             `int32[1]`, of this device, inside `jax.shard_map` and `jax.pmap`. Always 0 without a `capacity_factor`.
-        z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`.
+        z_loss: `float32[]`, see `router_z_loss`; to be used like `balance_loss`. 0 for a routing without logits.
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
             of the device with the most, in multiples of an even share; along `parallel.experts` inside `jax.shard_map`
             and `jax.pmap`, else of all devices.
+        experts: `int32[T, k]`, the choice of every token, to be forced in another pass; `E` for a token that `mask`
+            leaves out. None unless `moe_mlp` is asked to `record` it.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -53,6 +79,7 @@ class MoEMetrics(NamedTuple):
     dropped: jax.Array
     z_loss: jax.Array
     needed_capacity_factor: jax.Array
+    experts: jax.Array | None = None
 
 
 # `flax.nnx.tabulate` takes tuples whose keys are indices, no named ones and no dataclasses.
@@ -63,22 +90,57 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+def router_loss(metrics: Any, *, balance: float | jax.Array = 0.0, z: float | jax.Array = 0.0) -> jax.Array:
+    """Sums the losses of all routers of a model, times their weights.
+
+    Args:
+        metrics: any pytree of `MoEMetrics`, such as the collection `jg.linen.MOE_METRICS` or what
+            `nnx.capture(model, jg.nnx.SownMetrics)` returns; those of a scan over layers may be stacked.
+        balance: weight of the balance losses, such as 0.01.
+        z: weight of the z-losses, such as 0.001.
+
+    Returns:
+        `float32[]`, to be added to the training loss; 0 without metrics.
+
+    Raises:
+        TypeError: a leaf of `metrics` is no `MoEMetrics`.
+
+    Example:
+        layer = jg.linen.MoEMlp(num_experts=4, hidden_features=16, router=jg.moe.Router(top_k=2), sow_metrics=True)
+        x = jnp.ones((2, 4, 32))
+        variables = layer.init(jax.random.key(0), x)
+
+        (y, _), sown = layer.apply(variables, x, mutable=jg.linen.MOE_METRICS)
+
+        assert jg.moe.router_loss(sown, balance=0.01) > 0
+    """
+    leaves = jax.tree.leaves(metrics, is_leaf=lambda leaf: isinstance(leaf, MoEMetrics))
+    total = jnp.zeros((), jnp.float32)
+    for each in leaves:
+        check_type("metrics", each, MoEMetrics)
+        total += balance * jnp.sum(each.balance_loss) + z * jnp.sum(each.z_loss)
+    return total
+
+
 def moe_mlp(
     x: jax.Array,
-    logits: jax.Array,
+    routing: jax.Array | Routing,
     gate_up: jax.Array | Weights,
     down: jax.Array | Weights,
     *,
-    router: Router,
+    router: Router | None = None,
     parallel: Parallel | None = None,
     activation: Activation = "swiglu",
     recipe: Recipe | None = None,
     precision: jax.lax.PrecisionLike = None,
     selection_bias: jax.Array | None = None,
+    experts: jax.Array | None = None,
+    mask: jax.Array | None = None,
     num_sequences: int | None = None,
     shared: jax.Array | None = None,
+    record: bool = False,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Sends each token to the experts that its logits choose, and returns the weighted sum of their results.
+    """Sends each token to the experts that its logits or a routing choose, and sums their results by weight.
 
     The steps are also public functions: `top_k_routing`, `group_by_expert`, `permute`, `plan_exchange`, `send_rows`,
     `grouped_mlp`, `return_rows`, `unpermute`. Nothing is read on the host. Only `x`, the activation's input, the
@@ -93,21 +155,28 @@ def moe_mlp(
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32.
-        logits: `[T, E]`, the router's scores of all experts.
+        routing: `[T, E]` logits, the router's scores of all experts; or a `Routing` of your own, of these types or
+            others of integers and numbers. Its weights and probabilities are differentiable.
         gate_up: `[E / (D S), K, 2 F]` or `[E / (D S), K, 2, F]`, this device's experts, see `grouped_mlp`. `D` is the
             size of the axis `parallel.experts`, and `S` that of `parallel.fsdp`; 1 without the axis. States of
             `DelayedScaling` are of `E / D` experts. Whole arrays have all `E`.
         down: `[E / (D S), F, N]`.
-        router: how experts are chosen and weighted, and the room that they have.
+        router: how experts are chosen and weighted, and the room that they have. With a `Routing`, only the room and
+            `weights_on` matter, and None stands for a router without options.
         parallel: how the experts and the tokens are split over devices; None for one device.
         activation: as in `grouped_mlp`; with one that has no gate, `gate_up` is `[E / (D S), K, F]`.
         recipe: likewise.
         precision: likewise.
         selection_bias: `[E]`, added to the scores for the choice only.
+        experts: `[T, top_k]` integers, a choice in place of one by the scores, see `top_k_routing`.
+        mask: `bool[T]`, False for tokens that are none, such as padding: they are computed by no expert, take no room,
+            count in no metric, and get zeros, whatever their rows of `x`, `routing` and `shared` hold. All other
+            results are those without these tokens.
         num_sequences: as in `load_balancing_loss`, of whole arrays or of this device. No sequence may be split.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `parallel.features`,
             whose first device adds it to its part of the sum.
+        record: whether the metrics have the choice of `experts`.
 
     Returns:
         `[T, N]` in the type of `x`, and the routing metrics.
@@ -124,22 +193,34 @@ def moe_mlp(
 
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
-    x, logits = as_array("x", x), as_array("logits", logits)
+    x = as_array("x", x)
+    if isinstance(routing, Routing):
+        for name, array in (("selection_bias", selection_bias), ("experts", experts)):
+            if array is not None:
+                raise ValueError(f"{name} is for logits, and routing is a Routing, whose choice it cannot change.")
+        routing = _canonical_routing(routing, x)
+        router = Router(routing.experts.shape[1]) if router is None else router
+    else:
+        routing = as_array("routing", routing)
+    check_type("router", router, Router)
+    assert router is not None
+    record = static_bool("record", record)
     arrays = MoEArrays(
         x,
-        logits,
+        routing,
         as_weights("gate_up", gate_up),
         as_weights("down", down),
         None if selection_bias is None else as_array("selection_bias", selection_bias),
         None if shared is None else as_array("shared", shared),
+        None if experts is None else as_int32("experts", experts),
+        None if mask is None else checked_mask(mask, x.shape[0]),
     )
-    check_type("router", router, Router)
     parallel = Parallel() if parallel is None else parallel
     check_type("parallel", parallel, Parallel)
     if router.balance_sequences and num_sequences is None:
         raise ValueError("A router with balance_sequences needs num_sequences, got None.")
     make_network = functools.partial(Network, activation=activation, recipe=recipe, precision=precision)
-    run = functools.partial(_run_on_device, router=router, make_network=make_network)
+    run = functools.partial(_run_on_device, router=router, make_network=make_network, record=record)
     mesh = mesh_to_split(parallel, *jax.tree.leaves(arrays)) if parallel.axes else None
     if mesh is None:
         return run(arrays, parallel, num_sequences=num_sequences)
@@ -155,21 +236,23 @@ def moe_mlp(
                 f"divisor of the {tokens} tokens, got {num_sequences}."
             )
         own_sequences = num_sequences // devices
-    _check_arguments(x, logits, arrays.gate_up.kernel.shape, devices=1)
+    _check_arguments(arrays, router, arrays.gate_up.kernel.shape, devices=1)
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
-    def run_on_part(own: MoEArrays) -> tuple[jax.Array, MoEMetrics]:
+    def run_on_part(own: MoEArrays) -> tuple[Any, MoEMetrics]:
         bound = dataclasses.replace(parallel, batch=axes)
         y, metrics = run(own, bound, num_sequences=own_sequences, all_tokens=tokens)
+        rows, metrics = (y, metrics.experts), metrics._replace(experts=None)
         if not axes:
-            return y, metrics
+            return rows, metrics
         me = jax.lax.axis_index(axes)
         needed = jax.lax.pmax(vary_alike(metrics.needed_capacity_factor, me)[0], axes)
         dropped = jnp.where(jnp.arange(devices) == me, metrics.dropped, 0)
         load, dropped = jax.lax.psum((metrics.expert_load, dropped), axes)
-        return y, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
+        return rows, metrics._replace(expert_load=load, dropped=dropped, needed_capacity_factor=needed)
 
-    return call_on_mesh(run_on_part, mesh, parallel, arrays, gated=is_gated(activation))
+    (y, chosen), metrics = call_on_mesh(run_on_part, mesh, parallel, arrays, gated=is_gated(activation))
+    return y, metrics._replace(experts=chosen)
 
 
 def _run_on_device(
@@ -178,11 +261,12 @@ def _run_on_device(
     *,
     router: Router,
     make_network: Callable[..., Network],
+    record: bool,
     num_sequences: int | None,
     all_tokens: int | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Computes `moe_mlp` for one device's arrays, with bound axes. Those past `all_tokens` in all are padding."""
-    x, logits, gate_up, down, selection_bias, shared = arrays
+    x, given, gate_up, down, selection_bias, shared, choice, exists = arrays
     expert_axis, feature_axis, fsdp_axis = parallel.experts, parallel.features, parallel.fsdp
     top_k, drop_by = router.top_k, router.drop_by
     gate_up = flat_weights(gate_up)
@@ -205,8 +289,8 @@ def _run_on_device(
                 f"shared must be the same on every device of the mesh axis {axis!r}, got {shared.shape}, which varies "
                 "over it: sum the devices' parts first (jax.lax.psum)."
             )
-    _check_arguments(x, logits, gate_up.kernel.shape, devices * parts)
-    tokens, num_experts = logits.shape
+    _check_arguments(arrays, router, gate_up.kernel.shape, devices * parts)
+    tokens, num_experts = x.shape[0], gate_up.kernel.shape[0] * devices * parts
     if feature_axis is not None:
         # The results of all devices are summed, so only the first device adds what all of them have.
         first = jax.lax.axis_index(feature_axis) == 0
@@ -215,33 +299,57 @@ def _run_on_device(
         if shared is not None:
             shared = jnp.where(first, shared, 0)
 
-    real_tokens: float = tokens  # on average over the devices
-    exists = None
+    batch = tuple(parallel.batch) or None
+    if exists is not None:
+        real_tokens = mean_count(exists, tokens, batch)  # on average over the devices
+        # No gradient either: NaN times 0 would be NaN.
+        given = jax.tree.map(functools.partial(masked, exists, value=0), given)
+        shared = None if shared is None else masked(exists, shared, 0)
+    else:
+        real_tokens = tokens
+    if isinstance(given, jax.Array):
+        given = softcapped(given, router)
+    room: float = tokens * top_k
     if all_tokens is not None:
         sources = math.prod(map(axis_size, parallel.token_axes))
         if all_tokens < sources * tokens:
-            real_tokens = all_tokens / sources
-            exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(parallel.token_axes) < all_tokens
-    pairs = real_tokens * top_k
-    worst = devices * tokens * min(top_k, num_experts // devices)
+            room = all_tokens / sources * top_k
+            if exists is None:
+                real_tokens = all_tokens / sources
+                exists = jnp.arange(tokens) + tokens * jax.lax.axis_index(parallel.token_axes) < all_tokens
+    # The experts of one token are distinct if they were chosen here.
+    is_chosen = isinstance(given, jax.Array) and choice is None
+    worst = devices * tokens * (min(top_k, num_experts // devices) if is_chosen else top_k)
     capacity = worst
     if router.capacity_factor is not None:
-        capacity = min(worst, math.ceil(router.capacity_factor * pairs))
+        capacity = min(worst, math.ceil(router.capacity_factor * room))
     has_room = capacity == worst
     rows = capacity if devices == 1 else tokens * top_k
     gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded"
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
-    routing, grouped = route_and_group(logits, router, selection_bias, rows if groups_all else None)
+    if isinstance(given, Routing):
+        routing, groups_all = given, False
+    else:
+        rows_if_grouped = rows if groups_all else None
+        routing, grouped = route_and_group(given, router, selection_bias, choice, rows_if_grouped)
     experts, weights, probabilities = routing.experts, routing.weights, routing.probabilities
+    probability_sums = None
     if groups_all:
         load, probability_sums = grouped[4:]
     else:
         if exists is not None:
-            experts = jnp.where(exists[:, None], experts, num_experts)
-            probabilities = jnp.where(exists[:, None], probabilities, 0)
-        load, probability_sums = count_choices(experts, num_experts), jnp.sum(probabilities, axis=0)
+            experts = masked(exists, experts, num_experts)
+        load = count_choices(experts, num_experts)
+        if probabilities is not None:
+            probabilities = probabilities if exists is None else masked(exists, probabilities, 0)
+            probability_sums = jnp.sum(probabilities, axis=0)
+    chosen = experts if record else None
+    if router.weights_on == "input":
+        # As float32, so that the sums of the gradients of weights are.
+        x = x if exists is None else masked(exists, x, 0)
+        x, weights = (x.astype(jnp.float32) * weights).astype(x.dtype), jnp.ones_like(weights)
 
     network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
     recipe = network.recipe
@@ -265,7 +373,13 @@ def _run_on_device(
         experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
         all_weights = jax.lax.all_gather(weights, expert_axis, tiled=True)
         permutation = group_in_room(
-            experts, all_weights, own_experts, capacity=capacity, sources=devices, drop_by=drop_by
+            experts,
+            all_weights,
+            own_experts,
+            capacity=capacity,
+            sources=devices,
+            drop_by=drop_by,
+            distinct=is_chosen,
         )
         has_no_row = (experts >= 0) & (experts < own_experts) & (permutation.inverse == permutation.order.shape[0])
         dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
@@ -286,7 +400,9 @@ def _run_on_device(
                     experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by
                 )
                 experts = jnp.where(kept, experts, num_experts)
-            permutation = group_in_room(experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by)
+            permutation = group_in_room(
+                experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by, distinct=is_chosen
+            )
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
             y = routed_mlp(x, network, permutation, weights, shared=shared)
@@ -305,25 +421,37 @@ def _run_on_device(
         has_gradient = axis_size(feature_axis) == 1 or is_tracked(feature_axis)
         y = jax.lax.psum(y, feature_axis) if has_gradient else _sum_without_gradient(feature_axis, y)
 
-    batch = tuple(parallel.batch) or None
-    if num_sequences is None:
-        loss = balance_loss(load, probability_sums, pairs, real_tokens, batch)
-    else:
-        loss = load_balancing_loss(routing, num_sequences=num_sequences, axis_name=batch)
-    z_loss = mean_z_loss(logits, exists, real_tokens, batch)
+    loss = z_loss = jnp.zeros((), jnp.float32)
+    if num_sequences is not None and probabilities is not None:
+        mask = arrays.mask
+        loss = load_balancing_loss(routing, mask=mask, num_sequences=num_sequences, axis_name=batch)
+    elif probability_sums is not None:
+        loss = balance_loss(load, probability_sums, top_k, real_tokens, batch)
+    if isinstance(given, jax.Array):
+        z_loss = mean_z_loss(given, exists, real_tokens, batch)
     wanted = load
     if expert_axis is not None:
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
-    needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (pairs or 1)
-    return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed)
+    needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (room or 1)
+    return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed, chosen)
 
 
 def group_in_room(
-    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, sources: int, drop_by: DropBy
+    experts: jax.Array,
+    weights: jax.Array,
+    num_experts: int,
+    *,
+    capacity: int,
+    sources: int,
+    drop_by: DropBy,
+    distinct: bool = True,
 ) -> Permutation:
-    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `Router` says."""
+    """Gives every pair of a token and an expert a row, as `group_by_expert` does, or drops pairs as `Router` says.
+
+    `distinct` tells that no token has an expert twice.
+    """
     tokens, choices = experts.shape
-    if capacity >= tokens * min(choices, num_experts):
+    if capacity >= tokens * (min(choices, num_experts) if distinct else choices):
         return group_by_expert(experts, num_experts, capacity=capacity)
     if drop_by == "weight":
         is_pair = (experts >= 0) & (experts < num_experts)
@@ -370,14 +498,36 @@ def _refuse_gradient(axis_name: str, *_: Any) -> NoReturn:
 _sum_without_gradient.defvjp(_refuse_gradient, _refuse_gradient)
 
 
-def _check_arguments(x: jax.Array, logits: jax.Array, kernel: tuple[int, ...], devices: int) -> None:
+def _canonical_routing(routing: Routing, x: jax.Array) -> Routing:
+    """Returns the routing in the types of the fields. Raises TypeError or ValueError unless it is one of `x`."""
+    experts = as_int32("routing.experts", routing.experts)
+    arrays = {"weights": as_array("routing.weights", routing.weights)}
+    if routing.probabilities is not None:
+        arrays["probabilities"] = as_array("routing.probabilities", routing.probabilities)
+    if experts.ndim != 2 or experts.shape[0] != x.shape[0] or experts.shape[1] == 0:
+        raise ValueError(f"routing.experts must have shape [T, k] for x {x.shape}, got {experts.shape}.")
+    for name, array in arrays.items():
+        canonical_dtype(f"routing.{name}'s type", array.dtype)
+    if arrays["weights"].shape != experts.shape:
+        shapes = f"{experts.shape} and {arrays['weights'].shape}"
+        raise ValueError(f"routing.experts and routing.weights must have one shape [T, k], got {shapes}.")
+    return Routing(experts, **{name: array.astype(jnp.float32) for name, array in arrays.items()})
+
+
+def _check_arguments(arrays: MoEArrays, router: Router, kernel: tuple[int, ...], devices: int) -> None:
+    x, routing = arrays.x, arrays.routing
     inputs.check_tokens("x", x)
     if not isinstance(x.shape[0], int):
         raise ValueError(f"The number of tokens must be known when the program is traced, got x of shape {x.shape}.")
-    if logits.ndim != 2 or logits.shape[0] != x.shape[0]:
-        raise ValueError(f"logits must have shape [T, E] for x {x.shape}, got {logits.shape}.")
-    if kernel[:1] != (logits.shape[1] / devices,):
-        raise ValueError(
-            f"gate_up must hold its part of the experts, for logits {logits.shape} of E experts, which the axes "
-            f"experts and fsdp split over {devices} devices, got {kernel}."
-        )
+    scores, name = (routing.probabilities, "probabilities") if isinstance(routing, Routing) else (routing, "logits")
+    if scores is not None:
+        canonical_dtype(f"{name}'s type", scores.dtype)
+        if scores.ndim != 2 or scores.shape[0] != x.shape[0]:
+            raise ValueError(f"{name} must have shape [T, E] for x {x.shape}, got {scores.shape}.")
+        if kernel[:1] != (scores.shape[1] / devices,):
+            raise ValueError(
+                f"gate_up must hold its part of the experts, for {name} {scores.shape} of E experts, which the axes "
+                f"experts and fsdp split over {devices} devices, got {kernel}."
+            )
+    if isinstance(routing, Routing) and routing.experts.shape[1] != router.top_k:
+        raise ValueError(f"routing.experts must have top_k = {router.top_k} of router, got {routing.experts.shape}.")

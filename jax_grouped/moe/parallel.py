@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_grouped.core.values import check_choice, is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
+from jax_grouped.moe.routing import Routing
 from jax_grouped.ops.inputs import Weights, arrays_like_kernel
 
 #: Way in which tokens reach the devices of their experts, see `Parallel`.
@@ -116,11 +117,14 @@ class MoEArrays(NamedTuple):
     """The arrays of one `moe_mlp`."""
 
     x: jax.Array
-    logits: jax.Array
+    #: Logits, or a routing.
+    routing: jax.Array | Routing
     gate_up: Weights
     down: Weights
     selection_bias: jax.Array | None
     shared: jax.Array | None
+    experts: jax.Array | None
+    mask: jax.Array | None
 
 
 def mesh_to_split(parallel: Parallel, *arrays: jax.Array) -> Mesh | AbstractMesh | None:
@@ -152,14 +156,14 @@ def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
 
 
 def call_on_mesh(
-    function: Callable[[MoEArrays], tuple[jax.Array, Any]],
+    function: Callable[[MoEArrays], tuple[Any, Any]],
     mesh: Mesh | AbstractMesh,
     parallel: Parallel,
     arrays: MoEArrays,
     *,
     gated: bool,
-) -> tuple[jax.Array, Any]:
-    """Calls the function on every device with its part of the arrays."""
+) -> tuple[Any, Any]:
+    """Calls the function on every device with its part of the arrays. Its first result are arrays of tokens."""
     experts, hidden, _ = arrays.down.kernel.shape
     for name, size, split_over in (
         ("down must have experts", experts, parallel.storage_axes),
@@ -198,10 +202,10 @@ def call_on_mesh(
     def place(x: jax.Array, spec: P) -> jax.Array:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
 
-    def padded(x: jax.Array | None) -> Any:
-        return x if x is None or padding == 0 else jnp.pad(place(x, P()), [(0, padding), (0, 0)])
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(place(x, P()), [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
 
-    def run_on_part(arrays: MoEArrays) -> tuple[jax.Array, Any]:
+    def run_on_part(arrays: MoEArrays) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(arrays, is_leaf=lambda x: isinstance(x, ScaledArray))
         for i, x in enumerate(leaves):
             if isinstance(x, ScaledArray):
@@ -212,7 +216,8 @@ def call_on_mesh(
                 leaves[i] = dataclasses.replace(x, layout=layout)
         return function(jax.tree.unflatten(structure, leaves))
 
-    arrays = arrays._replace(x=padded(arrays.x), logits=padded(arrays.logits), shared=padded(arrays.shared))
+    of_tokens = {name: getattr(arrays, name) for name in ("x", "routing", "shared", "experts", "mask")}
+    arrays = arrays._replace(**jax.tree.map(padded, of_tokens))
     specs = _specs(parallel, arrays, gated=gated)
     arrays = jax.tree.map(place, arrays, specs)
     map_parts = functools.partial(jax.shard_map, mesh=mesh, axis_names={*free})
@@ -222,10 +227,10 @@ def call_on_mesh(
     else:
         run = map_parts(run_on_part, in_specs=(specs,), out_specs=out_specs)
     # Outside jit, shard_map does not differentiate some rules. Such a call is compiled each time.
-    y, metrics = jax.jit(run)(arrays)
+    rows, metrics = jax.jit(run)(arrays)
     if padding:
-        y = place(y, P())[:tokens]
-    return place(y, token_spec), metrics
+        rows = jax.tree.map(lambda y: place(y, P())[:tokens], rows)
+    return jax.tree.map(lambda y: place(y, token_spec), rows), metrics
 
 
 def _map_inside_another(

@@ -26,39 +26,47 @@ from jax_grouped.core.values import (
     vary_alike,
 )
 from jax_grouped.fp8.arrays import register_pytree
-from jax_grouped.kernels.routing import RouteSpec, Score, count_choices, route
+from jax_grouped.kernels.routing import GroupScore, RouteSpec, Score, count_choices, route
 from jax_grouped.ops import inputs
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
 DropBy = Literal["even", "weight"]
+#: What the weights multiply, see `Router`.
+WeightsOn = Literal["output", "input"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Router:
     """Options of the choice of each token's experts, of their weights, and of the room that they have.
 
-    With `groups` and `top_groups`, a token's experts come from the groups with the highest sum of the scores, and
-    selection biases, of their two best experts, as if groups were nodes of a cluster (DeepSeek-V3, arXiv:2412.19437,
-    section 2.1.2). The same section's balancing without a loss is `score="sigmoid"` with a selection bias, see
-    `update_selection_bias`.
+    With `groups` and `top_groups`, a token's experts come from the best groups, as if groups were nodes of a cluster
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). The same section's balancing without a loss is `score="sigmoid"`
+    with a selection bias, see `update_selection_bias`.
 
     Attributes:
         top_k: experts per token, from 1 to `E`.
-        score: "softmax" over the experts, or "sigmoid" of each logit. Sigmoids that float32 does not tell apart are
-            chosen by their logits, unless there is a selection bias.
+        score: "softmax" over the experts; "sigmoid" of each logit; or "sqrtsoftplus", the square root of
+            `log(1 + exp(logit))`. Scores of the last two that float32 does not tell apart are chosen by their logits,
+            unless there is a selection bias.
         normalize: whether a token's weights are divided by their sum, which is right for logits of any size; scores
             that are all 0 stay 0. With `top_k=1` the quotient is always 1, and the router gets gradients from balance
             losses only: `normalize=False` gives it those of the weights.
         scale: factor that multiplies the final weights.
         groups: the number of groups of successive experts, a divisor of `E`; None for no groups.
         top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
+        group_score: what the groups are chosen by: "top2_sum", the sum of the scores, and selection biases, of their
+            two best experts (DeepSeek-V3), or "max", that of the best one (DeepSeek-V2).
+        softcap: the logits `x` become `softcap * tanh(x / softcap)` before anything else; None for no cap.
+        weights_on: what a token's weight multiplies: the expert's "output", or its "input" (Llama 4), which needs
+            `top_k=1`.
         capacity_factor: room for rows on each device, in multiples of `T * top_k`, the number that a device gets if all
             experts are chosen equally often. Pairs of a token and an expert without room are dropped, and counted. None
             gives room for the worst case: `T * top_k`, or `D * T * min(top_k, E / D)` with experts on `D` devices.
         drop_by: which pairs are dropped on a device with too many. "even" cuts the largest groups, of one source for
             one expert, to one length. Within a group, pairs are dropped at equal distances, so neither early nor late
             tokens are favoured. "weight" drops those with the smallest routing weights, by absolute value.
-        use_bias: whether a layer's router adds a bias `[E]` to its logits. Functions get the logits.
+        use_kernel: whether a layer has a router of its own, a kernel `[K, E]`; without, its calls need `routing`.
+        use_bias: whether that adds a bias `[E]` to its logits. Functions get the logits.
         use_selection_bias: whether a layer keeps a `selection_bias`, `float32[E]`, which starts at 0 and has no
             gradient. Functions then need theirs.
         balance_sequences: whether a layer's balance loss is the mean of the losses of the sequences of `x`
@@ -82,8 +90,12 @@ class Router:
     scale: float = 1.0
     groups: int | None = None
     top_groups: int | None = None
+    group_score: GroupScore = "top2_sum"
+    softcap: float | None = None
+    weights_on: WeightsOn = "output"
     capacity_factor: float | None = None
     drop_by: DropBy = "even"
+    use_kernel: bool = True
     use_bias: bool = False
     use_selection_bias: bool = False
     balance_sequences: bool = False
@@ -93,7 +105,9 @@ class Router:
         put("top_k", static_size("top_k", self.top_k, least=1))
         check_choice("score", self.score, Score)
         check_choice("drop_by", self.drop_by, DropBy)
-        for name in ("normalize", "use_bias", "use_selection_bias", "balance_sequences"):
+        check_choice("group_score", self.group_score, GroupScore)
+        check_choice("weights_on", self.weights_on, WeightsOn)
+        for name in ("normalize", "use_kernel", "use_bias", "use_selection_bias", "balance_sequences"):
             put(name, static_bool(name, getattr(self, name)))
         put("scale", static_number("scale", self.scale))
         if (self.groups is None) != (self.top_groups is None):
@@ -103,23 +117,26 @@ class Router:
             put("top_groups", static_size("top_groups", self.top_groups, least=1))
             if self.top_groups > self.groups:
                 raise ValueError(f"top_groups must be at most the {self.groups} groups, got {self.top_groups}.")
-        if self.capacity_factor is not None:
-            put("capacity_factor", factor := static_number("capacity_factor", self.capacity_factor))
-            if not 0 < factor < math.inf:
-                rule = "a positive number, or None for the worst case"
-                raise ValueError(f"capacity_factor must be {rule}, got {factor}.")
+        if self.weights_on == "input" and self.top_k != 1:
+            raise ValueError(f'weights_on="input" needs top_k=1, got {self.top_k}.')
+        for name, without in (("capacity_factor", "the worst case"), ("softcap", "no cap")):
+            if getattr(self, name) is not None:
+                put(name, number := static_number(name, getattr(self, name)))
+                if not 0 < number < math.inf:
+                    raise ValueError(f"{name} must be a positive number, or None for {without}, got {number}.")
 
 
 @register_pytree
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Routing of `T` tokens to `k` of `E` experts each.
+    """Routing of `T` tokens to `k` of `E` experts each: that of `top_k_routing`, or one of your own for `moe_mlp`.
 
     Attributes:
-        experts: `int32[T, k]`, the chosen experts, best first; those of one token are distinct.
+        experts: `int32[T, k]`, the chosen experts; of `top_k_routing` best first and distinct. An index outside of
+            `[0, E)` stands for no expert: it costs nothing, and its weight counts for nothing.
         weights: `float32[T, k]`, the factor of each choice's output.
         probabilities: `float32[T, E]`, the router's scores, normalised to a sum of 1 per token; for
-            `load_balancing_loss`.
+            `load_balancing_loss`. None if there are none.
 
     Example:
         routing = jg.moe.top_k_routing(jnp.array([[1.0, 3.0, 2.0]]), jg.moe.Router(top_k=2))
@@ -130,7 +147,7 @@ class Routing:
 
     experts: jax.Array
     weights: jax.Array
-    probabilities: jax.Array
+    probabilities: jax.Array | None = None
 
 
 def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -181,7 +198,13 @@ def _router_logits_backward(residuals: tuple[jax.Array, jax.Array], dlogits: jax
 _router_logits.defvjp(_router_logits_forward, _router_logits_backward)
 
 
-def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Array | None = None) -> Routing:
+def top_k_routing(
+    logits: jax.Array,
+    router: Router,
+    *,
+    selection_bias: jax.Array | None = None,
+    experts: jax.Array | None = None,
+) -> Routing:
     """Sends each token to the `top_k` experts with the highest scores; of equal ones, to those with lower indices.
 
     It computes in float32. Gradients reach the logits through weights and probabilities, the same bits in every run. On
@@ -192,9 +215,12 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         router: the options. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
             as 0. It has no gradient.
+        experts: `[T, top_k]` integers, the choice of another pass, such as the one that generated the tokens, in place
+            of one by the scores. The weights follow from these logits, with the bits that they have without `experts`
+            where the choice is the same. Those of an index outside of `[0, E)` are 0.
 
     Returns:
-        The routing. Its probabilities are the softmax, or the sigmoids divided by their sum, without bias and scale.
+        The routing. Its probabilities are the softmax, or the scores divided by their sum, without bias and scale.
 
     Raises:
         TypeError, ValueError: an argument has a type, a shape or a value that does not fit.
@@ -208,14 +234,25 @@ def top_k_routing(logits: jax.Array, router: Router, *, selection_bias: jax.Arra
         assert jnp.allclose(routing.weights, jnp.array([[2 / 3, 1 / 3], [2 / 3, 1 / 3]]))
     """
     check_type("router", router, Router)
-    return route_and_group(as_array("logits", logits), router, selection_bias)[0]
+    logits = softcapped(as_array("logits", logits), router)
+    return route_and_group(logits, router, selection_bias, experts)[0]
+
+
+def softcapped(logits: jax.Array, router: Router) -> jax.Array:
+    """Returns the logits that a router uses, in float32 if it has a `softcap`."""
+    inputs.check_tokens("logits", logits, "[T, E]")
+    cap = router.softcap
+    return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
 
 def route_and_group(
-    logits: jax.Array, router: Router, selection_bias: jax.Array | None, rows: int | None = None
+    logits: jax.Array,
+    router: Router,
+    selection_bias: jax.Array | None,
+    choice: jax.Array | None,
+    rows: int | None = None,
 ) -> tuple[Routing, list[jax.Array]]:
     """Computes `top_k_routing`. With a number of rows, the other results of `kernels.routing.route` follow."""
-    inputs.check_tokens("logits", logits, "[T, E]")
     experts, top_k = logits.shape[1], router.top_k
     groups, top_groups = router.groups or 1, router.top_groups or 1
     if top_k > experts:
@@ -235,13 +272,21 @@ def route_and_group(
         selection_bias = selection_bias.astype(jnp.float32)
     elif router.use_selection_bias:
         raise ValueError("A router with use_selection_bias needs a selection_bias, float32[E], got None.")
-    spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups)
-    chosen, weights, probabilities, *grouped = route(logits, selection_bias, spec, rows)
+    if choice is not None:
+        choice = as_int32("experts", choice)
+        if choice.shape != (logits.shape[0], top_k):
+            raise ValueError(f"experts must have shape [T, top_k] = {(logits.shape[0], top_k)}, got {choice.shape}.")
+    spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups, router.group_score)
+    chosen, weights, probabilities, *grouped = route(logits, selection_bias, spec, rows, choice)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
 
 
 def load_balancing_loss(
-    routing: Routing, *, num_sequences: int | None = None, axis_name: str | tuple[str, ...] | None = None
+    routing: Routing,
+    *,
+    mask: jax.Array | None = None,
+    num_sequences: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     """Measures the imbalance of the experts: 1 if tokens are spread evenly, `E` if one has all choices and probability.
 
@@ -250,11 +295,12 @@ def load_balancing_loss(
     to 6) for any number of choices per token. The fractions are constants to the gradient.
 
     Args:
-        routing: of `T` tokens to `E` experts.
+        routing: of `T` tokens to `E` experts, with probabilities.
+        mask: `bool[T]`, False for tokens that do not count, as those of padding; None if all count.
         num_sequences: this device's number of sequences, `T / num_sequences` successive tokens each. The loss is then
             the mean of the losses of the sequences, as in DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20, with
-            weight 0.0001), but of the choices with their bias and groups. None for one loss of all tokens. No sequence
-            may be split over devices.
+            weight 0.0001), but of the choices with their bias and groups. A sequence of masked tokens has none. None
+            for one loss of all tokens. No sequence may be split over devices.
         axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
             that of the whole batch, the same on every device, and permits an uneven load on each.
 
@@ -262,8 +308,10 @@ def load_balancing_loss(
         `float32[]`; 0 for no tokens.
 
     Raises:
-        TypeError: `routing` is no `Routing`, or `num_sequences` no integer that is known when the program is traced.
-        ValueError: there is no such axis, or `num_sequences` does not divide the number of tokens.
+        TypeError: `routing` is no `Routing`, `mask` is not of booleans, or `num_sequences` no integer that is known
+            when the program is traced.
+        ValueError: `routing` has no probabilities, there is no such axis, `mask` has another shape, or `num_sequences`
+            does not divide the number of tokens.
 
     Example:
         router = jg.moe.Router(top_k=1)
@@ -274,41 +322,80 @@ def load_balancing_loss(
         assert loss(jnp.tile(jnp.array([10.0, 0, 0, 0]), (4, 1))) > 3.9
     """
     check_type("routing", routing, Routing)
-    tokens, num_experts = routing.probabilities.shape
-    experts = as_int32("routing.experts", routing.experts)
-    if num_sequences is None:
-        sums = jnp.sum(routing.probabilities, axis=0)
-        load = count_choices(experts, num_experts)
-        return balance_loss(load, sums, experts.size, tokens, axis_name)
-    sequences = static_size("num_sequences", num_sequences, least=1)
+    if routing.probabilities is None:
+        raise ValueError("load_balancing_loss needs a routing with probabilities, got None.")
+    experts, probabilities = as_int32("routing.experts", routing.experts), routing.probabilities
+    (tokens, num_experts), top_k = probabilities.shape, experts.shape[1]
+    sequences = 1 if num_sequences is None else static_size("num_sequences", num_sequences, least=1)
     if tokens % sequences:
         raise ValueError(f"num_sequences must divide the {tokens} tokens, got {sequences}.")
-    pairs = experts.reshape(sequences, -1, experts.shape[1])
+    exists = None if mask is None else checked_mask(mask, tokens)
+    if exists is not None:
+        experts, probabilities = masked(exists, experts, num_experts), masked(exists, probabilities, 0)
+    pairs = experts.reshape(sequences, tokens // sequences, top_k)
     loads = jax.vmap(functools.partial(count_choices, num_experts=num_experts))(pairs)
-    sums = jnp.sum(routing.probabilities.reshape(sequences, -1, num_experts), axis=1)
-    sequence_losses = jax.vmap(
-        lambda load, sums: balance_loss(load, sums, pairs[0].size, tokens // sequences, axis_name=None)
-    )
-    return _mean_over_devices(jnp.mean(sequence_losses(loads, sums)), axis_name)
+    sums = jnp.sum(probabilities.reshape(sequences, -1, num_experts), axis=1)
+    if num_sequences is None:
+        return balance_loss(loads[0], sums[0], top_k, mean_count(exists, tokens, axis_name), axis_name)
+    sequence_losses = jax.vmap(functools.partial(balance_loss, axis_name=None), in_axes=(0, 0, None, 0))
+    if exists is None:
+        counts = jnp.full(sequences, tokens // sequences, jnp.float32)
+        return mean_over_devices(jnp.mean(sequence_losses(loads, sums, top_k, counts)), axis_name)
+    counts = jnp.sum(exists.reshape(sequences, -1), axis=1, dtype=jnp.float32)
+    losses = jnp.where(counts > 0, sequence_losses(loads, sums, top_k, counts), 0)
+    total, number = mean_over_devices((jnp.sum(losses), jnp.sum(counts > 0, dtype=jnp.float32)), axis_name)
+    return total / or_one(number)
 
 
-def _mean_over_devices(x: Any, axis_name: str | tuple[str, ...] | None) -> Any:
+def mean_over_devices(x: Any, axis_name: str | tuple[str, ...] | None) -> Any:
+    """Returns the mean over the devices of these axes. Raises ValueError where there is no such axis."""
     if axis_name is None:
         return x
-    axis_size(axis_name)  # Raises where there is no such axis.
+    axis_size(axis_name)
     return jax.lax.pmean(x, axis_name)
 
 
+def checked_mask(mask: jax.Array, tokens: int) -> jax.Array:
+    """Returns the mask as an array. Raises TypeError or ValueError unless it is `bool[T]`."""
+    mask = as_array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"mask must be of booleans, got {mask.dtype.name}.")
+    if mask.shape != (tokens,):
+        raise ValueError(f"mask must have shape [T] = {(tokens,)}, got {mask.shape}.")
+    return mask
+
+
+def masked(exists: jax.Array, x: jax.Array, value: float) -> jax.Array:
+    """Returns `x[T, ...]` with this value for tokens that do not exist; they get no gradient either."""
+    return jnp.where(jnp.expand_dims(exists, range(1, x.ndim)), x, value)
+
+
+def mean_count(exists: jax.Array | None, tokens: float, axis_name: str | tuple[str, ...] | None) -> float | jax.Array:
+    """Returns the number of tokens that exist, on average over the devices: `tokens` without a mask."""
+    return tokens if exists is None else mean_over_devices(jnp.sum(exists, dtype=jnp.float32), axis_name)
+
+
+def or_one(count: float | jax.Array) -> float | jax.Array:
+    """Returns the count, or 1 in place of 0, as a divisor."""
+    return jnp.where(count == 0, 1, count) if isinstance(count, jax.Array) else count or 1
+
+
 def balance_loss(
-    load: jax.Array, probability_sums: jax.Array, pairs: float, tokens: float, axis_name: str | tuple[str, ...] | None
+    load: jax.Array,
+    probability_sums: jax.Array,
+    top_k: int,
+    tokens: float | jax.Array,
+    axis_name: str | tuple[str, ...] | None,
 ) -> jax.Array:
-    """Computes `load_balancing_loss` from sums over the tokens."""
-    means = load.astype(jnp.float32) / (pairs or 1), probability_sums / (tokens or 1)
-    fraction, probability = _mean_over_devices(means, axis_name)
+    """Computes `load_balancing_loss` from sums over the tokens, of which there are as many on average over devices."""
+    means = load.astype(jnp.float32) / or_one(top_k * tokens), probability_sums / or_one(tokens)
+    fraction, probability = mean_over_devices(means, axis_name)
     return load.shape[0] * jnp.sum(fraction * probability)
 
 
-def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
+def router_z_loss(
+    logits: jax.Array, *, mask: jax.Array | None = None, axis_name: str | tuple[str, ...] | None = None
+) -> jax.Array:
     """Measures the size of the router's logits: the mean over tokens of their squared log-sum-exp.
 
     Added to the training loss with a small weight, such as 0.001, it keeps logits from growing, where float32 rounds
@@ -316,30 +403,38 @@ def router_z_loss(logits: jax.Array, *, axis_name: str | tuple[str, ...] | None 
 
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32.
-        axis_name: as in `load_balancing_loss`.
+        mask: as in `load_balancing_loss`.
+        axis_name: likewise.
 
     Returns:
         `float32[]`; 0 for no tokens.
 
     Raises:
-        TypeError, ValueError: `logits` have a type or a shape that does not fit, or there is no such axis.
+        TypeError, ValueError: an argument has a type or a shape that does not fit, or there is no such axis.
 
     Example:
         assert jnp.allclose(jg.moe.router_z_loss(jnp.zeros((8, 4))), jnp.log(4.0) ** 2)
     """
     logits = as_array("logits", logits)
     inputs.check_tokens("logits", logits, "[T, E]")
-    return mean_z_loss(logits, None, logits.shape[0], axis_name)
+    tokens = logits.shape[0]
+    if mask is None:
+        return mean_z_loss(logits, None, tokens, axis_name)
+    exists = checked_mask(mask, tokens)
+    return mean_z_loss(masked(exists, logits, 0), exists, mean_count(exists, tokens, axis_name), axis_name)
 
 
 def mean_z_loss(
-    logits: jax.Array, exists: jax.Array | None, tokens: float, axis_name: str | tuple[str, ...] | None
+    logits: jax.Array,
+    exists: jax.Array | None,
+    tokens: float | jax.Array,
+    axis_name: str | tuple[str, ...] | None,
 ) -> jax.Array:
     """Computes `router_z_loss` of the tokens that exist, of which there are as many on average over the devices."""
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=1) ** 2
     if exists is not None:
         squares = jnp.where(exists, squares, 0)
-    return _mean_over_devices(jnp.sum(squares) / (tokens or 1), axis_name)
+    return mean_over_devices(jnp.sum(squares) / or_one(tokens), axis_name)
 
 
 def update_selection_bias(

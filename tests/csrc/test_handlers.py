@@ -253,7 +253,8 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
     route: {
         "logits must be": [dict(logits=((32, 4), I32))],
         "logits must have rank 2": [dict(logits=((32,), F32))],
-        "score must": [dict(score=2)],
+        "score must": [dict(score=3)],
+        "group_score must": [dict(group_score=2)],
         "batch must": [dict(batch=5), dict(batch=0)],
         "the number of pairs": [dict(experts=(64,)), dict(logits=((0, 4), F32)), dict(experts=(32, 0))],
         "the number of experts must": [dict(logits=((32, 513), F32))],
@@ -265,8 +266,9 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
         "probabilities must": [dict(probabilities=(32, 3))],
         "block_counts must": [dict(block_counts=(2, 4))],
         "block_sums must": [dict(block_sums=(1, 3))],
-        "there are more operands": [dict(bias=2 * [(EXPERT_SHAPE, F32)])],
-        "the bias must": [dict(bias=[(EXPERT_SHAPE, BF16)]), dict(bias=[((5,), F32)])],
+        "there are more operands": [dict(more=[(EXPERT_SHAPE, F32)])],
+        "the bias must": [dict(has_bias=True, more=[array]) for array in ((EXPERT_SHAPE, BF16), ((5,), F32))],
+        "the choice must": [dict(has_choice=True, more=[array]) for array in (((32, 3), I32), ((32, 2), F32))],
     },
     group_pairs: {
         "experts must": [dict(experts=(64,))],

@@ -40,12 +40,13 @@ LAYERS: dict[str, Callable[..., Any]] = {
     ),
 }  # fmt: skip
 MIXTURES = ["linen.MoEMlp", "nnx.MoEMlp"]
+MOE_FLAGS = ["use_bias", "cache_kernel", "use_shared_gate", "sow_metrics"]
 #: Its options that are features, other sizes, and flags.
 FIELDS = {
     "linen.GroupedDense": (["features"], ["num_groups"], ["use_bias"]),
-    "linen.MoEMlp": (["hidden_features", "shared_features"], ["num_experts"], ["use_bias", "cache_kernel"]),
+    "linen.MoEMlp": (["hidden_features", "shared_features"], ["num_experts"], MOE_FLAGS),
     "nnx.GroupedDense": (["in_features", "out_features"], [], ["use_bias"]),
-    "nnx.MoEMlp": (["features", "hidden_features", "shared_features"], ["num_experts"], ["use_bias", "cache_kernel"]),
+    "nnx.MoEMlp": (["features", "hidden_features", "shared_features"], ["num_experts"], MOE_FLAGS),
 }
 
 
@@ -82,6 +83,7 @@ def test_options_that_a_layer_does_not_take_are_named(name: str) -> None:
             "logical_axes must name the axes of experts, K and F, got (": dict(logical_axes=("expert", "embed")),
             "logical_axes must name the axes of experts, K and F, got 3": dict(logical_axes=3),
             "cache_kernel=True needs a recipe, or a dtype": dict(cache_kernel=True),
+            "use_shared_gate=True needs shared_features.": dict(use_shared_gate=True),
             "There is no mesh axis 'expert' here: put all arrays on": dict(parallel=Parallel(experts="expert")),
             "There is no mesh axis 'model' here: put all arrays on": dict(parallel=Parallel(features="model")),
             "There is no mesh axis 'data' here": dict(parallel=Parallel(batch="data")),
@@ -121,13 +123,13 @@ def test_functions_take_no_booleans_for_numbers() -> None:
 def test_arguments_of_moe_mlp_that_do_not_fit_are_named() -> None:
     assert_refused(
         jg.moe.moe_mlp,
-        dict(x=X, logits=X[:, :E], gate_up=jnp.ones((E, K, 2 * F)), down=jnp.ones((E, F, K)), router=ROUTER),
+        dict(x=X, routing=X[:, :E], gate_up=jnp.ones((E, K, 2 * F)), down=jnp.ones((E, F, K)), router=ROUTER),
         {
             "A router with balance_sequences needs num_sequences, got None.": dict(
                 router=Router(2, balance_sequences=True)
             ),
-            f"logits must have shape [T, E] for x {X.shape}, got ({X.shape[0] - 1}, {E}).": dict(logits=X[1:, :E]),
-            "gate_up must hold its part of the experts, for logits (": dict(logits=X[:, : E - 1]),
+            f"logits must have shape [T, E] for x {X.shape}, got ({X.shape[0] - 1}, {E}).": dict(routing=X[1:, :E]),
+            "gate_up must hold its part of the experts, for logits (": dict(routing=X[:, : E - 1]),
         },
     )
 

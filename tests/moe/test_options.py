@@ -40,7 +40,7 @@ def test_values_that_are_not_supported_are_named() -> None:
     refused: dict[Any, dict[str, dict[str, Any]]] = {
         Router: {
             "top_k must be at least 1, got 0.": dict(top_k=0),
-            "score must be one of ('softmax', 'sigmoid'), got 'tanh'.": dict(score="tanh"),
+            "score must be one of ('softmax', 'sigmoid', 'sqrtsoftplus'), got 'tanh'.": dict(score="tanh"),
             "drop_by must be one of ('even', 'weight'), got 'last'.": dict(drop_by="last"),
             "groups and top_groups need each other, got 1 and None.": dict(groups=1),
             "top_groups must be at most the 5 groups, got 6.": dict(groups=5, top_groups=6),

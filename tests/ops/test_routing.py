@@ -17,7 +17,7 @@ from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, struct
 
 TOKENS = 45
-SCORES = "softmax", "sigmoid"
+SCORES = "softmax", "sigmoid", "sqrtsoftplus"
 LOWEST, TINY = float(np.finfo(np.float32).min), float(np.finfo(np.float32).tiny)
 
 
@@ -35,8 +35,10 @@ class Results(NamedTuple):
     probability_sums: Any = None
 
 
-def route(logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int | None = None) -> Results:
-    return Results(*routing.route(logits, bias, spec, rows))
+def route(
+    logits: jax.Array, bias: jax.Array | None, spec: RouteSpec, rows: int | None = None, choice: Any = None
+) -> Results:
+    return Results(*routing.route(logits, bias, spec, rows, choice))
 
 
 def drawn_logits(tokens: int, num_experts: int, dtype: Any = "float32") -> np.ndarray:
@@ -63,11 +65,12 @@ def drawn_bias(num_experts: int) -> np.ndarray:
 
 
 def expected_experts(compared: np.ndarray, scores: np.ndarray, spec: RouteSpec) -> list[int]:
-    """Chooses a token's experts from the numbers to compare, and from the scores that groups add up."""
+    """Chooses a token's experts from the numbers to compare, and from the scores that groups are compared by."""
     compared, scores = (np.nan_to_num(np.clip(x, LOWEST, -LOWEST), nan=LOWEST) for x in (compared, scores))
     size = len(scores) // spec.expert_groups
-    pairs = [np.sort(scores[first : first + size])[-2:].sum() for first in range(0, len(scores), size)]
-    best = np.argsort(-np.asarray(pairs), kind="stable")[: spec.top_groups]
+    counted = 1 if spec.group_score == "max" else 2
+    groups = [np.sort(scores[first : first + size])[-counted:].sum() for first in range(0, len(scores), size)]
+    best = np.argsort(-np.asarray(groups), kind="stable")[: spec.top_groups]
     allowed = [expert for expert in range(len(scores)) if expert // size in best]
     return sorted(allowed, key=lambda expert: (-compared[expert], expert))[: spec.top_k]
 
@@ -84,12 +87,22 @@ def shares(logarithms: np.ndarray) -> np.ndarray:
     return powers / powers.sum()
 
 
+def log_scores(row: Any, score: str, np: Any = np) -> Any:
+    """Returns the logarithms of a token's scores, computed by NumPy or JAX."""
+    if score == "softmax":
+        powers = np.exp(row - row.max(axis=-1, keepdims=True))
+        return np.log(powers / powers.sum(axis=-1, keepdims=True))
+    if score == "sigmoid":
+        return -np.logaddexp(0, -row)
+    # Far below 0, softplus is the exponential.
+    return np.where(row < -30, row / 2, np.log(np.logaddexp(0, np.where(row < -30, 0, row))) / 2)
+
+
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def check_routed(got: Any, logits: np.ndarray, bias: np.ndarray | None, spec: RouteSpec, rtol: float = 1e-6) -> None:
     is_softmax = spec.score == "softmax"
     for token, row in enumerate(logits.astype(np.float64)):
-        powers = np.exp(row - row.max())
-        logarithms = np.log(powers / powers.sum()) if is_softmax else -np.logaddexp(0, -row)
+        logarithms = log_scores(row, spec.score)
         compared = scores = np.exp(logarithms)
         if bias is not None:
             compared = scores = without_subnormals(scores) + bias
@@ -158,7 +171,8 @@ def test_tokens_are_routed_and_grouped_as_by_plain_loops(backend: str, routing: 
     logits = drawn_logits(TOKENS, num_experts, dtype)
     for score in some(backend, SCORES, ROUTINGS.index(routing) // 2):
         bias = drawn_bias(num_experts) if score == "sigmoid" or expert_groups > 1 else None
-        spec = RouteSpec(top_k, score, dtype != "float16", expert_groups, top_groups)
+        group_score = "max" if top_groups == 2 else "top2_sum"
+        spec = RouteSpec(top_k, score, dtype != "float16", expert_groups, top_groups, group_score)
         rows = TOKENS * top_k * 2 // 3 if dtype == "bfloat16" else TOKENS * top_k
 
         got, parts = whole_and_parts(logits, bias, spec, rows)
@@ -189,15 +203,43 @@ FAR_BELOW = np.array(
 )
 
 
-def test_sigmoids_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(backend: str) -> None:
+def test_scores_that_float32_rounds_to_zero_are_weighted_by_their_logarithms(backend: str) -> None:
     # This bias forbids the first experts, so the best of the others is far below the best of all.
     forbidding = np.array([-9, -9, 0, 0, 0.125, 0], np.float32)
     biases, groups = (None, forbidding, np.zeros(6, np.float32)), [(1, 1), (3, 2), (6, 3)]
-    options = itertools.product([("float32", True), ("bfloat16", False)], biases, groups)
-    for (dtype, normalize), bias, chosen in some(backend, options, 0, count=4):
-        logits = np.asarray(jnp.asarray(FAR_BELOW, dtype))
-        spec = RouteSpec(3, "sigmoid", normalize, *chosen)
+    options = itertools.product([("float32", True), ("bfloat16", False)], biases, groups, SCORES[1:])
+    for (dtype, normalize), bias, chosen, score in some(backend, options, 0, count=6):
+        # The square roots are as far below as the sigmoids are.
+        factor = 2 if score == "sqrtsoftplus" else 1
+        logits = np.asarray(jnp.asarray(np.maximum(FAR_BELOW, -1e30 / factor) * factor, dtype))
+        spec = RouteSpec(3, score, normalize, *chosen)
         check_routed(jax.jit(route, static_argnums=2)(logits, bias, spec), logits, bias, spec, rtol=1e-5)
+
+
+def test_a_given_choice_is_weighted_as_its_own(backend: str) -> None:
+    """The same choice gives the same bits. Experts that do not exist weigh nothing, and nobody counts them."""
+    num_experts, top_k, rows = 12, 3, 2 * TOKENS
+    logits = drawn_logits(TOKENS, num_experts)
+    choices = np.random.default_rng(0).integers(-2, num_experts + 2, (TOKENS, top_k), dtype=np.int32)
+    choices[8:10] = -1
+    routed = jax.jit(route, static_argnums=(2, 3))
+    for score, normalize in some(backend, itertools.product(SCORES, (True, False)), 0, count=6):
+        spec = RouteSpec(top_k, score, normalize, 4, 2)
+        own = routed(logits, drawn_bias(num_experts), spec, rows)
+        jax.tree.map(np.testing.assert_array_equal, routed(logits, None, spec, rows, own.experts), own)
+
+        got = routed(logits, None, spec, rows, choices)
+        np.testing.assert_array_equal(got.experts, choices)
+        np.testing.assert_array_equal(got.probabilities, own.probabilities)
+        exists = (choices >= 0) & (choices < num_experts)
+        check_grouped(got[3:7], choices, num_experts, rows)
+        np.testing.assert_array_equal(got.expert_load, np.bincount(choices[exists], minlength=num_experts))
+        for token in range(8, TOKENS):  # The first tokens are not finite.
+            chosen = np.where(
+                exists[token], log_scores(logits[token].astype(np.float64), score)[choices[token] % 12], -np.inf
+            )
+            weights = shares(chosen) if normalize else np.exp(chosen)
+            np.testing.assert_allclose(got.weights[token], weights, rtol=1e-6, atol=1e-30, err_msg=str(token))
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 5000])
@@ -272,7 +314,7 @@ def outputs(logits: jax.Array, spec: RouteSpec) -> jax.Array:
 
 def dense(logits: jax.Array, spec: RouteSpec, experts: jax.Array) -> jax.Array:
     """Computes the same from the logarithms of all scores, for the given choice."""
-    logarithms = jax.nn.log_softmax(logits) if spec.score == "softmax" else jax.nn.log_sigmoid(logits)
+    logarithms = log_scores(logits, spec.score, jnp)
     chosen = jnp.take_along_axis(logarithms, experts, axis=1)
     probabilities = jax.nn.softmax(logarithms)
     weights = jax.nn.softmax(chosen) if spec.normalize_weights else jnp.exp(chosen)
@@ -286,8 +328,10 @@ def dense(logits: jax.Array, spec: RouteSpec, experts: jax.Array) -> jax.Array:
         ("softmax", False, lambda f: jax.jacrev(jax.grad(f)), False),
         ("sigmoid", False, None, False),
         ("sigmoid", True, None, True),
+        ("sqrtsoftplus", False, jax.hessian, False),
+        ("sqrtsoftplus", True, None, True),
     ],
-    ids=["hessian", "jacrev", "sigmoid", "far below"],
+    ids=["hessian", "jacrev", "sigmoid", "sigmoid far below", "sqrtsoftplus", "sqrtsoftplus far below"],
 )
 def test_derivatives_of_both_orders_and_modes_are_those_of_dense_scores(
     backend: str, score: Any, normalize: bool, second: Any, far_below: bool

@@ -47,6 +47,7 @@ class Example(NamedTuple):
 
     `roles` are the axes that `Parallel` names, `methods` the exchanges of two layers one after the other. With
     `cached`, kernels are given quantized or converted. `specs` has the axes over which each dimension is split.
+    `routed` tells what chooses the experts: the "logits", these with a "choice" that is forced, or a "routing".
     """
 
     function: str
@@ -58,6 +59,9 @@ class Example(NamedTuple):
     methods: tuple[str, str]
     cached: bool
     specs: Mapping[str, P]
+    #: How the first of the layers `moe_mlp` is routed, and whether it has a mask.
+    routed: str = "logits"
+    masked: bool = False
 
 
 def list_shapes(function: str, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
@@ -113,7 +117,9 @@ def examples(draw: Callable[..., Any]) -> Example:
     if recipe is not None:
         takes_cache &= recipe != "delayed" and "features" not in roles and (function, kind) != ("moe_mlp", "explicit")
     cached = takes_cache and not draw(st.booleans())
-    return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs)
+    routed = draw(st.sampled_from(["routing", "choice", "logits"])) if function in LAYERS else "logits"
+    masked = function in LAYERS and not draw(st.booleans())
+    return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs, routed, masked)
 
 
 def numbers(example: Example, seed: int) -> dict[str, np.ndarray]:
@@ -131,6 +137,12 @@ def numbers(example: Example, seed: int) -> dict[str, np.ndarray]:
         arrays["logits"] += (seed % 3) * rng.standard_normal(E, np.float32)
     elif "router" not in arrays:
         arrays["x"][cuts[-1] :] = np.nan
+    if example.routed != "logits":
+        arrays["choice"] = rng.integers(-1, E + 1, (T, TOP_K), np.int32)
+        arrays["weights"] = rng.standard_normal((T, TOP_K), np.float32)
+    if example.masked:
+        arrays["mask"] = rng.random(T) < 0.7
+        arrays["x"][~arrays["mask"]] = np.nan
     return arrays
 
 
@@ -156,11 +168,18 @@ def apply(
         return jg.moe.grouped_mlp(x, weights("gate_up"), weights("down"), sizes, **same, **options), ()
     parallels = [jg.moe.Parallel(**roles, exchange=method, dispatch="input") for method in example.methods]
     router = jg.moe.Router(TOP_K)
+    routing: dict[str, Any] = dict(mask=arrays.get("mask"))
+    if example.routed == "choice":
+        routing["experts"] = arrays["choice"]
+    if example.routed == "routing":
+        probabilities = jax.nn.softmax(arrays["logits"]) if "logits" in arrays else None
+        routing["routing"] = jg.moe.Routing(arrays["choice"], arrays["weights"], probabilities)
     if example.function == "moe_mlp":
-        loads, given = [], (arrays["logits"], weights("gate_up"), weights("down"))
+        loads, kernels = [], dict(gate_up=weights("gate_up"), down=weights("down"))
         for parallel in parallels:
-            y, metrics = jg.moe.moe_mlp(x, *given, router=router, parallel=parallel, **same)
-            x = x + 0.5 * y
+            options = dict(routing=arrays["logits"]) | routing
+            y, metrics = jg.moe.moe_mlp(x, **options, **kernels, router=router, parallel=parallel, **same)
+            x = jnp.where(jnp.isnan(x), 0, x) + 0.5 * y
             loads.append((metrics.expert_load, metrics.balance_loss, metrics.z_loss))
         return x, loads
     same |= dict(num_experts=sizes.size, hidden_features=example.sizes[3], router=router, parallel=parallels[0])
@@ -168,7 +187,7 @@ def apply(
         variables = {"params": {name: {"kernel": arrays[name]} for name in ("router", "gate_up", "down")}}
         if state is not None:
             variables |= {"_overwrite_with_gradient": dict.fromkeys(("gate_up", "down"), vars(state))}
-        y, metrics = jg.linen.MoEMlp(**same).apply(variables, x)
+        y, metrics = jg.linen.MoEMlp(**same).apply(variables, x, **routing)
     else:
         layer = nnx.eval_shape(lambda: jg.nnx.MoEMlp(x.shape[1], **same, rngs=nnx.Rngs(0)))
         layer.router.kernel = nnx.Param(arrays["router"])
@@ -177,7 +196,7 @@ def apply(
             kernel.kernel = nnx.Param(arrays[name])
             if state is not None:
                 kernel.fp8_state = type(kernel.fp8_state)(state)
-        y, metrics = layer(x)
+        y, metrics = layer(x, **routing)
     return y, (metrics.expert_load, metrics.balance_loss, metrics.z_loss)
 
 
@@ -185,7 +204,7 @@ def step(
     example: Example, options: Mapping[str, Any], roles: Mapping[str, Any], arrays: dict[str, jax.Array], state: Any
 ) -> Any:
     """Returns the result, the gradients of all arrays, the next states, and the metrics."""
-    fixed = {name: arrays[name] for name in ("group_sizes", "dy")}
+    fixed = {name: arrays[name] for name in ("group_sizes", "dy", "choice", "mask") if name in arrays}
 
     def loss(arrays: dict[str, jax.Array], state: Any) -> tuple[jax.Array, Any]:
         y, more = apply(example, options, roles, arrays | fixed, state)
