@@ -6,15 +6,17 @@ block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
 
 from jax_grouped.kernels.activations import SwiGLU
-from jax_grouped.moe.routing import Router
+from jax_grouped.kernels.routing import GroupScore, Score
+from jax_grouped.moe.routing import Router, WeightsOn
 
 #: Numbers of FP4 (e2m1) by their four bits.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -22,36 +24,275 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 @dataclasses.dataclass(frozen=True)
 class _Architecture:
-    """The names of one kind of block."""
+    """The names of the arrays of one kind of block, and the keys of its configuration."""
 
     router: str = "gate"
+    #: Name of the bias for the choice of experts; None if there is none.
+    selection_bias: str | None = None
+    #: Name of the expert that all tokens share, and of its gate; None if there is none.
+    shared: str | None = None
+    shared_gate: str | None = None
     #: Those of an expert's gate, up and down, where each expert has arrays of its own.
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    #: Key of the configuration that has `F`.
+    #: How all experts' kernels are stacked: `[E, 2 F, K]` and `[E, K, F]`; transposed; transposed with gate and up in
+    #: turns, and with biases; or without a gate.
+    stacked: Literal["halves", "transposed", "interleaved", "up"] = "halves"
+    #: Whether checkpoints have an array for each expert.
+    per_expert: bool = True
+    #: Whether the module of the shared expert has one array for gate and up.
+    shared_joined: bool = False
+    #: Other names, or beginnings of names, in checkpoints.
+    published: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    #: Keys of `F`, and of the features of the shared expert, which are multiplied; `|` separates names of one.
     hidden: str = "moe_intermediate_size"
-    #: Whether kernels are `[E, in, out]` and gate and up alternate; then experts and router have biases.
-    interleaved: bool = False
-    #: Whether sigmoids with a selection bias choose the experts, beside any that all tokens share.
-    selects: bool = False
-    #: Whether weights are divided by their sum; None if the configuration says.
-    normalizes: bool | None = None
+    shared_hidden: tuple[str, ...] = ()
+    #: The score, unless the configuration has a `scoring_func`.
+    score: Score = "softmax"
+    #: Whether weights are divided by their sum, or the key that says it.
+    normalize: bool | str = "norm_topk_prob"
+    #: Key of the factor of the weights.
+    scale: str | None = None
+    #: What groups of experts are chosen by; None if there are none.
+    group_score: GroupScore | None = None
+    weights_on: WeightsOn = "output"
+    #: Whether the activation is clamped, with a `swiglu_limit`.
+    clamps: bool = False
+    #: What the model's code has for keys that a configuration may lack.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_ARCHITECTURES = {
-    "mixtral": _Architecture(projections=("w1", "w3", "w2"), hidden="intermediate_size", normalizes=True),
+_replace = dataclasses.replace
+_MIXTRAL = _Architecture(projections=("w1", "w3", "w2"), hidden="intermediate_size", normalize=True)
+_OLMOE = _Architecture(hidden="intermediate_size")
+_QWEN2 = _Architecture(
+    shared="shared_expert", shared_gate="shared_expert_gate", shared_hidden=("shared_expert_intermediate_size",)
+)
+_DEEPSEEK_V3 = _Architecture(
+    selection_bias="gate.e_score_correction_bias",
+    shared="shared_experts",
+    shared_hidden=("moe_intermediate_size", "n_shared_experts|num_shared_experts"),
+    score="sigmoid",
+    scale="routed_scaling_factor",
+    group_score="top2_sum",
+    defaults=dict(norm_topk_prob=True, routed_scaling_factor=1.0),
+)
+_DEEPSEEK_V2 = _replace(
+    _DEEPSEEK_V3,
+    selection_bias=None,
+    score="softmax",
+    normalize=False,
+    group_score="max",
+    defaults=dict(routed_scaling_factor=1.0),
+)
+_GRANITE = _Architecture(
+    router="router",
+    per_expert=False,
+    published={
+        "router.weight": "router.layer.weight",
+        "experts.gate_up_proj": "input_linear.weight",
+        "experts.down_proj": "output_linear.weight",
+    },
+    hidden="intermediate_size",
+    normalize=True,
+)
+#: By `model_type`. A configuration of a model of several modalities has that of its text model inside.
+ARCHITECTURES = {
+    "afmoe": _replace(
+        _DEEPSEEK_V3,
+        router="router.gate",
+        selection_bias="expert_bias",
+        normalize=True,
+        scale="route_scale",
+        group_score=None,
+        defaults=dict(route_scale=1.0),
+    ),
+    "aria_text": _replace(
+        _GRANITE,
+        stacked="transposed",
+        published={"experts.gate_up_proj": "experts.fc1.weight", "experts.down_proj": "experts.fc2.weight"},
+        shared="shared_experts",
+        shared_hidden=("intermediate_size", "moe_num_shared_experts"),
+    ),
+    "axk2": _DEEPSEEK_V3,
+    "bailing_hybrid": _DEEPSEEK_V3,
+    "deepseek_ocr2_text": _DEEPSEEK_V2,
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    # Its layers of hash routing have no bias: they take the experts of a table.
+    "deepseek_v4": _replace(
+        _DEEPSEEK_V3,
+        shared_hidden=("moe_intermediate_size",),
+        score="sqrtsoftplus",
+        normalize=True,
+        group_score=None,
+        clamps=True,
+        projections=("w1", "w3", "w2"),
+        published={
+            "gate.e_score_correction_bias": "gate.bias",
+            "shared_experts.gate_proj": "shared_experts.w1",
+            "shared_experts.up_proj": "shared_experts.w3",
+            "shared_experts.down_proj": "shared_experts.w2",
+        },
+        defaults=dict(swiglu_limit=10.0),
+    ),
+    "dots1": _replace(_DEEPSEEK_V3, defaults=dict(norm_topk_prob=False, routed_scaling_factor=1.0)),
+    "dots3_note_text": _replace(_DEEPSEEK_V3, shared_hidden=("shared_experts_intermediate_size", "n_shared_experts")),
+    "ernie4_5_moe": _Architecture(
+        selection_bias="gate.moe_statics.e_score_correction_bias",
+        published={"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"},
+        shared="shared_experts",
+        shared_hidden=("moe_intermediate_size", "moe_num_shared_experts"),
+        normalize=True,
+    ),
+    "exaone_moe": _replace(
+        _DEEPSEEK_V3,
+        published={"gate.e_score_correction_bias": "e_score_correction_bias"},
+    ),
+    "flex_olmo": _OLMOE,
+    "flint": _replace(_QWEN2, shared_gate=None, score="sigmoid", defaults=dict(norm_topk_prob=True)),
+    "glm4_moe": _DEEPSEEK_V3,
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "glm4v_moe_text": _DEEPSEEK_V3,
+    "glm5_next_text": _replace(_DEEPSEEK_V3, clamps=True, defaults={**_DEEPSEEK_V3.defaults, "swiglu_limit": 10.0}),
+    "glm_moe_dsa": _DEEPSEEK_V3,
+    "gpt_oss": _Architecture(
+        "router",
+        hidden="intermediate_size",
+        stacked="interleaved",
+        per_expert=False,
+        normalize=True,
+        clamps=True,
+        defaults=dict(swiglu_alpha=1.702, swiglu_limit=7.0),
+    ),
+    "granitemoe": _GRANITE,
+    "granitemoe_swa": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "hunyuan_v1_moe": _Architecture(
+        router="gate.wg",
+        shared="shared_mlp",
+        shared_hidden=("intermediate_size",),
+        hidden="intermediate_size",
+        normalize=True,
+    ),
+    "hy_v3": _replace(
+        _DEEPSEEK_V3,
+        selection_bias="e_score_correction_bias",
+        published={
+            "gate.weight": "router.gate.weight",
+            "e_score_correction_bias": "expert_bias",
+            "shared_experts": "shared_mlp",
+        },
+        normalize=True,
+        scale="router_scaling_factor",
+        group_score=None,
+        defaults=dict(router_scaling_factor=2.826),
+    ),
+    "jamba": _Architecture(router="router", hidden="intermediate_size", normalize=False),
+    "kimi_k2": _DEEPSEEK_V3,
+    "kimi_linear": _DEEPSEEK_V3,
+    "laguna": _replace(
+        _DEEPSEEK_V3,
+        published={
+            "gate.e_score_correction_bias": "experts.e_score_correction_bias",
+            "shared_experts": "shared_expert",
+        },
+        shared_hidden=("shared_expert_intermediate_size",),
+        normalize=True,
+        scale="moe_routed_scaling_factor",
+        group_score=None,
+        defaults=dict(moe_routed_scaling_factor=1.0),
+    ),
+    "lara_mini": _replace(_QWEN2, shared_gate=None, defaults=dict(norm_topk_prob=True)),
+    "lfm2_moe": _replace(
+        _DEEPSEEK_V3,
+        selection_bias="expert_bias",
+        shared=None,
+        projections=("w1", "w3", "w2"),
+        group_score=None,
+    ),
+    "llama4_text": _Architecture(
+        router="router",
+        shared="shared_expert",
+        shared_hidden=("intermediate_size",),
+        stacked="transposed",
+        per_expert=False,
+        hidden="intermediate_size",
+        score="sigmoid",
+        normalize=False,
+        weights_on="input",
+    ),
+    "mellum": _Architecture(defaults=dict(norm_topk_prob=True)),
+    "mimo_v2_flash": _replace(_DEEPSEEK_V3, shared=None),
+    "minimax": _MIXTRAL,
+    "minimax_m2": _replace(_MIXTRAL, selection_bias="e_score_correction_bias", score="sigmoid"),
+    "minimax_m3_vl_text": _replace(
+        _MIXTRAL,
+        selection_bias="gate.e_score_correction_bias",
+        published={"gate.e_score_correction_bias": "e_score_correction_bias"},
+        shared="shared_experts",
+        shared_hidden=("shared_intermediate_size",),
+        shared_joined=True,
+        score="sigmoid",
+        scale="routed_scaling_factor",
+        clamps=True,
+        defaults=dict(routed_scaling_factor=2.0, swiglu_alpha=1.702, swiglu_limit=7.0),
+    ),
+    "mistral4": _replace(_DEEPSEEK_V3, selection_bias=None, score="softmax"),
+    "mistral_large4_text": _replace(_DEEPSEEK_V3, selection_bias=None, score="softmax", normalize=True),
+    "mixtral": _MIXTRAL,
+    "nemotron_h": _replace(
+        _DEEPSEEK_V3,
+        shared_hidden=("moe_shared_expert_intermediate_size",),
+        stacked="up",
+        projections=("", "up_proj", "down_proj"),
+    ),
+    "olmoe": _OLMOE,
+    "qwen2_moe": _QWEN2,
+    "qwen3_5_moe_text": _replace(_QWEN2, normalize=True),
     "qwen3_moe": _Architecture(),
-    "olmoe": _Architecture(hidden="intermediate_size"),
-    "deepseek_v3": _Architecture(selects=True),
-    "gpt_oss": _Architecture("router", hidden="intermediate_size", interleaved=True, normalizes=True),
+    "qwen3_next": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
+    "qwen3_omni_moe_text": _Architecture(),
+    "qwen3_omni_moe_talker_text": _QWEN2,
+    "qwen3_vl_moe_text": _Architecture(normalize=True),
+    "qwen4_exp_text": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
+    "solar_open": _DEEPSEEK_V3,
+    "unlimited_ocr_text": _DEEPSEEK_V2,
 }
+#: What the layer lacks for other models, and how to have them with it nevertheless.
+MISSING = {
+    "axk1": "a norm after the experts, around the layer",
+    "cohere2_moe": "experts and a shared expert that are averaged",
+    "dbrx": "kernels in another order",
+    "gemma4_text": "a router with a norm and scales: pass routing",
+    "hy_v4": "a shared expert without the experts' clamp: pass shared",
+    "inkling": "weights that shared experts have a part of: pass routing and shared",
+    "inkling2": "softcaps inside the experts",
+    "jetmoe": "experts of attention",
+    "kolibri1": "a bias on logits: pass routing",
+    "longcat_flash": "experts that do nothing: pass routing with other indices, and add their tokens",
+    "muse_spark": "products and a norm around the experts, around the layer, and a factor of logits",
+    "nllb_moe": "biases of experts without a gate",
+    "openai_privacy_filter": "gate and up in halves with biases",
+    "phimoe": "sparsemixer",
+    "step3p7": "a clamp after the activation",
+    "switch_transformers": "a capacity of each expert",
+    "zaya": "an expert that skips: pass routing",
+}
+#: Activations of configurations, with and without a gate.
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "relu": "reglu"}
+_WITHOUT_GATE = {"relu2": "relu_squared", "silu": "silu", "relu": "relu"}
 
 
 def huggingface_options(config: Any) -> dict[str, Any]:
     """Returns the arguments with which `MoEMlp` is the block of a published model.
 
     Args:
-        config: the model's `config.json` as a mapping, or a configuration of `transformers`. Its `model_type` is
-            "mixtral", "qwen3_moe", "olmoe", "deepseek_v3" or "gpt_oss".
+        config: the model's `config.json` as a mapping, or a configuration of `transformers`, of a model in the table of
+            the page [Your model](your-model.md). That of the text model may be inside. Values that models' code
+            knows may be missing.
 
     Returns:
         Keywords of `jg.linen.MoEMlp` and, after the features `config["hidden_size"]`, of `jg.nnx.MoEMlp`.
@@ -70,28 +311,43 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         assert layer.hidden_features == 16
     """
     values, architecture, sizes = _known(config)
-    normalize = architecture.normalizes
-    router: dict[str, Any] = dict(normalize=_value(values, "norm_topk_prob") if normalize is None else normalize)
     options: dict[str, Any] = dict(num_experts=sizes["E"], hidden_features=sizes["F"])
-    if architecture.interleaved:
-        # A configuration may leave these to the model's code.
-        alpha, limit = values.get("swiglu_alpha", 1.702), values.get("swiglu_limit", 7.0)
-        options |= dict(activation=SwiGLU(limit, alpha=alpha, offset=1.0), use_bias=True)
-        router |= dict(use_bias=True)
-    elif values.get("hidden_act", "silu") not in ("silu", "swish"):  # Two names of one function.
-        raise ValueError(f'hidden_act must be "silu", got {values["hidden_act"]!r}.')
-    if architecture.selects:
-        if values.get("scoring_func", "sigmoid") != "sigmoid":
-            raise ValueError(f'scoring_func must be "sigmoid", got {values["scoring_func"]!r}.')
-        router |= dict(
-            score="sigmoid",
-            scale=_value(values, "routed_scaling_factor"),
-            groups=values.get("n_group"),
-            top_groups=values.get("topk_group"),
-            use_selection_bias=True,
+    act = values.get("mlp_hidden_act") or values.get("hidden_act") or values.get("hidden_activation") or "silu"
+    names = _WITHOUT_GATE if architecture.stacked == "up" else _GATED
+    if act not in names:
+        raise ValueError(f"hidden_act must be one of {[*names]}, got {act!r}.")
+    options["activation"] = names[act]
+    if architecture.clamps:
+        alpha = values.get("swiglu_alpha")
+        number = dict(alpha=1.0, offset=0.0) if alpha is None else dict(alpha=alpha, offset=1.0)
+        options["activation"] = SwiGLU(values.get("swiglu_limit"), **number)
+    if architecture.shared is not None:
+        options["shared_features"] = sizes["shared"] or None
+        options["use_shared_gate"] = architecture.shared_gate is not None
+    if values.get("moe_latent_size") is not None:
+        raise ValueError(
+            f"moe_latent_size must be None, got {values['moe_latent_size']}: project the tokens around the layer."
         )
-        options |= dict(shared_features=sizes["shared"] or None)
-    return options | dict(router=Router(_value(values, "num_experts_per_tok"), **router))
+    normalize, scale = architecture.normalize, architecture.scale
+    score = values.get("scoring_func") or architecture.score
+    if score not in get_args(Score):
+        raise ValueError(f"scoring_func must be one of {get_args(Score)}, got {score!r}.")
+    router: dict[str, Any] = dict(
+        score=score,
+        normalize=_value(values, normalize) if isinstance(normalize, str) else normalize,
+        scale=1.0 if scale is None else _value(values, scale),
+        softcap=values.get("moe_router_logit_softcapping") or None,
+        weights_on=architecture.weights_on,
+        use_selection_bias=_selects(values, architecture),
+    )
+    groups = values.get("n_group") or values.get("num_expert_group")
+    is_limited = values.get("topk_method") in (None, "group_limited_greedy", "noaux_tc")
+    if architecture.group_score is not None and groups is not None and is_limited:
+        router |= dict(groups=groups, top_groups=_value(values, "topk_group"), group_score=architecture.group_score)
+    if architecture.stacked == "interleaved":
+        options["use_bias"] = router["use_bias"] = True
+    top_k = _value(values, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+    return options | dict(router=Router(top_k, **router))
 
 
 def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dict[str, Any]:
@@ -131,9 +387,16 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     """
     values, architecture, sizes = _known(config)
     block = _Block(state, prefix, values["model_type"])
+    if f"{architecture.projections[2]}.weight" in block and f"{architecture.router}.weight" not in block:
+        raise ValueError(f"{prefix} is a dense feed-forward network, as some layers of {values['model_type']} are.")
+    is_stacked = f"experts.{'up_proj' if architecture.stacked == 'up' else 'gate_up_proj'}" in block
     variables: dict[str, Any] = {}
-    for variable in _variables(architecture, sizes, per_expert="experts.gate_up_proj" not in block):
-        arrays = {index: block.take(name, *variable.array_shape) for index, name in variable.names.items()}
+    for variable in _variables(values, architecture, sizes, per_expert=not is_stacked):
+        arrays = {}
+        for index, name in variable.names.items():
+            published = _published(architecture, name)
+            found = name if name in block or f"{name}_blocks" in block else published
+            arrays[index] = block.take(found, *variable.array_shape)
         *outer, last = variable.path.split("/")
         # In bfloat16 an update of a selection bias by 0.001 would be lost.
         dtype = np.float32 if last == "selection_bias" else np.result_type(*[array.dtype for array in arrays.values()])
@@ -162,7 +425,7 @@ def to_huggingface(
         config: as in `huggingface_options`.
         prefix: what comes before the names of the block, with its dot.
         per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are
-            those of modules of `transformers` 5. gpt-oss has no arrays for each expert.
+            those of modules of `transformers` 5. Some models, such as gpt-oss, have no arrays for each expert.
 
     Returns:
         Arrays by name, in the types of the variables.
@@ -180,11 +443,11 @@ def to_huggingface(
 
         assert state["experts.1.down_proj.weight"].shape == (8, 4)
     """
-    _, architecture, sizes = _known(config)
+    values, architecture, sizes = _known(config)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
     state = {}
-    for variable in _variables(architecture, sizes, per_expert=per_expert):
+    for variable in _variables(values, architecture, sizes, per_expert=per_expert):
         if variable.path.startswith("router_state") and not variables.get("router_state"):
             continue
         value: Any = variables
@@ -197,6 +460,7 @@ def to_huggingface(
             raise ValueError(f"{variable.path} must have shape {variable.shape}, got {value.shape}.")
         for index, name in variable.names.items():
             array = variable.part(value, index).reshape(variable.array_shape)
+            name = _published(architecture, name) if per_expert else name
             state[prefix + name] = np.ascontiguousarray(array)
     return state
 
@@ -206,21 +470,43 @@ def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise TypeError(f"config must be a mapping, or a configuration of transformers, got {type(config).__name__}.")
     values = config if isinstance(config, Mapping) else config.to_dict()
-    model = _value(values, "model_type")
-    if model not in _ARCHITECTURES:
-        raise ValueError(f"model_type must be one of {[*_ARCHITECTURES]}, got {model!r}.")
-    architecture = _ARCHITECTURES[model]
+    while (model := _value(values, "model_type")) not in ARCHITECTURES:
+        inner = [values[key] for key in ("text_config", "thinker_config") if isinstance(values.get(key), Mapping)]
+        if not inner:
+            if model in MISSING:
+                raise ValueError(f"The layer does not compute the experts of {model!r}: {MISSING[model]}.")
+            raise ValueError(f"model_type must be one of {sorted(ARCHITECTURES)} or a model of these, got {model!r}.")
+        (values,) = inner
+    architecture = ARCHITECTURES[model]
+    values = {**architecture.defaults, **{key: value for key, value in values.items() if value is not None}}
     hidden = _value(values, architecture.hidden)
-    experts = _value(values, "num_local_experts", "num_experts", "n_routed_experts")
-    shared = hidden * (values.get("n_shared_experts") or 0) if architecture.selects else 0
-    sizes = {"E": experts, "K": _value(values, "hidden_size"), "2": 2, "F": hidden, "shared": shared}
+    experts = _value(values, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    shared = 0
+    if architecture.shared is not None:
+        shared = math.prod(_value(values, *key.split("|"), missing=0) for key in architecture.shared_hidden)
+    sizes = {"E": experts, "K": _value(values, "hidden_size"), "1": 1, "2": 2, "F": hidden, "shared": shared}
     return values, architecture, sizes
 
 
-def _value(values: Mapping[str, Any], *names: str) -> Any:
+def _selects(values: Mapping[str, Any], architecture: _Architecture) -> bool:
+    """Tells whether the router has a bias for the choice of experts."""
+    return architecture.selection_bias is not None and values.get("use_expert_bias", True)
+
+
+def _published(architecture: _Architecture, name: str) -> str:
+    """Returns the name of an array in checkpoints."""
+    for own, other in architecture.published.items():
+        if name.startswith(own):
+            return other + name.removeprefix(own)
+    return name
+
+
+def _value(values: Mapping[str, Any], *names: str, missing: Any = None) -> Any:
     for name in names:
         if values.get(name) is not None:
             return values[name]
+    if missing is not None:
+        return missing
     raise KeyError(f"The configuration has no {' or '.join(names)}.")
 
 
@@ -246,15 +532,19 @@ class _Variable(NamedTuple):
     def part(self, variable: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
         """Returns a view of what one array holds, with the axes of the array."""
         lacking = [axis for axis in self.axes if axis not in self.array_axes]
-        return variable.transpose([self.axes.index(axis) for axis in (*lacking, *self.array_axes)])[index]
+        there = [axis for axis in self.array_axes if axis in self.axes]
+        return variable.transpose([self.axes.index(axis) for axis in (*lacking, *there)])[index]
 
 
-def _variables(architecture: _Architecture, sizes: dict[str, int], *, per_expert: bool) -> list[_Variable]:
+def _variables(
+    values: Mapping[str, Any], architecture: _Architecture, sizes: dict[str, int], *, per_expert: bool
+) -> list[_Variable]:
     """Returns all variables of a block; `per_expert` matters for an architecture that knows both forms of experts."""
-    router, (*halves, last) = architecture.router, architecture.projections
+    router, stacked = architecture.router, architecture.stacked
+    gate_up = "EKF" if stacked == "up" else "EK2F"
     whole = [("params/router/kernel", "KE", f"{router}.weight", "EK")]
-    separate: dict[str, tuple[list[str], dict[str, int]]] = {}
-    if architecture.interleaved:
+    separate: dict[str, tuple[list[str], tuple[str, str, str], dict[str, int]]] = {}
+    if stacked == "interleaved":
         whole += [
             ("params/router/bias", "E", f"{router}.bias", "E"),
             ("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", "EKF2"),
@@ -262,23 +552,42 @@ def _variables(architecture: _Architecture, sizes: dict[str, int], *, per_expert
             ("params/down/kernel", "EFK", "experts.down_proj", "EFK"),
             ("params/down/bias", "EK", "experts.down_proj_bias", "EK"),
         ]
-    elif per_expert:
-        separate[""] = [f"experts.{expert}." for expert in range(sizes["E"])], sizes
+    elif per_expert and architecture.per_expert:
+        separate[""] = [f"experts.{expert}." for expert in range(sizes["E"])], architecture.projections, sizes
+    elif stacked == "up":
+        whole += [("params/gate_up/kernel", "EKF", "experts.up_proj", "EFK")]
+        whole += [("params/down/kernel", "EFK", "experts.down_proj", "EKF")]
     else:
-        whole += [
-            ("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", "E2FK"),
-            ("params/down/kernel", "EFK", "experts.down_proj", "EKF"),
-        ]
-    if architecture.selects:
-        whole.append(("router_state/selection_bias", "E", f"{router}.e_score_correction_bias", "E"))
-    if sizes["shared"]:
-        separate["shared_"] = ["shared_experts."], sizes | {"E": 1, "F": sizes["shared"]}
+        forms = ("EK2F", "EFK") if stacked == "transposed" else ("E2FK", "EKF")
+        whole += [("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", forms[0])]
+        whole += [("params/down/kernel", "EFK", "experts.down_proj", forms[1])]
+    if _selects(values, architecture):
+        # Ernie's has another axis.
+        axes = "1E" if "moe_statics" in str(architecture.selection_bias) else "E"
+        whole.append(("router_state/selection_bias", "E", str(architecture.selection_bias), axes))
     variables = [_Variable(path, axes, {(): name}, array_axes, sizes) for path, axes, name, array_axes in whole]
-    for part, (experts, own_sizes) in separate.items():
-        gate_up = {(i, j): f"{name}{half}.weight" for i, name in enumerate(experts) for j, half in enumerate(halves)}
+    if sizes["shared"]:
+        own_sizes = sizes | {"E": 1, "F": sizes["shared"]}
+        name = f"{architecture.shared}."
+        if architecture.shared_gate is not None:
+            gate = {(): f"{architecture.shared_gate}.weight"}
+            variables.append(_Variable("params/shared_gate/kernel", "K1", gate, "1K", sizes))
+        if architecture.shared_joined and not per_expert:
+            both = {(0,): f"{name}gate_up_proj.weight"}
+            variables.append(_Variable("params/shared_gate_up/kernel", "EK2F", both, "2FK", own_sizes))
+            down = {(0,): f"{name}down_proj.weight"}
+            variables.append(_Variable("params/shared_down/kernel", "EFK", down, "KF", own_sizes))
+        else:
+            separate["shared_"] = [name], ("gate_proj", "up_proj", "down_proj"), own_sizes
+    for part, (experts, (*halves, last), own_sizes) in separate.items():
+        up: dict[Any, str]
+        if stacked == "up":
+            up = {(i,): f"{name}{halves[1]}.weight" for i, name in enumerate(experts)}
+        else:
+            up = {(i, j): f"{name}{half}.weight" for i, name in enumerate(experts) for j, half in enumerate(halves)}
         down = {(i,): f"{name}{last}.weight" for i, name in enumerate(experts)}
         variables += [
-            _Variable(f"params/{part}gate_up/kernel", "EK2F", gate_up, "FK", own_sizes),
+            _Variable(f"params/{part}gate_up/kernel", gate_up, up, "FK", own_sizes),
             _Variable(f"params/{part}down/kernel", "EFK", down, "KF", own_sizes),
         ]
     return variables

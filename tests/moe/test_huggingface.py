@@ -1,8 +1,11 @@
 """Blocks of published models, loaded into the layers: results, losses and every gradient beside `transformers`."""
 
 import functools
-import importlib
+import importlib.util
+import inspect
 import itertools
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,62 +17,102 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_grouped as jg
+from jax_grouped.moe.huggingface import ARCHITECTURES, MISSING
 from tests.activations import GPT_OSS
 from tests.meshes import make_mesh
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH = 32, 24, 8, 3, 2, 10
 SIZES = dict(hidden_size=FEATURES, num_experts_per_tok=TOP_K)
 COUNTED = dict(num_local_experts=EXPERTS, intermediate_size=HIDDEN)
+SHARED = dict(moe_intermediate_size=HIDDEN, n_routed_experts=EXPERTS, norm_topk_prob=True)
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": SIZES | COUNTED,
     "qwen3_moe": SIZES | dict(num_experts=EXPERTS, moe_intermediate_size=HIDDEN, norm_topk_prob=True),
     "olmoe": SIZES | dict(num_experts=EXPERTS, intermediate_size=HIDDEN, norm_topk_prob=False),
-    "deepseek_v3": SIZES
-    | dict(
-        n_routed_experts=EXPERTS,
-        moe_intermediate_size=HIDDEN,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-    ),
+    "deepseek_v3": SIZES | SHARED | dict(n_shared_experts=2, n_group=4, topk_group=2, routed_scaling_factor=2.5),
     "gpt_oss": SIZES | COUNTED,
+    "qwen2_moe": SIZES | SHARED | dict(shared_expert_intermediate_size=40),
+    "ernie4_5_moe": SIZES | SHARED | dict(moe_num_shared_experts=1),
+    "granitemoe": SIZES | COUNTED,
+    "hy_v3": SIZES | SHARED | dict(num_shared_experts=1),
+    "llama4_text": SIZES | COUNTED | dict(num_experts_per_tok=1),
+    "minimax_m3_vl_text": SIZES | COUNTED | dict(shared_intermediate_size=40),
+    "nemotron_h": SIZES | SHARED | dict(moe_shared_expert_intermediate_size=40, mlp_hidden_act="relu2"),
 }
 CONFIGS = {name: config | dict(model_type=name) for name, config in CONFIGS.items()}
-#: Classes of `transformers`.
-BLOCKS = {
-    "mixtral": "MixtralSparseMoeBlock",
-    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
-    "olmoe": "OlmoeSparseMoeBlock",
-    "deepseek_v3": "DeepseekV3MoE",
-    "gpt_oss": "GptOssMLP",
+#: Values of any of the keys that configurations have, and those that some models need.
+VALUES: dict[str, Any] = dict(
+    hidden_size=FEATURES,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), TOP_K),
+    **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), HIDDEN),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 40),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 40),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
+    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor"), 2.5),
+    route_scale=1.5,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    moe_router_logit_softcapping=3.0,
+)
+OTHERS: dict[str, dict[str, Any]] = {
+    "axk2": dict(n_group=None, topk_group=None),  # It gives experts of other groups the score 0.
+    "deepseek_ocr2_text": dict(topk_method="greedy"),
+    "deepseek_v2": dict(topk_method="group_limited_greedy"),
+    "deepseek_v4": dict(num_hidden_layers=1, mlp_layer_types=["moe"], n_shared_experts=1),
+    "dots1": dict(norm_topk_prob=False),
+    "granitemoehybrid": dict(mamba_n_heads=4, mamba_d_head=16),
+    "llama4_text": dict(num_experts_per_tok=1),
+    "unlimited_ocr_text": dict(num_attention_heads=4, num_key_value_heads=4),
 }
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_layers_compute_what_the_published_block_computes(architecture: str) -> None:
+def published_block(model: str) -> tuple[Any, Any, Any]:
+    """Returns a small configuration of a model of `transformers`, its module, and its mixture of experts."""
     torch = pytest.importorskip("torch", reason="needs the extra huggingface: torch")
     transformers = pytest.importorskip("transformers", reason="needs the extra huggingface: transformers")
-    values = {name: value for name, value in CONFIGS[architecture].items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(architecture, **values)
-    config._experts_implementation = "eager"
-    module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
-    block = getattr(module, BLOCKS[architecture])(config).float()
-    rng = np.random.default_rng(len(architecture))
+    code = {"kimi_k2": "deepseek_v3"}.get(model, model)  # Its own code is not part of `transformers`.
+    kind = transformers.CONFIG_MAPPING[code]
+    known = {*inspect.signature(kind).parameters, *getattr(kind, "attribute_map", {})}
+    for name in ("shared_expert_intermediate_size", "norm_topk_prob"):
+        known |= {name} if "talker" in model else set()
+    config = kind(**{name: value for name, value in VALUES.items() if name in known} | OTHERS.get(model, {}))
+    config.model_type, config._experts_implementation = model, "eager"
+    folders = (re.sub(f"{end}$", "", code) for end in ("", "_text", "_talker_text"))
+    (folder, *_) = (name for name in folders if importlib.util.find_spec(f"transformers.models.{name}"))
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    blocks = [
+        block
+        for name, block in vars(module).items()
+        if re.fullmatch(r"(?!.*Vision).*(SparseMo[eE]Block|MoE|Moe|MoELayer|GptOssMLP)", name)
+        and ("Talker" in name) == ("talker" in model)
+        and block.__module__ == module.__name__
+        and "self.experts = " in inspect.getsource(block)
+    ]
+    block = blocks[0](config, *[0] * ("layer_idx" in inspect.signature(blocks[0]).parameters)).float()
+    rng = np.random.default_rng(len(model))
     with torch.no_grad():
         for array in (*block.parameters(), *block.buffers()):
             array.copy_(torch.tensor(rng.standard_normal(array.shape, np.float32) * 0.3))
-    # Large enough that the activation of gpt-oss clamps some numbers.
-    tokens = rng.standard_normal((BATCH, LENGTH, FEATURES), np.float32) * (4 if architecture == "gpt_oss" else 1)
+    return config, module, block
+
+
+@pytest.mark.parametrize("model", sorted(ARCHITECTURES))
+def test_layers_compute_what_the_published_block_computes(model: str) -> None:
+    config, module, block = published_block(model)
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(1)
+    # Large enough that activations with a limit clamp some numbers.
+    tokens = rng.standard_normal((BATCH, LENGTH, FEATURES), np.float32) * (4 if ARCHITECTURES[model].clamps else 1)
     dy = rng.standard_normal((BATCH, LENGTH, FEATURES), np.float32)
     x = torch.tensor(tokens, requires_grad=True)
     result = block(x)
-    expected_y = result[0] if isinstance(result, tuple) else result
+    expected_y = (result[0] if isinstance(result, tuple) else result).reshape(x.shape)
     expected_loss = torch.sum(expected_y * torch.tensor(dy))
-    has_balance_loss = hasattr(module, "load_balancing_loss_func")
+    has_balance_loss = model in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
     if has_balance_loss:
-        router = block.router if architecture == "gpt_oss" else block.gate
+        router = block.router if model == "gpt_oss" else block.gate
         expected_balance = module.load_balancing_loss_func((router(x.reshape(-1, FEATURES))[0],), EXPERTS, TOP_K)
         expected_loss = expected_loss + expected_balance
     expected_loss.backward()
@@ -87,16 +130,36 @@ def test_layers_compute_what_the_published_block_computes(architecture: str) -> 
         step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
         (_, (y, balance_loss)), (dparams, dx) = step(variables["params"], jnp.asarray(tokens))
 
-    near = dict(rtol=1e-4, atol=1e-3 if architecture == "gpt_oss" else 1e-4)
-    np.testing.assert_allclose(y, expected_y.detach().numpy(), **near)
-    np.testing.assert_allclose(dx, x.grad.numpy(), **near)
+    def check(got: Any, expected: Any, name: str) -> None:
+        expected = expected.detach().numpy()
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+
+    check(y, expected_y, "y")
+    check(dx, x.grad, "dx")
     if has_balance_loss:
         np.testing.assert_allclose(balance_loss, expected_balance.item(), rtol=1e-5)
     gradients = jg.moe.to_huggingface({"params": dparams}, config)
-    expected = {name: tensor.grad.numpy() for name, tensor in block.named_parameters()}
+    expected = {name: tensor.grad for name, tensor in block.named_parameters() if tensor.requires_grad}
     assert {*gradients} == {*expected}
     for name, gradient in expected.items():
-        np.testing.assert_allclose(gradients[name], gradient, **near, err_msg=name)
+        check(gradients[name], gradient, name)
+
+
+def test_configurations_of_text_models_are_found_inside_and_may_lack_what_code_knows() -> None:
+    text = CONFIGS["deepseek_v3"] | dict(model_type="kimi_k2", routed_scaling_factor=None, norm_topk_prob=None)
+    got = jg.moe.huggingface_options(dict(model_type="kimi_k25", text_config=text))
+    router = jg.moe.Router(TOP_K, score="sigmoid", groups=4, top_groups=2, use_selection_bias=True)
+    assert got["router"] == router
+    assert jg.moe.huggingface_options(CONFIGS["gpt_oss"])["activation"] == GPT_OSS
+
+
+def test_the_page_names_every_model() -> None:
+    page = pathlib.Path(__file__).parents[2].joinpath("docs/your-model.md").read_text()
+    listed, _, table = page.partition("## Models")[2].partition("A model of several modalities")
+    assert re.findall(r"`(\w+)`[,.]", listed.partition("number.")[2]) == sorted(ARCHITECTURES)
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == {"model_type": "needs"} | MISSING
+    assert not {*ARCHITECTURES} & {*MISSING}
+    assert f"of {len(ARCHITECTURES)} kinds of published models" in page
 
 
 def make_state(config: Any, *, per_expert: bool = False, prefix: str = "") -> dict[str, np.ndarray]:
@@ -244,11 +307,18 @@ def test_what_does_not_fit_is_named() -> None:
             prefixed,
             config,
         ),
-        "got 'llama4'.": options(model_type="llama4"),
-        "hidden_act must be \"silu\", got 'gelu'.": options(hidden_act="gelu"),
-        "The configuration has no num_experts_per_tok.": options(num_experts_per_tok=None),
-        "no num_local_experts or num_experts or n_routed_experts.": options(num_experts=None),
-        "scoring_func must be \"sigmoid\", got 'softmax'.": options(**CONFIGS["deepseek_v3"], scoring_func="softmax"),
+        "'unlimited_ocr_text'] or a model of these, got 'bert'.": options(model_type="bert"),
+        "The layer does not compute the experts of 'phimoe': sparsemixer": options(model_type="phimoe"),
+        "hidden_act must be one of ['silu', 'swish',": options(hidden_act="gelu"),
+        "model.layers.0.mlp. is a dense feed-forward network, as some layers of olmoe are.": (
+            functools.partial(read, prefix="model.layers.0.mlp."),
+            {f"model.layers.0.mlp.{name}.weight": np.ones(1) for name in ("gate_proj", "up_proj", "down_proj")},
+            config,
+        ),
+        "The configuration has no num_experts_per_tok or": options(num_experts_per_tok=None),
+        "no num_local_experts or num_experts or n_routed_experts or moe_num_experts.": options(num_experts=None),
+        "scoring_func must be one of ('softmax', 'sigmoid', 'sqrtsoftplus'), got 'tanh'.": options(scoring_func="tanh"),
+        "moe_latent_size must be None, got 8": options(moe_latent_size=8),
         "The layer has no variable up/kernel.": (load, layer, {"params": {"up": params["gate_up"]}}),
         "down/kernel must have shape (8, 24, 32), got (3,).": (load, layer, {"params": wrong_kernel}),
         "The variables have no params and no router_state, but router, gate_up, down": (load, layer, params),

@@ -70,7 +70,7 @@ def test_a_routing_of_ones_own_is_computed_as_given() -> None:
     got, (y, metrics) = jax.jit(jax.grad(ours, has_aux=True))(given)
     gradients, (expected_y, load) = jax.jit(jax.grad(expected, has_aux=True))(given)
 
-    oracle.assert_trees_close((y, got), (expected_y, gradients), 1e-5)
+    oracle.assert_trees_close((y, got), (expected_y, gradients), 1e-4)
     np.testing.assert_array_equal(metrics.expert_load, load)
     assert metrics.dropped.tolist() == [0]
     assert metrics.z_loss == 0
@@ -147,12 +147,12 @@ def test_masked_tokens_are_as_if_they_were_not_there(form: str, router: Router, 
     expected, (expected_y, expected_metrics) = jax.jit(functools.partial(step, mask=None))(alone, choice[MASK])
 
     assert not y[~MASK].any()
-    oracle.assert_trees_close(y[MASK], expected_y, 1e-5)
+    oracle.assert_trees_close(y[MASK], expected_y, 1e-4)
     for name, gradient in got.items():
         if name in per_token:
             assert not gradient[~MASK].any(), name
             gradient = gradient[MASK]
-        oracle.assert_trees_close(gradient, expected[name], 1e-5)
+        oracle.assert_trees_close(gradient, expected[name], 1e-4)
     for name in ("balance_loss", "expert_load", "dropped", "z_loss"):
         np.testing.assert_allclose(getattr(metrics, name), getattr(expected_metrics, name), rtol=1e-5, err_msg=name)
 
@@ -222,7 +222,7 @@ def test_layers_take_routers_masks_and_choices(flavor: str) -> None:
     (loss, (y, metrics, sown)), got = masked_step(params, poisoned, mask)
     (alone, (expected_y, *_)), expected = masked_step(params, x[mask], None)
     np.testing.assert_allclose(loss, alone, rtol=1e-5)
-    oracle.assert_trees_close((y[mask], got), (expected_y, expected), 1e-5)
+    oracle.assert_trees_close((y[mask], got), (expected_y, expected), 1e-4)
     assert not y[~mask].any()
     assert metrics.experts is None
 
