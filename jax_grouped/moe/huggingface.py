@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import ml_dtypes
 import numpy as np
 
+from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import SwiGLU
 from jax_grouped.kernels.routing import GroupScore, Score
 from jax_grouped.moe.routing import Router, WeightsOn
@@ -323,7 +325,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         options["activation"] = SwiGLU(values.get("swiglu_limit"), **number)
     if architecture.shared is not None:
         options["shared_features"] = sizes["shared"] or None
-        options["use_shared_gate"] = architecture.shared_gate is not None
+        options["use_shared_gate"] = architecture.shared_gate is not None and sizes["shared"] > 0
     if values.get("moe_latent_size") is not None:
         raise ValueError(
             f"moe_latent_size must be None, got {values['moe_latent_size']}: project the tokens around the layer."
@@ -354,8 +356,9 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     """Converts the weights of one block to the variables of `jg.linen.MoEMlp`.
 
     It takes the names of published checkpoints, with arrays for each expert, and those of modules of `transformers` 5,
-    which stack the experts. Kernels in FP8 with a `weight_scale_inv` for each block of 128x128 (DeepSeek-V3) and in
-    MXFP4 with `_blocks` and `_scales` (gpt-oss) become float32, and so does a selection bias. Every other array keeps
+    which stack the experts. Kernels in FP8 with a `weight_scale_inv` for each block of 128x128 (DeepSeek-V3), or a
+    `weight_scale` for each row or the whole (compressed-tensors), and in MXFP4 with `_blocks` and `_scales` (gpt-oss)
+    become float32, and so does a selection bias. Every other array keeps
     its type, or gets the one that NumPy gives the experts' arrays together.
 
     Args:
@@ -421,18 +424,21 @@ def to_huggingface(
     The conversion is linear, so gradients can be converted, too.
 
     Args:
-        variables: as `from_huggingface` returns them. Without `router_state`, the result has no selection bias.
+        variables: as `from_huggingface` returns them. Without `router_state`, the result has no selection bias. Kernels
+            that are in a `kernel_cache` alone, as `jg.linen.quantize_for_inference` leaves them, are written as they
+            are there, if they have scales of blocks of 128x128: float8_e4m3fn, with a `weight_scale_inv`.
         config: as in `huggingface_options`.
         prefix: what comes before the names of the block, with its dot.
         per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are
             those of modules of `transformers` 5. Some models, such as gpt-oss, have no arrays for each expert.
 
     Returns:
-        Arrays by name, in the types of the variables.
+        Arrays by name, in the types of the variables, or the numbers of a cache and their float32 scales.
 
     Raises:
         KeyError: a variable is missing, or the configuration lacks a value.
-        ValueError: a variable has another shape than the configuration says; or as in `huggingface_options`.
+        ValueError: a variable has another shape than the configuration says, or a cache has other scales; or as in
+            `huggingface_options`.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -450,19 +456,59 @@ def to_huggingface(
     for variable in _variables(values, architecture, sizes, per_expert=per_expert):
         if variable.path.startswith("router_state") and not variables.get("router_state"):
             continue
-        value: Any = variables
-        for key in variable.path.split("/"):
-            if key not in value:
+        value = _found(variables, variable.path)
+        scale = None
+        if value is None:
+            cache = _found(variables, variable.path.replace("params", "kernel_cache", 1))
+            if not isinstance(cache, KernelCache):
                 raise KeyError(f"The variables have no {variable.path}.")
-            value = value[key]
-        value = np.asarray(value.unbox() if hasattr(value, "unbox") else value)
+            value, scale = _numbers_and_scales(cache, variable)
+        value = np.asarray(value)
         if value.shape != variable.shape:
             raise ValueError(f"{variable.path} must have shape {variable.shape}, got {value.shape}.")
         for index, name in variable.names.items():
-            array = variable.part(value, index).reshape(variable.array_shape)
-            name = _published(architecture, name) if per_expert else name
-            state[prefix + name] = np.ascontiguousarray(array)
+            key = prefix + (_published(architecture, name) if per_expert else name)
+            state[key] = np.ascontiguousarray(variable.part(value, index).reshape(variable.array_shape))
+            if scale is not None:
+                part = variable.part(scale, index)
+                blocks = [-(-size // 128) for size in variable.array_shape[-2:]]
+                state[f"{key}_scale_inv"] = np.ascontiguousarray(part.reshape(*variable.array_shape[:-2], *blocks))
     return state
+
+
+def _found(variables: Mapping[str, Any], path: str) -> Any:
+    """Returns the variable of this path, out of Flax's boxes, or None."""
+    value: Any = variables
+    for key in path.split("/"):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value.unbox() if hasattr(value, "unbox") else value
+
+
+def _numbers_and_scales(cache: KernelCache, variable: "_Variable") -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a cache has for a variable, and a scale for each block of 128x128, both in the variable's axes.
+
+    Raises ValueError unless arrays of the block have whole blocks.
+    """
+    stored = cache.columnwise
+    if stored.layout.mode != ScalingMode.BLOCK_2D or stored.data.dtype != ml_dtypes.float8_e4m3fn:
+        raise ValueError(
+            f"{variable.path} must be quantized to float8_e4m3fn in blocks of 128x128 to be written in FP8."
+        )
+    data, scale = np.asarray(stored.data), np.asarray(stored.layout.read_scales(stored.scale_inv))
+    experts, outputs, _ = data.shape
+    scale = scale.swapaxes(1, 2)  # As the data, `[E, N / 128, K / 128]`.
+    halves = (2,) if "2" in variable.axes else ()
+    if halves and outputs // 2 % 128:
+        raise ValueError(
+            f"F must be a multiple of 128 to write gate and up of {variable.path} in FP8, got {outputs // 2}."
+        )
+
+    def in_axes(x: np.ndarray) -> np.ndarray:
+        return np.moveaxis(x.reshape(experts, *halves, -1, x.shape[2]), -1, 1)
+
+    return in_axes(data), in_axes(scale)
 
 
 def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int]]:
@@ -620,28 +666,37 @@ class _Block:
             numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], 32), scales.astype(np.int32)[..., None] - 127)
             return np.swapaxes(numbers.reshape(experts, outputs, inputs), 1, 2)
         array = self._take_stored(name, *shape)
-        if f"{name}_scale_inv" not in self:
+        scaled = [f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in self]
+        if not scaled:
             if array.dtype.itemsize == 1 or array.dtype.kind in "biu":
                 raise ValueError(f"{self._prefix}{name} is {array.dtype}, and the state has no {name}_scale_inv.")
             return array
-        scales = self._take_stored(f"{name}_scale_inv", *shape[:-2], *[-(-size // 128) for size in shape[-2:]])
-        element_scales = np.repeat(np.repeat(scales, 128, axis=-2), 128, axis=-1)[..., : shape[-2], : shape[-1]]
-        return array.astype(np.float32) * element_scales.astype(np.float32)
+        # Scales of blocks, of rows, or of the whole array; blocks of gate and up may begin anew with up.
+        rows, columns = shape[-2:]
+        of_blocks = (*shape[:-2], -(-rows // 128), -(-columns // 128))
+        of_halves = (*shape[:-2], 2 * -(-rows // 256), -(-columns // 128))
+        scales = self._take_stored(scaled[0], of_blocks, of_halves, (*shape[:-2], rows, 1), (1,), ())
+        if scales.shape in (of_blocks, of_halves):
+            parts = [scales] if scales.shape == of_blocks else np.split(scales, 2, axis=-2)
+            of_rows = [np.repeat(part, 128, axis=-2)[..., : rows // len(parts), :] for part in parts]
+            scales = np.repeat(np.concatenate(of_rows, axis=-2), 128, axis=-1)[..., :columns]
+        return array.astype(np.float32) * scales.astype(np.float32)
 
     def check_all_taken(self) -> None:
         if self._left:
             raise ValueError(f"A block of {self._model} has no place for {_some(self._left)}.")
 
-    def _take_stored(self, name: str, *shape: int) -> np.ndarray:
-        """Returns an array of this shape as it is stored, of any type."""
+    def _take_stored(self, name: str, *shape: Any) -> np.ndarray:
+        """Returns an array of this shape, or of one of these shapes, as it is stored, of any type."""
         key = self._prefix + name
         if key not in self._left:
             raise KeyError(f"The state has no {key}, which a block of {self._model} needs.")
         self._left.remove(key)
         stored = self._state[key]
         array = _from_torch(stored) if hasattr(stored, "detach") else np.asarray(stored)
-        if array.shape != shape:
-            raise ValueError(f"{key} must have shape {shape}, got {array.shape}.")
+        if array.shape != shape and array.shape not in shape:
+            expected = shape[0] if shape and isinstance(shape[0], tuple) else shape
+            raise ValueError(f"{key} must have shape {expected}, got {array.shape}.")
         return array
 
 

@@ -216,6 +216,71 @@ def test_kernels_in_fp8_are_dequantized() -> None:
         jg.moe.from_huggingface(state, config)
 
 
+def test_kernels_with_other_scales_in_fp8_are_dequantized() -> None:
+    config = CONFIGS["qwen3_moe"] | dict(hidden_size=160, moe_intermediate_size=80)
+    state, rng = make_state(config), np.random.default_rng(0)
+    name, numbers = "experts.gate_up_proj", rng.integers(-8, 8, (EXPERTS, 160, 160)).astype(np.float32)
+    row, column = np.arange(160), np.arange(160)
+    # Scales of rows, of the whole, and of blocks of 128x128 that begin anew with up.
+    for suffix, scales, spread in (
+        ("_scale", rng.random((EXPERTS, 160, 1), np.float32), lambda scales: scales),
+        ("_scale", np.array([0.5], np.float32), lambda scales: scales),
+        ("_scale_inv", rng.random((EXPERTS, 2, 2), np.float32), lambda s: s[:, row // 128][:, :, column // 128]),
+    ):
+        stored = {name: numbers.astype(jnp.float8_e4m3fn), f"{name}{suffix}": scales}
+        kernel = jg.moe.from_huggingface(state | stored, config)["params"]["gate_up"]["kernel"]
+        expected = (numbers * spread(scales)).reshape(EXPERTS, 2, 80, 160).transpose(0, 3, 1, 2)
+        np.testing.assert_array_equal(kernel, expected)
+    wide = config | dict(moe_intermediate_size=144)
+    numbers, scales = rng.integers(-8, 8, (EXPERTS, 288, 160)), rng.random((EXPERTS, 4, 2), np.float32)
+    stored = {name: numbers.astype(jnp.float8_e4m3fn), f"{name}_scale_inv": scales}
+    kernel = jg.moe.from_huggingface(make_state(wide) | stored, wide)["params"]["gate_up"]["kernel"]
+    of_rows = scales[:, np.arange(288) // 144 * 2 + np.arange(288) % 144 // 128]
+    expected = (numbers * of_rows[:, :, column // 128]).reshape(EXPERTS, 2, 144, 160).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(kernel, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_experts_in_fp8_are_written_as_they_are_and_read_back(per_expert: bool) -> None:
+    config = CONFIGS["qwen2_moe"] | dict(
+        hidden_size=192, moe_intermediate_size=128, shared_expert_intermediate_size=256
+    )
+    recipe = jg.Float8BlockScaling(pow2_scales=True)
+    layer = jg.linen.MoEMlp(**jg.moe.huggingface_options(config), recipe=recipe, cache_kernel=True)
+    x = jax.random.normal(jax.random.key(0), (4, 192))
+    variables = jax.jit(layer.init)(jax.random.key(1), x)
+    in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
+
+    state = jg.moe.to_huggingface(in_fp8, config, per_expert=per_expert)
+
+    cache = in_fp8["kernel_cache"]["gate_up"]["kernel"].columnwise
+    if per_expert:
+        got = state["experts.3.up_proj.weight"], state["experts.3.up_proj.weight_scale_inv"]
+        expected = cache.data[3, 128:], cache.scale_inv[3, 1:2, :2]
+        assert state["shared_expert.down_proj.weight_scale_inv"].shape == (2, 2)
+    else:
+        got = state["experts.gate_up_proj"], state["experts.gate_up_proj_scale_inv"]
+        expected = cache.data, cache.scale_inv[..., :2]
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
+    # Powers of two are found again, so the numbers are quantized to the same bits.
+    read = jax.tree.map(jnp.asarray, jg.moe.from_huggingface(state, config))
+    again = jg.linen.quantize_for_inference({**read, "kernel_cache": variables["kernel_cache"]}, recipe)
+    for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
+        a, b = (tree["kernel_cache"][name]["kernel"].columnwise for tree in (again, in_fp8))
+        np.testing.assert_array_equal(*[np.asarray(x.data).view(np.uint8) for x in (a, b)], err_msg=name)
+    apply = jax.jit(layer.apply)
+    np.testing.assert_array_equal(apply(again, x)[0], apply(in_fp8, x)[0])
+    with pytest.raises(
+        ValueError, match="F must be a multiple of 128 to write gate and up of params/gate_up/kernel in"
+    ):
+        other = dict(moe_intermediate_size=64, shared_expert_intermediate_size=None)
+        narrow = jg.linen.MoEMlp(**jg.moe.huggingface_options(config | other), recipe=recipe, cache_kernel=True)
+        made = jg.linen.quantize_for_inference(jax.jit(narrow.init)(jax.random.key(1), x), recipe)
+        jg.moe.to_huggingface(made, config | other)
+
+
 def test_kernels_in_mxfp4_are_dequantized() -> None:
     config, rng = CONFIGS["gpt_oss"] | dict(intermediate_size=32), np.random.default_rng(0)
     state = make_state(config)
