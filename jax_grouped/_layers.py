@@ -21,6 +21,7 @@ from jax_grouped.core.groups import FP8_ALIGNMENT
 from jax_grouped.core.values import (
     apply_rule,
     as_array,
+    as_int32,
     canonical_dtype,
     check_type,
     is_bound,
@@ -232,6 +233,7 @@ def apply_moe(
     routing: jax.Array | Routing | Callable[[jax.Array], Any] | None,
     shared_gate: Callable[[jax.Array], jax.Array] | None,
     selection_bias: jax.Array | None,
+    bias_is_given: bool,
     experts: jax.Array | None,
     mask: jax.Array | None,
     shared: jax.Array | None,
@@ -256,22 +258,36 @@ def apply_moe(
         if shared.shape != x.shape:
             raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
     tokens = _as_rows(x)
-    per_token = {
-        "shared": shared,
-        "experts": experts,
-        "mask": None if mask is None else as_array("mask", mask)[..., None],
-    }
-    for name, array in per_token.items():
-        if array is not None and jnp.shape(array)[:-1] != x.shape[:-1]:
-            raise ValueError(f"{name} must have the leading shape of x, {x.shape[:-1]}, got {jnp.shape(array)[:-1]}.")
-    shared, experts, mask = (None if array is None else _as_rows(jnp.asarray(array)) for array in per_token.values())
+
+    def rows_of(name: str, array: jax.Array | None) -> Any:
+        if array is None:
+            return None
+        if array.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"{name} must have the leading shape of x, {x.shape[:-1]}, got {array.shape[:-1]}.")
+        return _as_rows(array)
+
+    shared = rows_of("shared", shared)
+    experts = rows_of("experts", None if experts is None else as_int32("experts", experts))
+    mask = rows_of("mask", None if mask is None else as_array("mask", mask)[..., None])
     if mask is not None:
         # Zeros also for the routers, whose gradients are products with all tokens.
         mask = checked_mask(mask[:, 0], tokens.shape[0])
         tokens = masked(mask, tokens, 0)
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
     inputs.check_kernel("gate_up", flat, "x", tokens)
-    routed: Any = routing(tokens) if callable(routing) else jax.tree.map(_as_rows, routing)
+    routed: Any = routing
+    if callable(routing):
+        routed = routing(tokens)
+    elif isinstance(routed, Routing):
+        named = {"experts": as_int32("routing.experts", routed.experts)}
+        for name in ("weights", "probabilities"):
+            if getattr(routed, name) is not None:
+                named[name] = as_array(f"routing.{name}", getattr(routed, name))
+        routed = Routing(**{name: rows_of(f"routing.{name}", array) for name, array in named.items()})
+    elif not isinstance(routed, tuple):
+        routed = rows_of("routing", as_array("routing", routed))
+    if isinstance(routed, Routing) and not bias_is_given:
+        selection_bias = None
     rows = tokens.astype(promoted_type(x, gate_up.kernel) if layer.dtype is None else layer.dtype)
     options: Any = dict(activation=layer.activation, recipe=layer.recipe, precision=layer.precision)
     if shared_expert:

@@ -409,6 +409,7 @@ class MoEMlp(nn.Module):
                 own_router(jnp.reshape(x, (-1, x.shape[-1])))
             routing = own_router if routing is None else routing
         shared_gate = product(1, "shared_gate", False) if self.use_shared_gate else None
+        bias_is_given = selection_bias is not None
         if router.use_selection_bias and (selection_bias is None or self.is_initializing()):
             if not self.is_initializing() and not self.has_variable(ROUTER_STATE, "selection_bias"):
                 raise ValueError(
@@ -443,6 +444,7 @@ class MoEMlp(nn.Module):
             routing=routing,
             shared_gate=shared_gate,
             selection_bias=selection_bias,
+            bias_is_given=bias_is_given,
             experts=experts,
             mask=mask,
             shared=shared,

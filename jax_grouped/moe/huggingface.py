@@ -343,8 +343,8 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         use_selection_bias=_selects(values, architecture),
     )
     groups = values.get("n_group") or values.get("num_expert_group")
-    is_limited = values.get("topk_method") in (None, "group_limited_greedy", "noaux_tc")
-    if architecture.group_score is not None and groups is not None and is_limited:
+    is_greedy = architecture.group_score == "max" and values.get("topk_method") != "group_limited_greedy"
+    if architecture.group_score is not None and groups is not None and not is_greedy:
         router |= dict(groups=groups, top_groups=_value(values, "topk_group"), group_score=architecture.group_score)
     if architecture.stacked == "interleaved":
         options["use_bias"] = router["use_bias"] = True

@@ -61,8 +61,8 @@ class MoEMetrics(NamedTuple):
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
             of the device with the most, in multiples of an even share; along `parallel.experts` inside `jax.shard_map`
             and `jax.pmap`, else of all devices.
-        experts: `int32[T, k]`, the choice of every token, to be forced in another pass; `E` for a token that `mask`
-            leaves out. None unless `moe_mlp` is asked to `record` it.
+        experts: `int32[T, k]`, the choice of every token, to be forced in another pass; `E` for no expert, and for a
+            token that `mask` leaves out. None unless `moe_mlp` is asked to `record` it.
 
     Example:
         x, logits = jnp.ones((8, 32)), jnp.tile(jnp.arange(4.0), (8, 1))
@@ -171,7 +171,7 @@ def moe_mlp(
         experts: `[T, top_k]` integers, a choice in place of one by the scores, see `top_k_routing`.
         mask: `bool[T]`, False for tokens that are none, such as padding: they are computed by no expert, take no room,
             count in no metric, and get zeros, whatever their rows of `x`, `routing` and `shared` hold. All other
-            results are those without these tokens.
+            results are those without these tokens, but that a `capacity_factor` gives room for all `T`.
         num_sequences: as in `load_balancing_loss`, of whole arrays or of this device. No sequence may be split.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `parallel.features`,
@@ -194,6 +194,9 @@ def moe_mlp(
         assert jnp.allclose(y, 16 * 32 * jax.nn.silu(32.0))
     """
     x = as_array("x", x)
+    inputs.check_tokens("x", x)
+    if isinstance(routing, tuple):
+        raise TypeError("routing must be logits or a jax_grouped.moe.Routing, got a tuple.")
     if isinstance(routing, Routing):
         for name, array in (("selection_bias", selection_bias), ("experts", experts)):
             if array is not None:
@@ -345,7 +348,10 @@ def _run_on_device(
         if probabilities is not None:
             probabilities = probabilities if exists is None else masked(exists, probabilities, 0)
             probability_sums = jnp.sum(probabilities, axis=0)
-    chosen = experts if record else None
+    if not is_chosen:
+        is_none = (experts < 0) | (experts >= num_experts)
+        experts, weights = jnp.where(is_none, num_experts, experts), jnp.where(is_none, 0, weights)
+    chosen, priority = experts if record else None, jax.lax.stop_gradient(weights)
     if router.weights_on == "input":
         # As float32, so that the sums of the gradients of weights are.
         x = x if exists is None else masked(exists, x, 0)
@@ -362,7 +368,7 @@ def _run_on_device(
         # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after
         # the sum of parts, which leaves fewer bytes.
         x, weights, *_ = vary_alike(x, weights, gate_up.kernel, me)
-        experts, me = vary_alike(experts, me)
+        experts, priority, me = vary_alike(experts, priority, me)
         axes = varying_axes(experts)
         received = gather_tokens(jax.lax.stop_gradient(x), expert_axis, wire.tokens)
         if recipe is None:
@@ -371,10 +377,10 @@ def _run_on_device(
             received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
         own_experts = num_experts // devices
         experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
-        all_weights = jax.lax.all_gather(weights, expert_axis, tiled=True)
+        priority = jax.lax.all_gather(priority, expert_axis, tiled=True)
         permutation = group_in_room(
             experts,
-            all_weights,
+            priority,
             own_experts,
             capacity=capacity,
             sources=devices,
@@ -396,12 +402,11 @@ def _run_on_device(
             permutation = Permutation(order, inverse, group_sizes, no_row[0])
         else:
             if devices > 1 and not has_room:
-                kept = are_kept(
-                    experts, weights, num_experts, capacity=capacity, axis_name=expert_axis, drop_by=drop_by
-                )
+                options: Any = dict(capacity=capacity, drop_by=drop_by, distinct=is_chosen)
+                kept = are_kept(experts, priority, num_experts, axis_name=expert_axis, **options)
                 experts = jnp.where(kept, experts, num_experts)
             permutation = group_in_room(
-                experts, weights, num_experts, capacity=rows, sources=1, drop_by=drop_by, distinct=is_chosen
+                experts, priority, num_experts, capacity=rows, sources=1, drop_by=drop_by, distinct=is_chosen
             )
         dropped = jnp.sum(load - permutation.group_sizes, dtype=jnp.int32).reshape(1)
         if devices == 1:
@@ -470,13 +475,13 @@ def group_in_room(
 
 
 def are_kept(
-    experts: jax.Array, weights: jax.Array, num_experts: int, *, capacity: int, axis_name: Hashable, drop_by: DropBy
+    experts: jax.Array, weights: jax.Array, num_experts: int, *, axis_name: Hashable, **options: Any
 ) -> jax.Array:
     """Tells which pairs of one device get a row on their experts' device, where `group_in_room` decides."""
     me, devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     experts, weights = (jax.lax.all_gather(x, axis_name, tiled=True) for x in (experts, weights))
     experts, num_experts = experts - num_experts // devices * me, num_experts // devices
-    permutation = group_in_room(experts, weights, num_experts, capacity=capacity, sources=devices, drop_by=drop_by)
+    permutation = group_in_room(experts, weights, num_experts, sources=devices, **options)
     has_row = permutation.inverse < permutation.order.shape[0]
     return jax.lax.psum_scatter(has_row.astype(jnp.int32), axis_name, tiled=True) > 0
 

@@ -117,6 +117,8 @@ class Router:
             put("top_groups", static_size("top_groups", self.top_groups, least=1))
             if self.top_groups > self.groups:
                 raise ValueError(f"top_groups must be at most the {self.groups} groups, got {self.top_groups}.")
+        if self.use_bias and not self.use_kernel:
+            raise ValueError("use_bias=True needs use_kernel=True.")
         if self.weights_on == "input" and self.top_k != 1:
             raise ValueError(f'weights_on="input" needs top_k=1, got {self.top_k}.')
         for name, without in (("capacity_factor", "the worst case"), ("softcap", "no cap")):

@@ -12,6 +12,7 @@ from flax import nnx
 import jax_grouped as jg
 from jax_grouped.moe import Router, Routing
 from tests import oracle
+from tests.meshes import make_mesh, need_devices
 from tests.refusals import assert_refused
 
 pytestmark = pytest.mark.slow
@@ -253,6 +254,77 @@ def test_layers_take_routers_masks_and_choices(flavor: str) -> None:
     assert oracle.relative_error(results[0].reshape(T, K), np.asarray(expected)) < 1e-4
 
 
+def test_the_lightest_pairs_are_dropped_also_of_repeated_experts_and_of_weights_on_the_input() -> None:
+    given = arrays()
+    kernels = given["gate_up"][:4], given["down"][:4]
+
+    def padded(kernel: jax.Array) -> jax.Array:
+        return jnp.pad(kernel, [(0, E - 4), (0, 0), (0, 0)])
+
+    logits = jnp.linspace(3, -3, T)[:, None] * jnp.eye(4)[0] - 20 * (1 - jnp.eye(4)[0])
+    router = Router(1, score="sigmoid", normalize=False, weights_on="input", capacity_factor=0.5, drop_by="weight")
+    y, metrics = jax.jit(functools.partial(jg.moe.moe_mlp, router=router))(given["x"], logits, *kernels)
+    np.testing.assert_array_equal(np.any(y, axis=1), np.arange(T) < T // 2)
+
+    need_devices(4)
+    mesh = make_mesh({"a": 4})
+    experts = jnp.asarray(np.random.default_rng(3).integers(0, 2, (T, 4)))
+    weights = jnp.asarray(np.random.default_rng(4).random((T, 4), np.float32))
+    results = []
+    for exchange in ("gather", "padded"):
+        options: Any = dict(
+            router=Router(4, capacity_factor=1.0, drop_by="weight"),
+            parallel=jg.moe.Parallel(experts="a", exchange=exchange),
+        )
+        with jax.set_mesh(mesh):
+            results.append(
+                jax.jit(functools.partial(jg.moe.moe_mlp, **options))(given["x"], Routing(experts, weights), *kernels)
+            )
+    (y, metrics), (other_y, other) = results
+    oracle.assert_trees_close(y, other_y, 1e-4)
+    np.testing.assert_array_equal(metrics.dropped, other.dropped)
+    # Each device has one expert, and room for T pairs.
+    lowest = [np.sort(weights[experts == expert])[-T] for expert in (0, 1)]
+    assert int(metrics.dropped.sum()) == 4 * T - 2 * T
+    kept = jnp.where(weights >= jnp.asarray(lowest)[experts], weights, 0)
+    expected = dense(given["x"], gate_up=padded(kernels[0]), down=padded(kernels[1]), experts=experts, weights=kept)
+    assert oracle.relative_error(y, np.asarray(expected)) < 1e-4
+
+    # No expert has so low an index, whatever it is multiplied by.
+    nobody = Routing(jnp.full((T, 2), np.iinfo(np.int32).min), jnp.full((T, 2), jnp.nan))
+    options["router"] = Router(2, capacity_factor=0.5)
+    options["parallel"] = jg.moe.Parallel(experts="a")
+    with jax.set_mesh(mesh):
+        y, metrics = jax.jit(functools.partial(jg.moe.moe_mlp, **options))(given["x"], nobody, *kernels)
+    assert not y.any()
+    assert not metrics.dropped.any()
+
+
+def test_a_layer_with_a_selection_bias_takes_a_routing() -> None:
+    given = arrays()
+    options: Any = dict(num_experts=E, hidden_features=F, router=Router(TOP_K, use_selection_bias=True))
+    layer, model = jg.linen.MoEMlp(**options), jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))
+    routing = Routing(own_choice(), given["weights"])
+    variables = jg.nnx.linen_variables(model)
+    y, _ = jax.jit(functools.partial(layer.apply, routing=routing))(variables, given["x"])
+    np.testing.assert_allclose(model(given["x"], routing=routing)[0], y, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="selection_bias is for logits"):
+        model(given["x"], routing=routing, selection_bias=jnp.zeros(E))
+
+
+def test_what_is_of_no_expert_has_no_gradient() -> None:
+    given = arrays()
+    experts, weights = jnp.where(jnp.arange(T) % 2, 1, -1)[:, None], jnp.where(jnp.arange(T) % 2, 2.0, jnp.nan)[:, None]
+    router = Router(1, normalize=False, weights_on="input")
+
+    def loss(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(jg.moe.moe_mlp(x, Routing(experts, weights), given["gate_up"], given["down"], router=router)[0])
+
+    for gradient in jax.jit(jax.grad(loss, (0, 1)))(given["x"], weights):
+        assert jnp.isfinite(gradient).all()
+        assert not gradient[::2].any()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     given = arrays()
     x, logits, gate_up, down = (given[name] for name in ("x", "logits", "gate_up", "down"))
@@ -270,6 +342,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "probabilities must have shape [T, E]": dict(
             routing=Routing(experts, given["weights"], given["probabilities"][1:])
         ),
+        "routing must be logits or a jax_grouped.moe.Routing, got a tuple.": dict(routing=(logits, logits)),
         "mask must be of booleans": dict(mask=jnp.ones(T)),
         "mask must have shape [T]": dict(mask=jnp.ones(T - 1, bool)),
         "record must": dict(record=jnp.ones(())),
@@ -282,6 +355,7 @@ def test_what_does_not_fit_is_refused() -> None:
             'weights_on="input" needs top_k=1': dict(weights_on="input"),
             "softcap must be a positive number": dict(softcap=0.0),
             "group_score must": dict(group_score="mean"),
+            "use_bias=True needs use_kernel=True.": dict(use_bias=True, use_kernel=False),
         },
     )
     assert_refused(jg.moe.load_balancing_loss, dict(routing=without), {"load_balancing_loss needs": {}})
@@ -292,5 +366,7 @@ def test_what_does_not_fit_is_refused() -> None:
         {
             "A router with use_kernel=False": {},
             "mask must have the leading shape of x": dict(routing=logits, mask=jnp.ones((T, 1), bool)),
+            "routing must have the leading shape of x": dict(routing=logits.reshape(2, -1, E)),
+            "routing.weights must have the leading shape of x": dict(routing=Routing(experts, given["weights"][1:])),
         },
     )
