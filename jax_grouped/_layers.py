@@ -233,7 +233,7 @@ def apply_moe(
     routing: jax.Array | Routing | Callable[[jax.Array], Any] | None,
     shared_gate: Callable[[jax.Array], jax.Array] | None,
     selection_bias: jax.Array | None,
-    bias_is_given: bool,
+    own_bias: jax.Array | None,
     experts: jax.Array | None,
     mask: jax.Array | None,
     shared: jax.Array | None,
@@ -259,16 +259,16 @@ def apply_moe(
             raise ValueError(f"shared must have the shape of x, {x.shape}, got {shared.shape}.")
     tokens = _as_rows(x)
 
-    def rows_of(name: str, array: jax.Array | None) -> Any:
+    def checked_rows(name: str, array: jax.Array | None) -> Any:
         if array is None:
             return None
         if array.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"{name} must have the leading shape of x, {x.shape[:-1]}, got {array.shape[:-1]}.")
         return _as_rows(array)
 
-    shared = rows_of("shared", shared)
-    experts = rows_of("experts", None if experts is None else as_int32("experts", experts))
-    mask = rows_of("mask", None if mask is None else as_array("mask", mask)[..., None])
+    shared = checked_rows("shared", shared)
+    experts = checked_rows("experts", None if experts is None else as_int32("experts", experts))
+    mask = checked_rows("mask", None if mask is None else as_array("mask", mask)[..., None])
     if mask is not None:
         # Zeros also for the routers, whose gradients are products with all tokens.
         mask = checked_mask(mask[:, 0], tokens.shape[0])
@@ -283,11 +283,11 @@ def apply_moe(
         for name in ("weights", "probabilities"):
             if getattr(routed, name) is not None:
                 named[name] = as_array(f"routing.{name}", getattr(routed, name))
-        routed = Routing(**{name: rows_of(f"routing.{name}", array) for name, array in named.items()})
+        routed = Routing(**{name: checked_rows(f"routing.{name}", array) for name, array in named.items()})
     elif not isinstance(routed, tuple):
-        routed = rows_of("routing", as_array("routing", routed))
-    if isinstance(routed, Routing) and not bias_is_given:
-        selection_bias = None
+        routed = checked_rows("routing", as_array("routing", routed))
+    if selection_bias is None and not isinstance(routed, Routing):
+        selection_bias = own_bias
     rows = tokens.astype(promoted_type(x, gate_up.kernel) if layer.dtype is None else layer.dtype)
     options: Any = dict(activation=layer.activation, recipe=layer.recipe, precision=layer.precision)
     if shared_expert:

@@ -409,7 +409,7 @@ class MoEMlp(nn.Module):
                 own_router(jnp.reshape(x, (-1, x.shape[-1])))
             routing = own_router if routing is None else routing
         shared_gate = product(1, "shared_gate", False) if self.use_shared_gate else None
-        bias_is_given = selection_bias is not None
+        own_bias = None
         if router.use_selection_bias and (selection_bias is None or self.is_initializing()):
             if not self.is_initializing() and not self.has_variable(ROUTER_STATE, "selection_bias"):
                 raise ValueError(
@@ -418,7 +418,7 @@ class MoEMlp(nn.Module):
                 )
             init = named(nn.initializers.zeros_init(), None)
             own = self.variable(ROUTER_STATE, "selection_bias", init, None, (self.num_experts,), jnp.float32)
-            selection_bias = own.value
+            own_bias = own.value
         weights = {}
         for name, (shape, axes, is_shared) in forms.items():
             kernel_init = initializers.down if name.endswith("down") else initializers.gate_up
@@ -444,7 +444,7 @@ class MoEMlp(nn.Module):
             routing=routing,
             shared_gate=shared_gate,
             selection_bias=selection_bias,
-            bias_is_given=bias_is_given,
+            own_bias=own_bias,
             experts=experts,
             mask=mask,
             shared=shared,

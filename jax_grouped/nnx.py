@@ -450,9 +450,6 @@ class MoEMlp(nnx.Module):
         for name, (_, _, is_shared) in forms.items():
             fsdp_axis = None if is_shared else self.parallel.fsdp
             weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
-        bias_is_given = selection_bias is not None
-        if selection_bias is None and self.selection_bias is not None:
-            selection_bias = self.selection_bias[...]
         y, metrics = _layers.apply_moe(
             self,
             self.router_options,
@@ -463,7 +460,7 @@ class MoEMlp(nnx.Module):
             routing=self.router if routing is None else routing,
             shared_gate=self.shared_gate,
             selection_bias=selection_bias,
-            bias_is_given=bias_is_given,
+            own_bias=None if self.selection_bias is None else self.selection_bias[...],
             experts=experts,
             mask=mask,
             shared=shared,

@@ -51,7 +51,7 @@ Status LaunchGroupPairs(cudaStream_t stream, const GroupPairsBuffers& buffers, c
 // Function from the logits to the scores.
 enum class Score : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 
-// What a group of experts is chosen by: the sum of its two highest scores, or the highest.
+// Number by which groups of experts are chosen: the sum of a group's two highest scores, or its highest.
 enum class GroupScore : int32_t { kTop2Sum, kMax };
 
 // The sizes are those of one batch element.

@@ -21,7 +21,7 @@ from jax_grouped.kernels.primitive import bind, define, fold, unfold
 
 #: Function from a router's logits to scores.
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-#: What a group of experts is chosen by: the sum of its two highest scores, or the highest.
+#: Number by which groups of experts are chosen: the sum of a group's two highest scores, or its highest.
 GroupScore = Literal["top2_sum", "max"]
 #: Most experts that the kernels take, most choices of a token, and most groups of experts: `kMostExperts`,
 #: `kMostChoices` and `kMostExpertGroups` in csrc.
@@ -155,14 +155,14 @@ def route_xla(logits: jax.Array, *given: jax.Array, spec: RouteSpec, rows: int |
     bias, choice = named.get("bias"), named.get("choice")
     num_experts, logits = logits.shape[1], logits.astype(jnp.float32)
 
-    def of_choice(values: jax.Array, experts: jax.Array, missing: float) -> jax.Array:
+    def take_chosen(values: jax.Array, experts: jax.Array, missing: float) -> jax.Array:
         values = jnp.take_along_axis(values, experts, axis=1, mode="clip")
         return values if choice is None else jnp.where((experts >= 0) & (experts < num_experts), values, missing)
 
     if spec.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
         experts = choice if choice is not None else _best(scores if bias is None else scores + bias, spec)
-        weights = of_choice(scores, experts, 0)
+        weights = take_chosen(scores, experts, 0)
         if spec.normalize_weights:
             weights = _normalized(weights)
     else:
@@ -179,7 +179,7 @@ def route_xla(logits: jax.Array, *given: jax.Array, spec: RouteSpec, rows: int |
             # The order of scores is that of logits, which float32 does not round to 0 or 1. NaN stays below -inf.
             compared = _without_subnormals(jnp.maximum(logits, np.nextafter(_LOWEST, np.float32(0))))
             experts = _best(compared, spec, _without_subnormals(relative(logits, _shift(logits))))
-        chosen_logits = of_choice(logits, experts, -jnp.inf)
+        chosen_logits = take_chosen(logits, experts, -jnp.inf)
         if spec.normalize_weights:
             weights = _normalized(relative(chosen_logits, _shift(chosen_logits)))
         else:

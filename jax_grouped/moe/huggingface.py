@@ -6,7 +6,6 @@ block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
 import dataclasses
-import math
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_grouped.fp8.arrays import KernelCache
+from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import SwiGLU
 from jax_grouped.kernels.routing import GroupScore, Score
@@ -29,8 +29,9 @@ class _Architecture:
     """The names of the arrays of one kind of block, and the keys of its configuration."""
 
     router: str = "gate"
-    #: Name of the bias for the choice of experts; None if there is none.
+    #: Name of the bias for the choice of experts, None if there is none, and its axes.
     selection_bias: str | None = None
+    selection_bias_axes: Literal["E", "1E"] = "E"
     #: Name of the expert that all tokens share, and of its gate; None if there is none.
     shared: str | None = None
     shared_gate: str | None = None
@@ -46,21 +47,23 @@ class _Architecture:
     #: Other names, or beginnings of names, in checkpoints.
     published: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    #: Keys of `F`, and of the features of the shared expert, which are multiplied; `|` separates names of one.
+    #: Keys of `F`, and of the features of the shared expert, or of one of several that are joined.
     hidden: str = "moe_intermediate_size"
-    shared_hidden: tuple[str, ...] = ()
+    shared_hidden: str = ""
+    #: Whether the configuration has the number of shared experts.
+    counts_shared: bool = False
     #: The score, unless the configuration has a `scoring_func`.
     score: Score = "softmax"
     #: Whether weights are divided by their sum, or the key that says it.
     normalize: bool | str = "norm_topk_prob"
     #: Key of the factor of the weights.
     scale: str | None = None
-    #: What groups of experts are chosen by; None if there are none.
+    #: Number by which groups of experts are chosen; None if there are none.
     group_score: GroupScore | None = None
     weights_on: WeightsOn = "output"
     #: Whether the activation is clamped, with a `swiglu_limit`.
     clamps: bool = False
-    #: What the model's code has for keys that a configuration may lack.
+    #: Values of the model's code for keys that a configuration may lack.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -68,12 +71,13 @@ _replace = dataclasses.replace
 _MIXTRAL = _Architecture(projections=("w1", "w3", "w2"), hidden="intermediate_size", normalize=True)
 _OLMOE = _Architecture(hidden="intermediate_size")
 _QWEN2 = _Architecture(
-    shared="shared_expert", shared_gate="shared_expert_gate", shared_hidden=("shared_expert_intermediate_size",)
+    shared="shared_expert", shared_gate="shared_expert_gate", shared_hidden="shared_expert_intermediate_size"
 )
 _DEEPSEEK_V3 = _Architecture(
     selection_bias="gate.e_score_correction_bias",
     shared="shared_experts",
-    shared_hidden=("moe_intermediate_size", "n_shared_experts|num_shared_experts"),
+    shared_hidden="moe_intermediate_size",
+    counts_shared=True,
     score="sigmoid",
     scale="routed_scaling_factor",
     group_score="top2_sum",
@@ -114,7 +118,8 @@ ARCHITECTURES = {
         stacked="transposed",
         published={"experts.gate_up_proj": "experts.fc1.weight", "experts.down_proj": "experts.fc2.weight"},
         shared="shared_experts",
-        shared_hidden=("intermediate_size", "moe_num_shared_experts"),
+        shared_hidden="intermediate_size",
+        counts_shared=True,
     ),
     "axk2": _DEEPSEEK_V3,
     "bailing_hybrid": _DEEPSEEK_V3,
@@ -125,7 +130,7 @@ ARCHITECTURES = {
     # Its layers of hash routing have no bias: they take the experts of a table.
     "deepseek_v4": _replace(
         _DEEPSEEK_V3,
-        shared_hidden=("moe_intermediate_size",),
+        counts_shared=False,
         score="sqrtsoftplus",
         normalize=True,
         group_score=None,
@@ -140,12 +145,14 @@ ARCHITECTURES = {
         defaults=dict(swiglu_limit=10.0),
     ),
     "dots1": _replace(_DEEPSEEK_V3, defaults=dict(norm_topk_prob=False, routed_scaling_factor=1.0)),
-    "dots3_note_text": _replace(_DEEPSEEK_V3, shared_hidden=("shared_experts_intermediate_size", "n_shared_experts")),
+    "dots3_note_text": _replace(_DEEPSEEK_V3, shared_hidden="shared_experts_intermediate_size"),
     "ernie4_5_moe": _Architecture(
         selection_bias="gate.moe_statics.e_score_correction_bias",
+        selection_bias_axes="1E",
         published={"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"},
         shared="shared_experts",
-        shared_hidden=("moe_intermediate_size", "moe_num_shared_experts"),
+        shared_hidden="moe_intermediate_size",
+        counts_shared=True,
         normalize=True,
     ),
     "exaone_moe": _replace(
@@ -175,7 +182,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": _Architecture(
         router="gate.wg",
         shared="shared_mlp",
-        shared_hidden=("intermediate_size",),
+        shared_hidden="intermediate_size",
         hidden="intermediate_size",
         normalize=True,
     ),
@@ -201,7 +208,8 @@ ARCHITECTURES = {
             "gate.e_score_correction_bias": "experts.e_score_correction_bias",
             "shared_experts": "shared_expert",
         },
-        shared_hidden=("shared_expert_intermediate_size",),
+        shared_hidden="shared_expert_intermediate_size",
+        counts_shared=False,
         normalize=True,
         scale="moe_routed_scaling_factor",
         group_score=None,
@@ -218,7 +226,7 @@ ARCHITECTURES = {
     "llama4_text": _Architecture(
         router="router",
         shared="shared_expert",
-        shared_hidden=("intermediate_size",),
+        shared_hidden="intermediate_size",
         stacked="transposed",
         per_expert=False,
         hidden="intermediate_size",
@@ -235,7 +243,7 @@ ARCHITECTURES = {
         selection_bias="gate.e_score_correction_bias",
         published={"gate.e_score_correction_bias": "e_score_correction_bias"},
         shared="shared_experts",
-        shared_hidden=("shared_intermediate_size",),
+        shared_hidden="shared_intermediate_size",
         shared_joined=True,
         score="sigmoid",
         scale="routed_scaling_factor",
@@ -247,7 +255,8 @@ ARCHITECTURES = {
     "mixtral": _MIXTRAL,
     "nemotron_h": _replace(
         _DEEPSEEK_V3,
-        shared_hidden=("moe_shared_expert_intermediate_size",),
+        shared_hidden="moe_shared_expert_intermediate_size",
+        counts_shared=False,
         stacked="up",
         projections=("", "up_proj", "down_proj"),
     ),
@@ -263,7 +272,7 @@ ARCHITECTURES = {
     "solar_open": _DEEPSEEK_V3,
     "unlimited_ocr_text": _DEEPSEEK_V2,
 }
-#: What the layer lacks for other models, and how to have them with it nevertheless.
+#: Parts of other models that the layer lacks, and ways to have them with it nevertheless.
 MISSING = {
     "axk1": "a norm after the experts, around the layer",
     "cohere2_moe": "experts and a shared expert that are averaged",
@@ -358,8 +367,8 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     It takes the names of published checkpoints, with arrays for each expert, and those of modules of `transformers` 5,
     which stack the experts. Kernels in FP8 with a `weight_scale_inv` for each block of 128x128 (DeepSeek-V3), or a
     `weight_scale` for each row or the whole (compressed-tensors), and in MXFP4 with `_blocks` and `_scales` (gpt-oss)
-    become float32, and so does a selection bias. Every other array keeps
-    its type, or gets the one that NumPy gives the experts' arrays together.
+    become float32, and so does a selection bias. Every other array keeps its type, or gets the one that NumPy gives the
+    experts' arrays together.
 
     Args:
         state: arrays by name: NumPy's, PyTorch's tensors, or others that `np.asarray` takes. Names that do not begin
@@ -471,7 +480,7 @@ def to_huggingface(
             state[key] = np.ascontiguousarray(variable.part(value, index).reshape(variable.array_shape))
             if scale is not None:
                 part = variable.part(scale, index)
-                blocks = [-(-size // 128) for size in variable.array_shape[-2:]]
+                blocks = [-(-size // BLOCK) for size in variable.array_shape[-2:]]
                 state[f"{key}_scale_inv"] = np.ascontiguousarray(part.reshape(*variable.array_shape[:-2], *blocks))
     return state
 
@@ -500,7 +509,9 @@ def _numbers_and_scales(cache: KernelCache, variable: "_Variable") -> tuple[np.n
     experts, outputs, _ = data.shape
     scale = scale.swapaxes(1, 2)  # As the data, `[E, N / 128, K / 128]`.
     halves = (2,) if "2" in variable.axes else ()
-    if halves and outputs // 2 % 128:
+    if variable.array_axes.endswith("F2"):
+        raise ValueError(f"{variable.path} cannot be written in FP8, because rows of gate and up alternate in a block.")
+    if halves and outputs // 2 % BLOCK:
         raise ValueError(
             f"F must be a multiple of 128 to write gate and up of {variable.path} in FP8, got {outputs // 2}."
         )
@@ -529,7 +540,9 @@ def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int
     experts = _value(values, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     shared = 0
     if architecture.shared is not None:
-        shared = math.prod(_value(values, *key.split("|"), missing=0) for key in architecture.shared_hidden)
+        shared = _value(values, architecture.shared_hidden, missing=0)
+    if architecture.counts_shared:
+        shared *= _value(values, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", missing=0)
     sizes = {"E": experts, "K": _value(values, "hidden_size"), "1": 1, "2": 2, "F": hidden, "shared": shared}
     return values, architecture, sizes
 
@@ -608,9 +621,8 @@ def _variables(
         whole += [("params/gate_up/kernel", "EK2F", "experts.gate_up_proj", forms[0])]
         whole += [("params/down/kernel", "EFK", "experts.down_proj", forms[1])]
     if _selects(values, architecture):
-        # Ernie's has another axis.
-        axes = "1E" if "moe_statics" in str(architecture.selection_bias) else "E"
-        whole.append(("router_state/selection_bias", "E", str(architecture.selection_bias), axes))
+        name, axes = str(architecture.selection_bias), architecture.selection_bias_axes
+        whole.append(("router_state/selection_bias", "E", name, axes))
     variables = [_Variable(path, axes, {(): name}, array_axes, sizes) for path, axes, name, array_axes in whole]
     if sizes["shared"]:
         own_sizes = sizes | {"E": 1, "F": sizes["shared"]}
@@ -673,11 +685,11 @@ class _Block:
             return array
         # Scales of blocks, of rows, or of the whole array; blocks of gate and up may begin anew with up.
         rows, columns = shape[-2:]
-        of_blocks = (*shape[:-2], -(-rows // 128), -(-columns // 128))
-        of_halves = (*shape[:-2], 2 * -(-rows // 256), -(-columns // 128))
-        scales = self._take_stored(scaled[0], of_blocks, of_halves, (*shape[:-2], rows, 1), (1,), ())
-        if scales.shape in (of_blocks, of_halves):
-            parts = [scales] if scales.shape == of_blocks else np.split(scales, 2, axis=-2)
+        block_shape = (*shape[:-2], -(-rows // 128), -(-columns // 128))
+        half_block_shape = (*shape[:-2], 2 * -(-rows // 256), -(-columns // 128))
+        scales = self._take_stored(scaled[0], block_shape, half_block_shape, (*shape[:-2], rows, 1), (1,), ())
+        if scales.shape in (block_shape, half_block_shape):
+            parts = [scales] if scales.shape == block_shape else np.split(scales, 2, axis=-2)
             of_rows = [np.repeat(part, 128, axis=-2)[..., : rows // len(parts), :] for part in parts]
             scales = np.repeat(np.concatenate(of_rows, axis=-2), 128, axis=-1)[..., :columns]
         return array.astype(np.float32) * scales.astype(np.float32)

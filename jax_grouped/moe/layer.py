@@ -303,13 +303,11 @@ def _run_on_device(
             shared = jnp.where(first, shared, 0)
 
     batch = tuple(parallel.batch) or None
+    real_tokens = mean_count(exists, tokens, batch)  # on average over the devices
     if exists is not None:
-        real_tokens = mean_count(exists, tokens, batch)  # on average over the devices
         # No gradient either: NaN times 0 would be NaN.
         given = jax.tree.map(functools.partial(masked, exists, value=0), given)
         shared = None if shared is None else masked(exists, shared, 0)
-    else:
-        real_tokens = tokens
     if isinstance(given, jax.Array):
         given = softcapped(given, router)
     room: float = tokens * top_k
@@ -335,8 +333,7 @@ def _run_on_device(
     if isinstance(given, Routing):
         routing, groups_all = given, False
     else:
-        rows_if_grouped = rows if groups_all else None
-        routing, grouped = route_and_group(given, router, selection_bias, choice, rows_if_grouped)
+        routing, grouped = route_and_group(given, router, selection_bias, choice, rows if groups_all else None)
     experts, weights, probabilities = routing.experts, routing.weights, routing.probabilities
     probability_sums = None
     if groups_all:
@@ -353,7 +350,7 @@ def _run_on_device(
         experts, weights = jnp.where(is_none, num_experts, experts), jnp.where(is_none, 0, weights)
     chosen, priority = experts if record else None, jax.lax.stop_gradient(weights)
     if router.weights_on == "input":
-        # As float32, so that the sums of the gradients of weights are.
+        # Multiply in float32: the gradient of a weight is a sum over the features, in this type.
         x = x if exists is None else masked(exists, x, 0)
         x, weights = (x.astype(jnp.float32) * weights).astype(x.dtype), jnp.ones_like(weights)
 
@@ -428,8 +425,7 @@ def _run_on_device(
 
     loss = z_loss = jnp.zeros((), jnp.float32)
     if num_sequences is not None and probabilities is not None:
-        mask = arrays.mask
-        loss = load_balancing_loss(routing, mask=mask, num_sequences=num_sequences, axis_name=batch)
+        loss = load_balancing_loss(routing, mask=arrays.mask, num_sequences=num_sequences, axis_name=batch)
     elif probability_sums is not None:
         loss = balance_loss(load, probability_sums, top_k, real_tokens, batch)
     if isinstance(given, jax.Array):

@@ -31,7 +31,7 @@ from jax_grouped.ops import inputs
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
 DropBy = Literal["even", "weight"]
-#: What the weights multiply, see `Router`.
+#: Side of an expert that weights multiply, see `Router`.
 WeightsOn = Literal["output", "input"]
 
 

@@ -279,6 +279,11 @@ def test_experts_in_fp8_are_written_as_they_are_and_read_back(per_expert: bool) 
         narrow = jg.linen.MoEMlp(**jg.moe.huggingface_options(config | other), recipe=recipe, cache_kernel=True)
         made = jg.linen.quantize_for_inference(jax.jit(narrow.init)(jax.random.key(1), x), recipe)
         jg.moe.to_huggingface(made, config | other)
+    gpt_oss = CONFIGS["gpt_oss"]
+    params = {"router": {"kernel": np.ones((FEATURES, EXPERTS)), "bias": np.ones(EXPERTS)}}
+    caches = {"gate_up": {"kernel": in_fp8["kernel_cache"]["gate_up"]["kernel"]}}
+    with pytest.raises(ValueError, match="rows of gate and up alternate in a block"):
+        jg.moe.to_huggingface({"params": params, "kernel_cache": caches}, gpt_oss)
 
 
 def test_kernels_in_mxfp4_are_dequantized() -> None:

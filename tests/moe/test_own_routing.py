@@ -163,8 +163,8 @@ def test_sequences_without_tokens_have_no_balance_loss() -> None:
     routing = jg.moe.top_k_routing(logits, ROUTER)
     sequences = jnp.arange(T) // 10
 
-    def loss(of: Any) -> jax.Array:
-        few = jg.moe.top_k_routing(logits[of], ROUTER)
+    def loss(indices: Any) -> jax.Array:
+        few = jg.moe.top_k_routing(logits[indices], ROUTER)
         return jg.moe.load_balancing_loss(few)
 
     mask = (sequences != 1) & ((sequences != 2) | (jnp.arange(T) % 2 == 0))
