@@ -302,8 +302,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
 
     Args:
         config: the model's `config.json` as a mapping, or a configuration of `transformers`, of a model in the table of
-            the page [Your model](your-model.md). That of the text model may be inside. Values that models' code
-            knows may be missing.
+            the page "Your model". That of the text model may be inside. Values that models' code knows may be missing.
 
     Returns:
         Keywords of `jg.linen.MoEMlp` and, after the features `config["hidden_size"]`, of `jg.nnx.MoEMlp`.
