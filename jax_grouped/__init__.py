@@ -32,6 +32,7 @@ from jax_grouped.ops.dense import (
     grouped_dense_wgrad,
 )
 from jax_grouped.ops.gradients import accumulate_gradients, apply_updates, overwrite_with_gradient, reduce_gradients
+from jax_grouped.ops.inputs import Lora
 from jax_grouped.ops.quantize import grouped_dequantize, grouped_quantize, quantize_kernel
 from jax_grouped.ops.ragged_dot import ragged_dot, ragged_dot_general, scaled_ragged_dot
 
@@ -61,6 +62,7 @@ __all__ = [
     "Fp8State",
     "GroupedQuantized",
     "KernelCache",
+    "Lora",
     "MXFP8BlockScaling",
     "PendingWgrad",
     "Recipe",

@@ -26,6 +26,7 @@ from jax_grouped.core.values import (
     check_type,
     is_bound,
     promoted_type,
+    shown,
     static_bool,
     static_size,
     vary_alike,
@@ -39,13 +40,15 @@ from jax_grouped.moe.layer import MoEMetrics, moe_mlp
 from jax_grouped.moe.parallel import Parallel
 from jax_grouped.moe.routing import Router, Routing, checked_mask, masked
 from jax_grouped.ops import inputs
-from jax_grouped.ops.dense import stacklevel_of_user
-from jax_grouped.ops.inputs import Weights, flat_shape, flat_weights
+from jax_grouped.ops.dense import grouped_dense, stacklevel_of_user
+from jax_grouped.ops.inputs import Lora, Weights, flat_shape, flat_weights
 from jax_grouped.ops.quantize import quantize_kernel
 
 Initializer = Callable[..., Any]
 P = ParamSpec("P")
 T = TypeVar("T")
+#: Draws uniform numbers between `-1 / sqrt(K)` and `1 / sqrt(K)`, as PEFT does, for `a` of adapters.
+_default_a_init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", 1, 2, 0)
 #: Names of the axes of experts, of the model's features `K` and of the experts' features `F`; None for none.
 LogicalAxes = tuple[str | None, str | None, str | None]
 
@@ -95,6 +98,46 @@ class MoEInitializers:
     bias: Initializer = jax.nn.initializers.zeros
 
 
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank on the kernels of a layer (arXiv:2106.09685), each a `jax_grouped.Lora`.
+
+    Attributes:
+        rank: `r`, such as 16.
+        alpha: the adapters' products are multiplied by `alpha / rank`; None for 1.
+        a_init: initialiser of `a`, called with `(key, (E, K, r), param_dtype)`. The default is that of PEFT: uniform
+            between `-1 / sqrt(K)` and `1 / sqrt(K)`.
+        b_init: of `b`, `(E, r, ...)`. By default the adapters add nothing at first.
+
+    Raises:
+        TypeError, ValueError: `rank` is no positive integer.
+
+    Example:
+        lora = jg.linen.LoraConfig(rank=4, alpha=8)
+        layer = jg.linen.GroupedDense(16, num_groups=2, lora=lora)
+
+        variables = layer.init(jax.random.key(0), jnp.ones((8, 32)), jnp.array([5, 3]))
+
+        assert variables["lora"]["lora_a"].shape == (2, 32, 4) and not variables["lora"]["lora_b"].any()
+    """
+
+    rank: int
+    alpha: float | None = None
+    a_init: Initializer = _default_a_init
+    b_init: Initializer = jax.nn.initializers.zeros
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", static_size("rank", self.rank, least=1))
+
+    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of `a` and `b` for a kernel of this shape."""
+        return (*kernel[:2], self.rank), (kernel[0], self.rank, *kernel[2:])
+
+    def scaled(self, a: jax.Array, b: jax.Array) -> Lora:
+        """Returns the adapter of these parameters."""
+        return Lora(a, b if self.alpha is None else b * (self.alpha / self.rank))
+
+
 #: Fields of the layers that are sizes.
 _SIZES = ("features", "in_features", "out_features", "hidden_features", "shared_features", "num_groups", "num_experts")
 
@@ -108,6 +151,8 @@ def make_canonical(fields: dict[str, Any]) -> None:
     recipe, dtype = fields.get("recipe"), fields.get("dtype")
     if not isinstance(recipe, Recipe | None):
         raise recipe_error(recipe)
+    if not isinstance(fields.get("lora"), LoraConfig | None):
+        raise TypeError(f"lora must be a LoraConfig or None, got {shown(fields['lora'])}.")
     if dtype is not None:
         canonical_dtype("dtype", dtype)
     for name, value in list(fields.items()):
@@ -216,6 +261,8 @@ def apply_dense(
         weights = with_accumulator(weights, "GroupedDense", accumulate_into)
     # Without those that are None: `grouped_dense_fwd` takes no accumulator.
     named = {name: array for name, array in weights._asdict().items() if array is not None}
+    if product is not grouped_dense and "lora" in named:
+        raise ValueError("fwd takes no adapters: call the layer.")
     x = as_array("x", x)
     # Weights keep their types: `grouped_dense` computes in that of `x`, and gives parameters gradients in theirs.
     x = x.astype(promoted_type(x, weights.kernel) if layer.dtype is None else layer.dtype)
@@ -388,6 +435,7 @@ def weights_in_fp8_alone(
     cache: KernelCache,
     bias: jax.Array | None,
     state: Fp8State | None,
+    lora: Lora | None,
     param_dtype: DTypeLike,
     is_first_microbatch: ArrayLike | None,
 ) -> Weights:
@@ -397,7 +445,7 @@ def weights_in_fp8_alone(
             f"is_first_microbatch={is_first_microbatch} needs the kernel, which quantize_for_inference has removed: "
             "pass None or False."
         )
-    return Weights.from_cache(cache, bias, state, param_dtype)
+    return Weights.from_cache(cache, bias, state, param_dtype)._replace(lora=lora)
 
 
 #: The last calls of this thread, see `state_for_call`. A thread traces alone.

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer, LogicalAxes
+from jax_grouped._layers import LoraConfig as LoraConfig
 from jax_grouped._layers import MoEInitializers as MoEInitializers
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.core.values import as_array
@@ -34,10 +35,12 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "KERNEL_CACHE",
+    "LORA",
     "MOE_METRICS",
     "ROUTER_STATE",
     "GroupedDense",
     "GroupedKernel",
+    "LoraConfig",
     "MoEInitializers",
     "MoEMlp",
     "default_kernel_init",
@@ -51,6 +54,8 @@ def __dir__() -> list[str]:
 
 #: Name of the collection of quantized kernels that microbatches share.
 KERNEL_CACHE = "kernel_cache"
+#: Name of the collection of adapters of layers with `lora`. Differentiate it alone to leave the other variables frozen.
+LORA = "lora"
 #: Name of the collection of what a router keeps besides its parameters: the bias for the choice of experts.
 ROUTER_STATE = "router_state"
 #: Name of the collection of the metrics of layers with `sow_metrics`.
@@ -74,6 +79,10 @@ class GroupedDense(nn.Module):
     not differentiate with respect to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
     `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
 
+    With `lora`, the collection `lora` has an adapter, `lora_a` `[E, K, r]` and `lora_b` `[E, r, N]`, for a kernel that
+    is not trained: `jax.grad` with respect to this collection computes nothing of the kernels' gradients.
+    After `quantize_for_inference` the kernels are there in FP8 alone.
+
     Attributes:
         features: `N`, the size of each output row.
         num_groups: `E`, the number of groups (experts).
@@ -86,6 +95,7 @@ class GroupedDense(nn.Module):
         recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
         cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
             recipe, `dtype` must then be given.
+        lora: adapters on the kernel; None for none.
 
     Example:
         layer = jg.linen.GroupedDense(16, num_groups=2)
@@ -108,6 +118,7 @@ class GroupedDense(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     recipe: Recipe | None = None
     cache_kernel: bool = False
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +185,7 @@ class GroupedKernel(nn.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel: as in `GroupedDense`.
+        recipe, cache_kernel, lora: as in `GroupedDense`.
         dtype: type of a cache without a recipe. The weights keep their own.
 
     Example:
@@ -191,13 +202,14 @@ class GroupedKernel(nn.Module):
     recipe: Recipe | None = None
     cache_kernel: bool = False
     dtype: DTypeLike | None = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _layers.make_canonical(vars(self))
 
     def __call__(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None."""
+        """Returns the product's weights, `kernel [E, K, N]` and what else there is; other fields are None."""
         return flat_weights(self.stored(is_first_microbatch))
 
     @nn.compact
@@ -244,9 +256,25 @@ def _read_weights(
         # A scope is made anew for every call, but not that of the whole model.
         state = _layers.state_for_call(layer.scope.root, layer.scope.path, Fp8State(**arrays))
 
+    lora = None
+    if layer.lora is not None:
+        if not initializing and not all(layer.has_variable(LORA, name) for name in ("lora_a", "lora_b")):
+            raise ValueError(
+                f"lora needs the collection {LORA}, which init makes beside params: pass apply both, as "
+                f"{{'params': ..., '{LORA}': ...}}."
+            )
+
+        def initial_factor(init: Initializer, shape: tuple[int, ...]) -> jax.Array:
+            return init(layer.make_rng("params"), shape, layer.param_dtype)
+
+        a_shape, b_shape = layer.lora.shapes(shape)
+        a = layer.variable(LORA, "lora_a", initial_factor, layer.lora.a_init, a_shape)
+        b = layer.variable(LORA, "lora_b", initial_factor, layer.lora.b_init, b_shape)
+        lora = layer.lora.scaled(a.value, b.value)
+
     if kernel is None:
         stored = layer.variables[KERNEL_CACHE]["kernel"]
-        return _layers.weights_in_fp8_alone(stored, bias, state, layer.param_dtype, is_first_microbatch)
+        return _layers.weights_in_fp8_alone(stored, bias, state, lora, layer.param_dtype, is_first_microbatch)
     cache = None
     if layer.cache_kernel and (initializing or is_first_microbatch is not None):
         changes = _layers.changes_cache(is_first_microbatch)
@@ -266,7 +294,7 @@ def _read_weights(
             if changes:
                 variable.value = make(stored=variable.value, is_first_microbatch=is_first_microbatch)
             cache = variable.value
-    return Weights(kernel, bias, cache, state)
+    return Weights(kernel, bias, cache, state, lora=lora)
 
 
 class MoEMlp(nn.Module):
@@ -278,7 +306,7 @@ class MoEMlp(nn.Module):
     `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
     `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
     `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below the name of each
-    stack of kernels.
+    stack of kernels, and so are adapters, which are split as the kernels are.
 
     On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
     and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and
@@ -304,6 +332,8 @@ class MoEMlp(nn.Module):
         initializers: of the parameters.
         sow_metrics: whether calls also store the metrics, with the choice of experts, as `metrics` of the collection
             `MOE_METRICS`, where `apply` makes that mutable; see `jg.moe.router_loss`.
+        lora: adapters on all kernels of experts, those of a shared expert too, as in `GroupedDense`. On several devices
+            along `parallel.experts`, tokens are then exchanged as with `exchange="padded"`.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
@@ -333,6 +363,7 @@ class MoEMlp(nn.Module):
     precision: jax.lax.PrecisionLike = None
     initializers: MoEInitializers = MoEInitializers()
     sow_metrics: bool = False
+    lora: LoraConfig | None = None
     logical_axes: LogicalAxes | None = None
 
     def __post_init__(self) -> None:
@@ -423,6 +454,10 @@ class MoEMlp(nn.Module):
         for name, (shape, axes, is_shared) in forms.items():
             kernel_init = initializers.down if name.endswith("down") else initializers.gate_up
             bias_init = named(initializers.bias, axes[0], *axes[2:]) if self.use_bias and not is_shared else None
+            lora = self.lora
+            if lora is not None:
+                a_init, b_init = named(lora.a_init, *axes[:2], None), named(lora.b_init, axes[0], None, *axes[2:])
+                lora = dataclasses.replace(lora, a_init=a_init, b_init=b_init)
             kernel = GroupedKernel(
                 shape,
                 kernel_init=named(kernel_init, *axes),
@@ -431,6 +466,7 @@ class MoEMlp(nn.Module):
                 recipe=self.recipe,
                 cache_kernel=self.cache_kernel,
                 dtype=self.dtype,
+                lora=lora,
                 name=name,
             )
             weights[name] = kernel.stored(is_first_microbatch, fsdp_axis=None if is_shared else parallel.fsdp)
@@ -458,8 +494,10 @@ def quantize_for_inference(variables: Mapping[str, Any], recipe: Recipe) -> dict
     """Quantizes the kernels of layers with `cache_kernel`, for a forward pass that needs no other copy of them.
 
     `apply` takes the result in place of the variables, and gives the same numbers: in the layer's `dtype` or, if that
-    is None, as if the kernels were in its `param_dtype`. There are no gradients. In FP8, kernels take half the memory
-    of bfloat16. This works on one device, and under plain `jax.jit` over axes other than `features`.
+    is None, as if the kernels were in its `param_dtype`. In FP8, kernels take half the memory of bfloat16. They have no
+    gradients. For those of tokens, such as adapters need, the backward pass transposes each kernel on the way, which is
+    exact with all recipes but `MXFP8BlockScaling`, and takes the memory of that kernel for a moment. This works on one
+    device, and under plain `jax.jit` over axes other than `features`.
 
     Args:
         variables: as `init` returns them: with the collection `KERNEL_CACHE`, which tells which parameters to quantize.

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped import _layers
 from jax_grouped._layers import Initializer, LogicalAxes
+from jax_grouped._layers import LoraConfig as LoraConfig
 from jax_grouped._layers import MoEInitializers as MoEInitializers
 from jax_grouped._layers import default_kernel_init as default_kernel_init
 from jax_grouped.fp8.arrays import KernelCache
@@ -36,6 +37,7 @@ __all__ = [
     "GroupedDense",
     "GroupedKernel",
     "KernelCacheVariable",
+    "LoraConfig",
     "MoEInitializers",
     "MoEMlp",
     "SelectionBias",
@@ -94,13 +96,14 @@ class GroupedKernel(nnx.Module):
         bias: `nnx.Param`, `(E, ...)`, or None.
         fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
         kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
+        lora_a, lora_b: `nnx.LoRAParam` with `lora`, `(E, K, r)` and `(E, r, ...)`, or None.
 
     Args:
         shape: of `kernel`.
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+        recipe, cache_kernel, lora, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
         dtype: type of a cache without a recipe. The weights keep their own.
 
     Example:
@@ -121,6 +124,7 @@ class GroupedKernel(nnx.Module):
         recipe: Recipe | None = None,
         cache_kernel: bool = False,
         dtype: DTypeLike | None = None,
+        lora: LoraConfig | None = None,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
@@ -138,12 +142,23 @@ class GroupedKernel(nnx.Module):
         self.fp8_state: Fp8Variable | None = nnx.data(None)
         if isinstance(recipe, DelayedScaling):
             self.fp8_state = Fp8Variable(Fp8State.initial(recipe, groups))
+        self.lora = lora
+        self.lora_a: nnx.LoRAParam[jax.Array] | None = nnx.data(None)
+        self.lora_b: nnx.LoRAParam[jax.Array] | None = nnx.data(None)
+        if lora is not None:
+            a_metadata: dict[str, Any] = {}
+            b_metadata: dict[str, Any] = {}
+            if axes := kernel_metadata.get("out_sharding"):
+                a_metadata["out_sharding"], b_metadata["out_sharding"] = (*axes[:2], None), (axes[0], None, *axes[2:])
+            a_shape, b_shape = lora.shapes(shape)
+            self.lora_a = nnx.LoRAParam(lora.a_init(rngs.params(), a_shape, param_dtype), **a_metadata)
+            self.lora_b = nnx.LoRAParam(lora.b_init(rngs.params(), b_shape, param_dtype), **b_metadata)
         self.kernel_cache: KernelCacheVariable | None = nnx.data(None)
         if cache_kernel:
             self.kernel_cache = KernelCacheVariable(self._make_cache())
 
     def weights(self, is_first_microbatch: ArrayLike | None = None) -> Weights:
-        """Returns the product's weights: `kernel [E, K, N]`, `bias [E, N]`, `fp8_state` and `kernel_cache`, or None."""
+        """Returns the product's weights, `kernel [E, K, N]` and what else there is; other fields are None."""
         return flat_weights(self.stored(is_first_microbatch))
 
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
@@ -152,10 +167,15 @@ class GroupedKernel(nnx.Module):
             raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
         bias = None if self.bias is None else self.bias[...]
         state = None if self.fp8_state is None else _layers.state_for_call(self, None, self.fp8_state.get_value())
+        lora = None
+        if self.lora is not None:
+            assert self.lora_a is not None
+            assert self.lora_b is not None
+            lora = self.lora.scaled(self.lora_a[...], self.lora_b[...])
         if self.kernel is None:
             assert self.kernel_cache is not None
             stored: Any = self.kernel_cache.get_value()
-            return _layers.weights_in_fp8_alone(stored, bias, state, self.param_dtype, is_first_microbatch)
+            return _layers.weights_in_fp8_alone(stored, bias, state, lora, self.param_dtype, is_first_microbatch)
         kernel, cache = self.kernel[...], None
         if self.kernel_cache is not None and is_first_microbatch is not None:
             cache = _layers.make_cache(
@@ -169,11 +189,11 @@ class GroupedKernel(nnx.Module):
             )
             if _layers.changes_cache(is_first_microbatch):
                 self.kernel_cache.set_value(cache)
-        return Weights(kernel, bias, cache, state)
+        return Weights(kernel, bias, cache, state, lora=lora)
 
     def _make_cache(self, *, for_gradients: bool = True) -> KernelCache | jax.Array:
         """Returns a cache of the kernel. Raises ValueError if it is a stack of several layers' kernels."""
-        kernel, _, _, state, _ = self.stored()
+        kernel, _, _, state, *_ = self.stored()
         if kernel.ndim != self.rank:
             raise ValueError(f"kernel {kernel.shape} is stacked, as by nnx.vmap: quantize layers one by one.")
         return _layers.make_cache(kernel, self.recipe, self.dtype, state, for_gradients=for_gradients)
@@ -190,11 +210,12 @@ class GroupedDense(GroupedKernel):
     kernel.
 
     Attributes:
-        kernel, bias, fp8_state, kernel_cache: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
+        kernel, bias, fp8_state, kernel_cache, lora_a, lora_b: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
 
     Args:
         in_features, out_features, num_groups: `K`, `N` and `E`.
         use_bias, dtype, param_dtype, precision, kernel_init, bias_init, recipe, cache_kernel: as in linen.
+        lora: adapters on the kernel, `nnx.LoRAParam`: train them alone with `wrt=nnx.LoRAParam`.
         kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
         rngs: source of the initialisers' keys.
 
@@ -222,6 +243,7 @@ class GroupedDense(GroupedKernel):
         bias_init: Initializer = jax.nn.initializers.zeros,
         recipe: Recipe | None = None,
         cache_kernel: bool = False,
+        lora: LoraConfig | None = None,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
@@ -234,6 +256,7 @@ class GroupedDense(GroupedKernel):
             recipe=recipe,
             cache_kernel=cache_kernel,
             dtype=dtype,
+            lora=lora,
             kernel_metadata=kernel_metadata,
             bias_metadata=bias_metadata,
             rngs=rngs,
@@ -323,6 +346,7 @@ class MoEMlp(nnx.Module):
         router, parallel, activation, shared_features, use_shared_gate, recipe, cache_kernel, use_bias: as in linen.
         dtype, param_dtype, precision, initializers: likewise.
         sow_metrics: whether calls give the metrics, with the choice of experts, as `SownMetrics` to `nnx.capture`.
+        lora: adapters on all kernels of experts, as in `GroupedDense`.
         logical_axes: as in linen; the names are the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
@@ -359,6 +383,7 @@ class MoEMlp(nnx.Module):
         precision: jax.lax.PrecisionLike = None,
         initializers: MoEInitializers = MoEInitializers(),
         sow_metrics: bool = False,
+        lora: LoraConfig | None = None,
         logical_axes: LogicalAxes | None = None,
         rngs: nnx.Rngs,
     ):
@@ -407,6 +432,7 @@ class MoEMlp(nnx.Module):
                 recipe=recipe,
                 cache_kernel=cache_kernel,
                 dtype=dtype,
+                lora=lora,
                 kernel_metadata=metadata(*axes),
                 bias_metadata=metadata(axes[0], *axes[2:]),
                 rngs=rngs,
@@ -475,11 +501,12 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 
     Args:
         layer: changed in place. Variables that have no new value stay.
-        variables: parameters and selection biases in the structure of linen, such as `jg.moe.from_huggingface` returns.
+        variables: parameters, selection biases and adapters in the structure of linen, such as
+            `jg.moe.from_huggingface` returns.
             They are converted to the types of the layer's variables, and put where these are.
 
     Raises:
-        KeyError: `variables` has neither `params` nor `router_state`.
+        KeyError: `variables` has none of `params`, `router_state` and `lora`.
         ValueError: the layer has no such variable, or one of another shape. The layer may have changed.
 
     Example:
@@ -491,11 +518,12 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 
         assert jnp.array_equal(layer.router.kernel, variables["params"]["router"]["kernel"])
     """
-    if not {"params", "router_state"} & variables.keys():
+    names = ("params", "router_state", "lora")
+    if not {*names} & variables.keys():
         found = ", ".join(map(str, variables)) or "nothing"
-        raise KeyError(f"The variables have no params and no router_state, but {found}.")
-    for collection in (variables.get("params", {}), variables.get("router_state", {})):
-        for path, array in flatten_dict(linen.meta.unbox(collection)).items():
+        raise KeyError(f"The variables have none of {', '.join(names)}, but {found}.")
+    for collection in names:
+        for path, array in flatten_dict(linen.meta.unbox(variables.get(collection, {}))).items():
             variable: Any = layer
             for name in path:
                 variable = variable[name] if isinstance(name, int) else getattr(variable, name, None)
@@ -517,7 +545,8 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
 def quantize_for_inference(layer: nnx.Module) -> None:
     """Quantizes the kernels of a layer or model with recipes, for a forward pass that needs no other copy of them.
 
-    Calls then give the same numbers. In FP8, kernels take half the memory of bfloat16. There are no gradients.
+    Calls then give the same numbers. In FP8, kernels take half the memory of bfloat16. They have no gradients; see
+    `jax_grouped.linen.quantize_for_inference`.
 
     Args:
         layer: a `GroupedKernel`, or what has some; changed in place: each loses its `kernel`, and has a `kernel_cache`
@@ -546,13 +575,14 @@ def quantize_for_inference(layer: nnx.Module) -> None:
 
 
 def linen_variables(layer: nnx.Module) -> dict[str, Any]:
-    """Returns the parameters and selection biases of a layer in the structure of linen: `load_variables` undone.
+    """Returns the trained variables of a layer in the structure of linen: `load_variables` undone.
 
     Args:
         layer: any module. States of `DelayedScaling` and kernel caches are left out.
 
     Returns:
-        `{"params": {...}}` and, if there are selection biases, `{"router_state": {...}}`, of arrays.
+        `{"params": {...}}` and, if there are selection biases or adapters, `{"router_state": {...}}` and
+        `{"lora": {...}}`, of arrays.
 
     Example:
         router = jg.moe.Router(top_k=2)
@@ -560,6 +590,7 @@ def linen_variables(layer: nnx.Module) -> dict[str, Any]:
 
         assert jg.nnx.linen_variables(layer)["params"]["down"]["kernel"].shape == (4, 16, 32)
     """
-    filters: dict[str, Any] = {"params": nnx.All(nnx.Param, nnx.Not(Fp8Variable)), "router_state": SelectionBias}
+    params = nnx.All(nnx.Param, nnx.Not(Fp8Variable), nnx.Not(nnx.LoRAParam))
+    filters: dict[str, Any] = {"params": params, "router_state": SelectionBias, "lora": nnx.LoRAParam}
     collections = {name: nnx.to_pure_dict(nnx.state(layer, variables)) for name, variables in filters.items()}
     return {name: variables for name, variables in collections.items() if variables}

@@ -15,7 +15,7 @@ Example:
 
 from jax_grouped.moe.exchange import Exchange, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import grouped_mlp
-from jax_grouped.moe.huggingface import from_huggingface, huggingface_options, to_huggingface
+from jax_grouped.moe.huggingface import from_huggingface, from_peft, huggingface_options, to_huggingface, to_peft
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp, router_loss
 from jax_grouped.moe.parallel import Parallel
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
@@ -39,6 +39,7 @@ __all__ = [
     "Routing",
     "Weights",
     "from_huggingface",
+    "from_peft",
     "group_by_expert",
     "grouped_mlp",
     "huggingface_options",
@@ -52,6 +53,7 @@ __all__ = [
     "router_z_loss",
     "send_rows",
     "to_huggingface",
+    "to_peft",
     "top_k_routing",
     "unpermute",
     "update_selection_bias",

@@ -39,7 +39,7 @@ from jax_grouped.kernels.product import Gathered
 from jax_grouped.kernels.routing import chosen
 from jax_grouped.kernels.rows import activate, activation_grad, gather, row_tokens, sum_choices, sum_rows
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
-from jax_grouped.moe.permutation import Permutation, checked_shared
+from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
 from jax_grouped.ops import dense, inputs, quantize
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
 
@@ -68,8 +68,8 @@ def grouped_mlp(
     is as in `jax_grouped.grouped_dense`: types, rows of no group, gradients, the values kept under
     `jax_grouped.CHECKPOINT_NAMES`, and the fields of `Weights`.
 
-    Under plain `jax.jit` with sharded arrays, both products are split as `jax_grouped.grouped_dense` is: activation and
-    quantization are then two passes, with a rounding to the type of `x` in between.
+    Under plain `jax.jit` with sharded arrays, both products are split as `jax_grouped.grouped_dense` is. Then, and with
+    adapters, activation and quantization are two passes, with a rounding to the type of `x` in between.
 
     Args:
         x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first, then group 1, and so on.
@@ -102,7 +102,7 @@ def grouped_mlp(
     gate_up, down, spec = _canonical(x, network)
     out_spec = inputs.canonical_out_spec(out_sharding, x, gate_up.kernel, down.kernel)
     last = dataclasses.replace(spec.down, partitions=Partitions(out=out_spec))
-    if recipe is None or dense.is_on_mesh(x, gate_up, spec.up) or dense.is_on_mesh(x, down, last):
+    if recipe is None or network.has_lora or dense.is_on_mesh(x, gate_up, spec.up) or dense.is_on_mesh(x, down, last):
         # The activation's input is split as the features of `gate_up` if their axes are free and divide `F`.
         x_sharding, kernel_sharding = jax.typeof(x).sharding, jax.typeof(gate_up.kernel).sharding
         axes = split_axes(kernel_sharding, 2)
@@ -133,6 +133,30 @@ class Network(NamedTuple):
     #: See `GemmSpec`.
     expected_tokens: int = 0
 
+    @property
+    def has_lora(self) -> bool:
+        return self.gate_up.lora is not None or self.down.lora is not None
+
+    def apply(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Computes `grouped_mlp`. Kernels that are stored in parts are gathered as they are."""
+
+        def gather(part: Any) -> Any:
+            if isinstance(part, ScaledArray):
+                return gather_stack(part, self.fsdp_axis)
+            return jax.lax.all_gather(part, self.fsdp_axis, tiled=True)
+
+        def whole(weights: Weights) -> Weights:
+            if self.fsdp_axis is None:
+                return weights
+            kernel, bias, cache, state, _, lora = weights
+            kernel, cache = jax.tree.map(gather, (kernel, cache), is_leaf=lambda leaf: isinstance(leaf, ScaledArray))
+            # Gradients are summed in the type that is gathered.
+            bias, lora = jax.tree.map(lambda part: gather(part.astype(sum_dtype(part.dtype))), (bias, lora))
+            return Weights(kernel, bias, cache, state, lora=lora)
+
+        options: Any = dict(activation=self.activation, recipe=self.recipe, precision=self.precision)
+        return grouped_mlp(rows, whole(self.gate_up), whole(self.down), group_sizes, **options)
+
 
 def routed_mlp(
     x: jax.Array,
@@ -147,8 +171,12 @@ def routed_mlp(
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
-    With an `expert_axis`, the permutation is that of the tokens of all its devices, which are there as `received`.
+    With an `expert_axis`, the permutation is that of the tokens of all its devices, which are there as `received`; not
+    with adapters, whose layer is made of these functions.
     """
+    if network.has_lora:
+        results = network.apply(permute(x, permutation), permutation.group_sizes)
+        return unpermute(results, permutation, weights, shared=shared)
     order, inverse = permutation.order, permutation.inverse
     rows = jax.ShapeDtypeStruct((order.shape[0], x.shape[1]), x.dtype)
     # Only rows of groups are summed. jax.debug_nans would find NaN in the others.
@@ -170,6 +198,8 @@ def routed_mlp(
 
 def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_weights: jax.Array) -> jax.Array:
     """Computes `row_weights[:, None] * grouped_mlp(rows, ...)`: `routed_mlp` for rows that are gathered already."""
+    if network.has_lora:
+        return (row_weights[:, None] * network.apply(rows, group_sizes)).astype(rows.dtype)
     gate_up, down, spec = _canonical(rows, network)
     groups = inputs.canonical_groups(group_sizes, None, "gate_up", spec.up.kernel.shape[0], capacity=rows.shape[0])
     spec = spec._replace(down=dataclasses.replace(spec.down, bias_dtype=None))
@@ -417,8 +447,6 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
 
     if fsdp_axis is not None:
         # Gather the kernels of `down` once `dy` is there, and during its products those of `up`.
-        for residuals in (up, down):
-            quantize.check_for_gradients(residuals.kernel)
         down_kernels, dy = _gathered_kernels(down.kernel, fsdp_axis, dy)
         up_kernels, down_kernels = _gathered_kernels(up.kernel, fsdp_axis, down_kernels)
         up, down = dataclasses.replace(up, kernel=up_kernels), dataclasses.replace(down, kernel=down_kernels)

@@ -5,10 +5,10 @@ This is NumPy alone: neither `torch` nor `transformers` is needed. A state is a 
 block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
-import dataclasses
+import math
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
@@ -17,281 +17,13 @@ from jax_grouped.fp8.arrays import KernelCache
 from jax_grouped.fp8.layout import BLOCK
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels.activations import SwiGLU
-from jax_grouped.kernels.routing import GroupScore, Score
-from jax_grouped.moe.routing import Router, WeightsOn
+from jax_grouped.kernels.routing import Score
+from jax_grouped.moe.architectures import ARCHITECTURES, MISSING, Architecture
+from jax_grouped.moe.routing import Router
 
 #: Numbers of FP4 (e2m1) by their four bits.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Architecture:
-    """The names of the arrays of one kind of block, and the keys of its configuration."""
-
-    router: str = "gate"
-    #: Name of the bias for the choice of experts, None if there is none, and its axes.
-    selection_bias: str | None = None
-    selection_bias_axes: Literal["E", "1E"] = "E"
-    #: Name of the expert that all tokens share, and of its gate; None if there is none.
-    shared: str | None = None
-    shared_gate: str | None = None
-    #: Those of an expert's gate, up and down, where each expert has arrays of its own.
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    #: How all experts' kernels are stacked: `[E, 2 F, K]` and `[E, K, F]`; transposed; transposed with gate and up in
-    #: turns, and with biases; or without a gate.
-    stacked: Literal["halves", "transposed", "interleaved", "up"] = "halves"
-    #: Whether checkpoints have an array for each expert.
-    per_expert: bool = True
-    #: Whether the module of the shared expert has one array for gate and up.
-    shared_joined: bool = False
-    #: Other names, or beginnings of names, in checkpoints.
-    published: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    #: Keys of `F`, and of the features of the shared expert, or of one of several that are joined.
-    hidden: str = "moe_intermediate_size"
-    shared_hidden: str = ""
-    #: Whether the configuration has the number of shared experts.
-    counts_shared: bool = False
-    #: The score, unless the configuration has a `scoring_func`.
-    score: Score = "softmax"
-    #: Whether weights are divided by their sum, or the key that says it.
-    normalize: bool | str = "norm_topk_prob"
-    #: Key of the factor of the weights.
-    scale: str | None = None
-    #: Number by which groups of experts are chosen; None if there are none.
-    group_score: GroupScore | None = None
-    weights_on: WeightsOn = "output"
-    #: Whether the activation is clamped, with a `swiglu_limit`.
-    clamps: bool = False
-    #: Values of the model's code for keys that a configuration may lack.
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_replace = dataclasses.replace
-_MIXTRAL = _Architecture(projections=("w1", "w3", "w2"), hidden="intermediate_size", normalize=True)
-_OLMOE = _Architecture(hidden="intermediate_size")
-_QWEN2 = _Architecture(
-    shared="shared_expert", shared_gate="shared_expert_gate", shared_hidden="shared_expert_intermediate_size"
-)
-_DEEPSEEK_V3 = _Architecture(
-    selection_bias="gate.e_score_correction_bias",
-    shared="shared_experts",
-    shared_hidden="moe_intermediate_size",
-    counts_shared=True,
-    score="sigmoid",
-    scale="routed_scaling_factor",
-    group_score="top2_sum",
-    defaults=dict(norm_topk_prob=True, routed_scaling_factor=1.0),
-)
-_DEEPSEEK_V2 = _replace(
-    _DEEPSEEK_V3,
-    selection_bias=None,
-    score="softmax",
-    normalize=False,
-    group_score="max",
-    defaults=dict(routed_scaling_factor=1.0),
-)
-_GRANITE = _Architecture(
-    router="router",
-    per_expert=False,
-    published={
-        "router.weight": "router.layer.weight",
-        "experts.gate_up_proj": "input_linear.weight",
-        "experts.down_proj": "output_linear.weight",
-    },
-    hidden="intermediate_size",
-    normalize=True,
-)
-#: By `model_type`. A configuration of a model of several modalities has that of its text model inside.
-ARCHITECTURES = {
-    "afmoe": _replace(
-        _DEEPSEEK_V3,
-        router="router.gate",
-        selection_bias="expert_bias",
-        normalize=True,
-        scale="route_scale",
-        group_score=None,
-        defaults=dict(route_scale=1.0),
-    ),
-    "aria_text": _replace(
-        _GRANITE,
-        stacked="transposed",
-        published={"experts.gate_up_proj": "experts.fc1.weight", "experts.down_proj": "experts.fc2.weight"},
-        shared="shared_experts",
-        shared_hidden="intermediate_size",
-        counts_shared=True,
-    ),
-    "axk2": _DEEPSEEK_V3,
-    "bailing_hybrid": _DEEPSEEK_V3,
-    "deepseek_ocr2_text": _DEEPSEEK_V2,
-    "deepseek_v2": _DEEPSEEK_V2,
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _DEEPSEEK_V3,
-    # Its layers of hash routing have no bias: they take the experts of a table.
-    "deepseek_v4": _replace(
-        _DEEPSEEK_V3,
-        counts_shared=False,
-        score="sqrtsoftplus",
-        normalize=True,
-        group_score=None,
-        clamps=True,
-        projections=("w1", "w3", "w2"),
-        published={
-            "gate.e_score_correction_bias": "gate.bias",
-            "shared_experts.gate_proj": "shared_experts.w1",
-            "shared_experts.up_proj": "shared_experts.w3",
-            "shared_experts.down_proj": "shared_experts.w2",
-        },
-        defaults=dict(swiglu_limit=10.0),
-    ),
-    "dots1": _replace(_DEEPSEEK_V3, defaults=dict(norm_topk_prob=False, routed_scaling_factor=1.0)),
-    "dots3_note_text": _replace(_DEEPSEEK_V3, shared_hidden="shared_experts_intermediate_size"),
-    "ernie4_5_moe": _Architecture(
-        selection_bias="gate.moe_statics.e_score_correction_bias",
-        selection_bias_axes="1E",
-        published={"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction_bias"},
-        shared="shared_experts",
-        shared_hidden="moe_intermediate_size",
-        counts_shared=True,
-        normalize=True,
-    ),
-    "exaone_moe": _replace(
-        _DEEPSEEK_V3,
-        published={"gate.e_score_correction_bias": "e_score_correction_bias"},
-    ),
-    "flex_olmo": _OLMOE,
-    "flint": _replace(_QWEN2, shared_gate=None, score="sigmoid", defaults=dict(norm_topk_prob=True)),
-    "glm4_moe": _DEEPSEEK_V3,
-    "glm4_moe_lite": _DEEPSEEK_V3,
-    "glm4v_moe_text": _DEEPSEEK_V3,
-    "glm5_next_text": _replace(_DEEPSEEK_V3, clamps=True, defaults={**_DEEPSEEK_V3.defaults, "swiglu_limit": 10.0}),
-    "glm_moe_dsa": _DEEPSEEK_V3,
-    "gpt_oss": _Architecture(
-        "router",
-        hidden="intermediate_size",
-        stacked="interleaved",
-        per_expert=False,
-        normalize=True,
-        clamps=True,
-        defaults=dict(swiglu_alpha=1.702, swiglu_limit=7.0),
-    ),
-    "granitemoe": _GRANITE,
-    "granitemoe_swa": _GRANITE,
-    "granitemoehybrid": _GRANITE,
-    "granitemoeshared": _GRANITE,
-    "hunyuan_v1_moe": _Architecture(
-        router="gate.wg",
-        shared="shared_mlp",
-        shared_hidden="intermediate_size",
-        hidden="intermediate_size",
-        normalize=True,
-    ),
-    "hy_v3": _replace(
-        _DEEPSEEK_V3,
-        selection_bias="e_score_correction_bias",
-        published={
-            "gate.weight": "router.gate.weight",
-            "e_score_correction_bias": "expert_bias",
-            "shared_experts": "shared_mlp",
-        },
-        normalize=True,
-        scale="router_scaling_factor",
-        group_score=None,
-        defaults=dict(router_scaling_factor=2.826),
-    ),
-    "jamba": _Architecture(router="router", hidden="intermediate_size", normalize=False),
-    "kimi_k2": _DEEPSEEK_V3,
-    "kimi_linear": _DEEPSEEK_V3,
-    "laguna": _replace(
-        _DEEPSEEK_V3,
-        published={
-            "gate.e_score_correction_bias": "experts.e_score_correction_bias",
-            "shared_experts": "shared_expert",
-        },
-        shared_hidden="shared_expert_intermediate_size",
-        counts_shared=False,
-        normalize=True,
-        scale="moe_routed_scaling_factor",
-        group_score=None,
-        defaults=dict(moe_routed_scaling_factor=1.0),
-    ),
-    "lara_mini": _replace(_QWEN2, shared_gate=None, defaults=dict(norm_topk_prob=True)),
-    "lfm2_moe": _replace(
-        _DEEPSEEK_V3,
-        selection_bias="expert_bias",
-        shared=None,
-        projections=("w1", "w3", "w2"),
-        group_score=None,
-    ),
-    "llama4_text": _Architecture(
-        router="router",
-        shared="shared_expert",
-        shared_hidden="intermediate_size",
-        stacked="transposed",
-        per_expert=False,
-        hidden="intermediate_size",
-        score="sigmoid",
-        normalize=False,
-        weights_on="input",
-    ),
-    "mellum": _Architecture(defaults=dict(norm_topk_prob=True)),
-    "mimo_v2_flash": _replace(_DEEPSEEK_V3, shared=None),
-    "minimax": _MIXTRAL,
-    "minimax_m2": _replace(_MIXTRAL, selection_bias="e_score_correction_bias", score="sigmoid"),
-    "minimax_m3_vl_text": _replace(
-        _MIXTRAL,
-        selection_bias="gate.e_score_correction_bias",
-        published={"gate.e_score_correction_bias": "e_score_correction_bias"},
-        shared="shared_experts",
-        shared_hidden="shared_intermediate_size",
-        shared_joined=True,
-        score="sigmoid",
-        scale="routed_scaling_factor",
-        clamps=True,
-        defaults=dict(routed_scaling_factor=2.0, swiglu_alpha=1.702, swiglu_limit=7.0),
-    ),
-    "mistral4": _replace(_DEEPSEEK_V3, selection_bias=None, score="softmax"),
-    "mistral_large4_text": _replace(_DEEPSEEK_V3, selection_bias=None, score="softmax", normalize=True),
-    "mixtral": _MIXTRAL,
-    "nemotron_h": _replace(
-        _DEEPSEEK_V3,
-        shared_hidden="moe_shared_expert_intermediate_size",
-        counts_shared=False,
-        stacked="up",
-        projections=("", "up_proj", "down_proj"),
-    ),
-    "olmoe": _OLMOE,
-    "qwen2_moe": _QWEN2,
-    "qwen3_5_moe_text": _replace(_QWEN2, normalize=True),
-    "qwen3_moe": _Architecture(),
-    "qwen3_next": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
-    "qwen3_omni_moe_text": _Architecture(),
-    "qwen3_omni_moe_talker_text": _QWEN2,
-    "qwen3_vl_moe_text": _Architecture(normalize=True),
-    "qwen4_exp_text": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
-    "solar_open": _DEEPSEEK_V3,
-    "unlimited_ocr_text": _DEEPSEEK_V2,
-}
-#: Parts of other models that the layer lacks, and ways to have them with it nevertheless.
-MISSING = {
-    "axk1": "a norm after the experts, around the layer",
-    "cohere2_moe": "experts and a shared expert that are averaged",
-    "dbrx": "kernels in another order",
-    "gemma4_text": "a router with a norm and scales: pass routing",
-    "hy_v4": "a shared expert without the experts' clamp: pass shared",
-    "inkling": "weights that shared experts have a part of: pass routing and shared",
-    "inkling2": "softcaps inside the experts",
-    "jetmoe": "experts of attention",
-    "kolibri1": "a bias on logits: pass routing",
-    "longcat_flash": "experts that do nothing: pass routing with other indices, and add their tokens",
-    "muse_spark": "products and a norm around the experts, around the layer, and a factor of logits",
-    "nllb_moe": "biases of experts without a gate",
-    "openai_privacy_filter": "gate and up in halves with biases",
-    "phimoe": "sparsemixer",
-    "step3p7": "a clamp after the activation",
-    "switch_transformers": "a capacity of each expert",
-    "zaya": "an expert that skips: pass routing",
-}
 #: Activations of configurations, with and without a gate.
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "relu": "reglu"}
 _WITHOUT_GATE = {"relu2": "relu_squared", "silu": "silu", "relu": "relu"}
@@ -484,6 +216,120 @@ def to_huggingface(
     return state
 
 
+def to_peft(
+    variables: Mapping[str, Any], config: Any, *, prefix: str = "", per_expert: bool = False
+) -> dict[str, np.ndarray]:
+    """Converts the adapters of a `MoEMlp` with `lora` to the arrays of PEFT's `adapter_model.safetensors`.
+
+    Args:
+        variables: of the layer, of which the collection `lora` is read.
+        config: as in `huggingface_options`.
+        prefix: what comes before the names of the block, such as `"base_model.model.model.layers.0.mlp."`.
+        per_expert: whether every linear layer of every expert has an adapter, as PEFT's `target_modules` make them and
+            vLLM loads them; gate and up have copies of one `lora_A`. Otherwise the arrays are those of
+            `target_parameters`, with `experts.gate_up_proj` inside of `experts.down_proj`.
+
+    Returns:
+        Arrays by name, in the types of the variables. `r` and `lora_alpha` of `adapter_config.json` are those of the
+        `LoraConfig`.
+
+    Raises:
+        KeyError: a variable is missing, or the configuration lacks a value.
+        ValueError: a variable has another shape than the configuration says; or as in `huggingface_options`.
+
+    Example:
+        config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
+        gate_up = dict(lora_a=jnp.ones((2, 8, 3)), lora_b=jnp.ones((2, 3, 2, 4)))
+        down = dict(lora_a=jnp.ones((2, 4, 3)), lora_b=jnp.ones((2, 3, 8)))
+
+        state = jg.moe.to_peft({"lora": {"gate_up": gate_up, "down": down}}, config)
+
+        assert state["experts.base_layer.lora_A.weight"].shape == (2 * 3, 8)
+        assert jnp.array_equal(jg.moe.from_peft(state, config)["lora"]["down"]["lora_a"], down["lora_a"])
+    """
+    values, architecture, sizes = _known(config)
+    state = {}
+    for kernel in _variables(values, architecture, sizes, per_expert=per_expert):
+        if not kernel.is_adapted:
+            continue
+        factors: list[Any] = [_found(variables, f"lora/{kernel.layer}/{factor}") for factor in ("lora_a", "lora_b")]
+        if factors[0] is None or factors[1] is None:
+            raise KeyError(f"The variables have no lora/{kernel.layer}.")
+        arrays = [np.asarray(factor) for factor in factors]
+        own_factors = kernel.factors(arrays[0].shape[-1], swapped=architecture.peft_swaps)
+        for own, array in zip(own_factors, arrays, strict=True):
+            if array.shape != own.shape:
+                raise ValueError(f"{own.path} must have shape {own.shape}, got {array.shape}.")
+            for index, name in own.names.items():
+                key = prefix + (_published(architecture, name) if per_expert else name)
+                state[key] = np.ascontiguousarray(own.matrix(own.part(array, index)))
+    return state
+
+
+def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Converts the adapters that PEFT has on one block's experts, in either form of `to_peft`.
+
+    Where gate and up of an expert have adapters of their own, that of their joined kernel has twice the rank, the one
+    half for each. An expert or a projection without an adapter has zeros, which training leaves as they are.
+
+    Args:
+        state: as in `from_huggingface`, of `adapter_model.safetensors`.
+        config: as in `huggingface_options`.
+        prefix: what comes before the names of the block, such as `"base_model.model.model.layers.0.mlp."`.
+
+    Returns:
+        `{"lora": {...}}` of NumPy arrays, for a layer with a `LoraConfig` of `r` and `lora_alpha` of
+        `adapter_config.json`. `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
+
+    Raises:
+        KeyError: the state has nothing of the block, or one array of two, or the configuration lacks a value.
+        TypeError, ValueError: as in `from_huggingface`.
+
+    Example:
+        config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
+        state = {
+            "experts.0.down_proj.lora_A.weight": jnp.ones((3, 4)),
+            "experts.0.down_proj.lora_B.weight": jnp.ones((8, 3)),
+        }
+
+        down = jg.moe.from_peft(state, config)["lora"]["down"]
+
+        assert down["lora_a"].shape == (2, 4, 3) and down["lora_b"][:, 0, 0].tolist() == [1, 0]
+    """
+    values, architecture, sizes = _known(config)
+    block = _Block(state, prefix, values["model_type"])
+    is_stacked = "experts.lora_A.weight" in block or "experts.base_layer.lora_A.weight" in block
+    kernels = [each for each in _variables(values, architecture, sizes, per_expert=not is_stacked) if each.is_adapted]
+
+    def key(name: str) -> str:
+        return name if name in block else _published(architecture, name)
+
+    rank = 1
+    for kernel in kernels:
+        for name in kernel.factors(1, swapped=False)[0].names.values():
+            if key(name) in block:
+                rank = np.shape(state[prefix + key(name)])[0] // (sizes["E"] if "E" in kernel.array_axes else 1)
+    lora = {}
+    for kernel in kernels:
+        # One factor of each half of the features: gate and up may have different ones.
+        a, b = kernel.factors(rank, swapped=architecture.peft_swaps)
+        halves = sorted({index[1:] for index in kernel.names})
+        factors = {half: (np.zeros(a.shape, np.float32), np.zeros(b.shape, np.float32)) for half in halves}
+        for index in kernel.names:
+            if key(a.names[index]) not in block and key(b.names[index]) not in block:
+                continue
+            for own, array in zip((a, b), factors[index[1:]], strict=True):
+                part = own.part(array, index)
+                part[...] = block.take(key(own.names[index]), *own.matrix(part).shape).reshape(part.shape)
+        (whole, total), *others = factors.values()
+        for other, more in others:
+            total = total + more if np.array_equal(whole, other) else np.concatenate([total, more], axis=1)
+            whole = whole if np.array_equal(whole, other) else np.concatenate([whole, other], axis=2)
+        lora[kernel.layer] = dict(lora_a=whole, lora_b=total)
+    block.check_all_taken()
+    return {"lora": lora}
+
+
 def _found(variables: Mapping[str, Any], path: str) -> Any:
     """Returns the variable of this path, out of Flax's boxes, or None."""
     value: Any = variables
@@ -521,7 +367,7 @@ def _numbers_and_scales(cache: KernelCache, variable: "_Variable") -> tuple[np.n
     return in_axes(data), in_axes(scale)
 
 
-def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int]]:
+def _known(config: Any) -> tuple[Mapping[str, Any], Architecture, dict[str, int]]:
     """Returns the values of a configuration, and the names and sizes of the block of its model."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise TypeError(f"config must be a mapping, or a configuration of transformers, got {type(config).__name__}.")
@@ -546,12 +392,12 @@ def _known(config: Any) -> tuple[Mapping[str, Any], _Architecture, dict[str, int
     return values, architecture, sizes
 
 
-def _selects(values: Mapping[str, Any], architecture: _Architecture) -> bool:
+def _selects(values: Mapping[str, Any], architecture: Architecture) -> bool:
     """Tells whether the router has a bias for the choice of experts."""
     return architecture.selection_bias is not None and values.get("use_expert_bias", True)
 
 
-def _published(architecture: _Architecture, name: str) -> str:
+def _published(architecture: Architecture, name: str) -> str:
     """Returns the name of an array in checkpoints."""
     for own, other in architecture.published.items():
         if name.startswith(own):
@@ -587,15 +433,53 @@ class _Variable(NamedTuple):
         joined = self.sizes | {"G": 2 * self.sizes["F"]}  # Gate and up share an axis of the arrays.
         return tuple([joined[axis] for axis in self.array_axes.replace("2F", "G").replace("F2", "G")])
 
+    @property
+    def layer(self) -> str:
+        """The name of the stack of kernels."""
+        return self.path.split("/")[1]
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are on it: a kernel of experts."""
+        return self.path.endswith(("gate_up/kernel", "down/kernel"))
+
     def part(self, variable: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-        """Returns a view of what one array holds, with the axes of the array."""
+        """Returns a view of what one array holds, with the axes of the array. An index may have more axes."""
         lacking = [axis for axis in self.axes if axis not in self.array_axes]
         there = [axis for axis in self.array_axes if axis in self.axes]
-        return variable.transpose([self.axes.index(axis) for axis in (*lacking, *there)])[index]
+        return variable.transpose([self.axes.index(axis) for axis in (*lacking, *there)])[index[: len(lacking)]]
+
+    def factors(self, rank: int, *, swapped: bool) -> tuple["_Variable", "_Variable"]:
+        """Returns `lora_a` and `lora_b` of a kernel. PEFT has `lora_B` for the first one, if it is `swapped`."""
+        inputs = "F" if self.layer.endswith("down") else "K"
+        experts = "E" if "E" in self.array_axes else ""
+        outputs = self.array_axes.replace("E", "").replace(inputs, "")
+        swapped &= experts == "E"
+        factors = []
+        for factor, axes, features in (
+            ("a", f"E{inputs}r", inputs),
+            ("b", self.axes.replace(inputs, "r", 1), outputs),
+        ):
+            letter = "A" if (factor == "a") != swapped else "B"
+            names = {}
+            for index, name in self.names.items():
+                base = name.removesuffix(".weight")
+                if experts:
+                    base = "experts" if self.layer == "down" else "experts.base_layer"
+                names[index] = f"{base}.lora_{letter}.weight"
+            array_axes = f"{experts}r{features}" if letter == "A" else f"{features}r{experts}"
+            path = f"lora/{self.layer}/lora_{factor}"
+            factors.append(_Variable(path, axes, names, array_axes, self.sizes | {"r": rank}))
+        return factors[0], factors[1]
+
+    def matrix(self, part: np.ndarray) -> np.ndarray:
+        """Returns a part of a factor as PEFT has it, with experts and rank in one axis, and features in the other."""
+        is_a = self.array_axes[0] in "Er"
+        return part.reshape(math.prod(part.shape[: self.array_axes.index("r") + is_a]), -1)
 
 
 def _variables(
-    values: Mapping[str, Any], architecture: _Architecture, sizes: dict[str, int], *, per_expert: bool
+    values: Mapping[str, Any], architecture: Architecture, sizes: dict[str, int], *, per_expert: bool
 ) -> list[_Variable]:
     """Returns all variables of a block; `per_expert` matters for an architecture that knows both forms of experts."""
     router, stacked = architecture.router, architecture.stacked

@@ -326,7 +326,8 @@ def _run_on_device(
         capacity = min(worst, math.ceil(router.capacity_factor * room))
     has_room = capacity == worst
     rows = capacity if devices == 1 else tokens * top_k
-    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded"
+    has_lora = gate_up.lora is not None or down.lora is not None
+    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded" and not has_lora
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))

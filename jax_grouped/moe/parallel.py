@@ -20,7 +20,7 @@ from jax_grouped.core.values import check_choice, is_bound, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
 from jax_grouped.moe.routing import Routing
-from jax_grouped.ops.inputs import Weights, arrays_like_kernel
+from jax_grouped.ops.inputs import Lora, Weights, arrays_like_kernel
 
 #: Way in which tokens reach the devices of their experts, see `Parallel`.
 ExchangeMethod = Literal["auto", "gather", "padded"]
@@ -193,6 +193,8 @@ def call_on_mesh(
         split: dict[str, Any] = {
             name: x.reshape(*x.shape[:-1], 2, -1) for name, x, rank in joined if x is not None and x.ndim == rank
         }
+        if (lora := arrays.gate_up.lora) is not None and lora.b.ndim == 3:
+            split["lora"] = Lora(lora.a, lora.b.reshape(*lora.b.shape[:2], 2, -1))
         arrays = arrays._replace(gate_up=arrays.gate_up._replace(**split))
     free = _free_axes(mesh)
     is_explicit = {*free.values()} == {AxisType.Explicit}
@@ -278,16 +280,18 @@ def _specs(parallel: Parallel, arrays: MoEArrays, *, gated: bool) -> Any:
     """Returns the spec of each array, in the same structure."""
     tokens, stored, halves = P(parallel.token_axes), parallel.storage_axes or None, (None,) * gated
 
-    def weight_specs(weights: Weights, kernel: Any, bias: Any) -> Any:
+    def weight_specs(weights: Weights, kernel: P, bias: P, *lora: Any) -> Any:
         specs = jax.tree.map(lambda _: P(stored), weights)._replace(
             bias=None if weights.bias is None else bias,
             fp8_state=jax.tree.map(lambda _: P(parallel.experts), weights.fp8_state),
+            lora=None if weights.lora is None else Lora(*lora),
         )
         return specs._replace(**dict.fromkeys(arrays_like_kernel(weights), kernel))
 
-    gate_up = P(stored, None, *halves, parallel.features), P(stored, *halves, parallel.features)
+    features = parallel.features
+    gate_up = P(stored, None, *halves, features), P(stored, *halves, features)
     return jax.tree.map(lambda _: tokens, arrays)._replace(
-        gate_up=weight_specs(arrays.gate_up, *gate_up),
-        down=weight_specs(arrays.down, P(stored, parallel.features), P(stored)),
+        gate_up=weight_specs(arrays.gate_up, *gate_up, P(stored), gate_up[0]),
+        down=weight_specs(arrays.down, P(stored, features), P(stored), P(stored, features), P(stored)),
         selection_bias=jax.tree.map(lambda _: P(), arrays.selection_bias),
     )

@@ -35,13 +35,14 @@ from jax_grouped.kernels.product import RESULTS, Operand, gradient_type, multipl
 from jax_grouped.ops.inputs import (
     DenseSpec,
     GroupSizes,
+    Lora,
     Partitions,
     Weights,
     canonical_inputs,
     check_accumulator,
     kernel_spec,
 )
-from jax_grouped.ops.quantize import Oriented, cache_dimensions, check_for_gradients, quantize_stack, quantize_tokens
+from jax_grouped.ops.quantize import Oriented, cache_dimensions, kernels_for_dgrad, quantize_stack, quantize_tokens
 
 #: Names of the residuals: the quantized tokens and kernels, and the input of the activation of
 #: `jax_grouped.moe.grouped_mlp`. Pass them to `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`. An
@@ -66,6 +67,7 @@ def grouped_dense(
     fp8_state: Fp8State | None = None,
     kernel_cache: KernelCache | jax.Array | None = None,
     dkernel_accumulator: jax.Array | None = None,
+    lora: Lora | None = None,
     group_offset: ArrayLike | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -106,6 +108,9 @@ def grouped_dense(
             a single call, inside the steps of a `scan`, the `vmap` or the `shard_map`. If the result does not reach the
             loss, JAX asks for no gradient, and it is zero. `grouped_dense_wgrad` takes an accumulator without these
             conditions.
+        lora: adapters of low rank, added to the result; see `Lora`. Their two products are in the type of `x`, and read
+            rows of `x` that wait for the backward pass as they are. Differentiate `lora` and not the kernel: then
+            nothing of the kernel's gradient is computed. A `kernel_cache` in FP8 alone, without `kernel`, serves.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
         precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
@@ -136,7 +141,7 @@ def grouped_dense(
     # `canonical_inputs` refuses a kernel that is still None.
     arrays, spec = canonical_inputs(
         x,
-        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator),  # type: ignore[arg-type]
+        Weights(kernel, bias, kernel_cache, fp8_state, dkernel_accumulator, lora),  # type: ignore[arg-type]
         group_sizes,
         group_offset,
         recipe=recipe,
@@ -144,7 +149,14 @@ def grouped_dense(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return apply_rule(_dense, arrays, spec)
+    x, weights, groups = arrays
+    y = apply_rule(_dense, (x, weights._replace(lora=None), groups), spec)
+    if weights.lora is None:
+        return y
+    options: Any = dict(group_sizes=group_sizes, group_offset=group_offset, precision=precision)
+    hidden = grouped_dense(x, weights.lora.a, **options)
+    options |= dict(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
+    return y + grouped_dense(hidden, weights.lora.b, **options)
 
 
 @short_repr
@@ -157,7 +169,7 @@ class DenseResiduals:
 
     Attributes:
         x: the tokens, as wgrad reads them.
-        kernel: the kernel, as dgrad reads it.
+        kernel: the kernel, as dgrad reads it, or of a cache of one orientation, which dgrad transposes.
         groups: the sizes and the offset.
         fp8_state: the state that the forward pass used, with `DelayedScaling`.
         amax: the largest values for the next state, by tensor; None if there is no state.
@@ -472,10 +484,13 @@ def quantized_kernels(
     rowwise: bool,
     columnwise: bool = True,
 ) -> Oriented:
-    """Returns the kernels as the products read them: rowwise for dgrad, columnwise for fprop."""
+    """Returns the kernels as the products read them, rowwise for dgrad and columnwise for fprop.
+
+    Those of a cache of one orientation are in both fields: `dgrad` transposes them.
+    """
     cache = weights.kernel_cache
     if isinstance(cache, KernelCache):
-        return Oriented(cache.rowwise, cache.columnwise, cache.amax)
+        return Oriented(cache.columnwise if cache.rowwise is None else cache.rowwise, cache.columnwise, cache.amax)
     if spec.recipe is None:
         kernel = weights.kernel.astype(spec.x_dtype) if cache is None else _converted(weights.kernel, cache)
         return Oriented(kernel, kernel)
@@ -534,10 +549,10 @@ def fprop(
 def dgrad(residuals: DenseResiduals, gradient: Oriented) -> tuple[jax.Array, PendingWgrad]:
     """Returns the gradient of `x`, and the inputs of wgrad, from the result of `quantized_gradient`."""
     spec, groups = residuals.spec, residuals.groups
-    check_for_gradients(residuals.kernel)
     assert residuals.kernel is not None
+    kernels = kernels_for_dgrad(residuals.kernel)
     product = dataclasses.replace(spec.fprop, product="dgrad", out_dtype=spec.x_dtype)
-    dx = multiply(gradient.rowwise, residuals.kernel, groups, product, out_spec=spec.partitions.x)
+    dx = multiply(gradient.rowwise, kernels, groups, product, out_spec=spec.partitions.x)
     dbias = None if gradient.dbias is None else gradient.dbias.astype(spec.bias_dtype)
     state = next_state(residuals, gradient.amax)
     return dx, PendingWgrad(residuals.x, gradient.columnwise, dbias, state, groups, spec)
@@ -613,15 +628,18 @@ def _run_on_mesh(arrays: Arrays, spec: DenseSpec) -> tuple[jax.Array, DenseResid
     if weights.bias is not None:
         y = add_bias(y, weights.bias, groups)
     tokens = Oriented(None, x, amax[0] if amax else None)
-    read = Oriented(weights.kernel, None, *amax[1:]) if cache is None else Oriented(cache.rowwise, None, cache.amax)
-    return y, make_residuals(tokens, read, groups, spec, state)
+    kernels = Oriented(weights.kernel, None, *amax[1:])
+    if cache is not None:
+        kernels = quantized_kernels(weights, spec, {}, rowwise=True)
+    return y, make_residuals(tokens, kernels, groups, spec, state)
 
 
 def _run_gradients_on_mesh(residuals: DenseResiduals, accumulator: jax.Array | None, dy: jax.Array) -> Any:
     """Returns the gradients of the arrays of the rule."""
-    spec, kernel, x = residuals.spec, residuals.kernel, residuals.x
-    check_for_gradients(kernel)
+    spec, x = residuals.spec, residuals.x
     assert isinstance(x, jax.Array)
+    assert residuals.kernel is not None
+    kernel = kernels_for_dgrad(residuals.kernel)
     assert isinstance(kernel, ScaledArray | jax.Array)
     scales = given_scales(spec, residuals.fp8_state)
     results = [RESULTS["dgrad"], RESULTS["wgrad"]]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_grouped.core.config import config
-from jax_grouped.core.groups import FP8_ALIGNMENT, Groups
+from jax_grouped.core.groups import FEATURE_ALIGNMENT, FP8_ALIGNMENT, Groups, round_up
 from jax_grouped.core.values import (
     FLOAT_TYPES,
     as_array,
@@ -267,8 +267,35 @@ def canonical_flag(name: str, flag: ArrayLike | None) -> jax.Array:
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 
 
+class Lora(NamedTuple):
+    """An adapter of low rank `r` per group (arXiv:2106.09685): it adds `x @ a[g] @ b[g]` to the product of a kernel.
+
+    Both products are in the type of `x`. Multiply `b` by the scale, `alpha / r`.
+
+    Attributes:
+        a: `[E, K, r]`.
+        b: `[E, r, N]`.
+
+    Example:
+        lora = jg.Lora(jnp.ones((2, 32, 4)), 0.5 * jnp.ones((2, 4, 16)))
+
+        y = jg.grouped_dense(jnp.ones((8, 32)), jnp.ones((2, 32, 16)), jnp.array([5, 3]), lora=lora)
+
+        assert (y == 32 + 32 * 4 * 0.5).all()
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    def merge(self, kernel: jax.Array) -> jax.Array:
+        """Returns `kernel + a @ b`, `[E, K, N]`, summed in float32 and rounded once, to the type of `kernel`."""
+        a, b = (x.astype(jnp.float32) for x in self)
+        product = jnp.matmul(a, b.reshape(*b.shape[:2], -1), precision=jax.lax.Precision.HIGHEST)
+        return (kernel.astype(jnp.float32) + product.reshape(kernel.shape)).astype(kernel.dtype)
+
+
 class Weights(NamedTuple):
-    """Weights of one product, with their bias, cache, state and accumulator, as in `jax_grouped.grouped_dense`.
+    """Weights of one product, with what belongs to them, as in `jax_grouped.grouped_dense`.
 
     Attributes:
         kernel: `[E, K, N]`.
@@ -276,6 +303,7 @@ class Weights(NamedTuple):
         kernel_cache: the quantized or converted kernel, which is then read instead of `kernel`; or None.
         fp8_state: state of `DelayedScaling`; None with other recipes.
         dkernel_accumulator: array to which the gradient of `kernel` is added, or None.
+        lora: an adapter, or None.
 
     Example:
         gate_up = jg.moe.Weights(jnp.ones((2, 32, 32)), bias=jnp.ones((2, 32)))
@@ -290,6 +318,7 @@ class Weights(NamedTuple):
     kernel_cache: KernelCache | jax.Array | None = None
     fp8_state: Fp8State | None = None
     dkernel_accumulator: jax.Array | None = None
+    lora: Lora | None = None
 
     @classmethod
     def from_cache(
@@ -299,7 +328,7 @@ class Weights(NamedTuple):
         fp8_state: Fp8State | None = None,
         dtype: DTypeLike = jnp.bfloat16,
     ) -> "Weights":
-        """Returns weights that are there in FP8 alone, for inference.
+        """Returns weights that are there in FP8 alone, for inference or below adapters.
 
         Their `kernel` is zeros of this type, which nothing reads: inside `jax.jit`, XLA does not make them.
         """
@@ -326,6 +355,9 @@ def flat_weights(weights: Weights) -> Weights:
     }
     if weights.bias is not None and weights.bias.ndim > 2:  # Weights in FP8 alone have a flat kernel.
         changed["bias"] = weights.bias.reshape(weights.bias.shape[0], -1)
+    if weights.lora is not None and weights.lora.b.ndim > 3:
+        a, b = weights.lora
+        changed["lora"] = Lora(a, b.reshape(*b.shape[:2], -1))
     return weights._replace(**changed) if changed else weights
 
 
@@ -414,7 +446,7 @@ def canonical_weights(
     Devices store the stack of kernels in `parts` equal parts: `kernel`, its cache and its accumulator are one of them,
     bias and state are whole. The bias is returned in float32, the type in which its gradient is summed over devices.
     """
-    kernel, bias, cache, state, accumulator = weights
+    kernel, bias, cache, state, accumulator, lora = weights
     kernel = as_array(name, kernel)
     check_tokens("x", x)
     check_kernel(name, kernel, "x", x)
@@ -437,6 +469,10 @@ def canonical_weights(
     if accumulator is not None:
         accumulator = as_array("dkernel_accumulator", accumulator)
         check_accumulator(accumulator, kernel.shape, (kernel.dtype,))
+    if lora is not None:
+        lora = _checked_lora(lora, kernel.shape)
+        if accumulator is not None:
+            raise ValueError("dkernel_accumulator is for kernels that are trained, and those of lora are not.")
     precision = canonical_precision(precision, x.dtype if recipe is None else recipe.fwd_dtype)
     spec = DenseSpec(
         recipe=recipe,
@@ -448,7 +484,24 @@ def canonical_weights(
         kernel_axes=varying_axes(kernel),
     )
     cache, accumulator = jax.lax.stop_gradient((cache, accumulator))
-    return Weights(kernel, bias, cache, state, accumulator), spec
+    return Weights(kernel, bias, cache, state, accumulator, lora), spec
+
+
+def _checked_lora(lora: Any, kernel: tuple[int, ...]) -> Lora:
+    """Returns the adapter with a rank that products take at full speed, by zeros. Raises unless it fits the kernel."""
+    if not isinstance(lora, Lora):
+        raise TypeError(f"lora must be a jax_grouped.Lora, got {shown(lora)}.")
+    a, b = as_array("lora.a", lora.a), as_array("lora.b", lora.b)
+    canonical_dtype("lora.a's type", a.dtype)
+    canonical_dtype("lora.b's type", b.dtype)
+    groups, rows, features = kernel
+    rank = a.shape[-1] if a.ndim == 3 else 0
+    if a.shape != (groups, rows, rank) or b.shape != (groups, rank, features):
+        raise ValueError(
+            f"lora must have a [G, K, r] and b [G, r, N] for a kernel {kernel}, got {a.shape} and {b.shape}."
+        )
+    padding = round_up(rank, FEATURE_ALIGNMENT) - rank
+    return Lora(jnp.pad(a, [(0, 0), (0, 0), (0, padding)]), jnp.pad(b, [(0, 0), (0, padding), (0, 0)]))
 
 
 def vary_inputs(*inputs: Any) -> Any:

@@ -16,6 +16,7 @@ from jax_grouped.fp8.recipes import FP8_MAX, DelayedScaling, Recipe, ScalingMode
 from jax_grouped.kernels.activations import Activation
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply
 from jax_grouped.kernels.primitive import bind
+from jax_grouped.kernels.product import Operand
 from jax_grouped.kernels.quantization import DEQUANTIZE, QUANTIZE_PERMUTED, QuantizeSpec, quantize
 from jax_grouped.kernels.rows import row_tokens
 from jax_grouped.ops import inputs
@@ -368,10 +369,20 @@ def _arrays(cache: KernelCache | Oriented) -> list[Any]:
     return [*itertools.chain.from_iterable((scaled.data, scaled.scale_inv) for scaled in orientations), cache.amax]
 
 
-def check_for_gradients(rowwise: object | None) -> None:
-    """Raises ValueError if a cache has been made without the orientation that dgrad reads."""
-    if rowwise is None:
+def kernels_for_dgrad(kernels: Operand) -> Operand:
+    """Returns kernels as dgrad reads them. Those of a cache of one orientation are transposed, data and scales.
+
+    Raises ValueError where the other orientation has other scales.
+    """
+    if not isinstance(kernels, ScaledArray) or not kernels.layout.columnwise:
+        return kernels
+    layout = dataclasses.replace(kernels.layout, columnwise=False)
+    if layout.mode not in (ScalingMode.TENSOR, ScalingMode.BLOCK_2D):
         raise ValueError("kernel_cache has no orientation for gradients: make it with for_gradients=True.")
+    scale_inv = kernels.scale_inv
+    if layout.mode == ScalingMode.BLOCK_2D:
+        scale_inv = layout.lay_out_scales(kernels.layout.read_scales(scale_inv))
+    return ScaledArray(kernels.data.swapaxes(1, 2), scale_inv, None, layout)
 
 
 def cache_dimensions(spec: QuantizeSpec) -> tuple[tuple[str, str], tuple[str, str]]:

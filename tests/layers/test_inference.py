@@ -96,8 +96,8 @@ def test_products_need_no_kernel_but_its_cache(backend: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_gradients_are_refused_and_those_of_tokens_need_both_orientations() -> None:
-    recipe, x = BLOCK, tokens()
+def test_gradients_of_tokens_need_both_orientations_with_scales_of_each() -> None:
+    recipe, x = jg.MXFP8BlockScaling(), tokens()
     both, one = (jg.quantize_kernel(kernel(), recipe, for_gradients=kept) for kept in (True, False))
 
     def gradient(cache: jg.KernelCache) -> jax.Array:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_grouped as jg
-from jax_grouped.moe.huggingface import ARCHITECTURES, MISSING
+from jax_grouped.moe.architectures import ARCHITECTURES, MISSING
 from tests.activations import GPT_OSS
 from tests.meshes import make_mesh
 

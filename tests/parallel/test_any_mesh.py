@@ -62,6 +62,8 @@ class Example(NamedTuple):
     #: How the first of the layers `moe_mlp` is routed, and whether it has a mask.
     routed: str = "logits"
     masked: bool = False
+    #: Whether kernels have adapters.
+    adapted: bool = False
 
 
 def list_shapes(function: str, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
@@ -119,7 +121,8 @@ def examples(draw: Callable[..., Any]) -> Example:
     cached = takes_cache and not draw(st.booleans())
     routed = draw(st.sampled_from(["routing", "choice", "logits"])) if function in LAYERS else "logits"
     masked = function in LAYERS and not draw(st.booleans())
-    return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs, routed, masked)
+    adapted = function in ("grouped_dense", "grouped_mlp", "moe_mlp") and draw(st.booleans())
+    return Example(function, kind, mesh, recipe, sizes, roles, methods, cached, specs, routed, masked, adapted)
 
 
 def numbers(example: Example, seed: int) -> dict[str, np.ndarray]:
@@ -133,6 +136,11 @@ def numbers(example: Example, seed: int) -> dict[str, np.ndarray]:
     cuts = np.sort(rng.integers(0, T + 1, E))  # Some groups are empty.
     arrays["group_sizes"] = np.diff(cuts, prepend=0).astype(np.int32)
     arrays["dy"] = rng.standard_normal((T, arrays[[*arrays][-2]].shape[-1]), np.float32)
+    if example.adapted:
+        for name in [name for name in ("kernel", "gate_up", "down") if name in arrays]:
+            experts, rows, *features = arrays[name].shape
+            arrays[f"{name}_a"] = rng.standard_normal((experts, rows, 4), np.float32) * np.float32(rows**-0.5)
+            arrays[f"{name}_b"] = rng.standard_normal((experts, 4, *features), np.float32)
     if "logits" in arrays:
         arrays["logits"] += (seed % 3) * rng.standard_normal(E, np.float32)
     elif "router" not in arrays:
@@ -158,7 +166,8 @@ def apply(
         kernel, cache = arrays[name], None
         if example.cached:
             cache = kernel if recipe is None else jg.quantize_kernel(kernel.reshape(*kernel.shape[:2], -1), recipe)
-        return jg.moe.Weights(kernel, arrays.get("bias"), cache, state)
+        lora = jg.Lora(arrays[f"{name}_a"], arrays[f"{name}_b"]) if example.adapted else None
+        return jg.moe.Weights(kernel, arrays.get("bias"), cache, state, lora=lora)
 
     if example.function == "ragged_dot":
         return jg.ragged_dot(x, arrays["kernel"], sizes, precision="highest", **options), ()

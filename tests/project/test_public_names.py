@@ -54,6 +54,7 @@ CONSTANTS = {
     "jg.OUTPUT_NAME",
     "jg.Recipe",
     "jg.linen.KERNEL_CACHE",
+    "jg.linen.LORA",
     "jg.linen.MOE_METRICS",
     "jg.linen.ROUTER_STATE",
     "jg.nnx.TRAINED",
