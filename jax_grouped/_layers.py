@@ -283,6 +283,7 @@ def apply_moe(
     own_bias: jax.Array | None,
     experts: jax.Array | None,
     mask: jax.Array | None,
+    jitter_key: jax.Array | None,
     shared: jax.Array | None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Applies the `MoEMlp` `layer` to tokens `[..., K]` with these options and weights, named as in `kernel_forms`."""
@@ -323,8 +324,13 @@ def apply_moe(
     flat = jax.ShapeDtypeStruct(flat_shape(gate_up.kernel.shape), gate_up.kernel.dtype)
     inputs.check_kernel("gate_up", flat, "x", tokens)
     routed: Any = routing
+    if jitter_key is not None and (router.jitter is None or not callable(routing)):
+        raise ValueError("jitter_key needs a router with jitter, and no routing that is given.")
     if callable(routing):
-        routed = routing(tokens)
+        seen = tokens
+        if router.jitter is not None and jitter_key is not None:
+            seen *= jax.random.uniform(jitter_key, seen.shape, seen.dtype, 1 - router.jitter, 1 + router.jitter)
+        routed = routing(seen)
     elif isinstance(routed, Routing):
         named = {"experts": as_int32("routing.experts", routed.experts)}
         for name in ("weights", "probabilities"):

@@ -382,6 +382,7 @@ class MoEMlp(nn.Module):
         experts: jax.Array | None = None,
         mask: jax.Array | None = None,
         selection_bias: jax.Array | None = None,
+        jitter_key: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
         accumulate_into: Mapping[str, jax.Array] | None = None,
@@ -395,6 +396,8 @@ class MoEMlp(nn.Module):
             experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
             mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
             selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own.
+            jitter_key: key of the random numbers of a router with `jitter`; None for none, as in evaluation. Inside
+                `jax.shard_map`, fold the index of the device in.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
                 the layer's own.
@@ -483,6 +486,7 @@ class MoEMlp(nn.Module):
             own_bias=own_bias,
             experts=experts,
             mask=mask,
+            jitter_key=jitter_key,
             shared=shared,
         )
         if self.sow_metrics and not self.is_initializing():

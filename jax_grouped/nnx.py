@@ -450,6 +450,7 @@ class MoEMlp(nnx.Module):
         experts: jax.Array | None = None,
         mask: jax.Array | None = None,
         selection_bias: jax.Array | None = None,
+        jitter_key: jax.Array | None = None,
         is_first_microbatch: ArrayLike | None = None,
         shared: jax.Array | None = None,
         accumulate_into: Mapping[str, jax.Array] | None = None,
@@ -463,6 +464,7 @@ class MoEMlp(nnx.Module):
             experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
             mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
             selection_bias: `[E]`, in place of the layer's own.
+            jitter_key: key of the random numbers of a router with `jitter`; None for none, as in evaluation.
             is_first_microbatch: as in `GroupedDense`.
             shared: `[..., K]`, the result of an expert that all tokens share, added to that of the layer's own.
             accumulate_into: as in `GroupedDense`, gradients by the names of kernels, such as `gate_up` and `down`.
@@ -489,6 +491,7 @@ class MoEMlp(nnx.Module):
             own_bias=None if self.selection_bias is None else self.selection_bias[...],
             experts=experts,
             mask=mask,
+            jitter_key=jitter_key,
             shared=shared,
         )
         if self.sow_metrics:

@@ -267,12 +267,19 @@ def _gated(activation: Activation) -> Any:
         name = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation)
         return None if name is None else (_FUNCTIONS[name], (lambda x: x, lambda dy, _: dy))
     limit, alpha = np.inf if activation.limit is None else activation.limit, activation.alpha
+
+    def gate(x: np.ndarray) -> np.ndarray:
+        if activation.clamp_result:
+            return np.minimum(x * _sigmoid(alpha * x), limit)
+        return np.minimum(x, limit) * _sigmoid(alpha * np.minimum(x, limit))
+
+    def gate_gradient(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        clamped = x * _sigmoid(alpha * x) if activation.clamp_result else x
+        # x sigmoid(alpha x) is silu(alpha x) / alpha.
+        return np.where(clamped > limit, 0, dy * _silu_grad(alpha * x))
+
     return (
-        (
-            lambda x: np.minimum(x, limit) * _sigmoid(alpha * np.minimum(x, limit)),
-            # x sigmoid(alpha x) is silu(alpha x) / alpha.
-            lambda dy, x: np.where(x > limit, 0, dy * _silu_grad(alpha * x)),
-        ),
+        (gate, gate_gradient),
         (lambda x: np.clip(x, -limit, limit) + activation.offset, lambda dy, x: np.where(np.abs(x) > limit, 0, dy)),
     )
 

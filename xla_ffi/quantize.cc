@@ -24,6 +24,7 @@ struct QuantizeAttributes {
   float limit;
   float alpha;
   float offset;
+  bool clamp_result;
   bool backward;
   bool weighted;
   bool inner_products;
@@ -130,7 +131,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.input_type = TakeInputType(call, x);
   args.layout = {features};
   args.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
-  args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
+  args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset,
+                     attributes.clamp_result};
   args.backward = attributes.backward;
   args.x = x.Data();
   args.x_rows = x_rows;
@@ -303,17 +305,15 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
 }  // namespace
 }  // namespace jax_grouped
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizeAttributes,
-                                      StructMember<::jax_grouped::ScalingMode>("mode"),
-                                      StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"),
-                                      StructMember<bool>("columnwise"), StructMember<bool>("dbias"),
-                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
-                                      StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
-                                      StructMember<::jax_grouped::ActivationKind>("activation"),
-                                      StructMember<float>("limit"), StructMember<float>("alpha"),
-                                      StructMember<float>("offset"), StructMember<bool>("backward"),
-                                      StructMember<bool>("weighted"), StructMember<bool>("inner_products"),
-                                      StructMember<bool>("activated"), StructMember<bool>("cached"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_grouped::QuantizeAttributes, StructMember<::jax_grouped::ScalingMode>("mode"),
+    StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
+    StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
+    StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
+    StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
+    StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<bool>("clamp_result"),
+    StructMember<bool>("backward"), StructMember<bool>("weighted"), StructMember<bool>("inner_products"),
+    StructMember<bool>("activated"), StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizePermutedAttributes, StructMember<int64_t>("num_groups"),
                                       StructMember<bool>("given_scale"), StructMember<bool>("pow2_scales"),
                                       StructMember<float>("amax_epsilon"));

@@ -12,6 +12,7 @@ struct ActivationGradAttributes {
   float limit;
   float alpha;
   float offset;
+  bool clamp_result;
 };
 struct PermuteRowsAttributes {
   bool zero_tail;
@@ -52,7 +53,8 @@ ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes
   }
   call.CheckArray(weights, ffi::F32, weight_indices != nullptr ? weights.Elements() : rows);
   if (!call.Finish()) return call.Error();
-  const Activation activation{attributes.activation, attributes.limit, attributes.alpha, attributes.offset};
+  const Activation activation{attributes.activation, attributes.limit, attributes.alpha, attributes.offset,
+                              attributes.clamp_result};
   const ActivationGradBuffers buffers{input.Data(),  da.Data(),       weights.Data<float>(),       weight_indices,
                                       dinput.Data(), weighted.Data(), inner_products.Data<float>()};
   return call.ToError(LaunchActivationGrad(call.stream, buffers, activation, type, weights.Elements(), rows, features));
@@ -113,7 +115,7 @@ ffi::Error SumRows(Call& call, const ffi::Dictionary&) {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::ActivationGradAttributes,
                                       StructMember<::jax_grouped::ActivationKind>("activation"),
                                       StructMember<float>("limit"), StructMember<float>("alpha"),
-                                      StructMember<float>("offset"));
+                                      StructMember<float>("offset"), StructMember<bool>("clamp_result"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::PermuteRowsAttributes, StructMember<bool>("zero_tail"));
 
 namespace jax_grouped {

@@ -47,8 +47,9 @@ struct ActivationFunctions {
       return kIsSquared ? relu * relu : relu;
     }
     if constexpr (kHasNumbers) {
-      const float clamped = MinOrNan(x, numbers.limit);
-      return clamped * Sigmoid(numbers.alpha * clamped);
+      const float gate = numbers.clamp_result ? x : MinOrNan(x, numbers.limit);
+      const float result = gate * Sigmoid(numbers.alpha * gate);
+      return numbers.clamp_result ? MinOrNan(result, numbers.limit) : result;
     }
     return x * Sigmoid(x);
   }
@@ -64,9 +65,9 @@ struct ActivationFunctions {
       return x >= __uint_as_float(kTinyBits) ? gradient * slope : 0.0f;  // Subnormal numbers count as zero.
     }
     if constexpr (kHasNumbers) {
-      if (x > numbers.limit) return 0.0f;
       const float inner = numbers.alpha * x;
       const float sigmoid = Sigmoid(inner);
+      if ((numbers.clamp_result ? x * sigmoid : x) > numbers.limit) return 0.0f;
       return gradient * (sigmoid * (1.0f + inner * (1.0f - sigmoid)));
     }
     const float sigmoid = Sigmoid(x);

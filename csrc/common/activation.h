@@ -25,13 +25,14 @@ constexpr ActivationKind kLastActivation = ActivationKind::kSwiGluWithNumbers;
 
 JAX_GROUPED_HOST_DEVICE constexpr bool IsGated(ActivationKind kind) { return kind >= ActivationKind::kSwiGlu; }
 
-// The numbers are those of kSwiGluWithNumbers: the gate is at most `limit` and multiplied by `alpha` in the sigmoid;
-// factors are clamped to +-`limit`, plus `offset`.
+// The numbers are those of kSwiGluWithNumbers: the gate, or with clamp_result its activation, is at most `limit`; the
+// gate is multiplied by `alpha` in the sigmoid; factors are clamped to +-`limit`, plus `offset`.
 struct Activation {
   ActivationKind kind;
   float limit;
   float alpha;
   float offset;
+  bool clamp_result;
 };
 
 }  // namespace jax_grouped

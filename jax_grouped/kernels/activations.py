@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped.core.values import static_number
+from jax_grouped.core.values import static_bool, static_number
 
 
 @dataclasses.dataclass(frozen=True)
 class SwiGLU:
     """A gated activation with numbers: `g * sigmoid(alpha * g) * (u + offset)`.
 
-    Here `g = min(gate, limit)` and `u = clip(up, -limit, limit)`. `SwiGLU(7.0, alpha=1.702, offset=1.0)` is that of
-    gpt-oss (arXiv:2508.10925), `SwiGLU()` is `"swiglu"`.
+    Here `g = min(gate, limit)` and `u = clip(up, -limit, limit)`. With `clamp_result`, `g` is the gate, and what is at
+    most `limit` is `g * sigmoid(alpha * g)`. `SwiGLU(7.0, alpha=1.702, offset=1.0)` is that of gpt-oss
+    (arXiv:2508.10925), `SwiGLU()` is `"swiglu"`.
 
     Attributes:
         limit: bound of the gate from above and of the other half from both sides; None for none.
         alpha: slope of the sigmoid.
         offset: added to the other half.
+        clamp_result: whether the limit is that of the gate's activation in place of the gate.
 
     Raises:
         TypeError: a field is no number.
@@ -40,11 +42,13 @@ class SwiGLU:
     _: dataclasses.KW_ONLY
     alpha: float = 1.0
     offset: float = 0.0
+    clamp_result: bool = False
 
     def __post_init__(self) -> None:
         for name in ("limit", "alpha", "offset"):
             if (value := getattr(self, name)) is not None or name != "limit":
                 object.__setattr__(self, name, static_number(name, value))
+        object.__setattr__(self, "clamp_result", static_bool("clamp_result", self.clamp_result))
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit must be a positive number, or None, got {self.limit}.")
         if not (math.isfinite(self.alpha) and math.isfinite(self.offset)):
@@ -74,6 +78,7 @@ def activation_attributes(activation: Activation | None) -> dict[str, np.generic
         "limit": np.float32(math.inf if numbers.limit is None else numbers.limit),
         "alpha": np.float32(numbers.alpha),
         "offset": np.float32(numbers.offset),
+        "clamp_result": np.bool_(numbers.clamp_result),
     }
 
 
@@ -88,9 +93,13 @@ def activate_xla(x: jax.Array, activation: Activation) -> jax.Array:
         return _GATED[activation](gate) * up
     limit = jnp.inf if activation.limit is None else activation.limit
     # Comparisons keep NaN, and pass on the gradient of a number at the limit.
-    gate = jnp.where(gate > limit, limit, gate)
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-    return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + activation.offset)
+    if not activation.clamp_result:
+        gate = jnp.where(gate > limit, limit, gate)
+    gate *= jax.nn.sigmoid(activation.alpha * gate)
+    if activation.clamp_result:
+        gate = jnp.where(gate > limit, limit, gate)
+    return gate * (up + activation.offset)
 
 
 def activate_grad_xla(x: jax.Array, dy: jax.Array, activation: Activation) -> jax.Array:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jax_grouped.kernels.routing import GroupScore, Score
-from jax_grouped.moe.routing import WeightsOn
+from jax_grouped.moe.routing import BiasOn, WeightsOn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Architecture:
     scale: str | None = None
     #: Number by which groups of experts are chosen; None if there are none.
     group_score: GroupScore | None = None
+    bias_on: BiasOn = "scores"
     weights_on: WeightsOn = "output"
     #: Whether the activation is clamped, with a `swiglu_limit`.
     clamps: bool = False
@@ -188,6 +189,15 @@ ARCHITECTURES = {
     "jamba": Architecture(router="router", hidden="intermediate_size", normalize=False),
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_linear": _DEEPSEEK_V3,
+    "kolibri1": _replace(
+        _DEEPSEEK_V3,
+        shared_hidden="shared_expert_intermediate_size",
+        counts_shared=False,
+        scale=None,
+        bias_on="logits",
+        group_score=None,
+        defaults=dict(norm_topk_prob=False),
+    ),
     "laguna": _replace(
         _DEEPSEEK_V3,
         published={
@@ -269,13 +279,12 @@ MISSING = {
     "inkling": "weights that shared experts have a part of: pass routing and shared",
     "inkling2": "softcaps inside the experts",
     "jetmoe": "experts of attention",
-    "kolibri1": "a bias on logits: pass routing",
     "longcat_flash": "experts that do nothing: pass routing with other indices, and add their tokens",
     "muse_spark": "products and a norm around the experts, around the layer, and a factor of logits",
     "nllb_moe": "biases of experts without a gate",
     "openai_privacy_filter": "gate and up in halves with biases",
     "phimoe": "sparsemixer",
-    "step3p7": "a clamp after the activation",
+    "step3p7": "limits of each layer: activation=jg.SwiGLU(limit, clamp_result=True)",
     "switch_transformers": "a capacity of each expert",
     "zaya": "an expert that skips: pass routing",
 }

@@ -79,6 +79,7 @@ def huggingface_options(config: Any) -> dict[str, Any]:
         normalize=_value(values, normalize) if isinstance(normalize, str) else normalize,
         scale=1.0 if scale is None else _value(values, scale),
         softcap=values.get("moe_router_logit_softcapping") or None,
+        bias_on=architecture.bias_on,
         weights_on=architecture.weights_on,
         use_selection_bias=_selects(values, architecture),
     )

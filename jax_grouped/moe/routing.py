@@ -31,6 +31,8 @@ from jax_grouped.ops import inputs
 
 #: Choice of the pairs of a token and an expert that are dropped, see `Router`.
 DropBy = Literal["even", "weight"]
+#: Numbers that a selection bias is added to, see `Router`.
+BiasOn = Literal["scores", "logits"]
 #: Side of an expert that weights multiply, see `Router`.
 WeightsOn = Literal["output", "input"]
 
@@ -56,6 +58,7 @@ class Router:
         top_groups: the number of groups that a token's experts may come from. They must have `top_k` experts.
         group_score: what the groups are chosen by: "top2_sum", the sum of the scores, and selection biases, of their
             two best experts (DeepSeek-V3), or "max", that of the best one (DeepSeek-V2).
+        bias_on: what a selection bias is added to for the choice: the "scores", or the "logits" that they come from.
         softcap: the logits `x` become `softcap * tanh(x / softcap)` before anything else; None for no cap.
         weights_on: what a token's weight multiplies: the expert's "output", or its "input" (Llama 4), which needs
             `top_k=1`.
@@ -65,6 +68,8 @@ class Router:
         drop_by: which pairs are dropped on a device with too many. "even" cuts the largest groups, of one source for
             one expert, to one length. Within a group, pairs are dropped at equal distances, so neither early nor late
             tokens are favoured. "weight" drops those with the smallest routing weights, by absolute value.
+        jitter: `a`, for a router that sees tokens times random numbers between `1 - a` and `1 + a` in calls of a layer
+            with a `jitter_key` (Switch Transformers, arXiv:2101.03961, section 2.2). The experts see the tokens.
         use_kernel: whether a layer has a router of its own, a kernel `[K, E]`; without, its calls need `routing`.
         use_bias: whether that adds a bias `[E]` to its logits. Functions get the logits.
         use_selection_bias: whether a layer keeps a `selection_bias`, `float32[E]`, which starts at 0 and has no
@@ -91,10 +96,12 @@ class Router:
     groups: int | None = None
     top_groups: int | None = None
     group_score: GroupScore = "top2_sum"
+    bias_on: BiasOn = "scores"
     softcap: float | None = None
     weights_on: WeightsOn = "output"
     capacity_factor: float | None = None
     drop_by: DropBy = "even"
+    jitter: float | None = None
     use_kernel: bool = True
     use_bias: bool = False
     use_selection_bias: bool = False
@@ -107,6 +114,7 @@ class Router:
         check_choice("drop_by", self.drop_by, DropBy)
         check_choice("group_score", self.group_score, GroupScore)
         check_choice("weights_on", self.weights_on, WeightsOn)
+        check_choice("bias_on", self.bias_on, BiasOn)
         for name in ("normalize", "use_kernel", "use_bias", "use_selection_bias", "balance_sequences"):
             put(name, static_bool(name, getattr(self, name)))
         put("scale", static_number("scale", self.scale))
@@ -121,7 +129,7 @@ class Router:
             raise ValueError("use_bias=True needs use_kernel=True.")
         if self.weights_on == "input" and self.top_k != 1:
             raise ValueError(f'weights_on="input" needs top_k=1, got {self.top_k}.')
-        for name, without in (("capacity_factor", "the worst case"), ("softcap", "no cap")):
+        for name, without in (("capacity_factor", "the worst case"), ("softcap", "no cap"), ("jitter", "none")):
             if getattr(self, name) is not None:
                 put(name, number := static_number(name, getattr(self, name)))
                 if not 0 < number < math.inf:
@@ -216,7 +224,7 @@ def top_k_routing(
         logits: `[T, E]`, bfloat16, float16 or float32. A NaN gives weights of NaN, but counts as the lowest score.
         router: the options. Its `capacity_factor` and `drop_by` are for `moe_mlp`.
         selection_bias: `[E]`, of the same types, added to the scores for the choice only, where subnormal scores count
-            as 0. It has no gradient.
+            as 0, or to the logits with `bias_on`. It has no gradient.
         experts: `[T, top_k]` integers, the choice of another pass, such as the one that generated the tokens, in place
             of one by the scores. The weights follow from these logits, with the bits that they have without `experts`
             where the choice is the same. Those of an index outside of `[0, E)` are 0.
@@ -279,6 +287,11 @@ def route_and_group(
         if choice.shape != (logits.shape[0], top_k):
             raise ValueError(f"experts must have shape [T, top_k] = {(logits.shape[0], top_k)}, got {choice.shape}.")
     spec = RouteSpec(top_k, router.score, router.normalize, groups, top_groups, router.group_score)
+    if router.bias_on == "logits" and selection_bias is not None:
+        if choice is None:
+            biased = jax.lax.stop_gradient(logits.astype(jnp.float32) + selection_bias)
+            choice = route(biased, None, spec, None, None)[0]
+        selection_bias = None
     chosen, weights, probabilities, *grouped = route(logits, selection_bias, spec, rows, choice)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped
 

@@ -300,6 +300,37 @@ def test_the_lightest_pairs_are_dropped_also_of_repeated_experts_and_of_weights_
     assert not metrics.dropped.any()
 
 
+def test_a_bias_on_logits_chooses_alone() -> None:
+    logits, bias = arrays()["logits"], jnp.linspace(-2, 2, E)
+    for score in ("softmax", "sigmoid"):
+        router = Router(TOP_K, score=score, bias_on="logits")
+        got = jg.moe.top_k_routing(logits, router, selection_bias=bias)
+        np.testing.assert_array_equal(got.experts, jax.lax.top_k(logits + bias, TOP_K)[1])
+        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+        expected = jnp.take_along_axis(scores, got.experts, axis=1)
+        np.testing.assert_allclose(got.weights, expected / expected.sum(axis=1, keepdims=True), rtol=1e-6)
+
+
+def test_jitter_changes_what_the_router_sees_and_not_the_experts() -> None:
+    x, router = arrays()["x"], Router(E, jitter=0.25)  # All experts, so that weights alone change.
+    layer = jg.linen.MoEMlp(E, F, router)
+    variables, key = layer.init(jax.random.key(0), x), jax.random.key(7)
+    nnx_layer = jg.nnx.MoEMlp(K, num_experts=E, hidden_features=F, router=router, rngs=nnx.Rngs(0))
+    jg.nnx.load_variables(nnx_layer, variables)
+    noise = jax.random.uniform(key, x.shape, minval=0.75, maxval=1.25)
+    logits = jnp.dot(x * noise, variables["params"]["router"]["kernel"])
+
+    got = layer.apply(variables, x, jitter_key=key)[0]
+
+    np.testing.assert_allclose(got, layer.apply(variables, x, routing=logits)[0], rtol=1e-3, atol=1e-4)
+    assert np.abs(got - layer.apply(variables, x)[0]).max() > 0.01
+    np.testing.assert_array_equal(nnx_layer(x, jitter_key=key)[0], got)
+    for arguments in (dict(routing=logits), {}):
+        plain = layer if arguments else layer.clone(router=Router(E))
+        with pytest.raises(ValueError, match=r"^jitter_key needs a router with jitter, and no routing that is given\."):
+            plain.apply(variables, x, jitter_key=key, **arguments)
+
+
 def test_a_layer_with_a_selection_bias_takes_a_routing() -> None:
     given = arrays()
     options: Any = dict(num_experts=E, hidden_features=F, router=Router(TOP_K, use_selection_bias=True))

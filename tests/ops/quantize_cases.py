@@ -146,7 +146,8 @@ class Expected:
 def _size(activation: Activation, x: np.ndarray) -> np.ndarray:
     """Returns the magnitudes of the numbers that an activation computes with."""
     size = np.abs(x.astype(np.float64))
-    return np.minimum(size, activation.limit or np.inf) if isinstance(activation, SwiGLU) else size
+    is_clamped = isinstance(activation, SwiGLU) and not activation.clamp_result
+    return np.minimum(size, activation.limit or np.inf) if is_clamped else size
 
 
 def assert_quantized(

@@ -150,7 +150,16 @@ def test_one_kernel_for_16_bits_and_whole_vectors() -> None:
 
 
 def test_the_custom_call_gets_the_number_of_its_activation() -> None:
-    in_order = ["silu", "gelu", "relu", "relu_squared", "swiglu", "geglu", "reglu", SwiGLU(2.5, alpha=0.5, offset=-2)]
+    in_order = [
+        "silu",
+        "gelu",
+        "relu",
+        "relu_squared",
+        "swiglu",
+        "geglu",
+        "reglu",
+        SwiGLU(2.5, alpha=0.5, offset=-2, clamp_result=True),
+    ]
     for number, activation in enumerate(in_order, 1):
         x, da = struct((4, 32 if is_gated(activation) else 16)), struct((4, 16))
 
@@ -158,7 +167,7 @@ def test_the_custom_call_gets_the_number_of_its_activation() -> None:
 
         (call,) = custom_calls(text, "jax_grouped_activation_grad")
         assert f"activation = {number} : i32" in call
-    for attribute in ("limit = 2.500000e+00", "alpha = 5.000000e-01", "offset = -2.000000e+00"):
+    for attribute in ("limit = 2.500000e+00", "alpha = 5.000000e-01", "offset = -2.000000e+00", "clamp_result = true"):
         assert f"{attribute} : f32" in call
 
 
