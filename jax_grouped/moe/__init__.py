@@ -15,7 +15,14 @@ Example:
 
 from jax_grouped.moe.exchange import Exchange, plan_exchange, return_rows, send_rows
 from jax_grouped.moe.experts import grouped_mlp
-from jax_grouped.moe.huggingface import from_huggingface, from_peft, huggingface_options, to_huggingface, to_peft
+from jax_grouped.moe.huggingface import (
+    from_huggingface,
+    from_peft,
+    huggingface_options,
+    stream_huggingface,
+    to_huggingface,
+    to_peft,
+)
 from jax_grouped.moe.layer import MoEMetrics, moe_mlp, router_loss
 from jax_grouped.moe.parallel import Parallel
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute, unpermute
@@ -52,6 +59,7 @@ __all__ = [
     "router_loss",
     "router_z_loss",
     "send_rows",
+    "stream_huggingface",
     "to_huggingface",
     "to_peft",
     "top_k_routing",

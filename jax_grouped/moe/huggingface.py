@@ -7,7 +7,7 @@ block's names come after a prefix such as `"model.layers.0.mlp."`.
 
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 import ml_dtypes
@@ -20,6 +20,7 @@ from jax_grouped.kernels.activations import SwiGLU
 from jax_grouped.kernels.routing import Score
 from jax_grouped.moe.architectures import ARCHITECTURES, MISSING, Architecture
 from jax_grouped.moe.routing import Router
+from jax_grouped.ops.inputs import flat_shape
 
 #: Numbers of FP4 (e2m1) by their four bits.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -158,11 +159,11 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
 
 
 def to_huggingface(
-    variables: Mapping[str, Any], config: Any, *, prefix: str = "", per_expert: bool = False
+    variables: Mapping[str, Any], config: Any, *, prefix: str = "", per_expert: bool = False, mxfp4: bool = False
 ) -> dict[str, np.ndarray]:
     """Converts variables of `jg.linen.MoEMlp` to the weights of a published model's block: `from_huggingface` undone.
 
-    The conversion is linear, so gradients can be converted, too.
+    The conversion is linear but for `mxfp4`, so gradients can be converted, too.
 
     Args:
         variables: as `from_huggingface` returns them. Without `router_state`, the result has no selection bias. Kernels
@@ -172,14 +173,16 @@ def to_huggingface(
         prefix: what comes before the names of the block, with its dot.
         per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are
             those of modules of `transformers` 5. Some models, such as gpt-oss, have no arrays for each expert.
+        mxfp4: whether kernels become FP4 (e2m1), rounded to the nearest even, with a power of two for each 32 inputs:
+            `_blocks` and `_scales` of gpt-oss. Numbers that were read from such a file come back as they were.
 
     Returns:
         Arrays by name, in the types of the variables, or the numbers of a cache and their float32 scales.
 
     Raises:
         KeyError: a variable is missing, or the configuration lacks a value.
-        ValueError: a variable has another shape than the configuration says, or a cache has other scales; or as in
-            `huggingface_options`.
+        ValueError: a variable has another shape than the configuration says, a cache has other scales, or the model has
+            no kernels in MXFP4; or as in `huggingface_options`.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -190,31 +193,92 @@ def to_huggingface(
 
         assert state["experts.1.down_proj.weight"].shape == (8, 4)
     """
+    return dict(stream_huggingface(variables, config, prefix=prefix, per_expert=per_expert, mxfp4=mxfp4))
+
+
+def stream_huggingface(
+    variables: Mapping[str, Any], config: Any, *, prefix: str = "", per_expert: bool = False, mxfp4: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of `to_huggingface` one by one. With `per_expert`, one expert at a time leaves the device.
+
+    Args:
+        variables: as in `to_huggingface`.
+        config: likewise.
+        prefix: likewise.
+        per_expert: likewise.
+        mxfp4: likewise.
+
+    Returns:
+        Names and arrays, for files of a size that the host's memory has room for.
+
+    Raises:
+        KeyError, TypeError, ValueError: as in `to_huggingface`, once the array is asked for.
+
+    Example:
+        config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
+        kernels = dict(router=jnp.ones((8, 2)), gate_up=jnp.ones((2, 8, 2, 4)), down=jnp.ones((2, 4, 8)))
+        params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+
+        names = [name for name, _ in jg.moe.stream_huggingface({"params": params}, config, per_expert=True)]
+
+        assert len(names) == 1 + 2 * 3
+    """
     values, architecture, sizes = _known(config)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
-    state = {}
     for variable in _variables(values, architecture, sizes, per_expert=per_expert):
         if variable.path.startswith("router_state") and not variables.get("router_state"):
             continue
-        value = _found(variables, variable.path)
-        scale = None
+        value, cache = _found(variables, variable.path), None
         if value is None:
             cache = _found(variables, variable.path.replace("params", "kernel_cache", 1))
             if not isinstance(cache, KernelCache):
                 raise KeyError(f"The variables have no {variable.path}.")
-            value, scale = _numbers_and_scales(cache, variable)
-        value = np.asarray(value)
-        if value.shape != variable.shape:
-            raise ValueError(f"{variable.path} must have shape {variable.shape}, got {value.shape}.")
+        expected, shape = variable.shape, np.shape(value)
+        if cache is not None:
+            expected, shape = flat_shape(variable.shape), cache.columnwise.shape
+        if shape != expected:
+            raise ValueError(f"{variable.path} must have shape {expected}, got {shape}.")
+        one_by_one = variable.axes[0] == "E" != variable.array_axes[0] and len(variable.names) > 1
+        last, whole, scale = None, None, None
         for index, name in variable.names.items():
+            experts = slice(index[0], index[0] + 1) if one_by_one else slice(None)
+            if whole is None or experts != last:
+                last = experts
+                if cache is None:
+                    whole = np.asarray(value[experts])
+                else:
+                    whole, scale = _numbers_and_scales(cache, variable, experts)
+            own_index = (0, *index[1:]) if one_by_one else index
             key = prefix + (_published(architecture, name) if per_expert else name)
-            state[key] = np.ascontiguousarray(variable.part(value, index).reshape(variable.array_shape))
+            array = np.ascontiguousarray(variable.part(whole, own_index).reshape(variable.array_shape))
+            if mxfp4 and variable.is_kernel:
+                if architecture.stacked not in ("transposed", "interleaved") or cache is not None:
+                    raise ValueError(f"{key} cannot be in MXFP4, as kernels of gpt-oss and its like can.")
+                yield from _in_mxfp4(key, array)
+                continue
+            yield key, array
             if scale is not None:
-                part = variable.part(scale, index)
+                part = variable.part(scale, own_index)
                 blocks = [-(-size // BLOCK) for size in variable.array_shape[-2:]]
-                state[f"{key}_scale_inv"] = np.ascontiguousarray(part.reshape(*variable.array_shape[:-2], *blocks))
-    return state
+                yield f"{key}_scale_inv", np.ascontiguousarray(part.reshape(*variable.array_shape[:-2], *blocks))
+
+
+def _in_mxfp4(name: str, kernel: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a kernel `[E, in, out]` in MXFP4 (OCP Microscaling Formats, version 1.0)."""
+    experts, inputs, outputs = kernel.shape
+    if inputs % 32:
+        raise ValueError(f"{name} has blocks of 32 inputs in MXFP4, of which {inputs} is no multiple.")
+    numbers = np.swapaxes(kernel, 1, 2).astype(np.float32).reshape(experts, outputs, -1, 32)
+    largest = np.abs(numbers).max(axis=-1)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"{name} must be finite.")
+    # The largest number of FP4 is 6 = 1.5 * 2^2, and `frexp` returns mantissas below 1.
+    exponent = np.where(largest > 0, np.clip(np.frexp(largest)[1] - 3, -127, 127), 0)
+    scaled = np.clip(np.ldexp(numbers, -exponent[..., None]), -6, 6)
+    bits = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    yield f"{name}_blocks", bits[..., 0::2] | bits[..., 1::2] << 4
+    yield f"{name}_scales", (exponent + 127).astype(np.uint8)
 
 
 def to_peft(
@@ -251,7 +315,7 @@ def to_peft(
     values, architecture, sizes = _known(config)
     state = {}
     for kernel in _variables(values, architecture, sizes, per_expert=per_expert):
-        if not kernel.is_adapted:
+        if not kernel.is_kernel:
             continue
         factors: list[Any] = [_found(variables, f"lora/{kernel.layer}/{factor}") for factor in ("lora_a", "lora_b")]
         if factors[0] is None or factors[1] is None:
@@ -300,7 +364,7 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
     values, architecture, sizes = _known(config)
     block = _Block(state, prefix, values["model_type"])
     is_stacked = "experts.lora_A.weight" in block or "experts.base_layer.lora_A.weight" in block
-    kernels = [each for each in _variables(values, architecture, sizes, per_expert=not is_stacked) if each.is_adapted]
+    kernels = [each for each in _variables(values, architecture, sizes, per_expert=not is_stacked) if each.is_kernel]
 
     def key(name: str) -> str:
         return name if name in block else _published(architecture, name)
@@ -341,8 +405,8 @@ def _found(variables: Mapping[str, Any], path: str) -> Any:
     return value.unbox() if hasattr(value, "unbox") else value
 
 
-def _numbers_and_scales(cache: KernelCache, variable: "_Variable") -> tuple[np.ndarray, np.ndarray]:
-    """Returns what a cache has for a variable, and a scale for each block of 128x128, both in the variable's axes.
+def _numbers_and_scales(cache: KernelCache, variable: "_Variable", own: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a cache has of some experts, and a scale for each block of 128x128, both in the variable's axes.
 
     Raises ValueError unless arrays of the block have whole blocks.
     """
@@ -351,7 +415,7 @@ def _numbers_and_scales(cache: KernelCache, variable: "_Variable") -> tuple[np.n
         raise ValueError(
             f"{variable.path} must be quantized to float8_e4m3fn in blocks of 128x128 to be written in FP8."
         )
-    data, scale = np.asarray(stored.data), np.asarray(stored.layout.read_scales(stored.scale_inv))
+    data, scale = np.asarray(stored.data[own]), np.asarray(stored.layout.read_scales(stored.scale_inv)[own])
     experts, outputs, _ = data.shape
     scale = scale.swapaxes(1, 2)  # As the data, `[E, N / 128, K / 128]`.
     halves = (2,) if "2" in variable.axes else ()
@@ -440,8 +504,8 @@ class _Variable(NamedTuple):
         return self.path.split("/")[1]
 
     @property
-    def is_adapted(self) -> bool:
-        """Whether adapters are on it: a kernel of experts."""
+    def is_kernel(self) -> bool:
+        """Whether it is a kernel of experts, which may have an adapter."""
         return self.path.endswith(("gate_up/kernel", "down/kernel"))
 
     def part(self, variable: np.ndarray, index: tuple[int, ...]) -> np.ndarray:

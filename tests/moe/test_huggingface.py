@@ -279,14 +279,14 @@ def test_experts_in_fp8_are_written_as_they_are_and_read_back(per_expert: bool) 
         narrow = jg.linen.MoEMlp(**jg.moe.huggingface_options(config | other), recipe=recipe, cache_kernel=True)
         made = jg.linen.quantize_for_inference(jax.jit(narrow.init)(jax.random.key(1), x), recipe)
         jg.moe.to_huggingface(made, config | other)
-    gpt_oss = CONFIGS["gpt_oss"]
-    params = {"router": {"kernel": np.ones((FEATURES, EXPERTS)), "bias": np.ones(EXPERTS)}}
+    gpt_oss = CONFIGS["gpt_oss"] | dict(hidden_size=192, intermediate_size=128)
+    params = {"router": {"kernel": np.ones((192, EXPERTS)), "bias": np.ones(EXPERTS)}}
     caches = {"gate_up": {"kernel": in_fp8["kernel_cache"]["gate_up"]["kernel"]}}
     with pytest.raises(ValueError, match="rows of gate and up alternate in a block"):
         jg.moe.to_huggingface({"params": params, "kernel_cache": caches}, gpt_oss)
 
 
-def test_kernels_in_mxfp4_are_dequantized() -> None:
+def test_kernels_in_mxfp4_are_dequantized_and_written_again() -> None:
     config, rng = CONFIGS["gpt_oss"] | dict(intermediate_size=32), np.random.default_rng(0)
     state = make_state(config)
     blocks = rng.integers(0, 256, (EXPERTS, FEATURES, 1, 16), np.uint8)
@@ -294,7 +294,20 @@ def test_kernels_in_mxfp4_are_dequantized() -> None:
     del state["experts.down_proj"]
     state |= {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
 
-    kernel = jg.moe.from_huggingface(state, config)["params"]["down"]["kernel"]
+    variables = jg.moe.from_huggingface(state, config)
+    kernel = variables["params"]["down"]["kernel"]
+
+    written = jg.moe.to_huggingface(variables, config, mxfp4=True)
+    back = jg.moe.from_huggingface(written, config)["params"]
+    np.testing.assert_array_equal(back["down"]["kernel"], kernel)
+    # Other numbers become the nearest ones of a block whose largest is between 4 and 8.
+    given, got = (params["gate_up"]["kernel"].reshape(EXPERTS, -1, 2 * 32) for params in (variables["params"], back))
+    power = 2.0 ** np.floor(np.log2(np.abs(given).max(axis=1, keepdims=True)) - 2)
+    nearest = np.abs(np.abs(given / power)[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])).min(axis=-1)
+    np.testing.assert_allclose(np.abs(given - got) / power, nearest, atol=1e-6)
+    other = CONFIGS["mixtral"]
+    with pytest.raises(ValueError, match=r"^experts\.gate_up_proj cannot be in MXFP4, as kernels of gpt-oss"):
+        jg.moe.to_huggingface(jg.moe.from_huggingface(make_state(other), other), other, mxfp4=True)
 
     # The low half of a byte comes first. 1.5 is 0b0011, -6 is 0b1111.
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -391,7 +404,7 @@ def test_what_does_not_fit_is_named() -> None:
         "moe_latent_size must be None, got 8": options(moe_latent_size=8),
         "The layer has no variable up/kernel.": (load, layer, {"params": {"up": params["gate_up"]}}),
         "down/kernel must have shape (8, 24, 32), got (3,).": (load, layer, {"params": wrong_kernel}),
-        "The variables have no params and no router_state, but router, gate_up, down": (load, layer, params),
+        "The variables have none of params, router_state, lora, but router, gate_up, down": (load, layer, params),
         "The variables have no params, but router, gate_up, down.": (write, params, config),
         "The variables have no params/gate_up/kernel.": (write, {"params": {"router": params["router"]}}, config),
         "kernel must have shape (8, 24, 32), got (3,).": (write, {"params": params | wrong_kernel}, config),
