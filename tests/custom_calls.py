@@ -16,7 +16,7 @@ BF16, F32, I32, U8, FP8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8, jnp.f
 #: Values of attributes.
 SILU, SWIGLU = 1, 5
 #: The attributes of a SwiGLU with numbers, which no other activation reads.
-NUMBERS = dict(limit=np.float32(7), alpha=np.float32(1), offset=np.float32(0), clamp_result=np.bool_(False))
+NUMBERS = dict(limit=np.float32(7), gate_limit=np.float32(7), alpha=np.float32(1), offset=np.float32(0))
 
 #: Every call has 4 groups of 8 rows, and 16 features of tokens.
 GROUPS, ROWS, FEATURES = 4, 32, 16

@@ -22,9 +22,9 @@ struct QuantizeAttributes {
   bool gathered;
   ActivationKind activation;
   float limit;
+  float gate_limit;
   float alpha;
   float offset;
-  bool clamp_result;
   bool backward;
   bool weighted;
   bool inner_products;
@@ -131,8 +131,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   args.input_type = TakeInputType(call, x);
   args.layout = {features};
   args.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
-  args.activation = {attributes.activation, attributes.limit, attributes.alpha, attributes.offset,
-                     attributes.clamp_result};
+  args.activation = {attributes.activation, attributes.limit, attributes.gate_limit, attributes.alpha,
+                     attributes.offset};
   args.backward = attributes.backward;
   args.x = x.Data();
   args.x_rows = x_rows;
@@ -311,7 +311,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
     StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
     StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
-    StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<bool>("clamp_result"),
+    StructMember<float>("gate_limit"), StructMember<float>("alpha"), StructMember<float>("offset"),
     StructMember<bool>("backward"), StructMember<bool>("weighted"), StructMember<bool>("inner_products"),
     StructMember<bool>("activated"), StructMember<bool>("cached"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::QuantizePermutedAttributes, StructMember<int64_t>("num_groups"),

@@ -10,9 +10,9 @@ namespace {
 struct ActivationGradAttributes {
   ActivationKind activation;
   float limit;
+  float gate_limit;
   float alpha;
   float offset;
-  bool clamp_result;
 };
 struct PermuteRowsAttributes {
   bool zero_tail;
@@ -53,8 +53,8 @@ ffi::Error ActivationGrad(Call& call, const ActivationGradAttributes& attributes
   }
   call.CheckArray(weights, ffi::F32, weight_indices != nullptr ? weights.Elements() : rows);
   if (!call.Finish()) return call.Error();
-  const Activation activation{attributes.activation, attributes.limit, attributes.alpha, attributes.offset,
-                              attributes.clamp_result};
+  const Activation activation{attributes.activation, attributes.limit, attributes.gate_limit, attributes.alpha,
+                              attributes.offset};
   const ActivationGradBuffers buffers{input.Data(),  da.Data(),       weights.Data<float>(),       weight_indices,
                                       dinput.Data(), weighted.Data(), inner_products.Data<float>()};
   return call.ToError(LaunchActivationGrad(call.stream, buffers, activation, type, weights.Elements(), rows, features));
@@ -114,8 +114,8 @@ ffi::Error SumRows(Call& call, const ffi::Dictionary&) {
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::ActivationGradAttributes,
                                       StructMember<::jax_grouped::ActivationKind>("activation"),
-                                      StructMember<float>("limit"), StructMember<float>("alpha"),
-                                      StructMember<float>("offset"), StructMember<bool>("clamp_result"));
+                                      StructMember<float>("limit"), StructMember<float>("gate_limit"),
+                                      StructMember<float>("alpha"), StructMember<float>("offset"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::PermuteRowsAttributes, StructMember<bool>("zero_tail"));
 
 namespace jax_grouped {

@@ -47,9 +47,8 @@ struct ActivationFunctions {
       return kIsSquared ? relu * relu : relu;
     }
     if constexpr (kHasNumbers) {
-      const float gate = numbers.clamp_result ? x : MinOrNan(x, numbers.limit);
-      const float result = gate * Sigmoid(numbers.alpha * gate);
-      return numbers.clamp_result ? MinOrNan(result, numbers.limit) : result;
+      const float gate = MinOrNan(x, numbers.gate_limit);
+      return MinOrNan(gate * Sigmoid(numbers.alpha * gate), numbers.limit);
     }
     return x * Sigmoid(x);
   }
@@ -67,7 +66,7 @@ struct ActivationFunctions {
     if constexpr (kHasNumbers) {
       const float inner = numbers.alpha * x;
       const float sigmoid = Sigmoid(inner);
-      if ((numbers.clamp_result ? x * sigmoid : x) > numbers.limit) return 0.0f;
+      if (x > numbers.gate_limit || x * sigmoid > numbers.limit) return 0.0f;
       return gradient * (sigmoid * (1.0f + inner * (1.0f - sigmoid)));
     }
     const float sigmoid = Sigmoid(x);

@@ -25,14 +25,15 @@ constexpr ActivationKind kLastActivation = ActivationKind::kSwiGluWithNumbers;
 
 JAX_GROUPED_HOST_DEVICE constexpr bool IsGated(ActivationKind kind) { return kind >= ActivationKind::kSwiGlu; }
 
-// The numbers are those of kSwiGluWithNumbers: the gate, or with clamp_result its activation, is at most `limit`; the
-// gate is multiplied by `alpha` in the sigmoid; factors are clamped to +-`limit`, plus `offset`.
+// The numbers are those of kSwiGluWithNumbers: the gate is at most `gate_limit`, and multiplied by `alpha` in the
+// sigmoid; its activation is at most `limit`, to which it belongs anyway if the gate does; factors are clamped to
+// +-`limit`, plus `offset`.
 struct Activation {
   ActivationKind kind;
   float limit;
+  float gate_limit;
   float alpha;
   float offset;
-  bool clamp_result;
 };
 
 }  // namespace jax_grouped

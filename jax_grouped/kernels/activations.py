@@ -73,12 +73,13 @@ def activation_attributes(activation: Activation | None) -> dict[str, np.generic
     """Returns the attributes by which a custom call gets an activation."""
     numbers = activation if isinstance(activation, SwiGLU) else _SWIGLU
     kind = activation if numbers is not activation else "swiglu" if numbers == _SWIGLU else SwiGLU
+    limit = math.inf if numbers.limit is None else numbers.limit
     return {
         "activation": np.int32(_KINDS.index(kind)),
-        "limit": np.float32(math.inf if numbers.limit is None else numbers.limit),
+        "limit": np.float32(limit),
+        "gate_limit": np.float32(math.inf if numbers.clamp_result else limit),
         "alpha": np.float32(numbers.alpha),
         "offset": np.float32(numbers.offset),
-        "clamp_result": np.bool_(numbers.clamp_result),
     }
 
 

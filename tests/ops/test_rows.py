@@ -167,9 +167,13 @@ def test_the_custom_call_gets_the_number_of_its_activation() -> None:
 
         (call,) = custom_calls(text, "jax_grouped_activation_grad")
         assert f"activation = {number} : i32" in call
-    for attribute in ("limit = 2.500000e+00", "alpha = 5.000000e-01", "offset = -2.000000e+00"):
+    for attribute in (
+        "limit = 2.500000e+00",
+        "gate_limit = 0x7F800000",
+        "alpha = 5.000000e-01",
+        "offset = -2.000000e+00",
+    ):
         assert f"{attribute} : f32" in call
-    assert "clamp_result = true" in call
 
 
 def test_tokens_are_copied(backend: str) -> None:
