@@ -38,7 +38,9 @@ from jax_grouped.moe.routing import (
     load_balancing_loss,
     masked,
     mean_count,
+    mean_over_devices,
     mean_z_loss,
+    or_one,
     route_and_group,
     softcapped,
 )
@@ -61,6 +63,9 @@ class MoEMetrics(NamedTuple):
         needed_capacity_factor: `float32[]`, the smallest `capacity_factor` that would have dropped nothing: the pairs
             of the device with the most, in multiples of an even share; along `parallel.experts` inside `jax.shard_map`
             and `jax.pmap`, else of all devices.
+        mean_probabilities: `float32[E]`, the mean over the tokens of a routing's probabilities, over which also the
+            balance loss is one; None for a routing without. With them a balance loss can be one of many microbatches:
+            `E * sum(share * mean_probabilities)`, where `share` is the fraction of all their choices.
         experts: `int32[T, k]`, the choice of every token, to be forced in another pass; `E` for no expert, and for a
             token that `mask` leaves out. None unless `moe_mlp` is asked to `record` it.
 
@@ -79,6 +84,7 @@ class MoEMetrics(NamedTuple):
     dropped: jax.Array
     z_loss: jax.Array
     needed_capacity_factor: jax.Array
+    mean_probabilities: jax.Array | None = None
     experts: jax.Array | None = None
 
 
@@ -425,6 +431,9 @@ def _run_on_device(
         y = jax.lax.psum(y, feature_axis) if has_gradient else _sum_without_gradient(feature_axis, y)
 
     loss = z_loss = jnp.zeros((), jnp.float32)
+    mean_probabilities = None
+    if probability_sums is not None:
+        mean_probabilities = mean_over_devices(probability_sums / or_one(real_tokens), batch)
     if num_sequences is not None and probabilities is not None:
         loss = load_balancing_loss(routing, mask=arrays.mask, num_sequences=num_sequences, axis_name=batch)
     elif probability_sums is not None:
@@ -435,7 +444,7 @@ def _run_on_device(
     if expert_axis is not None:
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
     needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (room or 1)
-    return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed, chosen)
+    return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed, mean_probabilities, chosen)
 
 
 def group_in_room(

@@ -189,7 +189,7 @@ def apply(
             options = dict(routing=arrays["logits"]) | routing
             y, metrics = jg.moe.moe_mlp(x, **options, **kernels, router=router, parallel=parallel, **same)
             x = jnp.where(jnp.isnan(x), 0, x) + 0.5 * y
-            loads.append((metrics.expert_load, metrics.balance_loss, metrics.z_loss))
+            loads.append((metrics.expert_load, metrics.balance_loss, metrics.z_loss, metrics.mean_probabilities))
         return x, loads
     same |= dict(num_experts=sizes.size, hidden_features=example.sizes[3], router=router, parallel=parallels[0])
     if example.function == "linen":
@@ -206,7 +206,7 @@ def apply(
             if state is not None:
                 kernel.fp8_state = type(kernel.fp8_state)(state)
         y, metrics = layer(x, **routing)
-    return y, (metrics.expert_load, metrics.balance_loss, metrics.z_loss)
+    return y, (metrics.expert_load, metrics.balance_loss, metrics.z_loss, metrics.mean_probabilities)
 
 
 def step(
