@@ -54,6 +54,7 @@ def gemm(
         gathered=np.int32(0),
         accumulate=False,
         zero_other_rows=True,
+        batch_invariant=False,
     )
     operands = [(a, a_type), (b, b_type), *more]
     results = [(d, d_type), ((scratch,), U8), ((workspace,), U8)]

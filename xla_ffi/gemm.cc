@@ -22,6 +22,7 @@ struct GemmAttributes {
   Gather gathered;          // the indices of rows follow the other operands
   bool accumulate;          // an accumulator is the last operand
   bool zero_other_rows;     // rows of no group of the result, except for wgrad, become zero
+  bool batch_invariant;     // except for wgrad
 };
 
 // A call's problem and memory.
@@ -111,6 +112,7 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
   problem.scaled = attributes.scaled;
   problem.accumulate = attributes.accumulate;
   problem.gathered = attributes.gathered;
+  problem.batch_invariant = attributes.batch_invariant && attributes.product != Product::kWgrad;
   problem.a_mode = problem.scaled ? attributes.a_mode : ScalingMode{};
   problem.b_mode = problem.scaled ? attributes.b_mode : ScalingMode{};
   const bool is_wgrad = problem.product == Product::kWgrad;
@@ -182,7 +184,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("expected_tokens"),
                                       StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
-                                      StructMember<bool>("zero_other_rows"));
+                                      StructMember<bool>("zero_other_rows"), StructMember<bool>("batch_invariant"));
 
 namespace jax_grouped {
 

@@ -10,7 +10,8 @@ namespace jax_grouped {
 
 // Computes a grouped matmul:
 //   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, row_indices][, accumulator])
-//       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows}
+//       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows,
+//        batch_invariant}
 //       -> (d, scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
@@ -19,7 +20,7 @@ namespace jax_grouped {
 // otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
 // batch elements, one after another, and group_offset has an entry for every element. Of weights there are
 // weight_batch, each for an equal run of batch elements. Without zero_other_rows, rows of no group may hold anything in
-// d.
+// d. With batch_invariant, fprop and dgrad have one order of sums for all sizes.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 

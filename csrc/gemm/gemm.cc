@@ -17,7 +17,7 @@ auto Fields(const GemmProblem& problem) {
   return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
                          problem.a_mode, problem.b_mode, problem.tokens, problem.expected_tokens, problem.in_features,
                          problem.out_features, problem.num_groups, problem.elements_per_weight, problem.accumulate,
-                         problem.gathered, problem.gathered_from);
+                         problem.gathered, problem.batch_invariant, problem.gathered_from);
 }
 
 constexpr const char* kProductNames[] = {"fprop", "dgrad", "wgrad"};
@@ -71,7 +71,8 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   // The copy engine (TMA) counts rows with 32 bits.
   if (NumWeights(problem) * features > INT32_MAX) return false;
   if (sm90::MaxFp8TokenProductWorkspaceBytes(problem.num_groups) > static_cast<int64_t>(kWorkspaceBytes)) return false;
-  if (HasSmallGroups(problem)) return true;
+  // Both of our kernels add up the same products in the same order.
+  if (problem.batch_invariant || HasSmallGroups(problem)) return true;
   if (Depth(problem) > kMostDepth) return false;
   if (problem.expected_tokens >= sm90::kTileTokens * problem.num_groups) return true;
   const int64_t tiles = MaxRowBlocks(problem.expected_tokens, problem.num_groups, sm90::kTileTokens) *
@@ -173,6 +174,7 @@ std::string Describe(const GemmProblem& problem) {
   if (problem.elements_per_weight > 1) {
     text += ", weights of " + std::to_string(problem.elements_per_weight) + " batch elements";
   }
+  if (problem.batch_invariant) text += ", batch invariant";
   if (problem.gathered != Gather::kNone) {
     text += std::string(", ") + (problem.gathered == Gather::kA ? "a" : "b") + " gathered from " +
             std::to_string(problem.gathered_from);
@@ -187,6 +189,10 @@ Status PrepareGemm(int device, const GemmProblem& problem) {
   if (IsSm90Product(problem, properties)) {
     Plans::Get().AddOwnKernel(key);
     return Status::Ok();
+  }
+  if (problem.batch_invariant) {
+    return Status::Failed("batch_invariant needs Hopper (compute capability 9.0), no accumulator, and features and " +
+                          std::string("groups that kernels of jax_grouped take, got ") + Describe(problem) + ".");
   }
   const CublasLt* library = nullptr;
   JAX_GROUPED_RETURN_IF_FAILED(GetCublasLt(&library));

@@ -50,6 +50,7 @@ struct GemmProblem {
   int32_t elements_per_weight;  // successive batch elements that share weights; 1 without a batch, and for kWgrad
   bool accumulate;              // adds the product to d
   Gather gathered;              // kNone for scaled operands; kB for kWgrad only
+  bool batch_invariant;         // kFprop and kDgrad: has one order of sums for all sizes
   int64_t gathered_from;        // rows of the array from which rows are gathered, of all batch elements; 0 with kNone
 };
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jax_grouped.core.config import config
 from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, clamp_offset, round_up
 from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
@@ -85,6 +86,7 @@ class GemmSpec:
         expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
         zero_other_rows: whether rows of no group are zero in the result of `fprop` and `dgrad`, which costs their
             writes. Otherwise they hold anything, and the permutation must have a pair for each row of a group.
+        batch_invariant: the setting of this name, for `fprop` and `dgrad`.
     """
 
     product: Product
@@ -96,6 +98,7 @@ class GemmSpec:
     gathered: Literal["a", "b"] | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
+    batch_invariant: bool = dataclasses.field(default_factory=lambda: config.batch_invariant)
 
     @property
     def weight_operands(self) -> tuple[int, ...]:
@@ -327,6 +330,7 @@ def multiply_xla(
         num_groups=spec.num_groups,
         precision=spec.precision,
         zero_other_rows=spec.zero_other_rows,
+        batch_invariant=spec.batch_invariant,
     )
 
 
@@ -365,6 +369,14 @@ def multiply_cuda(
             return _in_bfloat16(*operands, spec=spec, batch=batch)
         if spec.a.mode == ScalingMode.BLOCK_1D:
             primitive.require_block_scaling()
+    fixed = spec.batch_invariant and spec.product != "wgrad"
+    if fixed and primitive.cuda_devices() and not primitive.has_gathering_products():
+        raise NotImplementedError("batch_invariant needs GPUs of compute capability 9.0 (Hopper).")
+    if fixed and spec.a is None and spec.gathered is None:
+        if more:
+            raise NotImplementedError("With batch_invariant, x and kernel must be bfloat16 or float16.")
+        # Products that gather their rows have one order of sums, whatever their size.
+        spec, operands = dataclasses.replace(spec, gathered="a"), (*operands, jnp.arange(a.shape[0], dtype=jnp.int32))
     out = product_result(*operands, spec=spec, batch=batch)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
@@ -387,6 +399,7 @@ def multiply_cuda(
         gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,
         zero_other_rows=spec.zero_other_rows,
+        batch_invariant=fixed,
     )[0]
     # A kernel's gradient has no other use, and is best written where the scan keeps it.
     barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"
@@ -411,7 +424,7 @@ def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
         return False
     if spec.product == "wgrad":
         return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
-    return _gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
+    return spec.batch_invariant or _gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
 
 
 def _multiply_unreadable(

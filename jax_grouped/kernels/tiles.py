@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from jax_grouped.core.groups import group_rows
 
+#: Rows of a tile of products that are the same for any number of rows.
+_INVARIANT_HEIGHT = 16
+
 
 def multiply_tiles(
     a: jax.Array,
@@ -21,6 +24,7 @@ def multiply_tiles(
     num_groups: int,
     precision: jax.lax.Precision,
     zero_other_rows: bool = True,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Returns a product of unquantized operands, an array like `out`, accumulated in float32."""
     # Tiles of equal height cover the rows of all groups; none crosses a group. Their number is a traced value, so the
@@ -30,6 +34,10 @@ def multiply_tiles(
     if isinstance(capacity, int):
         mean = max(1, capacity // num_groups)
         height = min(capacity, max(16, min(256, 2 ** math.ceil(math.log2(mean)))))
+    padding = 0
+    if batch_invariant and product != "wgrad":
+        height = padding = _INVARIANT_HEIGHT
+        a = jnp.pad(a, [(0, padding), (0, 0)])
     starts, sizes = group_rows(group_sizes, group_offset, num_groups, capacity)
     counts = (sizes + height - 1) // height
     ends = jnp.cumsum(counts)
@@ -41,7 +49,7 @@ def multiply_tiles(
         tiles_before = ends[group] - counts[group]
         first = starts[group] + (tile - tiles_before) * height
         # The last tile may reach past the array. It then reads earlier rows too, and masks them.
-        start = jnp.minimum(first, capacity - height)
+        start = jnp.minimum(first, capacity + padding - height)
         row = start + jnp.arange(height, dtype=jnp.int32)
         mask = (row >= first) & (row < starts[group] + size)
         return group, start, mask[:, None]
@@ -73,5 +81,6 @@ def multiply_tiles(
         result = jax.lax.fori_loop(0, ends[-1], add_kernel, jnp.zeros(out.shape, jnp.float32))
         return (result if accumulator is None else accumulator.astype(jnp.float32) + result).astype(out.dtype)
     # Rows that may hold anything are NaN here, so that tests find whatever reads them.
-    result = jnp.full(out.shape, 0.0 if zero_other_rows else jnp.nan, out.dtype)
-    return jax.lax.fori_loop(0, ends[-1], write_rows, result)
+    shape = (out.shape[0] + padding, out.shape[1])
+    result = jnp.full(shape, 0.0 if zero_other_rows else jnp.nan, out.dtype)
+    return jax.lax.fori_loop(0, ends[-1], write_rows, result)[: out.shape[0]]

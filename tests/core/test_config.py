@@ -41,9 +41,10 @@ def test_a_flag_is_true_or_false() -> None:
 def test_the_settings_are_printed_with_those_that_an_override_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config.from_environment().__class__(backend="xla", check=False)
     monkeypatch.setattr(config, "from_environment", lambda: settings)
-    printed, process = config.Config(), "backend='xla', check=False"
+    printed, process = config.Config(), "backend='xla', check=False, batch_invariant=False"
     assert repr(printed) == f"<jax_grouped.config: {process}>"
     with printed.override(check=True):
         assert (
-            repr(printed) == f"<jax_grouped.config: backend='xla', check=True, by override; the process has {process}>"
+            repr(printed) == f"<jax_grouped.config: {process.replace('False', 'True', 1)}, by override; "
+            f"the process has {process}>"
         )
