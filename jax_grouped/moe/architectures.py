@@ -24,6 +24,8 @@ class Architecture:
     #: How all experts' kernels are stacked: `[E, 2 F, K]` and `[E, K, F]`; transposed; transposed with gate and up in
     #: turns, and with biases; or without a gate.
     stacked: Literal["halves", "transposed", "interleaved", "up"] = "halves"
+    #: Whether checkpoints have these kernels transposed, under the same names.
+    published_transposed: bool = False
     #: Whether PEFT takes the inputs and outputs of these kernels for each other: transposed, without a mark.
     peft_swaps: bool = False
     #: Whether checkpoints have an array for each expert.
@@ -264,7 +266,7 @@ ARCHITECTURES = {
     "qwen3_next": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
     "qwen3_omni_moe_text": Architecture(),
     "qwen3_omni_moe_talker_text": _QWEN2,
-    "qwen3_vl_moe_text": Architecture(normalize=True),
+    "qwen3_vl_moe_text": Architecture(normalize=True, per_expert=False, published_transposed=True),
     "qwen4_exp_text": _replace(_QWEN2, defaults=dict(norm_topk_prob=True)),
     "solar_open": _DEEPSEEK_V3,
     "unlimited_ocr_text": _DEEPSEEK_V2,

@@ -5,6 +5,7 @@ This is NumPy alone: neither `torch` nor `transformers` is needed. A state is a 
 block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
+import dataclasses
 import math
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -135,6 +136,12 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     if f"{architecture.projections[2]}.weight" in block and f"{architecture.router}.weight" not in block:
         raise ValueError(f"{prefix} is a dense feed-forward network, as some layers of {values['model_type']} are.")
     is_stacked = f"experts.{'up_proj' if architecture.stacked == 'up' else 'gate_up_proj'}" in block
+    if architecture.published_transposed:
+        experts, features, hidden = sizes["E"], sizes["K"], sizes["F"]
+        # Of the two kernels, at most one may be square.
+        transposed = {"gate_up_proj": (experts, features, 2 * hidden), "down_proj": (experts, hidden, features)}
+        if all(np.shape(state.get(f"{prefix}experts.{name}")) == shape for name, shape in transposed.items()):
+            architecture = dataclasses.replace(architecture, stacked="transposed")
     variables: dict[str, Any] = {}
     for variable in _variables(values, architecture, sizes, per_expert=not is_stacked):
         arrays = {}
@@ -226,6 +233,8 @@ def stream_huggingface(
     values, architecture, sizes = _known(config)
     if "params" not in variables:
         raise KeyError(f"The variables have no params, but {', '.join(map(str, variables)) or 'nothing'}.")
+    if per_expert and architecture.published_transposed:
+        architecture = dataclasses.replace(architecture, stacked="transposed")
     for variable in _variables(values, architecture, sizes, per_expert=per_expert):
         if variable.path.startswith("router_state") and not variables.get("router_state"):
             continue

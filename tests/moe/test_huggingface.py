@@ -37,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hy_v3": SIZES | SHARED | dict(num_shared_experts=1),
     "llama4_text": SIZES | COUNTED | dict(num_experts_per_tok=1),
     "minimax_m3_vl_text": SIZES | COUNTED | dict(shared_intermediate_size=40),
+    "qwen3_vl_moe_text": SIZES | dict(num_experts=EXPERTS, moe_intermediate_size=HIDDEN),
     "nemotron_h": SIZES | SHARED | dict(moe_shared_expert_intermediate_size=40, mlp_hidden_act="relu2"),
 }
 CONFIGS = {name: config | dict(model_type=name) for name, config in CONFIGS.items()}
@@ -190,6 +191,8 @@ def test_weights_come_back_as_they_were() -> None:
             loaded = jg.moe.to_huggingface(jg.nnx.linen_variables(layer), config, **options)
             jax.tree.map(np.testing.assert_array_equal, loaded, back)
 
+    published = make_state(CONFIGS["qwen3_vl_moe_text"], per_expert=True)
+    assert published["experts.gate_up_proj"].shape == (EXPERTS, FEATURES, 2 * HIDDEN)
     assert make_state(CONFIGS["mixtral"], per_expert=True)["experts.7.w2.weight"].shape == (FEATURES, HIDDEN)
     state = make_state(CONFIGS["deepseek_v3"], per_expert=True)
     assert state["experts.0.gate_proj.weight"].shape == (HIDDEN, FEATURES)
