@@ -140,7 +140,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
         experts, features, hidden = sizes["E"], sizes["K"], sizes["F"]
         # Of the two kernels, at most one may be square.
         transposed = {"gate_up_proj": (experts, features, 2 * hidden), "down_proj": (experts, hidden, features)}
-        if all(np.shape(state.get(f"{prefix}experts.{name}")) == shape for name, shape in transposed.items()):
+        if all(np.shape(state.get(f"{prefix}experts.{name}", ())) == shape for name, shape in transposed.items()):
             architecture = dataclasses.replace(architecture, stacked="transposed")
     variables: dict[str, Any] = {}
     for variable in _variables(values, architecture, sizes, per_expert=not is_stacked):
