@@ -74,6 +74,13 @@ VARIANTS = {
     ),
     # Forward passes with weights in FP8 alone.
     **dict.fromkeys(("block inference", "current inference"), Variant("ours", None, "inference_")),
+    # Layers of which one eighth of the tokens is masked, whose choice is forced, with adapters of rank 16 over kernels
+    # that are not trained, and with `batch_invariant`.
+    **dict.fromkeys(
+        ("bf16 masked", "bf16 replayed", "bf16 adapted", "bf16 invariant"), Variant("ours", None, "option_")
+    ),
+    **dict.fromkeys(("block masked", "block replayed", "block adapted"), Variant("ours", None, "option_")),
+    "block invariant": Variant("ours", None, "option_"),
     # Products of FP8 operands that are quantized before the clock starts.
     **dict.fromkeys(("jax_grouped fp8 block", "jax_grouped fp8 tensor"), Variant("ours", None, "quantized_")),
     "torch._scaled_grouped_mm": Variant("torch_peer", "torch", "quantized_"),

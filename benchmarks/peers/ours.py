@@ -105,6 +105,45 @@ def inference_moe(case: Case, sets: list[Arrays]) -> JaxWork:
     return JaxWork(run, arguments)
 
 
+def option_moe(case: Case, sets: list[Arrays]) -> JaxWork:
+    """Makes the steps of `moe_mlp` with an option; adapters have gradients in place of the kernels."""
+    name, option = case.variant.split()
+    recipe, shape, rank = RECIPES[name], case.shape, 16
+    if case.operation == "moe experts":
+        raise NotOfferedError
+    router = jg.moe.Router(shape.top_k)
+
+    def forward(trained: Any, x: jax.Array, kernel: jax.Array, weights: Sequence[Weights], choice: Any) -> jax.Array:
+        field = "lora" if option == "adapted" else "kernel"
+        parts = [part._replace(**{field: own}) for part, own in zip(weights, trained, strict=True)]
+        mask = jnp.arange(x.shape[0]) % 8 > 0 if option == "masked" else None
+        routing: Any = dict(router=router, experts=choice, mask=mask)
+        return jg.moe.moe_mlp(x, jg.moe.router_logits(x, kernel), *parts, recipe=recipe, **routing)[0]
+
+    def run(trained: Any, x: jax.Array, kernel: jax.Array, weights: Any, choice: Any, dy: jax.Array) -> Any:
+        with jg.config.override(batch_invariant=option == "invariant"):
+            if case.operation == "moe forward":
+                return forward(trained, x, kernel, weights, choice)
+            y, pull_back = jax.vjp(lambda *own: forward(own[0], own[1], own[2], weights, choice), trained, x, kernel)
+            return y, *pull_back(dy)
+
+    arguments = []
+    for arrays in sets:
+        x, kernel, *kernels, dy = as_trained(arrays)
+        weights, choice = [Weights(own) for own in kernels], None
+        trained: Sequence[Any] = kernels
+        if option == "replayed":
+            choice = jg.moe.top_k_routing(jg.moe.router_logits(x, kernel), router).experts
+        if option == "adapted":
+            b_factors = (jnp.full((shape.num_groups, rank, own.shape[2]), 1e-3, DTYPE) for own in kernels)
+            trained = [jg.Lora(own[:, :, :rank], b) for own, b in zip(kernels, b_factors, strict=True)]
+        if option == "adapted" and recipe is not None:
+            caches = (_quantize_kernel(own, recipe=recipe, for_gradients=False) for own in kernels)
+            weights = [Weights.from_cache(cache) for cache in caches]
+        arguments.append((trained, x, kernel, weights, choice, dy))
+    return JaxWork(run, arguments)
+
+
 def quantized_product(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes a single product of operands that are quantized before the clock starts."""
     products: dict[str, Product] = {"fprop": "fprop", "dgrad": "dgrad", "wgrad": "wgrad", "wgrad f32": "wgrad"}

@@ -31,6 +31,7 @@ FEW = {
     "step_accumulating": "--shapes qwen3 --variants bf16 block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 'block cached'",
     "layer": "--shapes 'qwen3 layer' --variants 'delayed cached'",
+    "options": "--shapes 'qwen3 layer' --ops moe --variants 'bf16 replayed' 'block invariant'",
     "decode": "--shapes 'decode 1' --variants bf16",
     "memory": "--shapes qwen3",
     "scaling": "--variants bf16",
