@@ -28,6 +28,7 @@ from jax_grouped.core.values import (
     promoted_type,
     shown,
     static_bool,
+    static_number,
     static_size,
     vary_alike,
 )
@@ -104,16 +105,16 @@ class LoraConfig:
 
     Attributes:
         rank: `r`, such as 16.
-        alpha: the adapters' products are multiplied by `alpha / rank`; None for 1.
+        scale: factor of the adapters' products; `lora_alpha / r` of PEFT.
         a_init: initialiser of `a`, called with `(key, (E, K, r), param_dtype)`. The default is that of PEFT: uniform
             between `-1 / sqrt(K)` and `1 / sqrt(K)`.
         b_init: of `b`, `(E, r, ...)`. By default the adapters add nothing at first.
 
     Raises:
-        TypeError, ValueError: `rank` is no positive integer.
+        TypeError, ValueError: `rank` is no positive integer, or `scale` no finite number.
 
     Example:
-        lora = jg.linen.LoraConfig(rank=4, alpha=8)
+        lora = jg.linen.LoraConfig(rank=4, scale=2.0)
         layer = jg.linen.GroupedDense(16, num_groups=2, lora=lora)
 
         variables = layer.init(jax.random.key(0), jnp.ones((8, 32)), jnp.array([5, 3]))
@@ -122,20 +123,25 @@ class LoraConfig:
     """
 
     rank: int
-    alpha: float | None = None
+    scale: float = 1.0
     a_init: Initializer = _default_a_init
     b_init: Initializer = jax.nn.initializers.zeros
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", static_size("rank", self.rank, least=1))
+        object.__setattr__(self, "scale", static_number("scale", self.scale))
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite, got {self.scale}.")
 
     def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of `a` and `b` for a kernel of this shape."""
         return (*kernel[:2], self.rank), (kernel[0], self.rank, *kernel[2:])
 
-    def scaled(self, a: jax.Array, b: jax.Array) -> Lora:
-        """Returns the adapter of these parameters."""
-        return Lora(a, b if self.alpha is None else b * (self.alpha / self.rank))
+    def adapter(self, a: jax.Array, b: jax.Array, kernel: tuple[int, ...]) -> Lora:
+        """Returns the adapter of these parameters. Raises ValueError unless they have the shapes for a kernel."""
+        if (shapes := (a.shape, b.shape)) != self.shapes(kernel):
+            raise ValueError(f"lora_a and lora_b must have shapes {self.shapes(kernel)}, got {shapes}.")
+        return Lora(a, b if self.scale == 1 else b * self.scale)
 
 
 #: Fields of the layers that are sizes.
@@ -329,7 +335,9 @@ def apply_moe(
     if callable(routing):
         seen = tokens
         if router.jitter is not None and jitter_key is not None:
-            seen *= jax.random.uniform(jitter_key, seen.shape, seen.dtype, 1 - router.jitter, 1 + router.jitter)
+            # In 16 bits, most of these numbers would be 1.
+            noise = jax.random.uniform(jitter_key, seen.shape, jnp.float32, 1 - router.jitter, 1 + router.jitter)
+            seen = seen.astype(jnp.float32) * noise
         routed = routing(seen)
     elif isinstance(routed, Routing):
         named = {"experts": as_int32("routing.experts", routed.experts)}

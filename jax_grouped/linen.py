@@ -270,7 +270,7 @@ def _read_weights(
         a_shape, b_shape = layer.lora.shapes(shape)
         a = layer.variable(LORA, "lora_a", initial_factor, layer.lora.a_init, a_shape)
         b = layer.variable(LORA, "lora_b", initial_factor, layer.lora.b_init, b_shape)
-        lora = layer.lora.scaled(a.value, b.value)
+        lora = layer.lora.adapter(a.value, b.value, shape)
 
     if kernel is None:
         stored = layer.variables[KERNEL_CACHE]["kernel"]
@@ -333,7 +333,7 @@ class MoEMlp(nn.Module):
         sow_metrics: whether calls also store the metrics, with the choice of experts, as `metrics` of the collection
             `MOE_METRICS`, where `apply` makes that mutable; see `jg.moe.router_loss`.
         lora: adapters on all kernels of experts, those of a shared expert too, as in `GroupedDense`. On several devices
-            along `parallel.experts`, tokens are then exchanged as with `exchange="padded"`.
+            along `parallel.experts`, tokens then travel as with `exchange="padded"` and `dispatch="input"`.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 

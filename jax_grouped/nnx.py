@@ -171,7 +171,8 @@ class GroupedKernel(nnx.Module):
         if self.lora is not None:
             assert self.lora_a is not None
             assert self.lora_b is not None
-            lora = self.lora.scaled(self.lora_a[...], self.lora_b[...])
+            kernel_shape = (self.lora_a.shape[0], self.lora_a.shape[1], *self.lora_b.shape[2:])
+            lora = self.lora.adapter(self.lora_a[...], self.lora_b[...], kernel_shape)
         if self.kernel is None:
             assert self.kernel_cache is not None
             stored: Any = self.kernel_cache.get_value()

@@ -304,8 +304,8 @@ def to_peft(
             `target_parameters`, with `experts.gate_up_proj` inside of `experts.down_proj`.
 
     Returns:
-        Arrays by name, in the types of the variables. `r` and `lora_alpha` of `adapter_config.json` are those of the
-        `LoraConfig`.
+        Arrays by name, in the types of the variables. In `adapter_config.json`, `r` is the rank of the `LoraConfig`,
+        and `lora_alpha` that times its scale.
 
     Raises:
         KeyError: a variable is missing, or the configuration lacks a value.
@@ -343,8 +343,9 @@ def to_peft(
 def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dict[str, Any]:
     """Converts the adapters that PEFT has on one block's experts, in either form of `to_peft`.
 
-    Where gate and up of an expert have adapters of their own, that of their joined kernel has twice the rank, the one
-    half for each. An expert or a projection without an adapter has zeros, which training leaves as they are.
+    Where gate and up of an expert have adapters of their own, all adapters get twice the rank: that of the joined
+    kernel has one half for each, and others zeros. An expert or a projection without an adapter has zeros, too.
+    Training leaves factors as they are where both are zero.
 
     Args:
         state: as in `from_huggingface`, of `adapter_model.safetensors`.
@@ -352,8 +353,8 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
         prefix: what comes before the names of the block, such as `"base_model.model.model.layers.0.mlp."`.
 
     Returns:
-        `{"lora": {...}}` of NumPy arrays, for a layer with a `LoraConfig` of `r` and `lora_alpha` of
-        `adapter_config.json`. `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
+        `{"lora": {...}}` of NumPy arrays, for a layer with a `LoraConfig` of their rank, and of the scale
+        `lora_alpha / r` of `adapter_config.json`. `jg.nnx.load_variables` loads them into `jg.nnx.MoEMlp`.
 
     Raises:
         KeyError: the state has nothing of the block, or one array of two, or the configuration lacks a value.
@@ -383,7 +384,7 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
         for name in kernel.factors(1, swapped=False)[0].names.values():
             if key(name) in block:
                 rank = np.shape(state[prefix + key(name)])[0] // (sizes["E"] if "E" in kernel.array_axes else 1)
-    lora = {}
+    lora: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for kernel in kernels:
         # One factor of each half of the features: gate and up may have different ones.
         a, b = kernel.factors(rank, swapped=architecture.peft_swaps)
@@ -399,9 +400,14 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
         for other, more in others:
             total = total + more if np.array_equal(whole, other) else np.concatenate([total, more], axis=1)
             whole = whole if np.array_equal(whole, other) else np.concatenate([whole, other], axis=2)
-        lora[kernel.layer] = dict(lora_a=whole, lora_b=total)
+        lora[kernel.layer] = whole, total
     block.check_all_taken()
-    return {"lora": lora}
+    most = max(a.shape[2] for a, _ in lora.values())
+
+    def padded(array: np.ndarray, axis: int) -> np.ndarray:
+        return np.pad(array, [(0, most - size if i == axis else 0) for i, size in enumerate(array.shape)])
+
+    return {"lora": {name: dict(lora_a=padded(a, 2), lora_b=padded(b, 1)) for name, (a, b) in lora.items()}}
 
 
 def _found(variables: Mapping[str, Any], path: str) -> Any:

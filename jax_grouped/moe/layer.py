@@ -365,7 +365,9 @@ def _run_on_device(
     recipe = network.recipe
     if devices > 1:
         network = network._replace(expected_tokens=tokens * top_k)
-        wire = Wire.make(recipe, dispatch=parallel.dispatch == "fp8", combine=parallel.combine == "fp8")
+        wire = Wire.make(
+            recipe, dispatch=parallel.dispatch == "fp8" and not has_lora, combine=parallel.combine == "fp8"
+        )
     if gathers:
         # Gather the tokens of all devices, apply this device's experts to them, and sum each token's results.
         me = jax.lax.axis_index(expert_axis)

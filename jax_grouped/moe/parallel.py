@@ -48,9 +48,9 @@ class Parallel:
             for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
             many rows. "auto" is "gather".
         dispatch: type of tokens, and of gradients of results, on their way to the experts. "fp8" is that of a
-            `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe they travel as they
-            are. Tokens and gradients are then rounded along the features before they are rounded along the rows, for
-            the kernels' gradients. "input" is the type of `x`.
+            `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe, and with adapters,
+            they travel as they are. Tokens and gradients are then rounded along the features before they are rounded
+            along the rows, for the kernels' gradients. "input" is the type of `x`.
         combine: likewise of results, and of gradients of tokens, on their way back. With "fp8", each device's part of a
             token's sum, or with exchanged rows each choice's result, is rounded to FP8.
 

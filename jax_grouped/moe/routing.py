@@ -68,8 +68,9 @@ class Router:
         drop_by: which pairs are dropped on a device with too many. "even" cuts the largest groups, of one source for
             one expert, to one length. Within a group, pairs are dropped at equal distances, so neither early nor late
             tokens are favoured. "weight" drops those with the smallest routing weights, by absolute value.
-        jitter: `a`, for a router that sees tokens times random numbers between `1 - a` and `1 + a` in calls of a layer
-            with a `jitter_key` (Switch Transformers, arXiv:2101.03961, section 2.2). The experts see the tokens.
+        jitter: `a < 1`, for a router that sees tokens times random numbers between `1 - a` and `1 + a`, in float32, in
+            calls of a layer with a `jitter_key` (Switch Transformers, arXiv:2101.03961, section 2.2). The experts see
+            the tokens.
         use_kernel: whether a layer has a router of its own, a kernel `[K, E]`; without, its calls need `routing`.
         use_bias: whether that adds a bias `[E]` to its logits. Functions get the logits.
         use_selection_bias: whether a layer keeps a `selection_bias`, `float32[E]`, which starts at 0 and has no
@@ -134,6 +135,8 @@ class Router:
                 put(name, number := static_number(name, getattr(self, name)))
                 if not 0 < number < math.inf:
                     raise ValueError(f"{name} must be a positive number, or None for {without}, got {number}.")
+        if self.jitter is not None and self.jitter >= 1:
+            raise ValueError(f"jitter must be below 1, got {self.jitter}.")
 
 
 @register_pytree
@@ -290,7 +293,10 @@ def route_and_group(
     if router.bias_on == "logits" and selection_bias is not None:
         if choice is None:
             biased = jax.lax.stop_gradient(logits.astype(jnp.float32) + selection_bias)
-            choice = route(biased, None, spec, None, None)[0]
+            if router.groups is not None:
+                choice = route(biased, None, spec, None, None)[0]
+            else:  # Scores of logits that are far apart would be 0 for all but a few.
+                choice = jax.lax.top_k(jnp.where(jnp.isnan(biased), -jnp.inf, biased), top_k)[1]
         selection_bias = None
     chosen, weights, probabilities, *grouped = route(logits, selection_bias, spec, rows, choice)
     return Routing(chosen, weights * jnp.asarray(router.scale, weights.dtype), probabilities), grouped

@@ -270,11 +270,11 @@ _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 class Lora(NamedTuple):
     """An adapter of low rank `r` per group (arXiv:2106.09685): it adds `x @ a[g] @ b[g]` to the product of a kernel.
 
-    Both products are in the type of `x`. Multiply `b` by the scale, `alpha / r`.
+    Both products are in the type of `x`. Multiply `b` by the scale, such as `alpha / r`.
 
     Attributes:
         a: `[E, K, r]`.
-        b: `[E, r, N]`.
+        b: `[E, r, N]`, or with more axes of features.
 
     Example:
         lora = jg.Lora(jnp.ones((2, 32, 4)), 0.5 * jnp.ones((2, 4, 16)))
@@ -357,7 +357,7 @@ def flat_weights(weights: Weights) -> Weights:
         changed["bias"] = weights.bias.reshape(weights.bias.shape[0], -1)
     if weights.lora is not None and weights.lora.b.ndim > 3:
         a, b = weights.lora
-        changed["lora"] = Lora(a, b.reshape(*b.shape[:2], -1))
+        changed["lora"] = Lora(a, b.reshape(flat_shape(b.shape)))
     return weights._replace(**changed) if changed else weights
 
 
@@ -492,6 +492,7 @@ def _checked_lora(lora: Any, kernel: tuple[int, ...]) -> Lora:
     if not isinstance(lora, Lora):
         raise TypeError(f"lora must be a jax_grouped.Lora, got {shown(lora)}.")
     a, b = as_array("lora.a", lora.a), as_array("lora.b", lora.b)
+    b = b.reshape(flat_shape(b.shape))
     canonical_dtype("lora.a's type", a.dtype)
     canonical_dtype("lora.b's type", b.dtype)
     groups, rows, features = kernel

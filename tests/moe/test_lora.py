@@ -119,14 +119,14 @@ def test_nothing_of_the_kernels_gradients_is_computed() -> None:
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_layers_adapt_all_kernels_of_experts_and_leave_the_others_alone(kind: str) -> None:
-    config = LoraConfig(RANK, alpha=6, b_init=jax.nn.initializers.normal())
+    config = LoraConfig(RANK, scale=1.5, b_init=jax.nn.initializers.normal())
     options: Any = dict(num_experts=E, hidden_features=F, router=ROUTER, shared_features=16)
     x = arrays()["x"]
     layer = jg.linen.MoEMlp(**options, lora=config)
     variables = layer.init(jax.random.key(0), x)
     params = dict(variables["params"])
     for name, factors in variables["lora"].items():
-        a, b = factors["lora_a"], factors["lora_b"] * (6 / RANK)
+        a, b = factors["lora_a"], 1.5 * factors["lora_b"]
         params[name] = dict(kernel=jg.Lora(a, b).merge(params[name]["kernel"]))
     expected = jg.linen.MoEMlp(**options).apply({"params": params}, x)[0]
     if kind == "nnx":
@@ -164,6 +164,9 @@ def test_wrong_adapters_are_refused() -> None:
     variables = layer.init(jax.random.key(0), x, sizes)
     with pytest.raises(ValueError, match=r"^fwd takes no adapters: call the layer\."):
         layer.apply(variables, x, sizes, method="fwd")
+    wide = layer.clone(lora=LoraConfig(2 * RANK))
+    with pytest.raises(ValueError, match=r"^lora_a and lora_b must have shapes \(\(8, 32, 8\), \(8, 8, 32\)\), got "):
+        wide.apply(variables, x, sizes)
     with pytest.raises(TypeError, match=r"^lora must be a LoraConfig or None, got "):
         jg.linen.GroupedDense(F, E, lora=4)
     with pytest.raises(ValueError, match=r"^rank must be "):
@@ -189,7 +192,7 @@ def test_adapters_of_pefts_target_parameters_compute_the_same_and_come_back(mode
     state = peft.get_peft_model_state_dict(wrapped)
     trained = {name.replace(".default", ""): parameter for name, parameter in wrapped.named_parameters()}
 
-    layer = jg.linen.MoEMlp(**jg.moe.huggingface_options(config), lora=LoraConfig(3, alpha=6))
+    layer = jg.linen.MoEMlp(**jg.moe.huggingface_options(config), lora=LoraConfig(3, scale=2.0))
     variables = jg.moe.from_huggingface(base, config) | jg.moe.from_peft(state, config, prefix="base_model.model.")
 
     def loss(lora: Any) -> Any:
@@ -232,14 +235,15 @@ def test_adapters_of_each_linear_layer_add_what_peft_merges() -> None:
 
     lora = jg.moe.from_peft(state, config, prefix="base_model.model.")["lora"]
 
-    assert [lora[name]["lora_a"].shape for name in ("gate_up", "down")] == [(3, 8, 2 * 2), (3, 6, 2)]
+    assert [lora[name]["lora_a"].shape for name in ("gate_up", "down")] == [(3, 8, 2 * 2), (3, 6, 2 * 2)]
     for name, factors in lora.items():
         got = jg.Lora(factors["lora_a"], 1.5 * factors["lora_b"]).merge(base[name]["kernel"])
         assert_close(got, expected[name]["kernel"])
-    down = jg.moe.to_peft({"lora": lora}, config, prefix="base_model.model.", per_expert=True)
-    for name, tensor in state.items():
-        if ".w2." in name:
-            np.testing.assert_array_equal(down[name], tensor.numpy())
+    layer = jg.nnx.MoEMlp(8, **jg.moe.huggingface_options(config), lora=LoraConfig(4, scale=1.5), rngs=nnx.Rngs(0))
+    jg.nnx.load_variables(layer, {"lora": lora})
+    written = jg.moe.to_peft(jg.nnx.linen_variables(layer), config, prefix="base_model.model.", per_expert=True)
+    again = jg.moe.from_peft(written, config, prefix="base_model.model.")["lora"]
+    jax.tree.map(np.testing.assert_array_equal, again, lora)
     alone = {name: tensor for name, tensor in state.items() if "experts.1.w1" in name}
     alone |= {name.replace("w1", "w3"): 2 * tensor if "lora_B" in name else tensor for name, tensor in alone.items()}
     joined = jg.moe.from_peft(alone, config, prefix="base_model.model.")["lora"]["gate_up"]

@@ -301,7 +301,7 @@ def test_the_lightest_pairs_are_dropped_also_of_repeated_experts_and_of_weights_
 
 
 def test_a_bias_on_logits_chooses_alone() -> None:
-    logits, bias = arrays()["logits"], jnp.linspace(-2, 2, E)
+    logits, bias = arrays()["logits"], jnp.linspace(-2, 2, E).at[1].set(200)
     for score in ("softmax", "sigmoid"):
         router = Router(TOP_K, score=score, bias_on="logits")
         got = jg.moe.top_k_routing(logits, router, selection_bias=bias)
@@ -325,6 +325,10 @@ def test_jitter_changes_what_the_router_sees_and_not_the_experts() -> None:
     np.testing.assert_allclose(got, layer.apply(variables, x, routing=logits)[0], rtol=1e-3, atol=1e-4)
     assert np.abs(got - layer.apply(variables, x)[0]).max() > 0.01
     np.testing.assert_array_equal(nnx_layer(x, jitter_key=key)[0], got)
+    # Numbers that bfloat16 cannot tell apart.
+    fine = layer.clone(router=Router(E, jitter=2**-10))
+    narrow = x.astype(jnp.bfloat16)
+    assert np.abs(fine.apply(variables, narrow, jitter_key=key)[0] - fine.apply(variables, narrow)[0]).max() > 0
     for arguments in (dict(routing=logits), {}):
         plain = layer if arguments else layer.clone(router=Router(E))
         with pytest.raises(ValueError, match=r"^jitter_key needs a router with jitter, and no routing that is given\."):
