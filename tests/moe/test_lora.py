@@ -70,13 +70,16 @@ def test_result_and_gradients_are_those_of_merged_kernels(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
-    "parallel",
-    [Parallel(experts="a", features="b"), Parallel(experts="a", fsdp="b"), Parallel(fsdp="a", features="b")],
-    ids=["experts, features", "experts, fsdp", "fsdp, features"],
+    ("kind", "axes"),
+    [
+        ("auto", dict(experts="a", features="b")),
+        ("explicit", dict(experts="a", fsdp="b")),
+        ("auto", dict(fsdp="a", features="b")),
+    ],
 )
-def test_they_are_those_of_one_device_on_a_mesh(backend: str, kind: str, parallel: Parallel) -> None:
+def test_they_are_those_of_one_device_on_a_mesh(backend: str, kind: str, axes: dict[str, str]) -> None:
+    parallel = Parallel(**axes)
     mesh = typed_mesh(kind, {"a": 2, "b": 2})
     with jax.set_mesh(mesh):
         on_mesh = jax.device_put(arrays(), NamedSharding(mesh, PartitionSpec()))
