@@ -506,8 +506,8 @@ def load_variables(layer: nnx.Module, variables: Mapping[str, Any]) -> None:
     Args:
         layer: changed in place. Variables that have no new value stay.
         variables: parameters, selection biases and adapters in the structure of linen, such as
-            `jg.moe.from_huggingface` returns.
-            They are converted to the types of the layer's variables, and put where these are.
+            `jg.moe.from_huggingface` returns. They are converted to the types of the layer's variables, and put where
+            these are.
 
     Raises:
         KeyError: `variables` has none of `params`, `router_state` and `lora`.

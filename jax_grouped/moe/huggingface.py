@@ -138,7 +138,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     is_stacked = f"experts.{'up_proj' if architecture.stacked == 'up' else 'gate_up_proj'}" in block
     if architecture.published_transposed:
         experts, features, hidden = sizes["E"], sizes["K"], sizes["F"]
-        # Of the two kernels, at most one may be square.
+        # Compare both kernels: one of them may be square.
         transposed = {"gate_up_proj": (experts, features, 2 * hidden), "down_proj": (experts, hidden, features)}
         if all(np.shape(state.get(f"{prefix}experts.{name}", ())) == shape for name, shape in transposed.items()):
             architecture = dataclasses.replace(architecture, stacked="transposed")
@@ -249,10 +249,10 @@ def stream_huggingface(
         if shape != expected:
             raise ValueError(f"{variable.path} must have shape {expected}, got {shape}.")
         one_by_one = variable.axes[0] == "E" != variable.array_axes[0] and len(variable.names) > 1
-        last, whole, scale = None, None, None
+        last, whole, scale = None, np.empty(0), None
         for index, name in variable.names.items():
             experts = slice(index[0], index[0] + 1) if one_by_one else slice(None)
-            if whole is None or experts != last:
+            if experts != last:
                 last = experts
                 if cache is None:
                     whole = np.asarray(value[experts])
@@ -520,7 +520,7 @@ class _Variable(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a kernel of experts, which may have an adapter."""
+        """Tells whether it is a kernel of experts, which may have an adapter."""
         return self.path.endswith(("gate_up/kernel", "down/kernel"))
 
     def part(self, variable: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
@@ -648,13 +648,13 @@ class _Block:
             return array
         # Scales of blocks, of rows, or of the whole array; blocks of gate and up may begin anew with up.
         rows, columns = shape[-2:]
-        block_shape = (*shape[:-2], -(-rows // 128), -(-columns // 128))
-        half_block_shape = (*shape[:-2], 2 * -(-rows // 256), -(-columns // 128))
+        block_shape = (*shape[:-2], -(-rows // BLOCK), -(-columns // BLOCK))
+        half_block_shape = (*shape[:-2], 2 * -(-rows // (2 * BLOCK)), -(-columns // BLOCK))
         scales = self._take_stored(scaled[0], block_shape, half_block_shape, (*shape[:-2], rows, 1), (1,), ())
         if scales.shape in (block_shape, half_block_shape):
             parts = [scales] if scales.shape == block_shape else np.split(scales, 2, axis=-2)
-            of_rows = [np.repeat(part, 128, axis=-2)[..., : rows // len(parts), :] for part in parts]
-            scales = np.repeat(np.concatenate(of_rows, axis=-2), 128, axis=-1)[..., :columns]
+            row_scales = [np.repeat(part, BLOCK, axis=-2)[..., : rows // len(parts), :] for part in parts]
+            scales = np.repeat(np.concatenate(row_scales, axis=-2), BLOCK, axis=-1)[..., :columns]
         return array.astype(np.float32) * scales.astype(np.float32)
 
     def check_all_taken(self) -> None:

@@ -332,8 +332,9 @@ def _run_on_device(
         capacity = min(worst, math.ceil(router.capacity_factor * room))
     has_room = capacity == worst
     rows = capacity if devices == 1 else tokens * top_k
-    has_lora = gate_up.lora is not None or down.lora is not None
-    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded" and not has_lora
+    network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
+    recipe = network.recipe
+    gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded" and not network.has_lora
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
@@ -361,12 +362,10 @@ def _run_on_device(
         x = x if exists is None else masked(exists, x, 0)
         x, weights = (x.astype(jnp.float32) * weights).astype(x.dtype), jnp.ones_like(weights)
 
-    network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
-    recipe = network.recipe
     if devices > 1:
         network = network._replace(expected_tokens=tokens * top_k)
         wire = Wire.make(
-            recipe, dispatch=parallel.dispatch == "fp8" and not has_lora, combine=parallel.combine == "fp8"
+            recipe, dispatch=parallel.dispatch == "fp8" and not network.has_lora, combine=parallel.combine == "fp8"
         )
     if gathers:
         # Gather the tokens of all devices, apply this device's experts to them, and sum each token's results.

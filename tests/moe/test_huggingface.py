@@ -238,8 +238,8 @@ def test_kernels_with_other_scales_in_fp8_are_dequantized() -> None:
     numbers, scales = rng.integers(-8, 8, (EXPERTS, 288, 160)), rng.random((EXPERTS, 4, 2), np.float32)
     stored = {name: numbers.astype(jnp.float8_e4m3fn), f"{name}_scale_inv": scales}
     kernel = jg.moe.from_huggingface(make_state(wide) | stored, wide)["params"]["gate_up"]["kernel"]
-    of_rows = scales[:, np.arange(288) // 144 * 2 + np.arange(288) % 144 // 128]
-    expected = (numbers * of_rows[:, :, column // 128]).reshape(EXPERTS, 2, 144, 160).transpose(0, 3, 1, 2)
+    row_scales = scales[:, np.arange(288) // 144 * 2 + np.arange(288) % 144 // 128]
+    expected = (numbers * row_scales[:, :, column // 128]).reshape(EXPERTS, 2, 144, 160).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(kernel, expected.astype(np.float32))
 
 
