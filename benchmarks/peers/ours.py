@@ -91,11 +91,13 @@ def inference_moe(case: Case, sets: list[Arrays]) -> JaxWork:
     """Makes the forward pass of `moe_mlp` whose experts are in memory in FP8 alone."""
     if case.operation != "moe forward":
         raise NotOfferedError
-    recipe = RECIPES[case.variant.split()[0]]
+    name, _, *options = case.variant.split()
+    recipe = RECIPES[name]
 
     def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
         logits, weights = jg.moe.router_logits(x, router), map(Weights.from_cache, caches)
-        return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(case.shape.top_k), recipe=recipe)[0]
+        with jg.config.override(batch_invariant="invariant" in options):
+            return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(case.shape.top_k), recipe=recipe)[0]
 
     arguments = []
     for arrays in sets:

@@ -84,6 +84,9 @@ __device__ float FromKey(uint32_t key) {
   return __uint_as_float(key ^ (static_cast<uint32_t>(~static_cast<int32_t>(key) >> 31) | 0x80000000));
 }
 
+// Returns a sum to divide by: NaN in place of infinity, so that all shares of it are NaN.
+__device__ float ToDivisor(float sum) { return isinf(sum) ? NAN : sum; }
+
 // Returns the largest number of the warp. NaN are no numbers; -inf if there are no others.
 template <int kValues>
 __device__ float LargestOf(const float (&values)[kValues]) {
@@ -303,7 +306,7 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
       const RelativeScore<kScore> score(LargestOf(values));
 #pragma unroll
       for (int i = 0; i < kValues; ++i) scores[i] = score(values[i]);
-      const float sum = SumOf(scores);
+      const float sum = ToDivisor(SumOf(scores));
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -339,7 +342,7 @@ __global__ void __launch_bounds__(32 * kWarps<kValues>, 1)
       weight = WithoutSubnormals(score(weight));
     }
     if (problem.normalize_weights) {
-      const float sum = WarpSum(weight);
+      const float sum = ToDivisor(WarpSum(weight));
       if (sum != 0.0f) weight /= sum;
     }
     if (Lane() < problem.choices) {

@@ -128,7 +128,7 @@ def test_experts_of_every_activation_are_those_of_plain_jax(backend: str) -> Non
     def check(activation: Activation, recipe: Any, tolerance: float) -> None:
         features = 2 * F if is_gated(activation) else F
         # Numbers around the limit of clamping.
-        magnitude = 2 if activation == SwiGLU(2.5) else 6
+        magnitude = 2 if getattr(activation, "limit", None) == 2.5 else 6
         given = {**arrays(), "gate_up": magnitude * arrays()["gate_up"][..., :features]}
         given["gate_up_bias"] = given["gate_up_bias"][..., :features]
 

@@ -1,6 +1,7 @@
 """A routing of one's own, a choice that is forced, and tokens that are masked, against dense sums in plain JAX."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,8 +26,10 @@ MASK = np.arange(T) % 5 != 2
 
 
 @pytest.fixture(autouse=True)
-def _backend(backend: str) -> None:
-    """Runs every test of this module on every backend."""
+def _backend(backend: str) -> Iterator[None]:
+    """Runs every test of this module on every backend, with products of float32 in float32."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def arrays() -> dict[str, jax.Array]:
