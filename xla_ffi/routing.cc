@@ -65,29 +65,15 @@ ffi::Error Route(Call& call, const RouteAttributes& attributes) {
   call.CheckArray(probabilities, ffi::F32, logits.Axis(0) * num_experts);
   call.CheckArray(block_counts, ffi::S32, block_entries);
   call.CheckArray(block_sums, ffi::F32, block_entries);
-  call.CheckAligned({logits, probabilities});
-  const float* bias = nullptr;
-  if (attributes.has_bias) {
-    const Array given = call.Operand("the bias");
-    call.CheckArray(given, ffi::F32, attributes.batch * num_experts);
-    call.CheckAligned({given});
-    bias = given.Data<float>();
-  }
-  const int32_t* choice = nullptr;
-  if (attributes.has_choice) {
-    const Array given = call.Operand("the choice");
-    call.CheckArray(given, ffi::S32, {logits.Axis(0), choices});
-    choice = given.Data<int32_t>();
-  }
+  const Array bias = attributes.has_bias ? call.Operand("the bias") : Array{};
+  const Array choice = attributes.has_choice ? call.Operand("the choice") : Array{};
+  if (attributes.has_bias) call.CheckArray(bias, ffi::F32, attributes.batch * num_experts);
+  if (attributes.has_choice) call.CheckArray(choice, ffi::S32, {logits.Axis(0), choices});
+  call.CheckAligned({logits, probabilities, bias});
   if (!call.Finish()) return call.Error();
-  const RouteBuffers buffers{logits.Data(),
-                             bias,
-                             choice,
-                             experts.Data<int32_t>(),
-                             weights.Data<float>(),
-                             probabilities.Data<float>(),
-                             block_counts.Data<int32_t>(),
-                             block_sums.Data<float>()};
+  const RouteBuffers buffers{
+      logits.Data(),         bias.Data<float>(),          choice.Data<int32_t>(),       experts.Data<int32_t>(),
+      weights.Data<float>(), probabilities.Data<float>(), block_counts.Data<int32_t>(), block_sums.Data<float>()};
   const RouteProblem problem{tokens,
                              static_cast<int>(num_experts),
                              static_cast<int>(choices),

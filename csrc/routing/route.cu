@@ -118,7 +118,6 @@ class RelativeScore {
       : shift_(largest == -INFINITY ? 0.0f : fminf(largest, 0.0f)),
         divisor_(expf(kScore == Score::kSigmoid ? shift_ : shift_ / 2)) {}
 
-  // Returns the divisor.
   __device__ float Divisor() const { return divisor_; }
   // Returns a quotient. 0 for -inf; NaN for NaN.
   __device__ float operator()(float logit) const {
