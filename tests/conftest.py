@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 #: Memory mappings. Linux allows a process 65530 by default; XLA makes some for every program, and crashes beyond.
-_MOST_MAPPINGS = 20_000
+_MOST_MAPPINGS = 40_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ This module has every rule of clamping, capacity and alignment on the Python sid
 which are in `jax_grouped.fp8.layout`. The counterpart in C++ is `csrc/groups/`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -62,23 +63,25 @@ def clamp_offset(group_offset: jax.Array, num_groups: int, total: int) -> jax.Ar
     return jnp.clip(group_offset, -num_groups, total)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int, capacity: int) -> GroupRows:
     """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to `capacity` rows."""
     total = group_sizes.shape[0]
     clamped = jnp.clip(group_sizes, 0, capacity).astype(jnp.uint32)
+    # The end of each group, after a 0.
     ends = jax.lax.reduce_window(
         clamped,
         np.uint32(0),
         _saturating_sum,
         window_dimensions=(total,),
         window_strides=(1,),
-        padding=((total - 1, 0),),
+        padding=((total, 0),),
     )
     ends = jnp.minimum(ends.astype(jnp.int32), capacity)
 
     # Group `i` lies between the ends of groups `i - 1` and `i`. Ends before the first group are 0.
-    neighbour = clamp_offset(group_offset[0], num_groups, total) + jnp.arange(-1, num_groups, dtype=jnp.int32)
-    bounds = jnp.where(neighbour < 0, 0, ends[jnp.clip(neighbour, 0, total - 1)])
+    group = clamp_offset(group_offset[0], num_groups, total) + jnp.arange(num_groups + 1, dtype=jnp.int32)
+    bounds = ends.at[group].get(mode="clip", wrap_negative_indices=False)
     return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])
 
 
@@ -167,38 +170,40 @@ class RowPositions(NamedTuple):
         return self.before(height) + quotient(self.row, height)
 
 
-class GroupTable:
-    """Lookup table of the groups, from which the positions of rows follow."""
+@functools.partial(jax.jit, static_argnums=1)
+def row_positions(rows: GroupRows, capacity: int) -> RowPositions:
+    """Returns the position of every row of an array of `capacity` rows."""
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    ends = rows.starts + rows.sizes
+    group = _find_group(ends, index)
+    start, size, before = _look_up(rows, _block_ends(rows), group)
+    return RowPositions(group, index - start, start, size, before, (index >= rows.starts[0]) & (index < ends[-1]))
 
-    def __init__(self, rows: GroupRows):
-        self._rows = rows
-        heights = np.array(ROW_BLOCKS, np.int32)
-        self._block_ends = jnp.cumsum(quotient(rows.sizes[:, None] + (heights - 1), heights), axis=0, dtype=jnp.int32)
-        before = jnp.pad(self._block_ends[:-1], ((1, 0), (0, 0)))
-        self._table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
 
-    def rows(self, capacity: int) -> RowPositions:
-        """Returns the position of every row of the array."""
-        index = jnp.arange(capacity, dtype=jnp.int32)
-        ends = self._rows.starts + self._rows.sizes
-        group = _find_group(ends, index)
-        start, size, before = self._lookup(group)
-        return RowPositions(
-            group, index - start, start, size, before, (index >= self._rows.starts[0]) & (index < ends[-1])
-        )
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def block_positions(rows: GroupRows, height: int, count: int) -> RowPositions:
+    """Returns the position of the first row of `count` row blocks of `height` rows, which may be more than exist."""
+    index = jnp.arange(count, dtype=jnp.int32)
+    block_ends = _block_ends(rows)
+    ends = block_ends[:, ROW_BLOCKS.index(height)]
+    group = _find_group(ends, index)
+    start, size, before = _look_up(rows, block_ends, group)
+    row = height * (index - before[:, ROW_BLOCKS.index(height)])
+    return RowPositions(group, row, start, size, before, index < ends[-1])
 
-    def row_blocks(self, height: int, count: int) -> RowPositions:
-        """Returns the position of each row block's first row, for `count` row blocks, which may be more than exist."""
-        index = jnp.arange(count, dtype=jnp.int32)
-        ends = self._block_ends[:, ROW_BLOCKS.index(height)]
-        group = _find_group(ends, index)
-        start, size, before = self._lookup(group)
-        row = height * (index - before[:, ROW_BLOCKS.index(height)])
-        return RowPositions(group, row, start, size, before, index < ends[-1])
 
-    def _lookup(self, group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        found = self._table.at[group].get(mode="clip", wrap_negative_indices=False)
-        return found[:, 0], found[:, 1], found[:, 2:]
+def _block_ends(rows: GroupRows) -> jax.Array:
+    """Returns the number of row blocks of each height up to the end of each group, `int32[G, len(ROW_BLOCKS)]`."""
+    heights = np.array(ROW_BLOCKS, np.int32)
+    return jnp.cumsum(quotient(rows.sizes[:, None] + (heights - 1), heights), axis=0, dtype=jnp.int32)
+
+
+def _look_up(rows: GroupRows, block_ends: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the start and the size of some groups, and the row blocks before them."""
+    before = jnp.pad(block_ends[:-1], ((1, 0), (0, 0)))
+    table = jnp.concatenate([rows.starts[:, None], rows.sizes[:, None], before], axis=1)
+    found = table.at[group].get(mode="clip", wrap_negative_indices=False)
+    return found[:, 0], found[:, 1], found[:, 2:]
 
 
 def _find_group(ends: jax.Array, index: jax.Array) -> jax.Array:

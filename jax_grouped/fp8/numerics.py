@@ -77,11 +77,13 @@ def divide_integers(numerator: int, numerator_exponent: int, x: jax.Array) -> ja
     return clamp_scale(scaled)
 
 
+@jax.jit
 def reciprocal(x: jax.Array) -> jax.Array:
     """Computes `1 / x` for normal numbers from 2^-126 to 2^126; NaN for NaN."""
     return jnp.where(jnp.isnan(x), jnp.nan, _divide(1, 0, x))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), static_argnames="pow2")
 def scale_from_amax(amax: jax.Array, dtype: DTypeLike, epsilon: float, *, pow2: bool) -> jax.Array:
     """Computes `fp8_max / max(amax, epsilon)`, rounded down to a power of two if `pow2`; 1 for a block of zeros."""
     amax = flush(jnp.maximum(amax, jnp.float32(epsilon)))
@@ -119,6 +121,7 @@ def stored_scale(scale_inv: jax.Array) -> jax.Array:
     return _power_of_two(jnp.maximum(exponent, 1) - _BIAS)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def cast(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the bytes of `x * scale` in FP8, clipped to the type's range; NaN where either is not finite."""
     limit = FP8_MAX[jnp.dtype(dtype)]

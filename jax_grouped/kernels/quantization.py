@@ -13,11 +13,12 @@ from jax_grouped.core.groups import (
     FP8_ALIGNMENT,
     GroupRows,
     Groups,
-    GroupTable,
     RowPositions,
+    block_positions,
     group_rows,
     max_row_blocks,
     round_up,
+    row_positions,
 )
 from jax_grouped.core.values import vary_alike
 from jax_grouped.fp8 import numerics
@@ -199,7 +200,7 @@ def quantize_xla(
         if spec.inner_products:
             assert activation_input is not None
             assert spec.activation is not None
-            rows = GroupTable(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0])).rows(x.shape[0])
+            rows = row_positions(group_rows(group_sizes, group_offset, spec.num_groups, x.shape[0]), x.shape[0])
             products = activate_xla(activation_input.astype(jnp.float32), spec.activation) * x.astype(jnp.float32)
             sums = jnp.sum(_block_features(products, BLOCK), axis=2)
             made["inner_products"] = jnp.where(rows.valid[:, None], sums, 0)
@@ -323,8 +324,8 @@ class _Tokens:
     """Quantizer of ragged tokens `[T, C]`."""
 
     def __init__(self, values: jax.Array, rows: GroupRows):
-        self._table = GroupTable(rows)
-        self._positions = self._table.rows(values.shape[0])
+        self._rows = rows
+        self._positions = row_positions(rows, values.shape[0])
         self._valid = self._positions.valid[:, None]
         self._values = jnp.where(self._valid, values, 0)
         self._num_groups = rows.sizes.shape[0]
@@ -337,7 +338,7 @@ class _Tokens:
     def copy(self, scaling: _Scaling, layout: QuantizedLayout) -> tuple[jax.Array, jax.Array]:
         """Returns the bytes and the inverse scales of one orientation."""
         chunks = (
-            self._table.row_blocks(FP8_ALIGNMENT, layout.row_blocks(FP8_ALIGNMENT))
+            block_positions(self._rows, FP8_ALIGNMENT, layout.row_blocks(FP8_ALIGNMENT))
             if layout.columnwise
             else self._positions
         )
@@ -432,7 +433,7 @@ def dequantize_xla(
     if layout.stack_rows is not None:
         return _dequantize_stack(data, scale_inv, layout).reshape(layout.tokens, layout.features).astype(out_dtype)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset
-    positions = GroupTable(group_rows(group_sizes, offset, layout.num_groups, layout.tokens)).rows(layout.tokens)
+    positions = row_positions(group_rows(group_sizes, offset, layout.num_groups, layout.tokens), layout.tokens)
     if layout.columnwise:
         data = _take(data.reshape(-1, FP8_ALIGNMENT), *layout.column_data(positions))
         where = layout.column_scales(positions)

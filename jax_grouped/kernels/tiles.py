@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_grouped.core.groups import group_rows
+from jax_grouped.core.groups import group_rows, quotient
 
 #: Rows of a tile of products that are the same for any number of rows.
 _INVARIANT_HEIGHT = 16
@@ -39,19 +39,20 @@ def multiply_tiles(
         height = padding = _INVARIANT_HEIGHT
         a = jnp.pad(a, [(0, padding), (0, 0)])
     starts, sizes = group_rows(group_sizes, group_offset, num_groups, capacity)
-    counts = (sizes + height - 1) // height
+    counts = quotient(sizes + (height - 1), height)
     ends = jnp.cumsum(counts)
+    # Of each group: what to add to a tile's first row, counted from its first tile on, and the row after the last.
+    bounds = jnp.stack([starts - (ends - counts) * height, starts + sizes], axis=1)
 
     def find_rows(tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the tile's group, the first row to read, and a mask (`bool[height, 1]`) of the tile's own rows."""
         group = jnp.sum(ends <= tile, dtype=jnp.int32)
-        size = sizes[group]
-        tiles_before = ends[group] - counts[group]
-        first = starts[group] + (tile - tiles_before) * height
+        shift, end = element(bounds, group)
+        first = shift + tile * height
         # The last tile may reach past the array. It then reads earlier rows too, and masks them.
         start = jnp.minimum(first, capacity + padding - height)
         row = start + jnp.arange(height, dtype=jnp.int32)
-        mask = (row >= first) & (row < starts[group] + size)
+        mask = (row >= first) & (row < end)
         return group, start, mask[:, None]
 
     contract = {"fprop": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}[product]
@@ -61,15 +62,17 @@ def multiply_tiles(
             lhs, rhs, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
 
+    def element(array: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
+
     def rows(array: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(array, start, height)
+        return jax.lax.dynamic_slice_in_dim(array, start, height, allow_negative_indices=False)
 
     def write_rows(tile: jax.Array, result: jax.Array) -> jax.Array:
         group, start, mask = find_rows(tile)
-        tile_rows = dot(rows(a, start), b[group].astype(a.dtype)).astype(result.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(
-            result, jnp.where(mask, tile_rows, rows(result, start)), start, axis=0
-        )
+        tile_rows = dot(rows(a, start), element(b, group).astype(a.dtype)).astype(result.dtype)
+        new = jnp.where(mask, tile_rows, rows(result, start))
+        return jax.lax.dynamic_update_slice_in_dim(result, new, start, axis=0, allow_negative_indices=False)
 
     def add_kernel(tile: jax.Array, result: jax.Array) -> jax.Array:
         group, start, mask = find_rows(tile)
