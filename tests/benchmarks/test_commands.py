@@ -26,12 +26,11 @@ SMALL = dataclasses.replace(LAYERS["dsv3"], num_groups=4, tokens=32, K=128, N=25
 TINY = Model(64, 4, 2, 16, 4, 2, 32, vocabulary=96, layers=1, sequence=32, sequences=2, microbatches=2)
 
 
-@pytest.mark.parametrize("variant", ["bf16", "block"])
-def test_a_step_on_two_devices_is_that_of_one(variant: str) -> None:
+def test_a_step_on_two_devices_is_that_of_one() -> None:
     need_devices(2)
     twice = dataclasses.replace(SMALL, num_groups=2 * SMALL.num_groups, tokens=2 * SMALL.tokens)
-    results = layer(SMALL, RECIPES[variant], 2, None).results()
-    for got, wanted in zip(results, layer(twice, RECIPES[variant], 1, None).results(), strict=True):
+    results = layer(SMALL, RECIPES["bf16"], 2, None).results()
+    for got, wanted in zip(results, layer(twice, RECIPES["bf16"], 1, None).results(), strict=True):
         got, wanted = (np.asarray(array, np.float32) for array in (got, wanted))
         assert np.linalg.norm(got - wanted) < 0.03 * np.linalg.norm(wanted)
 
@@ -58,16 +57,10 @@ def test_weak_scaling_is_measured_written_printed_and_drawn(monkeypatch: Any, tm
     assert exchange(SMALL, 2).results()[0].shape == (4, SMALL.tokens, SMALL.K)
 
 
-def losses(variant: str) -> list[float]:
-    take_step, _ = our_model.training(TINY, variant)
-    return [float(take_step()) for _ in range(3)]
-
-
-def test_steps_learn_and_share_quantized_or_converted_weights() -> None:
-    bf16, delayed = (losses(name) for name in ("bf16 cached", "delayed cached, projections"))
-    assert bf16[2] < bf16[1] < bf16[0]
-    assert delayed[2] < delayed[1] < delayed[0]
-    assert delayed == pytest.approx(bf16, rel=0.02)  # Projections in FP8 begin with other numbers.
+def test_steps_learn_and_share_quantized_weights() -> None:
+    take_step, _ = our_model.training(TINY, "delayed cached, projections")
+    first, second, third = (float(take_step()) for _ in range(3))
+    assert third < second < first
 
 
 def test_operations_are_six_per_parameter_that_a_token_uses_and_those_of_attention() -> None:

@@ -25,12 +25,12 @@ FOLDER = Path(command.__file__).parent
 #: Options that leave a few cases of suites, and between them measure every operation and the variants of this library.
 FEW = {
     "bf16_ragged_dot": "--ops fprop backward --skews tail --variants jax_grouped jax.lax.ragged_dot",
-    "fp8_products": "--shapes qwen3 --skews lognormal --ops fprop dgrad wgrad 'wgrad f32'",
+    "fp8_products": "--shapes qwen3 --skews lognormal --ops fprop dgrad 'wgrad f32'",
     "quantize": "--shapes small --skews equal",
     "step": "--shapes qwen3 --skews tail --kernels bfloat16 --variants bf16 'current cached' delayed",
     "step_accumulating": "--shapes qwen3 --variants bf16 block",
     "step_mlp": "--shapes qwen3 --skews tail --kernels float32 --variants bf16 'block cached'",
-    "layer": "--shapes 'qwen3 layer' --variants 'delayed cached'",
+    "layer": "--shapes 'qwen3 layer' --ops 'moe experts' --variants 'delayed cached'",
     "options": "--shapes 'qwen3 layer' --ops moe --variants 'bf16 replayed' 'block invariant'",
     "decode": "--shapes 'decode 1' --variants bf16",
     "memory": "--shapes qwen3",

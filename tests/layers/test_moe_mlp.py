@@ -95,7 +95,7 @@ SHARED = ("shared_gate_up", "shared_down")
 
 
 def test_the_shared_expert_of_a_layer_is_a_network_of_its_own(backend: str) -> None:
-    options = OPTIONS | dict(recipe=BLOCK, shared_features=2 * F)
+    options = OPTIONS | dict(shared_features=2 * F)
     layer, model = jg.linen.MoEMlp(**options), jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(3))
     variables = jg.nnx.linen_variables(model)
 
@@ -104,9 +104,9 @@ def test_the_shared_expert_of_a_layer_is_a_network_of_its_own(backend: str) -> N
 
     def in_parts(params: Any) -> jax.Array:
         kernels = (params[name]["kernel"].reshape(1, K if "up" in name else 2 * F, -1) for name in SHARED)
-        shared = jg.moe.grouped_mlp(x(), *kernels, jnp.array([TOKENS]), recipe=BLOCK)
+        shared = jg.moe.grouped_mlp(x(), *kernels, jnp.array([TOKENS]))
         own = {name: part for name, part in params.items() if name not in SHARED}
-        return jnp.sum(jnp.sin(jg.linen.MoEMlp(**OPTIONS, recipe=BLOCK).apply({"params": own}, x(), shared=shared)[0]))
+        return jnp.sum(jnp.sin(jg.linen.MoEMlp(**OPTIONS).apply({"params": own}, x(), shared=shared)[0]))
 
     got = jax.jit(jax.value_and_grad(whole))(variables["params"])
     from_nnx = nnx.jit(lambda model: jnp.sum(jnp.sin(model(x())[0])))(model)

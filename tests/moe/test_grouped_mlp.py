@@ -103,7 +103,7 @@ def test_result_gradients_and_states_are_those_of_the_parts(backend: str) -> Non
         ("delayed", "relu_squared"),
         ("block", GPT_OSS),
     ]
-    for name, activation in some(backend, cases, 0, 3):
+    for name, activation in some(backend, cases, 1, 2):
         # In float32 nothing is rounded between the parts, so quantization sees the same numbers but for the
         # activation's last bit.
         recipe = RECIPES[name]

@@ -126,12 +126,12 @@ def test_layers_adapt_all_kernels_of_experts_and_leave_the_others_alone(kind: st
     options: Any = dict(num_experts=E, hidden_features=F, router=ROUTER, shared_features=16)
     x = arrays()["x"]
     layer = jg.linen.MoEMlp(**options, lora=config)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     params = dict(variables["params"])
     for name, factors in variables["lora"].items():
         a, b = factors["lora_a"], 1.5 * factors["lora_b"]
         params[name] = dict(kernel=jg.Lora(a, b).merge(params[name]["kernel"]))
-    expected = jg.linen.MoEMlp(**options).apply({"params": params}, x)[0]
+    expected = jax.jit(jg.linen.MoEMlp(**options).apply)({"params": params}, x)[0]
     if kind == "nnx":
         nnx_layer = jg.nnx.MoEMlp(K, **options, lora=config, rngs=nnx.Rngs(1))
         jg.nnx.load_variables(nnx_layer, variables)
@@ -140,11 +140,11 @@ def test_layers_adapt_all_kernels_of_experts_and_leave_the_others_alone(kind: st
         def loss(layer: Any) -> jax.Array:
             return jnp.sum(layer(x)[0])
 
-        gradients = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(nnx_layer)
+        gradients = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)))(nnx_layer)
         assert {*nnx.to_pure_dict(gradients)} == {*variables["lora"]}
-        got = nnx_layer(x)[0]
+        got = nnx.jit(lambda layer: layer(x)[0])(nnx_layer)
     else:
-        got = layer.apply(variables, x)[0]
+        got = jax.jit(layer.apply)(variables, x)[0]
         with pytest.raises(ValueError, match=r"^lora needs the collection lora, which init makes"):
             layer.apply({"params": variables["params"]}, x)
 

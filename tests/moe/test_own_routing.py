@@ -117,7 +117,7 @@ def test_a_forced_choice_has_the_bits_of_a_free_one(backend: str, recipe: Any) -
     ("form", "router", "recipe"),
     [
         ("logits", Router(TOP_K, balance_sequences=True), None),
-        ("logits", Router(TOP_K, capacity_factor=1.0), BLOCK),
+        ("logits", Router(TOP_K, capacity_factor=1.0), None),
         ("routing", Router(TOP_K), jg.Float8CurrentScaling()),
         ("input weights", Router(1, normalize=False, weights_on="input", softcap=2.0), None),
     ],
@@ -181,7 +181,7 @@ def test_sequences_without_tokens_have_no_balance_loss() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["linen", "nnx"])
-def test_layers_take_routers_masks_and_choices(flavor: str) -> None:
+def test_layers_take_routers_masks_and_choices(backend: str, flavor: str) -> None:
     given = arrays()
     options: Any = dict(num_experts=E, hidden_features=F, shared_features=F, use_shared_gate=True, sow_metrics=True)
     x = given["x"].reshape(4, T // 4, K)
@@ -230,10 +230,11 @@ def test_layers_take_routers_masks_and_choices(flavor: str) -> None:
     assert not y[~mask].any()
     assert metrics.experts is None
 
-    # The choice that was sown, forced in another pass, gives the same bits.
+    # The choice that was sown, forced in another pass, gives the same bits; on CPUs, where programs round differently,
+    # the same numbers.
     (recorded,) = (leaf for leaf in jax.tree.leaves(sown) if leaf.shape == (T, TOP_K))
     forced = jax.jit(lambda params: call(params, poisoned, mask=mask, experts=recorded.reshape(4, -1, TOP_K))[0][0])
-    np.testing.assert_array_equal(forced(params), y)
+    np.testing.assert_allclose(forced(params), y, rtol=0, atol=0 if backend == "cuda" else 1e-6)
 
     # A router of one's own, as a function, as its logits and as a routing.
     params, call = build(Router(TOP_K, score="sigmoid", use_kernel=False))

@@ -36,7 +36,8 @@ def test_bits_of_a_token_do_not_depend_on_the_others(backend: str, recipe: Any) 
     with jg.config.override(batch_invariant=True):
         expected = result_and_gradient(x, dy, logits)
         order = rng.permutation(T)
-        for rows in (slice(0, 1), slice(3, 10), slice(100, 200), order):
+        # A GPU has kernels for few rows; plain JAX has one loop for all.
+        for rows in [slice(0, 1), slice(3, 10)] * (backend == "cuda") + [slice(100, 200), order]:
             got = result_and_gradient(x[rows], dy[rows], logits[rows])
             for name, one, other in zip(("y", "dx"), got, expected, strict=True):
                 np.testing.assert_array_equal(one, other[rows], err_msg=f"{name} of {rows}")

@@ -12,7 +12,7 @@ import jax_grouped as jg
 from tests import oracle
 from tests.meshes import make_mesh, typed_mesh
 from tests.parallel import programs
-from tests.parallel.programs import BLOCK, DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, by_name
+from tests.parallel.programs import DELAYED, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, by_name
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,6 @@ IN_FP8 = dict(use_bias=False)
         ("shard_map", "linen", dict(fsdp=2, expert=2), dict(remat=True)),
         ("auto", "nnx", dict(fsdp=2, expert=2, feature=2), dict(remat=True)),
         ("explicit", "linen", dict(expert=2, stored_features=2), {}),
-        ("shard_map", "linen", dict(expert=4), IN_FP8 | dict(recipe=BLOCK)),
         ("explicit", "nnx", dict(data=2, expert=2, feature=2), IN_FP8 | dict(recipe=DELAYED)),
     ],
     ids=str,
