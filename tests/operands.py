@@ -2,10 +2,17 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.shapes import Shape, group_ends
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> jax.Array:
+    """Draws standard normal numbers with NumPy: JAX would compile a program for each shape."""
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32).astype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped.adapters.megablox import gmm
+from tests.operands import normal
 from tests.oracle import assert_trees_close
 from tests.refusals import assert_refused
 
@@ -21,9 +22,8 @@ theirs = functools.partial(megablox.gmm, tiling=(16, 16, 16), interpret=True)
 
 
 def operands(groups: int, *, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
-    keys = jax.random.split(jax.random.key(groups), 2)
     shape = (groups, N, K) if transposed else (groups, K, N)
-    return jax.random.normal(keys[0], (T, K)), jax.random.normal(keys[1], shape)
+    return normal(0, (T, K)), normal(1, shape)
 
 
 def test_products_of_transposed_matrices_and_gradients_are_those_of_megablox() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_grouped as jg
+from tests.operands import normal
 from tests.oracle import assert_trees_close
 
 qwix = pytest.importorskip("qwix", reason="needs the extra adapters: qwix")
@@ -38,7 +39,7 @@ class Experts(nn.Module):
 
 @functools.cache
 def inputs() -> tuple[Any, jax.Array]:
-    x = jax.random.normal(jax.random.key(0), (T, K))
+    x = normal(0, (T, K))
     return Experts().init(jax.random.key(1), x)["params"], x
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import jax_grouped as jg
 from jax_grouped.adapters.tokamax import ragged_dot
+from tests.operands import normal
 from tests.oracle import assert_trees_close
 
 tokamax = pytest.importorskip("tokamax", reason="needs the extra adapters: tokamax")
@@ -36,8 +37,7 @@ FORMS = {
 
 def operands(form: str) -> tuple[jax.Array, jax.Array, jax.lax.RaggedDotDimensionNumbers]:
     lhs, rhs, dimension_numbers = FORMS[form]
-    keys = jax.random.split(jax.random.key(len(rhs)), 2)
-    return jax.random.normal(keys[0], lhs), jax.random.normal(keys[1], rhs), dimension_numbers
+    return normal(0, lhs), normal(1, rhs), dimension_numbers
 
 
 def results(implementation: Any, form: str, activation: Callable[..., Any] | None = None) -> Any:

@@ -138,7 +138,8 @@ def test_a_run_that_ends_at_once_leaves_what_was_saved_before(
     left = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert left[0] == "4"
     assert len(left) == 2, "the checkpoint of step 8 lies there under another name"
-    resume(folder, 4, finished[0])
+    if signals == [signal.SIGKILL]:  # What is left has the same form in all cases.
+        resume(folder, 4, finished[0])
 
 
 def test_a_folder_has_one_process_at_a_time(finished_copy: Path, text_file: Path) -> None:

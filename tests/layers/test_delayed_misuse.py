@@ -14,6 +14,7 @@ from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
 import jax_grouped as jg
+from tests.operands import normal
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ NAMES_THE_CAUSE = "fp8_state must be replaced by its gradient"
 
 
 def tokens() -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (32, 16))
+    return normal(0, (32, 16))
 
 
 @functools.cache

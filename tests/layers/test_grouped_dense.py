@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests.layers.pure import SIZES, E, K, N, T, filled, layer, tokens
+from tests.operands import normal
 from tests.ops.quantize_cases import assert_same_trees
 
 DELAYED, BLOCK = jg.DelayedScaling(amax_history_len=2), jg.Float8BlockScaling()
@@ -84,7 +85,7 @@ def test_both_apis_are_the_same_program() -> None:
 def test_halves_and_accumulation_give_the_gradients_of_a_call(recipe: jg.Recipe | None) -> None:
     linen = jg.linen.GroupedDense(N, E, recipe=recipe)
     model = jg.nnx.GroupedDense(K, N, E, recipe=recipe, rngs=nnx.Rngs(0))
-    x, dy = jnp.nan_to_num(tokens()), jax.random.normal(jax.random.key(1), (T, N))
+    x, dy = jnp.nan_to_num(tokens()), normal(1, (T, N))
     variables = {"params": nnx.to_pure_dict(nnx.state(model))}
     into = jnp.full((E, K, N), 2.0)
 
@@ -182,7 +183,7 @@ def test_only_delayed_scaling_has_variables_beside_parameters() -> None:
 
 
 def targets(x: jax.Array) -> jax.Array:
-    return jg.ragged_dot(x, jax.random.normal(jax.random.key(2), (E, K, N)), SIZES)
+    return jg.ragged_dot(x, normal(2, (E, K, N)), SIZES)
 
 
 def test_a_plain_train_state_replaces_delayed_scalings_variables(backend: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jax_grouped as jg
+from tests.operands import normal
 
 TOKENS, K, F, E = 48, 128, 64, 4
 SIZES = jnp.array([20, 0, 17, 11], jnp.int32)
@@ -19,11 +20,11 @@ MOE = dict(num_experts=E, router=jg.moe.Router(2), hidden_features=F, use_bias=T
 
 
 def tokens() -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (TOKENS, K), jnp.bfloat16)
+    return normal(0, (TOKENS, K), jnp.bfloat16)
 
 
 def kernel() -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (E, K, F), jnp.bfloat16)
+    return normal(1, (E, K, F), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_layers_give_the_same_numbers(backend: str, name: str, recipe: jg.Recipe
 
 def test_kernels_take_half_the_memory_of_bfloat16_and_come_back_from_a_checkpoint(tmp_path: Any) -> None:
     layer = jg.linen.GroupedDense(512, E, recipe=BLOCK, cache_kernel=True)
-    x = jax.random.normal(jax.random.key(0), (TOKENS, 512))
+    x = normal(0, (TOKENS, 512))
     in_fp8 = jg.linen.quantize_for_inference(jax.jit(layer.init)(jax.random.key(2), x, SIZES), BLOCK)
 
     with ocp.StandardCheckpointer() as checkpointer:

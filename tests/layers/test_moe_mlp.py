@@ -20,6 +20,7 @@ from tests import oracle, quantize_oracle
 from tests.activations import GPT_OSS
 from tests.exports import exported
 from tests.meshes import data_mesh, make_mesh
+from tests.operands import normal
 from tests.parallel import programs
 
 pytestmark = pytest.mark.slow
@@ -35,14 +36,14 @@ Params = dict[str, dict[str, jax.Array]]
 @functools.cache
 def x() -> jax.Array:
     with jax.ensure_compile_time_eval():  # The first call may be inside of a transformation.
-        return jax.random.normal(jax.random.key(0), (TOKENS, K))
+        return normal(0, (TOKENS, K))
 
 
 @functools.cache
 def params() -> Params:
     """Returns the parameters of all layers here. Biases are not zero: zeros would hide their use."""
     whole = jax.jit(jg.linen.MoEMlp(**OPTIONS).init)(jax.random.key(1), x())["params"]
-    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), whole)
+    return jax.tree.map(lambda p: p + 0.1 * normal(2, p.shape), whole)
 
 
 def zeros(shapes: Any) -> Any:

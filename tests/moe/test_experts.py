@@ -16,6 +16,7 @@ from jax_grouped.kernels import primitive
 from jax_grouped.kernels.activations import Activation, is_gated
 from tests import oracle
 from tests.activations import by_jax
+from tests.operands import normal
 from tests.ops.quantize_cases import ACTIVATIONS, some
 from tests.programs import custom_calls, lowered, products, struct, types
 
@@ -38,10 +39,9 @@ Layer = Callable[..., jax.Array]
 def arrays() -> dict[str, jax.Array]:
     shapes = [(T, K), (T, E), (E, K, 2 * F), (E, 2 * F), (E, F, K), (E, K)]
     with jax.ensure_compile_time_eval():  # The first call may be inside of a transformation.
-        keys = jax.random.split(jax.random.key(0), len(NAMES) + 1)
-        made = {name: jax.random.normal(key, shape) for name, key, shape in zip(NAMES, keys[:-1], shapes, strict=True)}
+        made = {name: normal(seed, shape) for seed, (name, shape) in enumerate(zip(NAMES, shapes, strict=True))}
         made["gate_up"], made["down"] = made["gate_up"] * K**-0.5, made["down"] * F**-0.5
-        return made | {"dy": jax.random.normal(keys[-1], (T, K))}
+        return made | {"dy": normal(len(NAMES), (T, K))}
 
 
 def weights(arrays: dict[str, Any], states: Any = (None, None)) -> list[moe.Weights]:

@@ -16,6 +16,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.rows import activate
 from tests import oracle
 from tests.activations import GPT_OSS
+from tests.operands import normal
 from tests.ops.quantize_cases import some
 from tests.refusals import assert_refused
 from tests.states import NAMES, fp8_state
@@ -39,19 +40,14 @@ Arrays = dict[str, jax.Array]
 def arrays(dtype: str = "float32", activation: Activation = "swiglu") -> Arrays:
     """Returns tokens with NaN in the tail, and weights; those of the second expert are a hundred times as large."""
     features = 2 * F if is_gated(activation) else F
-    keys = jax.random.split(jax.random.key(0), 6)
     magnitude = jnp.array([1.0, 1.0, 100.0, 1.0])[:, None]
-
-    def normal(key: jax.Array, *shape: int) -> jax.Array:
-        return jax.random.normal(key, shape)
-
-    x, dy = normal(keys[0], T, K).at[SIZES.sum() :].set(jnp.nan), normal(keys[5], T, N)
+    x, dy = normal(0, (T, K)).at[SIZES.sum() :].set(jnp.nan), normal(5, (T, N))
     return {
         "x": x.astype(dtype),
-        "gate_up": normal(keys[1], E, K, features) * K**-0.5 * magnitude[..., None],
-        "gate_up_bias": normal(keys[2], E, features) * magnitude,
-        "down": normal(keys[3], E, F, N) * F**-0.5,
-        "down_bias": normal(keys[4], E, N),
+        "gate_up": normal(1, (E, K, features)) * K**-0.5 * magnitude[..., None],
+        "gate_up_bias": normal(2, (E, features)) * magnitude,
+        "down": normal(3, (E, F, N)) * F**-0.5,
+        "down_bias": normal(4, (E, N)),
         "dy": dy.astype(dtype),
     }
 

@@ -20,6 +20,7 @@ import jax_grouped as jg
 from jax_grouped.moe.architectures import ARCHITECTURES, MISSING
 from tests.activations import GPT_OSS
 from tests.meshes import make_mesh
+from tests.operands import normal
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH = 32, 24, 8, 3, 2, 10
 SIZES = dict(hidden_size=FEATURES, num_experts_per_tok=TOP_K)
@@ -250,7 +251,7 @@ def test_experts_in_fp8_are_written_as_they_are_and_read_back(per_expert: bool) 
     )
     recipe = jg.Float8BlockScaling(pow2_scales=True)
     layer = jg.linen.MoEMlp(**jg.moe.huggingface_options(config), recipe=recipe, cache_kernel=True)
-    x = jax.random.normal(jax.random.key(0), (4, 192))
+    x = normal(0, (4, 192))
     variables = jax.jit(layer.init)(jax.random.key(1), x)
     in_fp8 = jg.linen.quantize_for_inference(variables, recipe)
 
@@ -442,7 +443,7 @@ def test_caches_follow_the_kernels_that_are_loaded() -> None:
     cached, plain = (
         jg.nnx.MoEMlp(FEATURES, **options, cache_kernel=caches, rngs=nnx.Rngs(caches)) for caches in (True, False)
     )
-    x = jax.random.normal(jax.random.key(0), (16, FEATURES))
+    x = normal(0, (16, FEATURES))
 
     jg.nnx.load_variables(cached, jg.nnx.linen_variables(plain))
 

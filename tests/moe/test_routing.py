@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_grouped.moe import Router, routing
 from jax_grouped.moe.routing import Routing
 from tests.meshes import make_mesh
+from tests.operands import normal
 from tests.refusals import assert_refused
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def test_the_balance_loss_of_sequences_is_the_mean_of_their_losses() -> None:
         got = routing.top_k_routing(logits, ROUTER)
         return routing.load_balancing_loss(got, axis_name=axis_name, **options)
 
-    logits = jax.random.normal(jax.random.key(0), (24, EXPERTS))
+    logits = normal(0, (24, EXPERTS))
     parts = logits.reshape(4, 6, EXPERTS)
 
     got, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, num_sequences=4)))(logits)
@@ -214,7 +215,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
-    logits = 3 * jax.random.normal(jax.random.key(0), (8, 5))
+    logits = 3 * normal(0, (8, 5))
 
     loss, gradient = jax.value_and_grad(routing.router_z_loss)(logits)
 
@@ -258,9 +259,8 @@ def test_loads_of_any_integer_type() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_of_a_linear_router(dtype: str) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, kernel = jax.random.normal(keys[0], (40, 24)).astype(dtype), jax.random.normal(keys[1], (24, 6))
-    dlogits = jax.random.normal(keys[2], (40, 6))
+    x, kernel = normal(0, (40, 24)).astype(dtype), normal(1, (24, 6))
+    dlogits = normal(2, (40, 6))
 
     with jax.default_matmul_precision("highest"):  # A GPU would round float32.
         logits, pull_back = jax.vjp(routing.router_logits, x, kernel)

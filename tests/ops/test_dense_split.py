@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from tests.operands import normal
 from tests.ops.dense_cases import BLOCK, CURRENT, DELAYED, SHAPE, SIZES, assert_close, operands, some_state
 from tests.ops.quantize_cases import assert_same_trees, some
 from tests.programs import custom_calls, lowered, products, struct
@@ -56,7 +57,7 @@ def test_the_halves_are_the_whole_bit_for_bit_and_add_to_an_accumulator(backend:
             dy = dy.astype(change.get("preferred", dy.dtype))
             options = dict(preferred_element_type=change.get("preferred"), group_offset=change.get("group_offset"))
             at = dict(x=x, kernel=kernel, bias=bias, fp8_state=some_state() if name == "delayed" else None)
-            accumulator = jax.random.normal(jax.random.key(0), kernel.shape).astype(kernel.dtype)
+            accumulator = normal(0, kernel.shape).astype(kernel.dtype)
 
             (got, in_float32), expected = (
                 jax.jit(functools.partial(function, RECIPES[name], **options))(dy, accumulator, at)
@@ -102,7 +103,7 @@ def test_a_bias_may_be_a_list() -> None:
 @pytest.mark.parametrize("recipe", [None, BLOCK], ids=["none", "block"])
 def test_sums_may_lie_elsewhere_than_their_accumulators(backend: str, recipe: Any) -> None:
     # Results of a loop are parts of an array, which the accumulators are not.
-    accumulators = jax.random.normal(jax.random.key(0), (2, *KERNEL.shape))
+    accumulators = normal(0, (2, *KERNEL.shape))
     x, kernel, _, dy = (jnp.asarray(array) for array in operands())
     add = functools.partial(add_gradient, recipe, kernel, x, dy)
     sums = jax.jit(lambda accumulators: jax.lax.map(add, accumulators))(accumulators)

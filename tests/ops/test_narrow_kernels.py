@@ -15,6 +15,7 @@ import jax_grouped as jg
 from jax_grouped.kernels import product as implementation
 from jax_grouped.kernels.product import NARROW_TYPES
 from tests import oracle
+from tests.operands import normal
 from tests.ops.quantize_cases import some
 from tests.programs import lowered, struct
 
@@ -23,11 +24,11 @@ E, T, K, N = 6, 37, 32, 24
 
 
 def tokens(dtype: DTypeLike = jnp.bfloat16, features: int = K) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (T, features), dtype)
+    return normal(0, (T, features), dtype)
 
 
 def kernel(dtype: DTypeLike, shape: tuple[int, ...] = (E, K, N)) -> jax.Array:
-    numbers = 3 * jax.random.normal(jax.random.key(1), shape)
+    numbers = 3 * normal(1, shape)
     return (jnp.abs(numbers) if jnp.issubdtype(dtype, jnp.unsignedinteger) else numbers).astype(dtype)
 
 

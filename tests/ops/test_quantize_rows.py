@@ -18,6 +18,7 @@ from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import oracle, quantize_oracle
+from tests.operands import normal
 from tests.ops.quantize_cases import ACTIVATIONS, INPUT_TYPES, as_bytes, assert_quantized, some
 
 TOKENS, FEATURES = 90, 144
@@ -27,7 +28,7 @@ MODES = [ScalingMode.TENSOR, ScalingMode.BLOCK_1D, ScalingMode.MX]
 
 def tokens(dtype: str = "bfloat16") -> jax.Array:
     """Returns tokens with numbers that are not finite in one of them."""
-    return jax.random.normal(jax.random.key(0), (TOKENS, FEATURES)).at[7, ::3].set(jnp.inf).astype(dtype)
+    return normal(0, (TOKENS, FEATURES)).at[7, ::3].set(jnp.inf).astype(dtype)
 
 
 def row_indices() -> jax.Array:
@@ -65,7 +66,7 @@ def test_many_rows_and_many_tokens(backend: str) -> None:
     # On a GPU, more rows than a launch takes, and slabs of one tile of columns and of two, the last of which has one.
     shapes = [(TOKENS, 40_000, FEATURES), (9000, 18_000, 272), (4000, 8000, 272)]
     for count, rows, features in shapes if backend == "cuda" else [(TOKENS, 700, 272)]:
-        x = jax.random.normal(jax.random.key(count), (count, features), jnp.bfloat16)
+        x = normal(count, (count, features), jnp.bfloat16)
         indices = jax.random.randint(jax.random.key(1), (rows,), 0, count)
         sizes = jnp.array([rows // 2, 0, rows // 2 - 50])
         for mode in some(backend, MODES, 1):
@@ -229,7 +230,7 @@ def test_vmap_is_a_call_for_each_element(backend: str) -> None:
 def test_weights_multiply_the_activation_or_its_gradient(backend: str) -> None:
     # Powers of two, so that a product by a weight is exact wherever it is taken.
     weights = jnp.where(jnp.arange(200) < 160, 2.0 ** (jnp.arange(200) % 5 - 2), 0)
-    x, wide_dy = jax.random.normal(jax.random.key(2), (2, 200, 2 * FEATURES))
+    x, wide_dy = normal(2, (2, 200, 2 * FEATURES))
     for activation, backward in some(backend, itertools.product(ACTIVATIONS, [False, True]), 1, count=3):
         dy = wide_dy[:, :FEATURES] if is_gated(activation) else wide_dy
         spec = tensor_spec(columnwise=True, dbias=True, activation=activation)
@@ -254,13 +255,12 @@ def test_weights_multiply_the_activation_or_its_gradient(backend: str) -> None:
 def test_inner_products(backend: str) -> None:
     forms = itertools.product(ACTIVATIONS, (256, 336, 48), ("bfloat16", "float32"), MODES)
     for activation, features, dtype, mode in some(backend, forms, 7, count=2):
-        keys = jax.random.split(jax.random.key(4), 3)
-        hidden = jax.random.normal(keys[0], (200, 2 * features if is_gated(activation) else features)).astype(dtype)
-        dy = jax.random.normal(keys[1], (200, features)).astype(dtype)
+        hidden = normal(4, (200, 2 * features if is_gated(activation) else features)).astype(dtype)
+        dy = normal(5, (200, features)).astype(dtype)
         terms = quantize_oracle.activation(activation, np.asarray(hidden)) * np.asarray(dy, np.float64)
         expected = np.where(np.arange(200) < SIZES.sum(), terms.sum(axis=1), 0)
 
-        weights = jax.random.normal(keys[2], (200,))
+        weights = normal(6, (200,))
         (got,) = inner_products(dy, SIZES, hidden, activation, mode, row_weights=weights)
 
         bound = 1e-5 * np.abs(terms).sum(axis=1).max()

@@ -14,6 +14,7 @@ from jax_grouped import ScalingMode
 from tests import quantize_oracle
 from tests.exports import exported
 from tests.meshes import data_mesh
+from tests.operands import normal
 from tests.ops.quantize_cases import MODES, assert_same_trees, some
 from tests.programs import custom_calls, lowered, struct, types
 
@@ -23,12 +24,12 @@ BLOCK, CURRENT, MX = jg.Float8BlockScaling(), jg.Float8CurrentScaling(), jg.MXFP
 
 
 def tokens(seed: int = 0) -> jax.Array:
-    x = jax.random.normal(jax.random.key(seed), (TOKENS, FEATURES))
+    x = normal(seed, (TOKENS, FEATURES))
     return x.at[int(SIZES.sum()) :].set(jnp.nan).at[-1].set(jnp.finfo(x.dtype).max)
 
 
 def kernels(seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (4, 32, 48))
+    return normal(seed, (4, 32, 48))
 
 
 def quantize(x: jax.Array, sizes: jax.Array = SIZES, mode: ScalingMode = ScalingMode.BLOCK_1D) -> jg.GroupedQuantized:

@@ -18,6 +18,7 @@ from jax_grouped.kernels import quantization
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_tokens, quantize_with_activation
+from tests.operands import normal
 from tests.ops.quantize_cases import ACTIVATIONS, as_bytes, some
 from tests.programs import custom_calls, lowered
 
@@ -49,14 +50,13 @@ def make(
     **options: Any,
 ) -> tuple[Operands, QuantizeSpec]:
     """Returns operands with some numbers that are not finite, and a spec, with scales that are given for `TENSOR`."""
-    keys = jax.random.split(jax.random.key(features), 3)
     wide = 2 * features if is_gated(activation) else features
-    dy = jax.random.normal(keys[0], (rows, features)).at[3:5, ::50].set(jnp.inf).astype(dtype)
-    inputs = jax.random.normal(keys[1], (rows, wide)).at[140, 7].set(jnp.nan).astype(dtype)
+    dy = normal(0, (rows, features)).at[3:5, ::50].set(jnp.inf).astype(dtype)
+    inputs = normal(1, (rows, wide)).at[140, 7].set(jnp.nan).astype(dtype)
     scales: tuple[Any, Any] = (None, None)
     if mode == ScalingMode.TENSOR:
         scales = 2.0 ** (jnp.arange(num_groups) % 5), 3.0 + jnp.arange(num_groups) % 7
-    weights = jax.random.normal(keys[2], (rows,)) if options.pop("weighted", True) else None
+    weights = normal(2, (rows,)) if options.pop("weighted", True) else None
     flags = dict(columnwise=True, inner_products=True, activated=True)
     spec = QuantizeSpec(mode, fp8, num_groups, activation=activation, **flags, **options)
     return Operands(dy, scales[0], inputs, weights, scales[1]), spec

@@ -12,6 +12,7 @@ import pytest
 from jax import export
 
 import jax_grouped as jg
+from tests.operands import normal
 from tests.ops.quantize_cases import some
 from tests.oracle import assert_trees_close
 from tests.programs import custom_calls, lowered, products, struct, types
@@ -37,8 +38,7 @@ class Case:
     einsum: str
 
     def operands(self, seed: int = 0, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-        keys = jax.random.split(jax.random.key(seed))
-        return tuple(jax.random.normal(*pair, dtype) for pair in zip(keys, (self.lhs, self.rhs), strict=True))
+        return normal(seed, self.lhs, dtype), normal(seed + 1, self.rhs, dtype)
 
     def run(self, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
         return jg.ragged_dot_general(lhs, rhs, self.sizes, self.dims, **{"precision": "highest"} | options)

@@ -14,6 +14,7 @@ from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
 from jax_grouped.kernels.rows import activate, activation_grad, permute_rows, sum_rows
 from tests import quantize_oracle
 from tests.activations import GPT_OSS, by_jax
+from tests.operands import normal
 from tests.ops.quantize_cases import ACTIVATIONS, Expected, each_activation, edges_of_clamping, some
 from tests.oracle import assert_trees_close, permutation
 from tests.programs import custom_calls, lowered, struct
@@ -23,12 +24,11 @@ DTYPES = "bfloat16", "float16", "float32"
 
 def arrays(rows: int, features: int, dtype: str, activation: Activation = "swiglu") -> tuple[jax.Array, ...]:
     """Returns the activation's input, the gradient of its weighted result, and the weights of the rows."""
-    keys = jax.random.split(jax.random.key(rows + features), 3)
-    x = 3 * jax.random.normal(keys[0], (rows, 2 * features if is_gated(activation) else features))
+    x = 3 * normal(0, (rows, 2 * features if is_gated(activation) else features))
     return (
         x.astype(dtype),
-        jax.random.normal(keys[1], (rows, features)).astype(dtype),
-        jax.random.uniform(keys[2], (rows,)),
+        normal(1, (rows, features)).astype(dtype),
+        jnp.abs(normal(2, (rows,))),
     )
 
 
@@ -96,7 +96,7 @@ def test_rows_take_the_weights_of_their_pairs(backend: str) -> None:
 
 
 def test_swiglu_without_numbers_is_that_of_the_name() -> None:
-    x = jax.random.normal(jax.random.key(0), (4, 32))
+    x = normal(0, (4, 32))
     np.testing.assert_array_equal(activate(x, SwiGLU()), activate(x, "swiglu"))
 
 
@@ -180,7 +180,7 @@ def test_tokens_are_copied(backend: str) -> None:
     # All pairs have a row, some are dropped, or rows are left.
     forms = itertools.product((8, 264, 2056, 3), (63, 40, 100), ("bfloat16", "float32"))
     for features, rows, dtype in some(backend, forms, 0, count=5):
-        x = jax.random.normal(jax.random.key(features), (21, features)).astype(dtype).at[4].set(jnp.nan)
+        x = normal(features, (21, features)).astype(dtype).at[4].set(jnp.nan)
         order, inverse = permutation(21, 3, rows)
 
         got = permute_rows(x, order, inverse)
@@ -204,7 +204,7 @@ def test_nothing(backend: str) -> None:
 
 def test_copies_under_vmap_and_their_derivatives(backend: str) -> None:
     for rows in some(backend, (13, 26), 0):  # Pairs are dropped, or there is a tail.
-        x = jax.random.normal(jax.random.key(0), (3, 10, 8))
+        x = normal(0, (3, 10, 8))
         orders, inverses = (jnp.stack([array, array[::-1], array]) for array in permutation(10, 2, rows))
         inverses = inverses.at[1].set(jnp.where(inverses[0] < rows, rows - 1 - inverses[0], rows))
         for x_axis, axis in ((0, 0), (0, None), (None, 0)):
@@ -233,15 +233,14 @@ def expected_sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None
 @pytest.mark.parametrize(("features", "choices"), [(8, 1), (264, 3), (2056, 8), (1024, 40), (3, 2)])
 def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int) -> None:
     for weighted, dtype in some(backend, itertools.product((False, True), DTYPES), choices):
-        keys = jax.random.split(jax.random.key(features), 2)
         # Half of the pairs have a row, and one token has none.
         inverse = permutation(21, choices, 21 * choices // 2)[1].at[3].set(-1)
-        rows = jax.random.normal(keys[0], (21 * choices // 2, features)).astype(dtype)
+        rows = normal(0, (21 * choices // 2, features)).astype(dtype)
         # Numbers that are not finite stay in their token and feature.
         rows = rows.at[1, 2].set(jnp.nan).at[7, 0].set(jnp.inf)
         # A weight without a row is not used, whatever it is.
         absent = (inverse < 0) | (inverse >= len(rows))
-        weights = jnp.where(absent, jnp.inf, jax.random.normal(keys[1], inverse.shape)) if weighted else None
+        weights = jnp.where(absent, jnp.inf, normal(1, inverse.shape)) if weighted else None
 
         got = sum_rows(rows, inverse, weights)
 
@@ -255,8 +254,8 @@ def test_rows_of_tokens_are_summed(backend: str, features: int, choices: int) ->
 
 def test_sums_under_vmap_and_their_derivatives(backend: str) -> None:
     for dtype in some(backend, ("bfloat16", "float32"), 0):
-        rows = jax.random.normal(jax.random.key(0), (3, 13, 8)).astype(dtype)
-        weights = jax.random.normal(jax.random.key(1), (3, 10, 2))
+        rows = normal(0, (3, 13, 8)).astype(dtype)
+        weights = normal(1, (3, 10, 2))
         inverse = permutation(10, 2, 13)[1]
         inverses = jnp.stack([inverse, inverse[::-1], jnp.where(inverse < 13, inverse, -1)])
 

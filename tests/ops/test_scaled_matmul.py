@@ -20,7 +20,7 @@ from jax_grouped.fp8.layout import QuantizedLayout
 from jax_grouped.kernels import primitive
 from jax_grouped.kernels.product import GemmSpec, Product, multiply
 from tests import oracle, quantize_oracle
-from tests.operands import random_operands
+from tests.operands import normal, random_operands
 from tests.ops.quantize_cases import some
 from tests.programs import custom_calls, lowered, struct, types
 from tests.refusals import assert_refused
@@ -96,7 +96,7 @@ class Case:
         self.compare(np.asarray(out), oracle.fp8_tolerance(out_dtype))
 
     def check_accumulation(self) -> None:
-        accumulator = jax.random.normal(jax.random.key(0), self.expected.shape)
+        accumulator = normal(0, self.expected.shape)
         self.compare_accumulated(self.multiply(*self.arrays, accumulator), accumulator)
 
     def compare_accumulated(self, out: jax.Array, accumulator: jax.Array) -> None:
@@ -308,7 +308,7 @@ def check_vmap(product: Product, mode: str, shape: shapes.Shape) -> None:
     for case, result in zip(cases, jax.vmap(cases[0].multiply)(*stacked), strict=True):
         case.compare(np.asarray(result), oracle.fp8_tolerance())
     if product == "wgrad":
-        accumulators = jax.random.normal(jax.random.key(0), (2, *cases[0].expected.shape))
+        accumulators = normal(0, (2, *cases[0].expected.shape))
         out = jax.vmap(cases[0].multiply)(*stacked, accumulators)
         for case, got, accumulator in zip(cases, out, accumulators, strict=True):
             case.compare_accumulated(got, accumulator)
@@ -374,9 +374,8 @@ RECIPES = {
 
 def operands() -> tuple[jax.Array, ...]:
     """Returns tokens, kernels and a gradient of the result."""
-    keys = jax.random.split(jax.random.key(0), 3)
     shapes = (T, K), (E, K, N), (T, N)
-    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(normal(seed, shape, jnp.bfloat16) for seed, shape in enumerate(shapes))
 
 
 def quantized(x: jax.Array, recipe: jg.Recipe, dtype: Any = jnp.float8_e4m3fn) -> jg.GroupedQuantized:

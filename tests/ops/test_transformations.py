@@ -16,6 +16,7 @@ from benchmarks import shapes
 from jax_grouped import ScalingMode
 from tests import quantize_oracle
 from tests.meshes import data_mesh
+from tests.operands import normal
 from tests.ops.quantize_cases import MODES, SHAPE, assert_quantized, assert_same_trees, some, tokens
 from tests.oracle import assert_trees_close
 from tests.quantize_oracle import assert_same_bits
@@ -75,9 +76,8 @@ fp8_dense = functools.partial(jg.grouped_dense, group_sizes=SIZES[0], recipe=jg.
 
 @pytest.mark.parametrize(("transform", "layer"), [(jax.checkpoint, fp8_dense), (jax.jit, mlp)], ids=["dense", "mlp"])
 def test_calls_of_one_layer_may_differ_in_what_has_a_gradient(transform: Callable, layer: Callable) -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (TOKENS, IN), jnp.bfloat16)
-    kernels = [jax.random.normal(key, (GROUPS, IN, IN), jnp.bfloat16) for key in keys]
+    x = normal(0, (TOKENS, IN), jnp.bfloat16)
+    kernels = [normal(seed, (GROUPS, IN, IN), jnp.bfloat16) for seed in range(3)]
 
     def gradient(layer: Callable) -> tuple[jax.Array, jax.Array]:
         def loss(first: jax.Array, last: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
+from tests.operands import normal
 
 GROUPS, TOKENS, IN, OUT = 4, 64, 16, 24
 #: The last tokens are in no group. Parts of 8 and of 16 tokens begin inside groups.
@@ -25,10 +26,9 @@ WHOLE = P()
 @functools.cache
 def operands() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns `x`, whose tail is NaN, a kernel, a bias and the gradient of the result."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (TOKENS, IN)).at[int(SIZES.sum()) :].set(jnp.nan)
+    x = normal(0, (TOKENS, IN)).at[int(SIZES.sum()) :].set(jnp.nan)
     shapes = (GROUPS, IN, OUT), (GROUPS, OUT), (TOKENS, OUT)
-    return x, *(jax.random.normal(key, shape) for key, shape in zip(keys[1:], shapes, strict=True))
+    return x, *(normal(seed, shape) for seed, shape in enumerate(shapes, 1))
 
 
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -132,9 +132,8 @@ def step_in_fp8(
 
 @functools.cache
 def operands_of_fp8(features: int = 256) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(1), 4)
     shapes = (TOKENS, features), (GROUPS, features, 512), (GROUPS, 512), (TOKENS, 512)
-    x, *others = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    x, *others = (normal(seed, shape) for seed, shape in enumerate(shapes, 4))
     return x.at[int(SIZES.sum()) :].set(jnp.nan), *others
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped as jg
 from tests.exports import exported
 from tests.meshes import TYPES, make_mesh, typed_mesh
+from tests.operands import normal
 from tests.parallel.sharded import (
     AXES,
     BOTH,
@@ -413,7 +414,7 @@ def test_a_result_in_fp8_is_sharded_as_asked_for_even_if_no_operand_is() -> None
 )
 def test_dimension_numbers_of_sharded_types(lhs: Any, rhs: Any, dims: Any, out: P | None) -> None:
     mesh = typed_mesh("explicit", AXES)
-    arrays = [jax.random.normal(jax.random.key(len(shape)), shape) for shape, _ in (lhs, rhs)]
+    arrays = [normal(len(shape), shape) for shape, _ in (lhs, rhs)]
     sharded = [put(mesh, array, spec) for array, (_, spec) in zip(arrays, (lhs, rhs), strict=True)]
 
     def step(out: NamedSharding | None, *operands: jax.Array) -> Any:
