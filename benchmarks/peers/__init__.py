@@ -73,9 +73,8 @@ VARIANTS = {
         Variant("ours", None, "layer_"),
     ),
     # Forward passes with weights in FP8 alone.
-    **dict.fromkeys(
-        ("block inference", "current inference", "block inference invariant"), Variant("ours", None, "inference_")
-    ),
+    **dict.fromkeys(("block inference", "current inference"), Variant("ours", None, "inference_")),
+    "block inference invariant": Variant("ours", None, "inference_"),
     # Layers of which one eighth of the tokens is masked, whose choice is forced, with adapters of rank 16 over kernels
     # that are not trained, and with `batch_invariant`.
     **dict.fromkeys(

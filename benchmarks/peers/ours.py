@@ -92,17 +92,16 @@ def inference_moe(case: Case, sets: list[Arrays]) -> JaxWork:
     if case.operation != "moe forward":
         raise NotOfferedError
     name, _, *options = case.variant.split()
-    recipe = RECIPES[name]
 
     def run(x: jax.Array, router: jax.Array, caches: Sequence[jg.KernelCache]) -> jax.Array:
         logits, weights = jg.moe.router_logits(x, router), map(Weights.from_cache, caches)
         with jg.config.override(batch_invariant="invariant" in options):
-            return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(case.shape.top_k), recipe=recipe)[0]
+            return jg.moe.moe_mlp(x, logits, *weights, router=jg.moe.Router(case.shape.top_k), recipe=RECIPES[name])[0]
 
     arguments = []
     for arrays in sets:
         x, router, *kernels, _ = as_trained(arrays)
-        caches = [_quantize_kernel(kernel, recipe=recipe, for_gradients=False) for kernel in kernels]
+        caches = [_quantize_kernel(kernel, recipe=RECIPES[name], for_gradients=False) for kernel in kernels]
         arguments.append((x, router, caches))
     return JaxWork(run, arguments)
 
@@ -137,11 +136,9 @@ def option_moe(case: Case, sets: list[Arrays]) -> JaxWork:
         if option == "replayed":
             choice = jg.moe.top_k_routing(jg.moe.router_logits(x, kernel), router).experts
         if option == "adapted":
-            b_factors = (jnp.full((shape.num_groups, rank, own.shape[2]), 1e-3, DTYPE) for own in kernels)
-            trained = [jg.Lora(own[:, :, :rank], b) for own, b in zip(kernels, b_factors, strict=True)]
+            trained = [jg.Lora(own[:, :, :rank], jnp.full_like(own[:, :rank], 1e-3)) for own in kernels]
         if option == "adapted" and recipe is not None:
-            caches = (_quantize_kernel(own, recipe=recipe, for_gradients=False) for own in kernels)
-            weights = [Weights.from_cache(cache) for cache in caches]
+            weights = [Weights.from_cache(_quantize_kernel(own, recipe=recipe, for_gradients=False)) for own in kernels]
         arguments.append((trained, x, kernel, weights, choice, dy))
     return JaxWork(run, arguments)
 

@@ -1,6 +1,7 @@
 """Grouped products: the three of a layer, of operands of any type; of unquantized ones, differentiable."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -98,7 +99,7 @@ class GemmSpec:
     gathered: Literal["a", "b"] | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
-    batch_invariant: bool = dataclasses.field(default_factory=lambda: config.batch_invariant)
+    batch_invariant: bool = dataclasses.field(default_factory=functools.partial(getattr, config, "batch_invariant"))
 
     @property
     def weight_operands(self) -> tuple[int, ...]:
