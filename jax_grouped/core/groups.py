@@ -68,7 +68,7 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
     """Returns the row ranges of the groups `[group_offset, group_offset + num_groups)`, clamped to `capacity` rows."""
     total = group_sizes.shape[0]
     clamped = jnp.clip(group_sizes, 0, capacity).astype(jnp.uint32)
-    # The end of each group, after a 0.
+    # Element `i` is the end of group `i - 1`, and that of no group is 0.
     ends = jax.lax.reduce_window(
         clamped,
         np.uint32(0),
@@ -79,7 +79,7 @@ def group_rows(group_sizes: jax.Array, group_offset: jax.Array, num_groups: int,
     )
     ends = jnp.minimum(ends.astype(jnp.int32), capacity)
 
-    # Group `i` lies between the ends of groups `i - 1` and `i`. Ends before the first group are 0.
+    # Group `i` lies between elements `i` and `i + 1`.
     group = clamp_offset(group_offset[0], num_groups, total) + jnp.arange(num_groups + 1, dtype=jnp.int32)
     bounds = ends.at[group].get(mode="clip", wrap_negative_indices=False)
     return GroupRows(starts=bounds[:-1], sizes=bounds[1:] - bounds[:-1])

@@ -41,7 +41,7 @@ def multiply_tiles(
     starts, sizes = group_rows(group_sizes, group_offset, num_groups, capacity)
     counts = quotient(sizes + (height - 1), height)
     ends = jnp.cumsum(counts)
-    # Of each group: what to add to a tile's first row, counted from its first tile on, and the row after the last.
+    # Tile `t` of a group begins at the row `t * height` plus the first column, and the group ends at the second.
     bounds = jnp.stack([starts - (ends - counts) * height, starts + sizes], axis=1)
 
     def find_rows(tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
