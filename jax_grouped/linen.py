@@ -62,6 +62,93 @@ ROUTER_STATE = "router_state"
 MOE_METRICS = "moe_metrics"
 
 
+@nn.compact
+def _weights(
+    layer: "GroupedDense | GroupedKernel",
+    is_first_microbatch: ArrayLike | None,
+    x: jax.Array | None = None,
+    fsdp_axis: str | None = None,
+) -> Weights:
+    """Returns weights in the shapes of the parameters, which `init` makes. `GroupedDense` has as many rows as `x`."""
+    if isinstance(layer, GroupedKernel):
+        shape, bias_init = layer.shape, layer.bias_init
+    else:
+        x = as_array("x", x)
+        if x.ndim == 0:
+            raise ValueError("x must have shape [T, K], got ().")
+        shape = (layer.num_groups, x.shape[-1], layer.features)
+        bias_init = layer.bias_init if layer.use_bias else None
+    recipe, initializing = layer.recipe, layer.is_initializing()
+    if is_first_microbatch is not None and not layer.cache_kernel:
+        raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
+    has_cache = layer.has_variable(KERNEL_CACHE, "kernel")
+    kernel: jax.Array | None = None
+    # After `quantize_for_inference`, there is a cache alone.
+    if initializing or layer.has_variable("params", "kernel") or recipe is None or not has_cache:
+        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    bias = None
+    if bias_init is not None:
+        bias = layer.param("bias", bias_init, (shape[0], *shape[2:]), layer.param_dtype)
+
+    state = None
+    if isinstance(recipe, DelayedScaling):
+        names = [field.name for field in dataclasses.fields(Fp8State)]
+        # Flax would create the variables again in every step if their collection were mutable.
+        if not initializing and not all(layer.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in names):
+            raise ValueError(
+                f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT}, which init makes beside params: pass "
+                f"apply both, as {{'params': ..., '{OVERWRITE_WITH_GRADIENT}': ...}}."
+            )
+
+        def initial(name: str) -> jax.Array:
+            return getattr(Fp8State.initial(recipe, shape[0]), name)
+
+        arrays = {name: layer.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value for name in names}
+        assert layer.scope is not None
+        # A scope is made anew for every call, but not that of the whole model.
+        state = _layers.state_for_call(layer.scope.root, layer.scope.path, Fp8State(**arrays))
+
+    lora = None
+    if layer.lora is not None:
+        if not initializing and not all(layer.has_variable(LORA, name) for name in ("lora_a", "lora_b")):
+            raise ValueError(
+                f"lora needs the collection {LORA}, which init makes beside params: pass apply both, as "
+                f"{{'params': ..., '{LORA}': ...}}."
+            )
+
+        def initial_factor(init: Initializer, shape: tuple[int, ...]) -> jax.Array:
+            return init(layer.make_rng("params"), shape, layer.param_dtype)
+
+        a_shape, b_shape = layer.lora.shapes(shape)
+        a = layer.variable(LORA, "lora_a", initial_factor, layer.lora.a_init, a_shape)
+        b = layer.variable(LORA, "lora_b", initial_factor, layer.lora.b_init, b_shape)
+        lora = layer.lora.adapter(a.value, b.value, shape)
+
+    if kernel is None:
+        stored = layer.variables[KERNEL_CACHE]["kernel"]
+        return _layers.weights_in_fp8_alone(stored, bias, state, lora, layer.param_dtype, is_first_microbatch)
+    cache = None
+    if layer.cache_kernel and (initializing or is_first_microbatch is not None):
+        changes = _layers.changes_cache(is_first_microbatch)
+        if changes and not layer.is_mutable_collection(KERNEL_CACHE):
+            raise ValueError(
+                f"The collection {KERNEL_CACHE} is not mutable, and is_first_microbatch={is_first_microbatch} writes "
+                f'it: pass mutable=["{KERNEL_CACHE}"] to apply, or is_first_microbatch=False to read it only.'
+            )
+        if not (changes or initializing or has_cache):
+            raise ValueError(
+                f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
+                "that the first microbatch returned."
+            )
+        make = functools.partial(_layers.make_cache, kernel, recipe, layer.dtype, state, fsdp_axis=fsdp_axis)
+        variable = layer.variable(KERNEL_CACHE, "kernel", make)
+        if is_first_microbatch is not None:
+            if changes:
+                variable.value = make(stored=variable.value, is_first_microbatch=is_first_microbatch)
+            cache = variable.value
+    return Weights(kernel, bias, cache, state, lora=lora)
+
+
 class GroupedDense(nn.Module):
     """A linear layer per group: `flax.linen.Dense` for mixture-of-experts models.
 
@@ -152,7 +239,7 @@ class GroupedDense(nn.Module):
                 to be written but is not mutable or to be read but is missing, there is no state of `DelayedScaling`, or
                 `accumulate_into` is not like the kernel.
         """
-        weights = self._weights(x, is_first_microbatch)
+        weights = self._weights(is_first_microbatch, x)
         return _layers.apply_dense(self, grouped_dense, x, weights, group_sizes, accumulate_into)
 
     def fwd(
@@ -163,16 +250,10 @@ class GroupedDense(nn.Module):
         `jax_grouped.grouped_dense_dgrad` and `grouped_dense_wgrad` take them, which delays the kernel's gradient. JAX
         does not differentiate the result. Call it as `layer.apply(variables, x, group_sizes, method="fwd")`.
         """
-        weights = self._weights(x, is_first_microbatch)
+        weights = self._weights(is_first_microbatch, x)
         return _layers.apply_dense(self, grouped_dense_fwd, x, weights, group_sizes)
 
-    @nn.compact
-    def _weights(self, x: jax.Array, is_first_microbatch: ArrayLike | None) -> Weights:
-        x = as_array("x", x)
-        if x.ndim == 0:
-            raise ValueError("x must have shape [T, K], got ().")
-        shape = (self.num_groups, x.shape[-1], self.features)
-        return _read_weights(self, shape, self.bias_init if self.use_bias else None, is_first_microbatch)
+    _weights = _weights
 
 
 class GroupedKernel(nn.Module):
@@ -212,89 +293,11 @@ class GroupedKernel(nn.Module):
         """Returns the product's weights, `kernel [E, K, N]` and what else there is; other fields are None."""
         return flat_weights(self.stored(is_first_microbatch))
 
-    @nn.compact
     def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
         """Returns the same in the parameters' shapes; inside `jax.shard_map`, parts along `fsdp_axis`, states whole."""
-        return _read_weights(self, self.shape, self.bias_init, is_first_microbatch, fsdp_axis)
+        return self._weights(is_first_microbatch, fsdp_axis=fsdp_axis)
 
-
-def _read_weights(
-    layer: GroupedDense | GroupedKernel,
-    shape: tuple[int, ...],
-    bias_init: Initializer | None,
-    is_first_microbatch: ArrayLike | None,
-    fsdp_axis: str | None = None,
-) -> Weights:
-    """Returns the weights of a layer in the shapes of its parameters. `init` makes its variables."""
-    recipe, initializing = layer.recipe, layer.is_initializing()
-    if is_first_microbatch is not None and not layer.cache_kernel:
-        raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")
-    has_cache = layer.has_variable(KERNEL_CACHE, "kernel")
-    kernel: jax.Array | None = None
-    # After `quantize_for_inference`, there is a cache alone.
-    if initializing or layer.has_variable("params", "kernel") or recipe is None or not has_cache:
-        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-    bias = None
-    if bias_init is not None:
-        bias = layer.param("bias", bias_init, (shape[0], *shape[2:]), layer.param_dtype)
-
-    state = None
-    if isinstance(recipe, DelayedScaling):
-        names = [field.name for field in dataclasses.fields(Fp8State)]
-        # Flax would create the variables again in every step if their collection were mutable.
-        if not initializing and not all(layer.has_variable(OVERWRITE_WITH_GRADIENT, name) for name in names):
-            raise ValueError(
-                f"DelayedScaling needs the collection {OVERWRITE_WITH_GRADIENT}, which init makes beside params: pass "
-                f"apply both, as {{'params': ..., '{OVERWRITE_WITH_GRADIENT}': ...}}."
-            )
-
-        def initial(name: str) -> jax.Array:
-            return getattr(Fp8State.initial(recipe, shape[0]), name)
-
-        arrays = {name: layer.variable(OVERWRITE_WITH_GRADIENT, name, initial, name).value for name in names}
-        assert layer.scope is not None
-        # A scope is made anew for every call, but not that of the whole model.
-        state = _layers.state_for_call(layer.scope.root, layer.scope.path, Fp8State(**arrays))
-
-    lora = None
-    if layer.lora is not None:
-        if not initializing and not all(layer.has_variable(LORA, name) for name in ("lora_a", "lora_b")):
-            raise ValueError(
-                f"lora needs the collection {LORA}, which init makes beside params: pass apply both, as "
-                f"{{'params': ..., '{LORA}': ...}}."
-            )
-
-        def initial_factor(init: Initializer, shape: tuple[int, ...]) -> jax.Array:
-            return init(layer.make_rng("params"), shape, layer.param_dtype)
-
-        a_shape, b_shape = layer.lora.shapes(shape)
-        a = layer.variable(LORA, "lora_a", initial_factor, layer.lora.a_init, a_shape)
-        b = layer.variable(LORA, "lora_b", initial_factor, layer.lora.b_init, b_shape)
-        lora = layer.lora.adapter(a.value, b.value, shape)
-
-    if kernel is None:
-        stored = layer.variables[KERNEL_CACHE]["kernel"]
-        return _layers.weights_in_fp8_alone(stored, bias, state, lora, layer.param_dtype, is_first_microbatch)
-    cache = None
-    if layer.cache_kernel and (initializing or is_first_microbatch is not None):
-        changes = _layers.changes_cache(is_first_microbatch)
-        if changes and not layer.is_mutable_collection(KERNEL_CACHE):
-            raise ValueError(
-                f"The collection {KERNEL_CACHE} is not mutable, and is_first_microbatch={is_first_microbatch} writes "
-                f'it: pass mutable=["{KERNEL_CACHE}"] to apply, or is_first_microbatch=False to read it only.'
-            )
-        if not (changes or initializing or has_cache):
-            raise ValueError(
-                f"is_first_microbatch={is_first_microbatch} needs the collection {KERNEL_CACHE}: pass apply the one "
-                "that the first microbatch returned."
-            )
-        make = functools.partial(_layers.make_cache, kernel, recipe, layer.dtype, state, fsdp_axis=fsdp_axis)
-        variable = layer.variable(KERNEL_CACHE, "kernel", make)
-        if is_first_microbatch is not None:
-            if changes:
-                variable.value = make(stored=variable.value, is_first_microbatch=is_first_microbatch)
-            cache = variable.value
-    return Weights(kernel, bias, cache, state, lora=lora)
+    _weights = _weights
 
 
 class MoEMlp(nn.Module):

@@ -15,7 +15,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 from tests.meshes import need_devices
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

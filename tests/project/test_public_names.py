@@ -70,7 +70,7 @@ def section(name: str, title: str) -> str:
     return textwrap.dedent(text)
 
 
-@pytest.mark.slow
+@pytest.mark.docs
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_example_runs(name: str) -> None:
     example = section(name, "Example")
