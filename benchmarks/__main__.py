@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import fidelity, gpus, memory, model
 from benchmarks.cases import OPERATIONS, PAGE, SUITES
 from benchmarks.peers import VARIANTS
-from benchmarks.plot import plot
+from benchmarks.plot import FIGURES, draw
 from benchmarks.rows import Record, table
 from benchmarks.runner import CLOCKS, run
 from benchmarks.shapes import SHAPES, SKEWS
@@ -32,6 +32,7 @@ _AXES: dict[str, tuple[tuple[str, ...], Sequence[str]]] = {
     "skews": (("--skews",), SKEWS),
     "variants": (("--variants", "--peers"), [*VARIANTS, *memory.VARIANTS]),
 }
+RESULTS = Path(__file__).with_name("results")
 _SETTINGS = ("clock", "seconds", "calls", "verify")  # Fields of a suite that options replace.
 
 
@@ -42,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[[argparse.Namespace], int], help_: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help_, description=help_)
         added.set_defaults(command=command, parser=added)
-        added.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into this PNG")
         return added
 
     runs = add("run", _run, "measure suites; several, each in a process of its own")
@@ -73,14 +73,20 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--variants", nargs="+", choices=model.VARIANTS, default=[*model.VARIANTS], metavar="NAME")
     for added in (losses, scales, steps):
         added.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    pictures = add("draw", _draw, f"draw the pictures of README.md from stored results: {', '.join(FIGURES)}")
+    pictures.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="where PREFIX_layer.json and others are"
+    )
+    pictures.add_argument("--prefix", default="h200", help="of the files (default: h200)")
+    pictures.add_argument("--to", type=Path, default=RESULTS, metavar="DIR", help="where the SVG files go")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     names = arguments.suites or PAGE
-    if len(names) > 1 or "{suite}" in f"{arguments.json}{arguments.plot}":
-        if any(file and "{suite}" not in str(file) for file in (arguments.json, arguments.plot)):
-            raise UsageError("the files of several suites need {suite} in their names")
+    if len(names) > 1 or "{suite}" in str(arguments.json):
+        if arguments.json and "{suite}" not in str(arguments.json):
+            raise UsageError("the file of several suites needs {suite} in its name")
         options = [word for word in arguments.argv[1:] if word not in arguments.suites]
         failed = []  # They do not keep the others from running.
         for name in names:
@@ -120,8 +126,14 @@ def _show(arguments: argparse.Namespace) -> int:
 def _print(record: Record, arguments: argparse.Namespace) -> int:
     against = arguments.against or SUITES[record.suite].against
     print(f"\n{table(record, against)}")
-    if arguments.plot:
-        plot(record, against, arguments.plot)
+    return 0
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    written = draw(arguments.results, arguments.prefix, arguments.to)
+    if not written:
+        raise UsageError(f"{arguments.results} has no results named {arguments.prefix}_layer.json and the like")
+    print(*written, sep="\n")
     return 0
 
 

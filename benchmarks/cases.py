@@ -182,7 +182,7 @@ Grid = Mapping[str, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Cases that are measured together, how they are timed, and how they are compared and drawn."""
+    """Cases that are measured together, how they are timed, and how they are compared."""
 
     grids: Sequence[Grid]
     clock: str = "device"  # A name in `benchmarks.runner.CLOCKS`, or `none` to count only.
@@ -190,7 +190,6 @@ class Suite:
     calls: int | None = None  # Calls per block; by default the number that fits in the budget.
     verify: bool = False  # Compare every result with that of `jax_grouped` first.
     against: str = "jax_grouped"  # Variant that speeds are relative to.
-    plot: str = "rates"  # `rates`, `speeds`, `shares` or `scaling`, as `benchmarks.plot` draws them.
     first: Sequence[Grid] = ()  # Cases that come first, whatever is chosen.
     device: str | None = None  # Device that is compiled for, if not the one that JAX finds.
 

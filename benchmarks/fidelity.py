@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import tabulate
 
-from benchmarks import plot
 from jax_grouped.examples.loss_curve import held_out_points, read_losses, train_points
 from jax_grouped.examples.settings import UsageError
 
@@ -68,8 +67,6 @@ def compare(arguments: argparse.Namespace) -> int:
     runs = [_with_differences(run, runs) for run in runs]
     if arguments.json:
         arguments.json.write_text(json.dumps([_record(run) for run in runs], indent=1) + "\n")
-    if arguments.plot:
-        plot.losses(runs, arguments.plot)
     rows = [[*run.label.split(", seed "), *run.held_out[-1], run.differences[-1][1]] for run in runs]
     headers = ["recipe", "seed", "steps", "held-out loss", "% from bf16"]
     print(tabulate.tabulate(rows, headers, floatfmt=("", "", "", ".4f", "+.2f")))

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from benchmarks import plot
 from benchmarks.peers import JaxWork
 from benchmarks.rows import Record
 from benchmarks.runner import Span, profile
@@ -131,7 +130,5 @@ def measure(arguments: argparse.Namespace) -> int:
             record.add(row, f"{name} {variant}: {row['efficiency']:.1%}", arguments.json)
             texts = {"one_gpu_ms": " ".join(f"{time:.2f}" for time in medians), "all_gpus_ms": median(together)}
             cells.append({**row, **texts, "efficiency_of_mean": mean(medians) / median(together)})
-    if arguments.plot:
-        plot.gpus(record, arguments.plot)
     print(tabulate.tabulate(cells, "keys", floatfmt=".3f"))
     return 0

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import tabulate
 
-from benchmarks import plot
 from benchmarks.rows import Record
 from benchmarks.runner import WORDS, first_line, profile, sum_parts
 from jax_grouped.examples.settings import UsageError
@@ -131,8 +130,6 @@ def measure(arguments: argparse.Namespace) -> int:
                 row = Row(name, variant, note=f"ended with {done.returncode}: {last}"[:200])
             rate = row.note or f"{row.tokens_per_second:,.0f} tokens/s"
             record.add(row, f"{name}, {variant}: {rate}", arguments.json)
-    if arguments.plot:
-        plot.models(record, AGAINST, arguments.plot)
     bases = {row.model: row.tokens_per_second for row in record.rows if row.variant == AGAINST}
     headers = ["model", "variant", "tokens/s", f"relative to {AGAINST}", "MFU %", "peak GiB", "loss"]
     cells = []

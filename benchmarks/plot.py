@@ -1,196 +1,188 @@
-"""Results as pictures."""
+"""The pictures of the pages, drawn from stored results: one style, and one colour for each variant.
 
-from collections.abc import Callable, Sequence
+`figures.toml` has the pictures, which are SVG files at the width of a page, in a light and a dark form.
+"""
+
+import json
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.cases import DTYPE, LAYERS, SUITES
-from benchmarks.rows import RATES, Record, Row
-from benchmarks.shapes import SHAPES, SWEEPS, Shape
+FIGURES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())
 
-_DASHED: dict[str, Any] = {"color": "gray", "linestyle": "dashed"}
+#: Names in pictures, and colours that differ for colour-blind readers, on white and on black.
+_VARIANTS = {
+    "bf16": ("bf16", "#5b8fc7"),
+    "jax_grouped": ("jax_grouped, bf16", "#5b8fc7"),
+    "bf16 cached": ("bf16", "#5b8fc7"),
+    "bf16 invariant": ("bf16, batch invariant", "#9db7d6"),
+    "block": ("FP8 block", "#f0b878"),
+    "block cached": ("FP8 block, cached weights", "#e57a17"),
+    "block inference": ("FP8 block", "#e57a17"),
+    "block cached, projections": ("FP8 block, attention too", "#b4590a"),
+    "jax_grouped fp8 block": ("jax_grouped, FP8 block", "#e57a17"),
+    "current": ("FP8 current", "#3aa675"),
+    "current cached": ("FP8 current, cached weights", "#3aa675"),
+    "current inference": ("FP8 current", "#3aa675"),
+    "jax_grouped fp8 tensor": ("jax_grouped, FP8 per group", "#3aa675"),
+    "delayed": ("FP8 delayed", "#cf3f4f"),
+    "delayed cached": ("FP8 delayed, cached weights", "#cf3f4f"),
+    "delayed cached, projections": ("FP8 delayed, attention too", "#cf3f4f"),
+    "mxfp8": ("MXFP8", "#b08ad0"),
+    "SonicMoE": ("SonicMoE, bf16", "#8f9399"),
+    "TransformerEngine block cached": ("TransformerEngine, FP8 block", "#a38ac4"),
+    "torch compiled": ("torch compiled, bf16", "#b7a26a"),
+    "torch._grouped_mm": ("torch, bf16", "#b7a26a"),
+    "torch._scaled_grouped_mm": ("torch, FP8 per row", "#8c7a45"),
+    "DeepGEMM": ("DeepGEMM, FP8 block", "#4fb0b8"),
+    "jax.numpy": ("jax.numpy, by XLA", "#8f9399"),
+    "one GPU, the slower": ("one GPU, the slower", "#5b8fc7"),
+    "two GPUs": ("two GPUs", "#e57a17"),
+    "exposed communication in it": ("exposed communication in it", "#cf3f4f"),
+}
+_THEMES = {"": ("white", "#24292f", "#d0d7de"), "-dark": ("none", "#d5d9e0", "#4a505c")}  # Background, text, lines.
+_WIDTH = 5.6  # Inches: 540 pixels, so that letters can be read on a phone.
+_ROW = 0.205  # Height of a bar, in inches.
+_NAMES = 0.62  # Width of the names of bars, in parts of the longest bar.
+
+#: Values of one group by variant: `milliseconds`, and whatever else its rows have.
+Group = dict[str, dict[str, Any]]
 
 
-def plot(record: Record, against: str, path: Path) -> None:
-    """Draws a record into a PNG file, as its suite says, with speeds relative to a variant."""
-    kind = SUITES[record.suite].plot
-    variants = list(dict.fromkeys(row.case.variant for row in record.rows))
-    if kind == "shares":
-        figure = _shares(record, variants)
-    elif kind == "scaling":
-        figure = _scaling(record, variants)
+def draw(results: Path, prefix: str, folder: Path) -> list[Path]:
+    """Draws every picture whose data are in `results`, as `PREFIX_layer.json`, into `folder`, and returns the files."""
+    written = []
+    for name, spec in FIGURES.items():
+        data = {spec.get("data")} | {group.get("data") for group in spec.get("groups", [])}
+        files = {kind: results / f"{prefix}_{kind}.json" for kind in data if kind}
+        if not all(file.exists() for file in files.values()):
+            continue
+        tables = {kind: _read(kind, json.loads(file.read_text())) for kind, file in files.items()}
+        for theme, (background, text, lines) in _THEMES.items():
+            colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text)
+            style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.edgecolor": lines, **colours}
+            style |= {"figure.facecolor": background, "axes.facecolor": background, "grid.color": lines}
+            with mpl.rc_context(style):  # type: ignore[arg-type]
+                figure = _curves(spec, tables) if "over" in spec else _bars(spec, tables)
+                file = folder / f"{prefix}_{name}{theme}.svg"
+                figure.savefig(file, metadata={"Date": None})
+            written.append(file)
+    return written
+
+
+def _read(kind: str, fields: Any) -> dict[tuple[str, ...], Group]:
+    """Returns the groups of a file by shape and, in records of suites, operation, kind of group sizes, and kernel."""
+    groups: dict[tuple[str, ...], Group] = {}
+    if kind == "fidelity":
+        for run in (run for run in fields if run["settings"]["seed"] == 0):
+            for step, loss in run["held_out"].items():
+                groups.setdefault((step,), {})[run["settings"]["recipe"]] = {"loss": loss, "step": int(step)}
+        return groups
+    for row in fields["rows"]:
+        if kind == "model" and not row["note"]:
+            groups.setdefault((row["model"],), {})[row["variant"]] = {"milliseconds": median(row["milliseconds"])}
+        elif kind == "gpus":
+            slower, every = max(map(median, row["one_gpu_ms"])), median(row["all_gpus_ms"])
+            times = {"one GPU, the slower": slower, "two GPUs": every, "exposed communication in it": row["exposed_ms"]}
+            groups[(f"{row['layer']}, {row['variant']}",)] = {
+                name: {"milliseconds": time} for name, time in times.items()
+            }
+        elif kind != "model" and row["milliseconds"]:
+            case, shape = row["case"], row["case"]["shape"]
+            key = (shape["name"], case["operation"], case["skew"], case["kernel_dtype"])
+            sizes = {"tokens": shape["tokens"], "tokens per expert": shape["tokens"] / max(shape["num_groups"], 1)}
+            groups.setdefault(key, {})[case["variant"]] = {**row, **sizes}
+    return groups
+
+
+def _values(spec: Mapping[str, Any], group: Group, tables: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what a picture shows of a group, by variant."""
+
+    def rate(row: dict[str, Any]) -> float:
+        return row["count"] / row["milliseconds"]
+
+    against = group.get(spec.get("against", ""), {})
+    measures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "time": lambda row: row["milliseconds"] / against["milliseconds"],
+        "speed": lambda row: against["milliseconds"] / row["milliseconds"],
+        "rate": lambda row: rate(row) / 1e9,
+        "share": lambda row: 100 * rate(row) / rate(next(iter(tables[spec["data"]].values()))["jax.numpy.copy"]),
+        "milliseconds": lambda row: row["milliseconds"],
+        "loss": lambda row: row["loss"],
+    }
+    measure = measures[spec["value"]]
+    return {variant: measure(group[variant]) for variant in spec["variants"] if variant in group}
+
+
+def _bars(spec: Mapping[str, Any], tables: Mapping[str, dict[tuple[str, ...], Group]]) -> Figure:
+    """Draws a block of bars, each with its name and its number, for every group."""
+    bars: list[tuple[str, float | None, str]] = []  # Name, length and colour; a title has no length.
+    for chosen in spec["groups"]:
+        wanted = {**spec, **chosen}
+        key = wanted["shape"], wanted.get("operation"), "equal", wanted.get("kernel")
+        found = next(
+            group
+            for name, group in tables[wanted["data"]].items()
+            if all(part in (None, own) for part, own in zip(key, name, strict=False))
+        )
+        renamed = spec.get("renamed", {}).get(wanted["data"], {})
+        named = {variant: renamed.get(variant, variant) for variant in spec["variants"]}
+        group = {variant: found[name] for variant, name in named.items() if name in found}
+        bars.append((chosen.get("label", wanted["shape"]), None, ""))
+        for variant, value in _values(wanted, group, tables).items():
+            name, colour = _VARIANTS[variant]
+            bars.append((spec.get("names", {}).get(variant, name), value, colour))
+    figure, axes = _blank(spec, _ROW * len(bars))
+    longest = max(value for _, value, _ in bars if value is not None)
+    decimals = 2 if longest < 10 else 1 if longest < 30 else 0
+    for place, (name, length, colour) in enumerate(bars):
+        if length is None:
+            axes.text(-_NAMES * longest, place + 0.1, name, va="center", weight="bold", size=9)
+        else:
+            axes.barh(place, length, 0.82, color=colour)
+            axes.text(-0.01 * longest, place, name, va="center", ha="right", size=9)
+            axes.text(length + 0.01 * longest, place, f"{length:.{decimals}f}", va="center", size=9)
+    if spec["value"] in ("time", "speed"):
+        axes.axvline(1, color=mpl.rcParams["grid.color"], zorder=0)
+    axes.set(xlim=(-_NAMES * longest, 1.1 * longest), ylim=(len(bars) - 0.4, -0.6))
+    axes.axis("off")
+    return figure
+
+
+def _curves(spec: Mapping[str, Any], tables: Mapping[str, dict[tuple[str, ...], Group]]) -> Figure:
+    """Draws a curve for every variant over the size that `over` names."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for key, group in tables[spec["data"]].items():
+        if not key[0].endswith(spec.get("shapes", "")) or (len(key) > 2 and key[2] != "equal"):
+            continue
+        for variant, value in _values(spec, group, tables).items():
+            points.setdefault(variant, []).append((group[variant][spec["over"]], value))
+    figure, axes = _blank(spec, 3.0)
+    for variant, curve in points.items():
+        name, colour = _VARIANTS[variant]
+        axes.plot(*zip(*sorted(curve), strict=True), "o-", color=colour, label=name, markersize=3.5, linewidth=1.6)
+    if spec["value"] == "loss":
+        axes.set_ylim(0.7, 1.5)  # Without the first loss.
     else:
-        figure = _panels(record, variants, against if kind == "speeds" else None)
-    _save(figure, record, path)
-
-
-def _save(figure: Figure, record: Record, path: Path) -> None:
-    shown = [f"{name} {record.versions[name]}" for name in ("jax", "torch", "cuBLASLt") if name in record.versions]
-    figure.suptitle(f"{record.device}, bfloat16, {', '.join(shown)}, {record.date[:10]}", fontsize="medium")
-    figure.savefig(path, dpi=150)
-
-
-def _bars(axes: Axes, bars: Sequence[tuple[str, Row, float | None]], variants: list[str]) -> None:
-    """Draws a bar per group, row and height: groups from left to right, each one wide, the first around 0."""
-    groups = list(dict.fromkeys(group for group, *_ in bars))
-    width = 0.8 / len(variants)
-    for index, variant in enumerate(variants):
-        heights = {groups.index(group): height or 0.0 for group, row, height in bars if row.case.variant == variant}
-        places = [place - 0.4 + (index + 0.5) * width for place in heights]
-        if places:
-            hatch = "////" if index >= 10 else None  # There are ten colors.
-            axes.bar(places, list(heights.values()), width, color=f"C{index}", hatch=hatch, label=variant)
-    axes.set_xticks(range(len(groups)), groups, fontsize="small")
-
-
-def _panels(record: Record, variants: list[str], against: str | None) -> Figure:
-    """Draws bars in panels: rates or speeds of whole layers by operation, other speeds by the type of the kernel."""
-    panels: dict[str, list[tuple[str, Row, float | None]]] = {}
-    for row in record.rows:
-        by_kernel = against and row.case.operation not in LAYERS
-        title = f"{row.case.kernel_dtype} kernel" if by_kernel else row.case.operation
-        operation = f" {row.case.operation}" if by_kernel and row.case.operation != "dense" else ""
-        group = f"{row.case.shape.name}{operation}\n{row.case.skew}"
-        height = record.speed(row, against) if against else row.rate
-        panels.setdefault(title, []).append((group, row, height))
-    groups = max(len({group for group, *_ in bars}) for bars in panels.values())
-    # Wide enough for the names of the groups, however few their bars are.
-    width = max(6.0, 2 + groups * max(0.95, 0.15 * (len(variants) + 1)))
-    figure = Figure(figsize=(width, 1 + 2.8 * len(panels)), layout="constrained")
-    for axes, (title, bars) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
-        _bars(axes, bars, variants)
-        unit = bars[0][1].unit
-        axes.set(title=title, ylabel=f"speed relative to {against}" if against else unit)
-        if against:
-            axes.axhline(1, **_DASHED)
-        elif unit == "TFLOP/s" and record.is_on_reference:
-            rates = {group: record.cublaslt_rate(row) for group, row, _ in bars}
-            if marks := {place: rate for place, rate in enumerate(rates.values()) if rate}:
-                starts, ends = [place - 0.42 for place in marks], [place + 0.42 for place in marks]
-                axes.hlines(list(marks.values()), starts, ends, colors="black", label="cuBLASLt alone")
-            axes.axhline(RATES["dense_bf16"], **_DASHED, label="dense 8192³")
-        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
-
-
-def _shares(record: Record, variants: list[str]) -> Figure:
-    """Draws shares of the copy's rate: a line per operation, shape and skew, on it a dot per variant."""
-    shares = [(row.case, 100 * share) for row in record.rows if (share := record.share_of_copy(row))]
-    # Like operations together, however the run was ordered.
-    operations = list(dict.fromkeys(case.operation for case, _ in shares))
-    names = dict.fromkeys((case.operation, case.shape.name, case.skew) for case, _ in shares)
-    lines = sorted(names, key=lambda line: operations.index(line[0]))
-    figure = Figure(figsize=(9, 1.5 + 0.2 * len(lines)), layout="constrained")
-    axes = figure.subplots()
-    for variant in variants:
-        found = [(case, share) for case, share in shares if case.variant == variant]
-        places = [lines.index((case.operation, case.shape.name, case.skew)) for case, _ in found]
-        if found:
-            axes.scatter([share for _, share in found], places, label=variant)
-    axes.axvline(100, **_DASHED, label="copy")
-    axes.set_yticks(range(len(lines)), [", ".join(line) for line in lines], fontsize="small")
-    axes.invert_yaxis()
-    axes.margins(y=0.5 / max(len(lines), 1))
-    axes.set(xlim=(0, None), xlabel="% of the copy's GB/s")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    return figure
-
-
-def _scaling(record: Record, variants: list[str]) -> Figure:
-    """Draws TFLOP/s by tokens per expert, by experts, by group sizes, and beside the limits of the device."""
-
-    def intensity(shape: Shape) -> float:
-        """Returns operations in bfloat16 per byte that a step must read or write: each of its six arrays once."""
-        tokens, kernel = shape.tokens * (shape.K + shape.N), shape.num_groups * shape.K * shape.N
-        return 3 * 2 * shape.tokens * shape.K * shape.N / (DTYPE.itemsize * 2 * (tokens + kernel))
-
-    rows = [row for row in record.rows if row.rate]
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    tokens, experts, skew, roofline = figure.subplots(2, 2).flat
-    by_tokens, by_experts, skewed = SWEEPS["tokens"], SWEEPS["experts"], SHAPES["dsv3 up"]
-    curves: list[tuple[Axes, list[Shape], Callable[[Shape], float], str]] = [
-        (tokens, by_tokens, lambda shape: shape.tokens / shape.num_groups, "o-"),
-        (experts, by_experts, lambda shape: shape.num_groups, "o-"),
-        (roofline, [*by_tokens, *by_experts, skewed], intensity, "o"),
-    ]
-    for axes, shapes, x, style in curves:
-        swept = [row for row in rows if row.case.shape in shapes and row.case.skew == "equal"]
-        for index, variant in enumerate(variants):
-            points = sorted((x(row.case.shape), row.rate) for row in swept if row.case.variant == variant)
-            if points:
-                looks: dict[str, Any] = {"color": f"C{index}", "markersize": 3, "linewidth": 1}
-                axes.plot(*zip(*points, strict=True), style, label=variant, **looks)
         axes.set_xscale("log", base=2)
-    _bars(skew, [(f"\n{row.case.skew}", row, row.rate) for row in rows if row.case.shape == skewed], variants)
-    same, other = by_tokens[0], by_experts[0]
-    tokens.set(xlabel="tokens per expert", title=f"{same.num_groups} experts, K {same.K}, N {same.N}")
-    experts.set(xlabel="experts", title=f"{other.tokens} tokens, K {other.K}, N {other.N}")
-    skew.set_title(f"{skewed.name}, by group sizes")
-    roofline.set(xlabel="operations per byte in bfloat16", yscale="log", title="beside the limits of the device")
-    for axes in (tokens, experts, skew):
-        axes.set_ylabel("TFLOP/s")
-    tokens.legend(fontsize="small")
-    if record.is_on_reference:
-        intensities = sorted(intensity(row.case.shape) for row in rows)
-        fp8 = {f"FP8, {scales}": rate for scales, rate in RATES["dense_fp8"].items()}
-        for (name, rate), style in zip({"bf16": RATES["dense_bf16"], **fp8}.items(), (":", "--", "-."), strict=True):
-            limit = [min(rate, operations * RATES["copy"] / 1e3) for operations in intensities]
-            roofline.plot(intensities, limit, style, color="gray", label=f"dense {name}")
-        roofline.legend(fontsize="small")
+        axes.set_ylim(0, None)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel(spec["over"])
+    axes.grid(alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="best")
     return figure
 
 
-def losses(runs: Sequence[Any], path: Path) -> None:
-    """Draws `fidelity.Run`s: losses, those of training smoothed, and differences to bf16; a colour per recipe."""
-    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(run.settings["recipe"] for run in runs))}
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    for run in runs:
-        style = {"color": colours[run.settings["recipe"]], "linewidth": 0.8, "markersize": 3}
-        steps, values = np.transpose(run.train)
-        window = max(1, len(values) // 50)
-        losses.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), **style)
-        losses.plot(*np.transpose(run.held_out), "o", label=run.label, **style)
-        differences.plot(*np.transpose(run.differences), "o-", **style)
-    losses.set(ylabel="loss (nats per byte)", yscale="log")
-    losses.legend(title="training, smoothed, and held out (dots)")
-    differences.set(xlabel="step", ylabel="held-out loss, % above bf16")
-    figure.savefig(path, dpi=150)
-
-
-def gpus(record: Record, path: Path) -> None:
-    """Draws a record of `benchmarks.gpus`: the step's time on one GPU and on all, and exposed communication in it."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    places = np.arange(len(record.rows))
-    one = np.array([max(np.median(times) for times in row["one_gpu_ms"]) for row in record.rows])
-    every = np.array([np.median(row["all_gpus_ms"]) for row in record.rows])
-    communication = np.array([row["exposed_ms"] for row in record.rows])
-    axes.bar(places - 0.2, one, 0.38, color="C0", label="1 GPU, the slowest")
-    axes.bar(places + 0.2, every - communication, 0.38, color="C1", label=f"{record.settings['gpus']} GPUs")
-    bars = axes.bar(places + 0.2, communication, 0.38, every - communication, color="C3", label="exposed communication")
-    axes.bar_label(bars, [f"{row['efficiency']:.0%}" for row in record.rows])
-    axes.set_xticks(places, [f"{row['layer']}\n{row['variant']}" for row in record.rows])
-    axes.set_ylabel("ms per step")
-    axes.legend()
-    _save(figure, record, path)
-
-
-def models(record: Record, against: str, path: Path) -> None:
-    """Draws a record of `benchmarks.model`: tokens per second by variant, a panel per model, and relative to one."""
-    names = list(dict.fromkeys(row.model for row in record.rows))
-    figure = Figure(figsize=(3 + 4 * len(names), 5), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
-        rates = {row.variant: row.tokens_per_second for row in record.rows if row.model == name and not row.note}
-        bars = axes.barh([*rates], [rate / 1e3 for rate in rates.values()])
-        base = rates.get(against)
-        axes.bar_label(bars, [f"{rate / base:.2f}" if base else "" for rate in rates.values()], padding=3)
-        axes.invert_yaxis()
-        axes.set(title=name, xlabel=f"thousand tokens per second,\nand relative to {against}")
-        axes.margins(x=0.15)
-    _save(figure, record, path)
+def _blank(spec: Mapping[str, Any], height: float) -> tuple[Figure, Any]:
+    """Returns a figure with the title above axes of this height, in inches."""
+    title = textwrap.wrap(spec["title"], 62)
+    figure = Figure(figsize=(_WIDTH, height + 0.25 + 0.2 * len(title)), layout="constrained")
+    figure.suptitle("\n".join(title), x=0.01, ha="left", size=10.5, weight="bold")
+    return figure, figure.subplots()

@@ -22,6 +22,8 @@ URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 INCLUDED = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/*"]
 #: A link of Markdown to a file: its path, and the rest.
 FILE_LINK = re.compile(r"(?<=\]\()([\w./-]+)((?:#[\w-]+)?\))")
+#: A picture that has a dark form beside it.
+PICTURE = re.compile(r"(!\[[^\]]*\]\([\w./-]+)(\.svg\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,6 +44,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Makes the repository's relative links, and the README's absolute ones, lead to the site's pages.
 
     Links to files that the site does not have lead to the repository. MkDocs reports those to files that nobody has.
+    Pictures follow the theme.
     """
     pages = {file.url: file.src_uri for file in files.documentation_pages()}
     folder = Path(page.file.abs_src_path).relative_to(ROOT).parent
@@ -54,7 +57,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{URLS['Repository']}/blob/main/{path}{link[2]}" if (ROOT / path).exists() else link[0]
 
     absolute = re.escape(URLS["Documentation"]) + r"([\w/-]+/)"
-    return FILE_LINK.sub(on_site, re.sub(absolute, lambda link: pages[link[1]], markdown))
+    markdown = markdown.replace(f"{URLS['Repository']}/raw/main/", "")
+    markdown = FILE_LINK.sub(on_site, re.sub(absolute, lambda link: pages[link[1]], markdown))
+    return PICTURE.sub(lambda part: f"{part[1]}.svg#only-light){part[1]}-dark.svg#only-dark)", markdown)
 
 
 class _PublicNames(Extension):

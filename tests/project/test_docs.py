@@ -96,13 +96,14 @@ def links(page: Path) -> list[str]:
 
 def linked_file(target: str, page: Path) -> Path | None:
     """Returns the target of a link if it is in the repository: by a path, on the project's site or at its host."""
-    site, host = URLS["Documentation"], f"{URLS['Repository']}/blob/main/"
+    site = URLS["Documentation"]
     if target.startswith(site):
         name = target.removeprefix(site).strip("/")
         files = [ROOT / "docs" / f"{name}.md", ROOT / name / "README.md"]
         return next((file for file in files if file.exists()), files[0])
-    if target.startswith(host):
-        return ROOT / target.removeprefix(host)
+    for host in (f"{URLS['Repository']}/blob/main/", f"{URLS['Repository']}/raw/main/"):
+        if target.startswith(host):
+            return ROOT / target.removeprefix(host)
     return None if "://" in target else page.parent / target
 
 
