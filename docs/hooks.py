@@ -22,6 +22,8 @@ URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 INCLUDED = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/*"]
 #: A link of Markdown to a file: its path, and the rest.
 FILE_LINK = re.compile(r"(?<=\]\()([\w./-]+)((?:#[\w-]+)?\))")
+#: A diagram, which is put into the page, so that it has the colours of its text.
+DIAGRAM = re.compile(r"!\[([^\]]*)\]\((pictures/\w+\.svg)\)")
 #: A picture that has a dark form beside it.
 PICTURE = re.compile(r"(!\[[^\]]*\]\([\w./-]+)(\.svg\))")
 
@@ -59,7 +61,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     absolute = re.escape(URLS["Documentation"]) + r"([\w/-]+/)"
     markdown = markdown.replace(f"{URLS['Repository']}/raw/main/", "")
     markdown = FILE_LINK.sub(on_site, re.sub(absolute, lambda link: pages[link[1]], markdown))
+    markdown = DIAGRAM.sub(_diagram, markdown)
     return PICTURE.sub(lambda part: f"{part[1]}.svg#only-light){part[1]}-dark.svg#only-dark)", markdown)
+
+
+def _diagram(picture: re.Match[str]) -> str:
+    label = " ".join(picture[1].split())
+    return f'<div class="diagram" role="img" aria-label="{label}">{(ROOT / "docs" / picture[2]).read_text()}</div>'
 
 
 class _PublicNames(Extension):
