@@ -89,6 +89,14 @@ def test_links_of_the_readme_work_where_there_is_no_repository() -> None:
     assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
 
 
+def test_pictures_have_texts_and_code_fits_the_page() -> None:
+    for page in LINKED:
+        text = page.read_text()
+        assert all(len(words.split()) > 5 for words in re.findall(r"!\[([^\]]*)\]\(", text)), page
+        blocks = re.findall(r"^```.*?^```$", text, re.DOTALL | re.MULTILINE)
+        assert not [line for block in blocks for line in block.splitlines() if len(line) > 88], page
+
+
 def links(page: Path) -> list[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"\]\(([^)]+)\)", text)
