@@ -335,8 +335,7 @@ class MoEMlp(nn.Module):
             "relu_squared".
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
             It has no bias. Every device computes it for its own tokens.
-        use_shared_gate: whether the shared expert's result is multiplied by the sigmoid of a product of the token with
-            a kernel `[K, 1]`, `shared_gate/kernel` (Qwen2-MoE).
+        use_shared_gate: whether the sigmoid of `x @ shared_gate/kernel`, `[K, 1]`, multiplies its result (Qwen2-MoE).
         recipe: how the experts' products are computed in FP8; None to compute in `dtype`.
         cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
             recipe, `dtype` must then be given.
