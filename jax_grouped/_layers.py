@@ -1,5 +1,7 @@
 """Code that the linen and NNX layers share: checks of options, shapes, calls of the products, caches, states."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
@@ -26,6 +28,7 @@ from jax_grouped.core.values import (
     check_type,
     is_bound,
     promoted_type,
+    repr_of_changes,
     shown,
     static_bool,
     static_number,
@@ -81,7 +84,7 @@ class MoEInitializers:
     Attributes:
         router: of the router's kernel, `[K, E]`.
         gate_up: of the first projection's kernels, also those of a shared expert.
-        down: likewise of the second projection.
+        down: of the second projection's kernels, also those of a shared expert.
         bias: of all biases.
 
     Example:
@@ -98,6 +101,8 @@ class MoEInitializers:
     down: Initializer = default_kernel_init
     bias: Initializer = jax.nn.initializers.zeros
 
+    __repr__ = repr_of_changes
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
@@ -108,7 +113,7 @@ class LoraConfig:
         scale: factor of the adapters' products; `lora_alpha / r` of PEFT.
         a_init: initialiser of `a`, called with `(key, (E, K, r), param_dtype)`. The default is that of PEFT: uniform
             between `-1 / sqrt(K)` and `1 / sqrt(K)`.
-        b_init: of `b`, `(E, r, ...)`. By default the adapters add nothing at first.
+        b_init: initialiser of `b`, `(E, r, ...)`. By default the adapters add nothing at first.
 
     Raises:
         TypeError, ValueError: `rank` is no positive integer, or `scale` no finite number.

@@ -1,4 +1,32 @@
-"""Flax linen layers."""
+"""Flax linen layers.
+
+Their variables lie in these collections, of which `init` makes all but the last:
+
+- `params`: the parameters. Wrap the initialisers with `flax.linen.with_logical_partitioning` to name their axes.
+- `_overwrite_with_gradient`, with `DelayedScaling`: the arrays of `jax_grouped.Fp8State`, under the names of its
+  fields. Their gradient is their next value. A `flax.training.train_state.TrainState` whose `params` are both
+  collections replaces the arrays with their gradient, and shows its optimizer only the parameters. Combine several
+  gradients of this collection by maximum, not by a sum, as `Fp8State` explains: `jax_grouped.accumulate_gradients`,
+  `reduce_gradients` and `overwrite_with_gradient` do so.
+- `kernel_cache`, with `cache_kernel`: as `kernel`, the quantization that microbatches share, a
+  `jax_grouped.KernelCache` or, without a recipe, the kernel in `dtype`. It has no gradient: do not differentiate with
+  respect to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
+  `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
+- `lora`, with `lora`: adapters, `lora_a` `[E, K, r]` and `lora_b` `[E, r, N]`, for kernels that are not trained.
+  `jax.grad` with respect to this collection computes nothing of the kernels' gradients.
+- `router_state`, of a router with `use_selection_bias`: the bias, `selection_bias` `float32[E]`.
+- `moe_metrics`, with `sow_metrics`: the `jax_grouped.moe.MoEMetrics` of calls, as `metrics`.
+
+After `quantize_for_inference`, kernels are there in FP8 alone.
+
+On several devices, `MoEMlp.init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole
+too, and splits the computation as `jax_grouped.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part.
+Store, and so split, `gate_up` as `P(experts, None, None, features)` of the axes that `parallel` names, with one `None`
+if it has no gate. Store `down` as `P(experts, features)`, states as `P(experts)`, and the router and all of the shared
+expert whole. With `fsdp`, the experts of kernels, biases and caches are split over `(experts, fsdp)`, in this order.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -64,7 +92,7 @@ MOE_METRICS = "moe_metrics"
 
 @nn.compact
 def _weights(
-    layer: "GroupedDense | GroupedKernel",
+    layer: GroupedDense | GroupedKernel,
     is_first_microbatch: ArrayLike | None,
     x: jax.Array | None = None,
     fsdp_axis: str | None = None,
@@ -152,23 +180,8 @@ def _weights(
 class GroupedDense(nn.Module):
     """A linear layer per group: `flax.linen.Dense` for mixture-of-experts models.
 
-    The parameters are `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. Wrap the initialisers with
-    `flax.linen.with_logical_partitioning` to name their axes, for example `("expert", "embed", "mlp")`.
-
-    With `DelayedScaling` the arrays of `jax_grouped.Fp8State` are variables too, in Flax's collection
-    `_overwrite_with_gradient` under the names of its fields. Their gradient is their next value. A
-    `flax.training.train_state.TrainState` whose `params` are both collections replaces the arrays with their gradient,
-    and shows its optimizer only the parameters. Combine several gradients of this collection by maximum, not by a sum,
-    as `Fp8State` explains: `jax_grouped.accumulate_gradients`, `reduce_gradients` and `overwrite_with_gradient` do so.
-
-    With `cache_kernel`, microbatches share one quantization of the kernel: a `jax_grouped.KernelCache` or, without a
-    recipe, the kernel in `dtype`. It is the variable `kernel` of the collection `kernel_cache`, and has no gradient: do
-    not differentiate with respect to it, and keep it out of checkpoints. `init` makes it from the initial kernel, and
-    `apply(..., is_first_microbatch=True, mutable=["kernel_cache"])` returns a new one beside the result.
-
-    With `lora`, the collection `lora` has an adapter, `lora_a` `[E, K, r]` and `lora_b` `[E, r, N]`, for a kernel that
-    is not trained: `jax.grad` with respect to this collection computes nothing of the kernels' gradients.
-    After `quantize_for_inference` the kernels are there in FP8 alone.
+    The parameters are `kernel` `[E, K, N]` and, with `use_bias`, `bias` `[E, N]`. `jax_grouped.linen` lists the other
+    variables, and says how to train them.
 
     Attributes:
         features: `N`, the size of each output row.
@@ -176,13 +189,13 @@ class GroupedDense(nn.Module):
         use_bias: whether to add a bias per group.
         dtype: type of the computation and the result. Default: the promotion of the input's and parameters' types.
         param_dtype: type of the parameters. Their gradients have it too, straight from the matmul.
-        precision: as in `jax_grouped.ragged_dot`; matters in float32 only.
+        precision: of float32 products: "default", "high" or "highest", see `jax_grouped.ragged_dot`.
         kernel_init: called with `(key, (E, K, N), param_dtype)`. The default initialises every group as Dense does.
         bias_init: called with `(key, (E, N), param_dtype)`.
-        recipe: how the products are computed in FP8, as in `jax_grouped.grouped_dense`; None to compute in `dtype`.
+        recipe: how the products are computed in FP8, see `jax_grouped.grouped_dense`; None to compute in `dtype`.
         cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
             recipe, `dtype` must then be given.
-        lora: adapters on the kernel; None for none.
+        lora: adapters on the kernel, in the collection `lora`; None for none.
 
     Example:
         layer = jg.linen.GroupedDense(16, num_groups=2)
@@ -266,8 +279,10 @@ class GroupedKernel(nn.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, lora: as in `GroupedDense`.
+        recipe: recipe of the products, for the state and the cache that it needs; None for products in `dtype`.
+        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`.
         dtype: type of a cache without a recipe. The weights keep their own.
+        lora: adapters on the kernel, in the collection `lora`; None for none.
 
     Example:
         weights, variables = jg.linen.GroupedKernel((2, 32, 16)).init_with_output(jax.random.key(0))
@@ -307,36 +322,32 @@ class MoEMlp(nn.Module):
     float32, because its choice is discrete. The parameters are `router/kernel` `[K, E]`, `gate_up/kernel`
     `[E, K, 2, F]` with the gate first, `down/kernel` `[E, F, K]`, and with `use_bias` `gate_up/bias` `[E, 2, F]` and
     `down/bias` `[E, K]`; with an `activation` that has no gate, `gate_up` has no axis of 2. Options add `router/bias`
-    `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. The state of
-    `DelayedScaling` and the kernels that microbatches share are variables as in `GroupedDense`, below the name of each
-    stack of kernels, and so are adapters, which are split as the kernels are.
-
-    On several devices, `init` always makes the whole parameters. Under plain `jax.jit`, `apply` takes them whole too,
-    and splits the computation as `jg.moe.moe_mlp` says. Inside `jax.shard_map` it takes this device's part. Store, and
-    so split, `gate_up` as `P(experts, None, None, features)` of the axes that `parallel` names, with one `None` if it
-    has no gate. Store `down` as `P(experts, features)`, states as `P(experts)`, and the router and all of the shared
-    expert whole. With `fsdp`, the experts of kernels, biases and caches are split over `(experts, fsdp)`, in this
-    order.
+    `[E]`, and `shared_gate_up/kernel` `[1, K, 2, S]` with `shared_down/kernel` `[1, S, K]`. `jax_grouped.linen` lists
+    the other variables, which are below the name of each stack of kernels, and says how devices split them all.
 
     Attributes:
         num_experts: `E`, on all devices together.
         hidden_features: `F`, features inside an expert, on all devices together.
-        router: how experts are chosen and weighted, see `jg.moe.Router`. The layer's own `selection_bias` is a variable
-            of the collection `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
-        parallel: how the experts and the tokens are split over devices, see `jg.moe.Parallel`.
-        activation: that of the experts, see `jg.moe.grouped_mlp`.
+        router: how experts are chosen and weighted. The layer's own `selection_bias` is a variable of the collection
+            `ROUTER_STATE`, whose next value `jg.moe.update_selection_bias` returns.
+        parallel: how the experts and the tokens are split over devices; by default, all are on one device.
+        activation: with a gate "swiglu", "geglu", "reglu" or a `jg.SwiGLU`; without one "silu", "gelu", "relu" or
+            "relu_squared".
         shared_features: features of an expert that all tokens share, which computes as the others do; None for none.
             It has no bias. Every device computes it for its own tokens.
-        use_shared_gate: whether the shared expert's result is multiplied by the sigmoid of a product of the token with
-            a kernel `[K, 1]`, `shared_gate/kernel` (Qwen2-MoE).
+        use_shared_gate: whether the sigmoid of `x @ shared_gate/kernel`, `[K, 1]`, multiplies its result (Qwen2-MoE).
+        recipe: how the experts' products are computed in FP8; None to compute in `dtype`.
+        cache_kernel: whether to have the collection `kernel_cache`, for calls with `is_first_microbatch`. Without a
+            recipe, `dtype` must then be given.
         use_bias: whether the experts' products add a bias.
-        recipe, cache_kernel, dtype, param_dtype, precision: as in `GroupedDense`, for the experts; `param_dtype` also
-            for the router.
-        initializers: of the parameters.
+        dtype: type of the experts' computation and the result. Default: the promotion of all types.
+        param_dtype: type of all parameters, and so of their gradients.
+        precision: of float32 products of experts: "default", "high" or "highest", see `jg.ragged_dot`.
+        initializers: initialisers of the parameters, by kind.
         sow_metrics: whether calls also store the metrics, with the choice of experts, as `metrics` of the collection
-            `MOE_METRICS`, where `apply` makes that mutable; see `jg.moe.router_loss`.
-        lora: adapters on all kernels of experts, those of a shared expert too, as in `GroupedDense`. On several devices
-            along `parallel.experts`, tokens then travel as with `exchange="padded"` and `dispatch="input"`.
+            `MOE_METRICS`, where `apply` makes that mutable; for `jg.moe.router_loss`.
+        lora: adapters on all kernels of experts, those of a shared expert too; None for none. On several devices along
+            `parallel.experts`, tokens then travel as with `exchange="padded"` and `dispatch="input"`.
         logical_axes: names of the axes of experts, of `K` and of `F`, such as `("expert", "embed", "mlp")`. The
             parameters then carry them, as with `flax.linen.with_logical_partitioning`.
 
@@ -396,25 +407,25 @@ class MoEMlp(nn.Module):
             x: `[..., K]`, tokens of any leading shape.
             routing: logits `[..., E]`, or a `jg.moe.Routing` of arrays `[..., k]`, in place of the layer's own router;
                 or a function that returns them for tokens `[T, K]`.
-            experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
-            mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
-            selection_bias: `[E]`, see `jg.moe.top_k_routing`; in place of the layer's own.
+            experts: `[..., top_k]` integers, the experts of each token, in place of a choice by the scores.
+            mask: `bool[...]`, False for padding: such tokens have no experts, count in no metric, and get zeros.
+            selection_bias: `[E]`, added to the scores for the choice only, in place of the layer's own.
             jitter_key: key of the random numbers of a router with `jitter`; None for none, as in evaluation. Inside
                 `jax.shard_map`, fold the index of the device in.
-            is_first_microbatch: as in `GroupedDense`.
-            shared: `[..., K]`, the result of an expert that all tokens share, see `jg.moe.moe_mlp`; added to that of
-                the layer's own.
-            accumulate_into: as in `GroupedDense`, gradients by the names of kernels: `gate_up`, `down`,
-                `shared_gate_up`, `shared_down`, or some of these. Inside `jax.shard_map`, a kernel that several
-                devices have, such as the last two, needs `jax.lax.pcast`.
+            is_first_microbatch: True quantizes the kernels and stores the result, False multiplies by what is stored. A
+                boolean on the device makes the choice there. None quantizes, and does not store.
+            shared: `[..., K]`, the result of an expert that all tokens share; added to each token's sum.
+            accumulate_into: the gradients of kernels so far, to which this call's are added, by name: `gate_up`,
+                `down`, `shared_gate_up`, `shared_down`, or some of these. Inside `jax.shard_map`, a kernel that
+                several devices have, such as the last two, needs `jax.lax.pcast`.
 
         Returns:
             `[..., K]`, and the metrics.
 
         Raises:
             TypeError: `accumulate_into` is no mapping.
-            ValueError: a size does not fit, a variable or the sequences that the router needs are missing, or as in
-                `GroupedDense`.
+            ValueError: a size does not fit, a variable or the sequences that the router needs are missing, or
+                `is_first_microbatch` needs a cache that is not there.
         """
         x = as_array("x", x)
         if x.ndim == 0:

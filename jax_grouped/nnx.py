@@ -1,5 +1,7 @@
 """Flax NNX layers. In their examples, `nnx` is `flax.nnx`."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -103,8 +105,13 @@ class GroupedKernel(nnx.Module):
         kernel_init: called with `(key, shape, param_dtype)`.
         bias_init: called with `(key, (E, ...), param_dtype)`; None for no bias.
         param_dtype: type of the parameters.
-        recipe, cache_kernel, lora, kernel_metadata, bias_metadata, rngs: as in `GroupedDense`.
+        recipe: recipe of the products, for the state and the cache that it needs; None for products in `dtype`.
+        cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`.
         dtype: type of a cache without a recipe. The weights keep their own.
+        lora: adapters on the kernel; None for none.
+        kernel_metadata: for the `nnx.Param` of the kernel, for example `out_sharding=("expert", "embed", "mlp")`.
+        bias_metadata: for that of the bias.
+        rngs: source of the initialisers' keys.
 
     Example:
         experts = jg.nnx.GroupedKernel((2, 32, 16), rngs=nnx.Rngs(0))
@@ -211,13 +218,28 @@ class GroupedDense(GroupedKernel):
     kernel.
 
     Attributes:
-        kernel, bias, fp8_state, kernel_cache, lora_a, lora_b: as in `GroupedKernel`, of `[E, K, N]` and `[E, N]`.
+        kernel: `nnx.Param`, `[E, K, N]`; None after `quantize_for_inference`.
+        bias: `nnx.Param`, `[E, N]`, or None.
+        fp8_state: `Fp8Variable` with `DelayedScaling`, or None.
+        kernel_cache: `KernelCacheVariable` with `cache_kernel`, or None.
+        lora_a, lora_b: `nnx.LoRAParam` with `lora`, `[E, K, r]` and `[E, r, N]`, or None.
 
     Args:
-        in_features, out_features, num_groups: `K`, `N` and `E`.
-        use_bias, dtype, param_dtype, precision, kernel_init, bias_init, recipe, cache_kernel: as in linen.
-        lora: adapters on the kernel, `nnx.LoRAParam`: train them alone with `wrt=nnx.LoRAParam`.
-        kernel_metadata, bias_metadata: for `nnx.Param`, for example `out_sharding=("expert", "embed", "mlp")`.
+        in_features: `K`, the size of each input row.
+        out_features: `N`, the size of each output row.
+        num_groups: `E`, the number of groups (experts).
+        use_bias: whether to add a bias per group.
+        dtype: type of the computation and the result. Default: the promotion of the input's and parameters' types.
+        param_dtype: type of the parameters, and so of their gradients.
+        precision: of float32 products: "default", "high" or "highest", see `jax_grouped.ragged_dot`.
+        kernel_init: called with `(key, (E, K, N), param_dtype)`. The default initialises every group as Linear does.
+        bias_init: called with `(key, (E, N), param_dtype)`.
+        recipe: how the products are computed in FP8, see `jax_grouped.grouped_dense`; None to compute in `dtype`.
+        cache_kernel: whether to have a `KernelCacheVariable`, for calls with `is_first_microbatch`. Without a recipe,
+            `dtype` must then be given.
+        lora: adapters on the kernel, `nnx.LoRAParam`: train them alone with `wrt=nnx.LoRAParam`; None for none.
+        kernel_metadata: for the `nnx.Param` of the kernel, for example `out_sharding=("expert", "embed", "mlp")`.
+        bias_metadata: for that of the bias.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -329,8 +351,9 @@ class SownMetrics(nnx.Intermediate[tuple[MoEMetrics, ...]]):
 class MoEMlp(nnx.Module):
     """A mixture of experts in place of a feed-forward layer: router, experts, and their weighted sum.
 
-    `jax_grouped.linen.MoEMlp` describes the computation, the parameters and their split over devices. The constructor
-    always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer from this device's part of them.
+    `jax_grouped.linen.MoEMlp` describes the computation and the parameters, `jax_grouped.linen` their split over
+    devices. The constructor always makes the whole parameters. Inside `jax.shard_map`, `nnx.merge` the layer from this
+    device's part of them.
 
     Attributes:
         router: `nnx.Linear`, its kernel `[K, E]`; None if the `Router` has `use_kernel=False`.
@@ -343,12 +366,24 @@ class MoEMlp(nnx.Module):
 
     Args:
         features: `K`, features of a token.
-        num_experts, hidden_features: `E` and `F`.
-        router, parallel, activation, shared_features, use_shared_gate, recipe, cache_kernel, use_bias: as in linen.
-        dtype, param_dtype, precision, initializers: likewise.
+        num_experts: `E`, on all devices together.
+        hidden_features: `F`, features inside an expert, on all devices together.
+        router: how experts are chosen and weighted.
+        parallel: how the experts and the tokens are split over devices; by default, all are on one device.
+        activation: with a gate "swiglu", "geglu", "reglu" or a `jg.SwiGLU`; without one "silu", "gelu", "relu" or
+            "relu_squared".
+        shared_features: `S`, features of an expert that all tokens share, without a bias; None for none.
+        use_shared_gate: whether the sigmoid of `shared_gate` multiplies the shared expert's result (Qwen2-MoE).
+        recipe: how the experts' products are computed in FP8; None to compute in `dtype`.
+        cache_kernel: whether kernels have a `KernelCacheVariable`, for calls with `is_first_microbatch`.
+        use_bias: whether the experts' products add a bias.
+        dtype: type of the experts' computation and the result. Default: the promotion of all types.
+        param_dtype: type of all parameters, and so of their gradients.
+        precision: of float32 products of experts: "default", "high" or "highest", see `jg.ragged_dot`.
+        initializers: initialisers of the parameters, by kind.
         sow_metrics: whether calls give the metrics, with the choice of experts, as `SownMetrics` to `nnx.capture`.
-        lora: adapters on all kernels of experts, as in `GroupedDense`.
-        logical_axes: as in linen; the names are the `out_sharding` of each `nnx.Param`.
+        lora: adapters on all kernels of experts, those of a shared expert too; None for none.
+        logical_axes: names of the axes of experts, of `K` and of `F`: the `out_sharding` of each `nnx.Param`.
         rngs: source of the initialisers' keys.
 
     Example:
@@ -462,13 +497,14 @@ class MoEMlp(nnx.Module):
             x: `[..., K]`, tokens of any leading shape.
             routing: logits `[..., E]`, or a `jg.moe.Routing` of arrays `[..., k]`, in place of the layer's own router;
                 or a function that returns them for tokens `[T, K]`.
-            experts: `[..., top_k]` integers, a choice to force, see `jg.moe.top_k_routing`.
-            mask: `bool[...]`, False for tokens that are none, see `jg.moe.moe_mlp`.
-            selection_bias: `[E]`, in place of the layer's own.
+            experts: `[..., top_k]` integers, the experts of each token, in place of a choice by the scores.
+            mask: `bool[...]`, False for padding: such tokens have no experts, count in no metric, and get zeros.
+            selection_bias: `[E]`, added to the scores for the choice only, in place of the layer's own.
             jitter_key: key of the random numbers of a router with `jitter`; None for none, as in evaluation.
-            is_first_microbatch: as in `GroupedDense`.
-            shared: `[..., K]`, the result of an expert that all tokens share, added to that of the layer's own.
-            accumulate_into: as in `GroupedDense`, gradients by the names of kernels, such as `gate_up` and `down`.
+            is_first_microbatch: True quantizes the kernels and stores the result, False multiplies by what is stored. A
+                boolean on the device makes the choice there. None quantizes, and does not store.
+            shared: `[..., K]`, the result of an expert that all tokens share; added to each token's sum.
+            accumulate_into: the gradients of kernels so far, to which this call's are added, by names such as `down`.
 
         Returns:
             `[..., K]`, and the metrics.

@@ -1,5 +1,7 @@
 """Settings of the library, read from the environment once and changeable at run time."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -56,10 +58,10 @@ def from_environment() -> _Settings:
 def _setting(name: str) -> Any:
     """Returns the property of `Config` that reads and changes a setting."""
 
-    def read(config: "Config") -> Any:
+    def read(config: Config) -> Any:
         return getattr(_override.value or config._changed or from_environment(), name)
 
-    def change(config: "Config", value: Any) -> None:
+    def change(config: Config, value: Any) -> None:
         process = config._changed or from_environment()
         settings = dataclasses.replace(process, **{name: value})
         if settings != process:

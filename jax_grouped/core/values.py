@@ -3,6 +3,7 @@
 Each error names the argument, its value and the rule. `shard_map`'s checks track the axes over which values vary.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, get_args
@@ -22,6 +23,13 @@ def shown(value: object) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"an object of type {type(value).__name__}"
+
+
+def repr_of_changes(options: Any) -> str:
+    """Returns the call that makes this dataclass, without the fields that have their defaults: a repr of options."""
+    fields = [(field, getattr(options, field.name)) for field in dataclasses.fields(options)]
+    changed = [f"{field.name}={value!r}" for field, value in fields if value != field.default]
+    return f"{type(options).__name__}({', '.join(changed)})"
 
 
 def as_array(name: str, value: Any) -> jax.Array:

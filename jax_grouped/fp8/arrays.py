@@ -1,5 +1,7 @@
 """Quantized arrays: FP8 data with its scales, as pytrees, which transformations of JAX and collectives take."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json

@@ -1,5 +1,7 @@
 """Scaling modes and recipes: the scaling and the FP8 type of each tensor. All are static under `jit`."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 from typing import ClassVar, Literal
@@ -68,7 +70,8 @@ class Float8BlockScaling(_Types):
     DeepSeek-V3 was trained with this recipe (arXiv:2412.19437, section 3.3).
 
     Attributes:
-        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
+        fwd_dtype: FP8 type of tokens and kernels.
+        grad_dtype: FP8 type of gradients.
         pow2_scales: round scales down to powers of two, which adds no rounding error of its own.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
 
@@ -97,7 +100,8 @@ class Float8CurrentScaling(_Types):
     """One scale per group and tensor, from the tensor's own largest value.
 
     Attributes:
-        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
+        fwd_dtype: FP8 type of tokens and kernels.
+        grad_dtype: FP8 type of gradients.
         pow2_scales: round scales down to powers of two.
         amax_epsilon: groups whose largest value is below this are scaled as if it were this.
 
@@ -127,7 +131,8 @@ class DelayedScaling(_Types):
     The next scale is `fp8_max / (amax * 2**margin)` (Micikevicius et al., arXiv:2209.05433).
 
     Attributes:
-        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
+        fwd_dtype: FP8 type of tokens and kernels.
+        grad_dtype: FP8 type of gradients.
         amax_history_len: number of steps in the history.
         amax_compute_algo: whether `amax` is the maximum of the history or its most recent entry.
         margin: headroom, in powers of two.
@@ -168,7 +173,8 @@ class MXFP8BlockScaling(_Types):
     """Blocks of 1x32 with power-of-two scales for every tensor (OCP Microscaling Formats 1.0). Made for Blackwell.
 
     Attributes:
-        fwd_dtype, grad_dtype: FP8 types of tokens and kernels, and of gradients.
+        fwd_dtype: FP8 type of tokens and kernels.
+        grad_dtype: FP8 type of gradients.
 
     Raises:
         TypeError: a type is not one of the two FP8 types.

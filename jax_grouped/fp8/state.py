@@ -1,5 +1,7 @@
 """The state of delayed scaling: the largest values of earlier steps. The next scales follow from it."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, Self
@@ -63,8 +65,12 @@ class Fp8State:
             first; 0 for none.
         input_amax_mark: `float32[E]`, 0.7 times the square of the latest amax.
         input_scale: `float32[E]`, the factor of the last multiplication before rounding to FP8.
-        kernel_amax_history, kernel_amax_mark, kernel_scale: likewise of `kernel`.
-        output_grad_amax_history, output_grad_amax_mark, output_grad_scale: likewise of the result's gradient.
+        kernel_amax_history: `float32[E, H]`, the largest values of each `kernel`.
+        kernel_amax_mark: `float32[E]`, 0.7 times the square of the latest.
+        kernel_scale: `float32[E]`, the factor of the kernel's last multiplication.
+        output_grad_amax_history: `float32[E, H]`, the largest values of the result's gradient.
+        output_grad_amax_mark: `float32[E]`, 0.7 times the square of the latest.
+        output_grad_scale: `float32[E]`, the factor of the gradient's last multiplication.
 
     Example:
         recipe = jg.DelayedScaling(amax_history_len=4)

@@ -1,5 +1,7 @@
 """Activations of experts, and their gradients, in plain JAX, in the type of the arguments."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable

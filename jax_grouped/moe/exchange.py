@@ -5,6 +5,8 @@ whose scales are powers of two can be quantized again without another error: the
 scale is the same or fits them better. Only numbers far below the largest of another block lose digits.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Hashable

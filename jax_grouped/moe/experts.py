@@ -15,6 +15,8 @@ On a mesh, the tokens of all devices may be gathered along `expert_axis`, and ke
 is. All that a barrier returns is used in place of its operands, or XLA removes it.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -81,14 +83,14 @@ def grouped_mlp(
             or "relu_squared". See `jax_grouped.grouped_quantize`.
         recipe: how both products are computed in FP8, with `K`, `F` and `N` multiples of 16; None to compute in the
             type of `x`.
-        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
-        out_sharding: as in `jax_grouped.ragged_dot`.
+        precision: of float32 products: "default", "high" or "highest", see `jax_grouped.ragged_dot`. Not with a recipe.
+        out_sharding: `NamedSharding` or spec of the result's type, where those of the operands leave a choice.
 
     Returns:
         `[T, N]` in the type of `x`.
 
     Raises:
-        TypeError, ValueError: an argument has a type or a shape that does not fit, as in `jax_grouped.grouped_dense`.
+        TypeError, ValueError: an argument has a type or a shape that does not fit.
 
     Example:
         x, gate_up, down = jnp.ones((16, 32)), jnp.ones((2, 32, 32)), jnp.ones((2, 16, 32))
@@ -213,7 +215,7 @@ def weighted_mlp(rows: jax.Array, network: Network, group_sizes: jax.Array, row_
 
 def _canonical(
     rows: jax.Array | jax.ShapeDtypeStruct, network: Network, *, zero_other_rows: bool = True
-) -> tuple[Weights, Weights, "ExpertsSpec"]:
+) -> tuple[Weights, Weights, ExpertsSpec]:
     """Returns both weights as arrays, and the static part of their products with rows such as these."""
     gate_up, down, activation, recipe, precision, fsdp_axis, expected_tokens = network
     inputs.check_activation_name(activation)

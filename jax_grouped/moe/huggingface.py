@@ -5,6 +5,8 @@ This is NumPy alone: neither `torch` nor `transformers` is needed. A state is a 
 block's names come after a prefix such as `"model.layers.0.mlp."`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import sys
@@ -107,7 +109,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     Args:
         state: arrays by name: NumPy's, PyTorch's tensors, or others that `np.asarray` takes. Names that do not begin
             with `prefix` are ignored. Of a checkpoint in several files, the union of those that have the block.
-        config: as in `huggingface_options`.
+        config: the model's configuration, of a `model_type` that `huggingface_options` knows.
         prefix: what comes before the names of the block, with its dot.
 
     Returns:
@@ -117,7 +119,7 @@ def from_huggingface(state: Mapping[str, Any], config: Any, *, prefix: str = "")
     Raises:
         KeyError: an array is missing, or the configuration lacks a value.
         TypeError, ValueError: `state` or `config` is no mapping, or an array has another shape than the configuration
-            says, numbers of 8 bits without their scales, or no place in the layer; or as in `huggingface_options`.
+            says, numbers of 8 bits without their scales, or no place in the layer; or the model is not supported.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -176,7 +178,7 @@ def to_huggingface(
         variables: as `from_huggingface` returns them. Without `router_state`, the result has no selection bias. Kernels
             that are in a `kernel_cache` alone, as `jg.linen.quantize_for_inference` leaves them, are written as they
             are there, if they have scales of blocks of 128x128: float8_e4m3fn, with a `weight_scale_inv`.
-        config: as in `huggingface_options`.
+        config: the model's configuration, of a `model_type` that `huggingface_options` knows.
         prefix: what comes before the names of the block, with its dot.
         per_expert: whether each expert has arrays of its own, as in published checkpoints. Otherwise the names are
             those of modules of `transformers` 5. Some models, such as gpt-oss, have no arrays for each expert.
@@ -189,7 +191,7 @@ def to_huggingface(
     Raises:
         KeyError: a variable is missing, or the configuration lacks a value.
         ValueError: a variable has another shape than the configuration says, a cache has other scales, or the model has
-            no kernels in MXFP4; or as in `huggingface_options`.
+            no kernels in MXFP4; or the model is not supported.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -209,17 +211,17 @@ def stream_huggingface(
     """Yields the arrays of `to_huggingface` one by one. With `per_expert`, one expert at a time leaves the device.
 
     Args:
-        variables: as in `to_huggingface`.
-        config: likewise.
-        prefix: likewise.
-        per_expert: likewise.
-        mxfp4: likewise.
+        variables: of `jg.linen.MoEMlp`, as `to_huggingface` takes them.
+        config: the model's configuration, of a `model_type` that `huggingface_options` knows.
+        prefix: what comes before the names of the block, with its dot.
+        per_expert: whether each expert has arrays of its own, as in published checkpoints.
+        mxfp4: whether kernels become FP4, with a power of two for each 32 inputs.
 
     Returns:
         Names and arrays, for files of a size that the host's memory has room for.
 
     Raises:
-        KeyError, TypeError, ValueError: as in `to_huggingface`, once the array is asked for.
+        KeyError, TypeError, ValueError: those of `to_huggingface`, once the array is asked for.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -297,7 +299,7 @@ def to_peft(
 
     Args:
         variables: of the layer, of which the collection `lora` is read.
-        config: as in `huggingface_options`.
+        config: the model's configuration, of a `model_type` that `huggingface_options` knows.
         prefix: what comes before the names of the block, such as `"base_model.model.model.layers.0.mlp."`.
         per_expert: whether every linear layer of every expert has an adapter, as PEFT's `target_modules` make them and
             vLLM loads them; gate and up have copies of one `lora_A`. Otherwise the arrays are those of
@@ -309,7 +311,7 @@ def to_peft(
 
     Raises:
         KeyError: a variable is missing, or the configuration lacks a value.
-        ValueError: a variable has another shape than the configuration says; or as in `huggingface_options`.
+        ValueError: a variable has another shape than the configuration says; or the model is not supported.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -348,8 +350,8 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
     Training leaves factors as they are where both are zero.
 
     Args:
-        state: as in `from_huggingface`, of `adapter_model.safetensors`.
-        config: as in `huggingface_options`.
+        state: arrays of `adapter_model.safetensors` by name. Names that do not begin with `prefix` are ignored.
+        config: the model's configuration, of a `model_type` that `huggingface_options` knows.
         prefix: what comes before the names of the block, such as `"base_model.model.model.layers.0.mlp."`.
 
     Returns:
@@ -358,7 +360,7 @@ def from_peft(state: Mapping[str, Any], config: Any, *, prefix: str = "") -> dic
 
     Raises:
         KeyError: the state has nothing of the block, or one array of two, or the configuration lacks a value.
-        TypeError, ValueError: as in `from_huggingface`.
+        TypeError, ValueError: `state` or `config` is no mapping, or an array has another shape than it says.
 
     Example:
         config = dict(model_type="olmoe", hidden_size=8, intermediate_size=4, num_experts=2)
@@ -420,7 +422,7 @@ def _found(variables: Mapping[str, Any], path: str) -> Any:
     return value.unbox() if hasattr(value, "unbox") else value
 
 
-def _numbers_and_scales(cache: KernelCache, variable: "_Variable", own: slice) -> tuple[np.ndarray, np.ndarray]:
+def _numbers_and_scales(cache: KernelCache, variable: _Variable, own: slice) -> tuple[np.ndarray, np.ndarray]:
     """Returns what a cache has of some experts, and a scale for each block of 128x128, both in the variable's axes.
 
     Raises ValueError unless arrays of the block have whole blocks.
@@ -529,7 +531,7 @@ class _Variable(NamedTuple):
         there = [axis for axis in self.array_axes if axis in self.axes]
         return variable.transpose([self.axes.index(axis) for axis in (*lacking, *there)])[index[: len(lacking)]]
 
-    def factors(self, rank: int, *, swapped: bool) -> tuple["_Variable", "_Variable"]:
+    def factors(self, rank: int, *, swapped: bool) -> tuple[_Variable, _Variable]:
         """Returns `lora_a` and `lora_b` of a kernel. PEFT has `lora_B` for the first one, if it is `swapped`."""
         inputs = "F" if self.layer.endswith("down") else "K"
         experts = "E" if "E" in self.array_axes else ""

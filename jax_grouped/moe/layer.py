@@ -136,9 +136,10 @@ def moe_mlp(
     *,
     router: Router | None = None,
     parallel: Parallel | None = None,
-    activation: Activation = "swiglu",
-    recipe: Recipe | None = None,
-    precision: jax.lax.PrecisionLike = None,
+    # Named in quotes, `help` does not spell them out. A postponed evaluation of all would do so to `MoEMetrics`.
+    activation: "Activation" = "swiglu",
+    recipe: "Recipe | None" = None,
+    precision: "jax.lax.PrecisionLike" = None,
     selection_bias: jax.Array | None = None,
     experts: jax.Array | None = None,
     mask: jax.Array | None = None,
@@ -170,15 +171,17 @@ def moe_mlp(
         router: how experts are chosen and weighted, and the room that they have. With a `Routing`, only the room and
             `weights_on` matter, and None stands for a router without options.
         parallel: how the experts and the tokens are split over devices; None for one device.
-        activation: as in `grouped_mlp`; with one that has no gate, `gate_up` is `[E / (D S), K, F]`.
-        recipe: likewise.
-        precision: likewise.
+        activation: with a gate "swiglu", "geglu", "reglu" or a `jax_grouped.SwiGLU`; without one "silu", "gelu", "relu"
+            or "relu_squared", and `gate_up` is `[E / (D S), K, F]`.
+        recipe: how the experts' products are computed in FP8; None to compute in the type of `x`.
+        precision: of float32 products of experts: "default", "high" or "highest", see `jax_grouped.ragged_dot`.
         selection_bias: `[E]`, added to the scores for the choice only.
         experts: `[T, top_k]` integers, a choice in place of one by the scores, see `top_k_routing`.
         mask: `bool[T]`, False for tokens that are none, such as padding: they are computed by no expert, take no room,
             count in no metric, and get zeros, whatever their rows of `x`, `routing` and `shared` hold. All other
             results are those without these tokens, but that a `capacity_factor` gives room for all `T`.
-        num_sequences: as in `load_balancing_loss`, of whole arrays or of this device. No sequence may be split.
+        num_sequences: number of sequences of `T / num_sequences` successive tokens, for a router with
+            `balance_sequences`: of whole arrays or of this device. No sequence may be split.
         shared: `[T, N]`, bfloat16, float16 or float32, added to each token's weighted sum in float32, before that is
             rounded: the result of an expert that all tokens share. The same on every device of `parallel.features`,
             whose first device adds it to its part of the sum.

@@ -5,6 +5,8 @@ names say what each device computes, inside a `jax.shard_map` over the mesh that
 of a single device with the whole batch.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped.core.values import check_choice, is_bound, varying_axes
+from jax_grouped.core.values import check_choice, is_bound, repr_of_changes, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
 from jax_grouped.moe.routing import Routing
@@ -51,8 +53,8 @@ class Parallel:
             `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe, and with adapters,
             they travel as they are. Tokens and gradients are then rounded along the features before they are rounded
             along the rows, for the kernels' gradients. "input" is the type of `x`.
-        combine: likewise of results, and of gradients of tokens, on their way back. With "fp8", each device's part of a
-            token's sum, or with exchanged rows each choice's result, is rounded to FP8.
+        combine: type of results, and of gradients of tokens, on their way back: "input" is that of `x`. With "fp8",
+            each device's part of a token's sum, or with exchanged rows each choice's result, is rounded to FP8.
 
     Raises:
         TypeError: an axis is no name of a mesh axis.
@@ -71,6 +73,8 @@ class Parallel:
     exchange: ExchangeMethod = "auto"
     dispatch: RowType = "fp8"
     combine: RowType = "input"
+
+    __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
         for name in ("experts", "features", "fsdp"):

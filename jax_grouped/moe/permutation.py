@@ -1,5 +1,7 @@
 """Permutation of tokens to the rows of their experts and back. Both directions and both gradients are gathers."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

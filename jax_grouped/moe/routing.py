@@ -3,6 +3,8 @@
 The choice itself is `jax_grouped.kernels.routing`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -424,8 +426,9 @@ def router_z_loss(
 
     Args:
         logits: `[T, E]`, bfloat16, float16 or float32.
-        mask: as in `load_balancing_loss`.
-        axis_name: likewise.
+        mask: `bool[T]`, False for tokens that do not count, as those of padding; None if all count.
+        axis_name: mesh axes that split the tokens of one batch, inside `jax.shard_map` or `jax.pmap`. The loss is then
+            that of the whole batch.
 
     Returns:
         `float32[]`; 0 for no tokens.
@@ -467,8 +470,8 @@ def update_selection_bias(
     load of the whole batch.
 
     Args:
-        selection_bias: `float32[E]`, as in `top_k_routing`. In 16 bits, steps of 0.001 would be lost.
-        expert_load: `[E]` integers, as in `MoEMetrics`. They are compared with their mean exactly.
+        selection_bias: `float32[E]`, zeros at first. In 16 bits, steps of 0.001 would be lost.
+        expert_load: `[E]` integers, choices of each expert, of `MoEMetrics`. They are compared with their mean exactly.
         rate: the step; 0.001 in DeepSeek-V3. It may be a scalar on the device.
 
     Returns:

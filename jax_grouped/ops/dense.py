@@ -9,6 +9,8 @@ The forward pass and the two products of the backward pass are functions of thei
 kernel's gradient later than that of the tokens. `jax_grouped.moe.experts` has the rule of two products.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
@@ -113,8 +115,8 @@ def grouped_dense(
             nothing of the kernel's gradient is computed. A `kernel_cache` in FP8 alone, without `kernel`, serves.
         group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
         preferred_element_type: type of the result. Default: the type of `x`.
-        precision: as in `jax_grouped.ragged_dot`; matters for float32 `x` only. Not with a recipe.
-        out_sharding: as in `jax_grouped.ragged_dot`.
+        precision: of float32 products: "default", "high" or "highest", see `jax_grouped.ragged_dot`. Not with a recipe.
+        out_sharding: `NamedSharding` or spec of the result's type, where those of the operands leave a choice.
 
     Returns:
         `[T, N]`.
@@ -277,23 +279,22 @@ def grouped_dense_fwd(
     plain `jax.jit` XLA gathers the arrays, or an error says so.
 
     Args:
-        x: `[T, K]`; this and the others as in `jax_grouped.grouped_dense`.
+        x: `[T, K]` tokens, bfloat16, float16 or float32; rows of group 0 first.
         kernel: `[G, K, N]`. An accumulator of its gradient is given to `grouped_dense_wgrad`.
-        group_sizes: `[G]`.
+        group_sizes: `[G]` (`[E]`, `E >= G`, with `group_offset`) integers, rows per group.
         bias: `[G, N]` or None.
-        recipe: how the products are computed in FP8, or None.
-        fp8_state: with `DelayedScaling`. Its next value is `pending.fp8_state`.
-        kernel_cache: as in `grouped_dense`.
-        group_offset: offset of the kernels among the groups.
-        preferred_element_type: type of the result.
-        precision: for float32 `x`.
+        recipe: how the products are computed in FP8; None to compute in the type of `x`.
+        fp8_state: state of `DelayedScaling`; None with other recipes. Its next value is `pending.fp8_state`.
+        kernel_cache: `quantize_kernel(kernel, recipe)` or, without a recipe, `kernel.astype(x.dtype)`.
+        group_offset: scalar or `[1]` integer: `kernel` holds the groups `[group_offset, group_offset + G)`.
+        preferred_element_type: type of the result. Default: the type of `x`.
+        precision: of float32 products: "default", "high" or "highest", see `jax_grouped.ragged_dot`.
 
     Returns:
         `[T, N]`, and a pytree for `grouped_dense_dgrad`.
 
     Raises:
-        TypeError: as `jax_grouped.grouped_dense`.
-        ValueError: as `jax_grouped.grouped_dense`.
+        TypeError, ValueError: an argument has a type or a shape that does not fit, or does not go with the recipe.
 
     Example:
         x, kernel, group_sizes = jnp.ones((16, 32)), jnp.ones((2, 32, 16)), jnp.array([10, 4])

@@ -15,6 +15,8 @@ A gradient whose scale is 0 is no next value. A layer that did not run has such 
 skipped by gradients of zeros. The state then stays unchanged.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,8 +161,8 @@ class OverwriteState(NamedTuple):
 
 
 def overwrite_with_gradient(
-    optimizer: "optax.GradientTransformation", *, every: int = 1
-) -> "optax.GradientTransformationExtraArgs":
+    optimizer: optax.GradientTransformation, *, every: int = 1
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer of parameters for trees that also hold the states of delayed scaling.
 
     The optimizer has no momentum of states, does not clip by them and does not change them. Instead, their gradients

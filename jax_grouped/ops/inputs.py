@@ -295,7 +295,7 @@ class Lora(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of one product, with what belongs to them, as in `jax_grouped.grouped_dense`.
+    """Weights of one product, with what belongs to them: the arguments of `jax_grouped.grouped_dense` of these names.
 
     Attributes:
         kernel: `[E, K, N]`.
@@ -326,7 +326,7 @@ class Weights(NamedTuple):
         cache: KernelCache,
         bias: jax.Array | None = None,
         fp8_state: Fp8State | None = None,
-        dtype: DTypeLike = jnp.bfloat16,
+        dtype: "DTypeLike" = jnp.bfloat16,
     ) -> "Weights":
         """Returns weights that are there in FP8 alone, for inference or below adapters.
 

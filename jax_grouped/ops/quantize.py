@@ -1,5 +1,7 @@
 """Quantization to FP8: `grouped_quantize`, `grouped_dequantize`, and `quantize_kernel`, which microbatches share."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -76,7 +78,7 @@ def grouped_quantize(
             sequence, then these sums pairwise within 128 rows, then the sums of 128 rows in sequence.
         activation: quantize `activation(x)`, computed in float32, instead of `x`: `"silu"`, `"gelu"` (with tanh, as
             `jax.nn.gelu`), `"relu"` or `"relu_squared"` (arXiv:2109.08668). For an `x` of `[T, 2 C]`, the gate first:
-            `"swiglu"`, `silu(gate) * up` (arXiv:2002.05202), likewise `"geglu"` with `gelu` and `"reglu"` with `relu`;
+            `"swiglu"`, `silu(gate) * up` (arXiv:2002.05202), `"geglu"` with `gelu` or `"reglu"` with `relu`;
             or a `SwiGLU` with numbers of its own.
         activation_input: the input of `activation`, in the type of `x`. Then `x` is the gradient of the activation's
             result, and the gradient of its input is quantized and summed into `dbias`.

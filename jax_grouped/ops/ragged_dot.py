@@ -1,5 +1,7 @@
 """Products of groups of rows: `ragged_dot`, `ragged_dot_general`, and `scaled_ragged_dot` of quantized arrays."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 
@@ -152,8 +154,8 @@ def ragged_dot_general(
             integers. Negative ones count as 0, and rows past `T` do not exist.
         ragged_dot_dimension_numbers: contracting and batch dimensions of `lhs` and `rhs`, the ragged dimension of
             `lhs`, and in the first form the group dimension of `rhs`.
-        precision: as in `jax_grouped.ragged_dot`, also a `jax.lax.DotAlgorithmPreset`. In the third form XLA multiplies
-            with it: on a GPU, float32 is TF32 unless it is `HIGHEST`.
+        precision: of float32 products, or a `jax.lax.DotAlgorithmPreset`, see `jax_grouped.ragged_dot`. In the third
+            form XLA multiplies with it: on a GPU, float32 is TF32 unless it is `HIGHEST`.
         preferred_element_type: type of the result, bfloat16, float16 or float32. Default: the promoted input type.
         group_offset: scalar or `[1]` integer, in the first form only: `rhs` holds the groups
             `[group_offset, group_offset + G)`. The result is zero in the rows of other groups.
@@ -168,7 +170,7 @@ def ragged_dot_general(
             form than the first.
         TypeError: an argument has a type that is not supported, or JAX raises a TypeError for these dimension numbers
             and shapes.
-        ValueError: as in `jax_grouped.ragged_dot`.
+        ValueError: an argument has a shape or a value that `jax_grouped.ragged_dot` does not take either.
 
     Example:
         lhs, rhs = jnp.ones((16, 32)), jnp.ones((2, 48, 32))

@@ -7,14 +7,17 @@ import importlib.util
 import inspect
 import pydoc
 import re
+import sys
 import textwrap
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -108,7 +111,7 @@ def parameters(value: Any) -> set[str]:
 def test_what_functions_return_and_raise_is_explained() -> None:
     for name, value in DOCUMENTED.items():
         if inspect.isfunction(value):
-            assert section(name, "Returns") or inspect.signature(value).return_annotation is None, name
+            assert section(name, "Returns") or inspect.signature(value).return_annotation == "None", name
             raises = re.search(r"\b(raise|_?(check|canonical)\w*\()", inspect.getsource(value).rpartition('"""')[2])
             assert items(section(name, "Raises")) or not raises, name
 
@@ -129,6 +132,32 @@ def test_dir_and_help_show_the_public_names_and_only_those(monkeypatch: pytest.M
     # Layers that cannot be imported are left out.
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     assert {"linen", "nnx"}.isdisjoint(dir(jg))
+
+
+def test_help_begins_with_what_is_ours_on_two_screens_and_types_resolve() -> None:
+    for name, value in DOCUMENTED.items():
+        if not isinstance(value, type | types.FunctionType):
+            continue
+        lines = lines_of_ours(value)
+        # Before Python 3.13, a signature is one line.
+        parts = lines if sys.version_info >= (3, 13) else [part for line in lines for part in line.split(", ")]
+
+        assert len(lines) <= 120, f"{name}: {len(lines)}"
+        assert [part for part in parts if len(part) > 120 and "parent: Union" not in part] == [], name
+        for annotated in (value, *vars(value).values()):
+            if isinstance(annotated, type | types.FunctionType):
+                typing.get_type_hints(annotated, localns={"optax": optax})
+
+
+def lines_of_ours(value: Any) -> list[str]:
+    """Lines of `help` before inherited ones, without data: signatures, and docstrings of the class and its methods."""
+    text = pydoc.plain(pydoc.render_doc(value))
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        # Not ours are generated methods, and defaults of fields that are functions.
+        generated = {f"__{name}__" for name in ("init", "new", "eq", "hash", "repr", "replace", "setattr", "delattr")}
+        for name in generated | {*getattr(value, "__dataclass_fields__", ())}:
+            text = re.sub(rf"^ \|  {name}( =|\().*\n( \|($|   .*|  \).*)\n)*", "", text, flags=re.MULTILINE)
+    return re.split(r"\n \|  -+\n \|  (?:Data |.* inherited from )", text)[0].splitlines()
 
 
 def test_the_guide_mentions_every_public_name() -> None:
