@@ -38,11 +38,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the files from outside of `docs/`."""
     for path in (path for pattern in INCLUDED for path in sorted(ROOT.glob(pattern))):
-        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+        files.append(
+            File.generated(
+                config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)
+            )
+        )
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:  # noqa: ARG001
     """Makes the repository's relative links, and the README's absolute ones, lead to the site's pages.
 
     Links to files that the site does not have lead to the repository. MkDocs reports those to files that nobody has.
@@ -55,14 +61,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(folder / link[1])
         uri = path.removeprefix("docs/")
         if uri in files.src_uris:
-            return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri)) + link[2]
-        return f"{URLS['Repository']}/blob/main/{path}{link[2]}" if (ROOT / path).exists() else link[0]
+            return (
+                posixpath.relpath(uri, posixpath.dirname(page.file.src_uri)) + link[2]
+            )
+        return (
+            f"{URLS['Repository']}/blob/main/{path}{link[2]}"
+            if (ROOT / path).exists()
+            else link[0]
+        )
 
     absolute = re.escape(URLS["Documentation"]) + r"([\w/-]+/)"
     markdown = markdown.replace(f"{URLS['Repository']}/raw/main/", "")
-    markdown = FILE_LINK.sub(on_site, re.sub(absolute, lambda link: pages[link[1]], markdown))
+    markdown = FILE_LINK.sub(
+        on_site, re.sub(absolute, lambda link: pages[link[1]], markdown)
+    )
     markdown = DIAGRAM.sub(_diagram, markdown)
-    return PICTURE.sub(lambda part: f"{part[1]}.svg#only-light){part[1]}-dark.svg#only-dark)", markdown)
+    return PICTURE.sub(
+        lambda part: f"{part[1]}.svg#only-light){part[1]}-dark.svg#only-dark)", markdown
+    )
 
 
 def _diagram(picture: re.Match[str]) -> str:

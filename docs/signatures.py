@@ -11,7 +11,12 @@ import griffe
 #: Bases that give a class a constructor with its fields.
 GENERATING_BASES = ("flax.linen.Module", "typing.NamedTuple")
 #: Bases of classes whose constructors are Flax's, or that have only given members.
-OTHER_BASES = ("enum.Enum", "flax.nnx.Param", "flax.nnx.Variable", "flax.nnx.Intermediate")
+OTHER_BASES = (
+    "enum.Enum",
+    "flax.nnx.Param",
+    "flax.nnx.Variable",
+    "flax.nnx.Intermediate",
+)
 
 
 class Signatures(griffe.Extension):
@@ -23,8 +28,14 @@ class Signatures(griffe.Extension):
             for value in (module[str(name)] for name in module.exports or ()):
                 if value.is_class and _derives(value, GENERATING_BASES):
                     _add_constructor(value)
-                is_callable = value.is_function or (value.is_class and not _derives(value, OTHER_BASES))
-                if is_callable and not [parameter for parameter in value.parameters if parameter.name != "self"]:
+                is_callable = value.is_function or (
+                    value.is_class and not _derives(value, OTHER_BASES)
+                )
+                if is_callable and not [
+                    parameter
+                    for parameter in value.parameters
+                    if parameter.name != "self"
+                ]:
                     raise ValueError(f"{value.path} has no signature in the reference.")
 
 
@@ -38,5 +49,14 @@ def _add_constructor(cls: Any) -> None:
     for field in cls.attributes.values():
         if field.annotation is not None:
             kind = griffe.ParameterKind.positional_or_keyword
-            parameters.add(griffe.Parameter(field.name, annotation=field.annotation, kind=kind, default=field.value))
-    cls.set_member("__init__", griffe.Function("__init__", parameters=parameters, parent=cls))
+            parameters.add(
+                griffe.Parameter(
+                    field.name,
+                    annotation=field.annotation,
+                    kind=kind,
+                    default=field.value,
+                )
+            )
+    cls.set_member(
+        "__init__", griffe.Function("__init__", parameters=parameters, parent=cls)
+    )
