@@ -47,8 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(
-    markdown: str, page: Page, config: MkDocsConfig, files: Files
-) -> str:  # noqa: ARG001
+    markdown: str,
+    page: Page,
+    config: MkDocsConfig,  # noqa: ARG001
+    files: Files,
+) -> str:
     """Makes the repository's relative links, and the README's absolute ones, lead to the site's pages.
 
     Links to files that the site does not have lead to the repository. MkDocs reports those to files that nobody has.
