@@ -156,8 +156,8 @@ def test_configurations_of_text_models_are_found_inside_and_may_lack_what_code_k
 
 
 def test_the_page_names_every_model() -> None:
-    page = pathlib.Path(__file__).parents[2].joinpath("docs/your-model.md").read_text()
-    listed, _, table = page.partition("## Models")[2].partition("A model of several modalities")
+    page = pathlib.Path(__file__).parents[2].joinpath("docs/reference/models.md").read_text()
+    listed, _, table = page.partition("A test compares")[2].partition("A model of several modalities")
     assert re.findall(r"`(\w+)`[,.]", listed.partition("number.")[2]) == sorted(ARCHITECTURES)
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == {"model_type": "needs"} | MISSING
     assert not {*ARCHITECTURES} & {*MISSING}
