@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
-) -> str:  # noqa: ARG001
+) -> str:
     """Adds the link to the notebook below the title."""
     if not is_notebook(page.file):
         return markdown

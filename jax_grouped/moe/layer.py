@@ -252,8 +252,7 @@ def moe_mlp(
     check_shapes(flat_shape(arrays.gate_up.kernel.shape), arrays.down.kernel.shape, activation)
 
     def run_on_part(own: MoEArrays) -> tuple[Any, MoEMetrics]:
-        bound = dataclasses.replace(parallel, batch=axes)
-        y, metrics = run(own, bound, num_sequences=own_sequences, all_tokens=tokens)
+        y, metrics = run(own, parallel, num_sequences=own_sequences, all_tokens=tokens)
         rows, metrics = (y, metrics.experts), metrics._replace(experts=None)
         if not axes:
             return rows, metrics
@@ -311,7 +310,7 @@ def _run_on_device(
         if shared is not None:
             shared = jnp.where(first, shared, 0)
 
-    batch = tuple(parallel.batch) or None
+    batch = parallel.token_axes or None
     real_tokens = mean_count(exists, tokens, batch)  # on average over the devices
     if exists is not None:
         # No gradient either: NaN times 0 would be NaN.

@@ -43,8 +43,7 @@ class Parallel:
         fsdp: mesh axis that splits the tokens and the storage of the experts, those along `experts` again, in the order
             of `P((experts, fsdp))`. Each pass gathers the kernels of all its devices, with a recipe as FP8 numbers, and
             each device gets its part of the sum of their gradients.
-        batch: mesh axes that split the tokens of one batch; the balance loss is then that of the whole batch. Axes that
-            split only tokens are named here alone. Inside `jax.shard_map`, name `experts` and `fsdp` here too.
+        batch: further mesh axes that split the tokens of one batch, whose balance loss is that of the whole batch.
         exchange: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them, and
             sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a row
             for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as

@@ -43,18 +43,19 @@ def test_results_and_gradients_are_those_of_one_device() -> None:
 
     def loss(x: jax.Array, logits: jax.Array, *kernels: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
         y, metrics = jg.moe.moe_mlp(x, logits, *kernels, shared=x, **LAYER, **options)
-        return jnp.sum(y * weights), (y, metrics.expert_load)
+        return jnp.sum(y * weights), (y, metrics.expert_load, metrics.balance_loss[None])
 
     def gradients(*arrays: jax.Array, **options: Any) -> Any:
         return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
 
-    expected, (expected_y, expected_load) = jax.jit(gradients)(*arrays())
+    expected, (expected_y, expected_load, expected_loss) = jax.jit(gradients)(*arrays())
     for method in ("gather", "padded"):
         split = on_devices(functools.partial(gradients, parallel=Parallel(experts="data", exchange=method)))
-        got, (y, load) = split(*arrays())
+        got, (y, load, balance_loss) = split(*arrays())
         for a, b in zip((y, *got), (expected_y, *expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4, err_msg=method)
         assert load.reshape(DEVICES, E).sum(axis=0).tolist() == expected_load.tolist()
+        np.testing.assert_allclose(balance_loss, expected_loss.repeat(DEVICES), rtol=1e-6)
         # Products expect an even share of the rows, whatever their capacity.
         share = TOP_K * T // DEVICES
         assert str(jax.make_jaxpr(split)(*arrays())).count(f"expected_tokens={share}") == 6, method
