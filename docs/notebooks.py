@@ -20,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         notebook.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = PAGE_LINK.sub(lambda link, page=page: address(link[1], page, config), cell.source)
+                cell.source = PAGE_LINK.sub(lambda link: address(link[1], config), cell.source)
         files.append(File.generated(config, name(page), content=jupytext.writes(notebook, fmt="ipynb")))
     return files
 
@@ -43,7 +43,7 @@ def name(page: File) -> str:
     return str(PurePosixPath(page.src_uri).with_suffix(".ipynb"))
 
 
-def address(path: str, page: File, config: MkDocsConfig) -> str:
+def address(path: str, config: MkDocsConfig) -> str:
     """Returns the address of a page on the site, from its path relative to a notebook."""
     path = posixpath.normpath(posixpath.join("docs/gallery", path)).removeprefix("docs/")
     return f"{config.site_url}{path.removesuffix('.md').removesuffix('README')}".rstrip("/") + "/"
