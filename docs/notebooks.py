@@ -3,6 +3,7 @@
 import posixpath
 import re
 from pathlib import PurePosixPath
+from typing import Any
 
 import jupytext
 from mkdocs.config.defaults import MkDocsConfig
@@ -25,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = PAGE_LINK.sub(
-                    lambda link, page=page: address(link[1], page, config), cell.source
+                    lambda link: address(link[1], config), cell.source
                 )
         files.append(
             File.generated(
@@ -35,9 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(
-    markdown: str, page: Page, config: MkDocsConfig, files: Files
-) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Adds the link to the notebook below the title."""
     if not is_notebook(page.file):
         return markdown
@@ -55,7 +54,7 @@ def name(page: File) -> str:
     return str(PurePosixPath(page.src_uri).with_suffix(".ipynb"))
 
 
-def address(path: str, page: File, config: MkDocsConfig) -> str:
+def address(path: str, config: MkDocsConfig) -> str:
     """Returns the address of a page on the site, from its path relative to a notebook."""
     path = posixpath.normpath(posixpath.join("docs/gallery", path)).removeprefix(
         "docs/"

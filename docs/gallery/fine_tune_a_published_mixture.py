@@ -42,8 +42,8 @@ config = dict(
 (folder / "config.json").write_text(json.dumps(config))
 
 BLOCK = "model.layers.{}.mlp."  # what the names of a layer's arrays begin with
-names = ("model.embed_tokens.weight", "lm_head.weight")
-shapes = dict.fromkeys(names, (256, 128))
+tables = ("model.embed_tokens.weight", "lm_head.weight")
+shapes = dict.fromkeys(tables, (256, 128))
 for i in range(2):
     shapes[BLOCK.format(i) + "gate.weight"] = (8, 128)
     for expert in range(8):
@@ -92,10 +92,8 @@ class Model(nn.Module):
 
 # %%
 def load(state):
-    params = {
-        "embed_tokens": {"embedding": state["model.embed_tokens.weight"]},
-        "lm_head": {"kernel": state["lm_head.weight"].T},
-    }
+    params = {"lm_head": {"kernel": state["lm_head.weight"].T}}
+    params["embed_tokens"] = {"embedding": state["model.embed_tokens.weight"]}
     for i in layers:
         block = jg.moe.from_huggingface(state, config, prefix=BLOCK.format(i))
         params[f"mlp_{i}"] = block["params"]
@@ -124,8 +122,8 @@ def megabytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 1e6
 
 
-names = ("gate_up", "down")
-experts = [params[f"mlp_{i}"][name] for i in layers for name in names]
+pair = ("gate_up", "down")
+experts = [params[f"mlp_{i}"][name] for i in layers for name in pair]
 print(f"experts in bfloat16: {megabytes(experts):.2f} MB")
 print(f"experts in FP8:      {megabytes(frozen['kernel_cache']):.2f} MB")
 print(f"adapters, float32:   {megabytes(lora):.2f} MB")
@@ -179,14 +177,15 @@ assert losses[-1] < 0.75 * losses[0]
 # %%
 adapter = {}
 for i in layers:
-    names = dict(prefix="base_model.model." + BLOCK.format(i), per_expert=True)
-    adapter |= jg.moe.to_peft({"lora": lora[f"mlp_{i}"]}, config, **names)
+    place = dict(prefix="base_model.model." + BLOCK.format(i), per_expert=True)
+    adapter |= jg.moe.to_peft({"lora": lora[f"mlp_{i}"]}, config, **place)
 save_file(adapter, folder / "adapter_model.safetensors")
 settings = dict(peft_type="LORA", r=8, lora_alpha=16)
 settings |= dict(target_modules=["gate_proj", "up_proj", "down_proj"])
 (folder / "adapter_config.json").write_text(json.dumps(settings))
 
-print(len(adapter), "arrays, such as", next(iter(adapter)))
+print(len(adapter), "arrays, such as")
+print(next(iter(adapter)))
 
 # %% [markdown]
 # ## Export a merged checkpoint
@@ -200,10 +199,10 @@ merged = dict(state)
 for i in layers:
     block = dict(params[f"mlp_{i}"])
     for name, factors in lora[f"mlp_{i}"].items():
-        pair = jg.Lora(factors["lora_a"], adapters.scale * factors["lora_b"])
-        block[name] = {"kernel": pair.merge(block[name]["kernel"])}
-    names = dict(prefix=BLOCK.format(i), per_expert=True)
-    merged |= jg.moe.to_huggingface({"params": block}, config, **names)
+        ab = jg.Lora(factors["lora_a"], adapters.scale * factors["lora_b"])
+        block[name] = {"kernel": ab.merge(block[name]["kernel"])}
+    place = dict(prefix=BLOCK.format(i), per_expert=True)
+    merged |= jg.moe.to_huggingface({"params": block}, config, **place)
 save_file(merged, folder / "merged.safetensors")
 
 written = load_file(folder / "merged.safetensors")

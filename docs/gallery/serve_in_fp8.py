@@ -138,7 +138,7 @@ points = [
     jnp.take_along_axis(scores, targets[:, None], axis=1)
     for scores in log_probabilities.values()
 ]
-plt.figure(figsize=(4.5, 4.5), dpi=150, layout="constrained")
+plt.figure(figsize=(6.5, 4), dpi=150, layout="constrained")
 plt.plot([-10, 0], [-10, 0], color="black", linewidth=0.5)
 plt.scatter(*points, s=4, alpha=0.5)
 plt.xlabel("bfloat16")
