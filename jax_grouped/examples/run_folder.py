@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from filelock import FileLock, Timeout
 from flax.training.train_state import TrainState
 
-from jax_grouped.examples.loss_curve import Losses, draw, draw_load, format_losses
+from jax_grouped.examples.loss_curve import Losses, draw, draw_load, format_losses, format_metrics
 from jax_grouped.examples.settings import Settings, UsageError
 
 
@@ -33,7 +33,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         losses: the rows of `loss.csv`.
-        metrics: the lines of `metrics.jsonl`, of the steps after which the model was evaluated.
+        metrics: the metrics of the steps after which the model was evaluated.
     """
 
     def __init__(self, path: str):
@@ -84,7 +84,7 @@ class RunFolder:
         self.losses += losses
         self.metrics += metrics
         _replace(self.path / "loss.csv", format_losses(self.losses))
-        _replace(self.path / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in self.metrics))
+        _replace(self.path / "metrics.jsonl", format_metrics(self.losses, self.metrics))
 
     def save(self, step: int, state: TrainState, title: str) -> None:
         """Saves a checkpoint, or raises a UsageError; draws the loss curve and the load of the experts."""
