@@ -41,8 +41,11 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
     assert [step for step, _ in train_points(losses)] == [*range(1, 13)]
     assert [step for step, _ in held_out_points(losses)] == [0, 3, 6, 9, 12]
     assert losses[-1].held_out < losses[0].held_out - 1
-    assert f"held-out loss before: {losses[0].held_out:.3f} nats" in out
-    assert f"held-out loss after: {losses[-1].held_out:.3f} nats" in out
+    before, after = losses[0].held_out, losses[-1].held_out
+    assert f"held-out loss: {before:.3f} nats per byte before training, {after:.3f} after, or " in out
+    assert ", 1 layer, " in out
+    assert "\ndone: step 12, at " in out
+    assert f"\nfiles in {folder}:\n" in out
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "load.png"))
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
     shown_losses = [Losses(row["step"], row.get("train_loss"), row.get("held_out_loss")) for row in metrics]
